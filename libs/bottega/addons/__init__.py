@@ -1,13 +1,12 @@
-"""The features beside plain pictures, a package each: all of a feature's code but its server.
+"""The optional features of a request (LoRAs, ControlNets, cached latents, edits): one package each.
 
-    wire        messages between processes, and rules of requests
-    planning    decisions, without torch
-    gateway     the gateway's AddOn
-    front       RPCs and parameters in the front of a worker
-    worker      links from a worker's engine to the feature's services
-    engine      what it adds to the engine
-    client      methods of the SDK and subcommands of `bottega`
+A package has all code of its feature except for the feature's own service, in these subpackages:
 
-Only `worker` and `engine` may import torch. Packages of features do not import each other. `interface` has what they
-and the services that load them agree on.
+wire        messages between processes, and rules that validate requests planning    decisions of the gateway, without
+torch gateway     the gateway's AddOn front       RPCs and parameters in the front process of a worker worker
+connections from a worker's engine process to the feature's services engine      what the feature adds to the engine
+client      methods of the SDK and subcommands of `bottega`
+
+Only `worker` and `engine` may import torch. Packages of features do not import each other. `interface` has the types
+that the features share with the services that load them.
 """

@@ -1,4 +1,4 @@
-"""The names of the SDK, which bottega.client exports."""
+"""The public names of the SDK; bottega.client exports them."""
 
 from bottega.addons.cache.client.profiling import CacheMeasurement, MeasuredCache
 from bottega.addons.cache.client.samples import PromptPair

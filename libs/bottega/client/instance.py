@@ -1,4 +1,4 @@
-"""The state folder of a suite on this machine: its lock, its record and its subfolders."""
+"""The state folder of a suite on this machine: its lock, the record of the running suite, and subfolders."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _HALF_WRITTEN = ".suite.json."
 
 
 class AlreadyHeld(Exception):
-    """Another instance runs from the state folder."""
+    """The error that a suite already runs from the state folder."""
 
     def __init__(self, holders: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.holders = holders
-        """The processes that hold its lock, if that is known."""
+        """PIDs of the processes that hold the lock; empty if they cannot be found out."""
 
 
 class StateFolderUnusable(BottegaError):
-    """The state folder belongs to another user, or cannot be opened or written."""
+    """The error that the state folder belongs to another user, or cannot be opened or written."""
 
     code = Code.FAILED_PRECONDITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceProcess:
-    """A process of a running instance. Its start time distinguishes it from a later process with the same PID."""
+    """A process of a running suite. Its start time distinguishes it from a later process with the same PID."""
 
     name: str
     pid: int
@@ -50,44 +50,44 @@ class InstanceProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceRecord:
-    """The record that a running instance keeps of itself."""
+    """A description of a running suite, which the suite writes to its state folder."""
 
     pid: int
     address: str
-    """host:port of its gateway."""
+    """host:port of the gateway."""
     fleet_address: str
     """host:port of the gateway's listener for services."""
     ready: bool
-    """Whether every service has served since the start."""
+    """Whether every service has been ready at least once since the start."""
     children: tuple[InstanceProcess, ...]
     starting: str = ""
-    """How far the slowly starting services are; empty if there are none."""
+    """Progress of the services that are slow to start, as text; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateFolder:
-    """The folder in which an instance keeps its logs, its services' configurations and its record."""
+    """The folder in which a suite keeps its logs, its services' configurations and data, and its record."""
 
     root: Path
 
     @property
     def logs(self) -> Path:
-        """Folder of NAME.log of every service, and of the output of a background instance."""
+        """The folder of the log files: NAME.log of every service, and the output of a suite in the background."""
         return self.root / "logs"
 
     @property
     def config(self) -> Path:
-        """Folder of NAME.yaml, with which each service was started."""
+        """The folder of NAME.yaml, the configuration of each service."""
         return self.root / "config"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the folder's lock for the `with` block, and keep other users out of the folder.
+        """Hold the folder's lock for the `with` block, and make the folder private.
 
-        All files that this process and its services make meanwhile are private.
+        All files that this process and its services create meanwhile are private to the user.
 
         Raises:
-            AlreadyHeld: Another instance holds the lock.
+            AlreadyHeld: Another suite, or another process, holds the lock.
             StateFolderUnusable: The folder cannot be used.
         """
         with private_files():
@@ -97,7 +97,7 @@ class StateFolder:
                 yield
 
     def make(self) -> None:
-        """Make missing folders, and make all of them private. Raise StateFolderUnusable if that fails."""
+        """Create missing folders, and make all of them private. Raise StateFolderUnusable if that fails."""
         try:
             make_missing(self.root)
             self._check_owner()
@@ -109,20 +109,20 @@ class StateFolder:
             raise self._unusable(error) from None
 
     def is_ours_alone(self) -> bool:
-        """Return whether the folder has only files of a suite. Raise OSError if it cannot be read."""
+        """Return whether the folder has no files but those of a suite. Raise OSError if it cannot be read."""
         ours = _OURS.union(_shared_folders(), (service.kind for service in read_services()))
         names = [path.name for path in self.root.iterdir()]
         return all(name in ours or name.startswith(_HALF_WRITTEN) for name in names)
 
     def others(self) -> str:
-        """Return a phrase about other users who can read or change the folder; empty if there are none."""
+        """Return a phrase that warns of other users' access to the folder; empty if they have none."""
         status = self.root.stat()
         if status.st_uid != os.geteuid():
             return f"belongs to {owner_of(self.root)}, who can read and change what is in it"
         return "is open to other users" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
     def is_held(self) -> bool:
-        """Return whether an instance runs from here. Raise StateFolderUnusable if the lock cannot be read."""
+        """Return whether a suite runs from here. Raise StateFolderUnusable if the lock cannot be read."""
         try:
             with self._lock.open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -135,7 +135,7 @@ class StateFolder:
         return False
 
     def holders(self) -> tuple[int, ...]:
-        """Return the processes that hold the lock, as far as the kernel tells; it cannot on some file systems."""
+        """Return the PIDs of the processes that hold the lock; empty on file systems where the kernel does not tell."""
         try:
             status = self._lock.stat()
             lines = _LOCKS.read_text(encoding="ascii").splitlines()
@@ -151,7 +151,7 @@ class StateFolder:
         write_whole(self._record, json.dumps(asdict(record)).encode())
 
     def read(self) -> InstanceRecord | None:
-        """Return the last record, whose instance may have ended; None if no record can be read."""
+        """Return the last record, whose suite may have ended; None if there is no readable record."""
         try:
             values = json.loads(self._record.read_bytes())
             children = tuple(InstanceProcess(**child) for child in values.pop("children"))
@@ -160,7 +160,7 @@ class StateFolder:
             return None
 
     def running(self) -> InstanceRecord | None:
-        """Return the record of the instance that runs from here; None if none does, or the lock cannot be read."""
+        """Return the record of the suite that runs from here; None if none runs, or the lock cannot be read."""
         try:
             return self.read() if self.is_held() else None
         except StateFolderUnusable:
@@ -202,7 +202,7 @@ class StateFolder:
                 return
 
     def _check_owner(self) -> None:
-        """Refuse the folder of another user, who could read all of it, and start anything through its configuration."""
+        """Raise if another user owns the folder: that user could read it, and start programs by its configurations."""
         owner = self.root.stat().st_uid
         if os.geteuid() != 0 and owner not in (0, os.geteuid()):
             raise StateFolderUnusable(f"the state folder {self.root} belongs to {owner_of(self.root)}, not to you")

@@ -101,7 +101,7 @@ async def test_the_command_says_what_is_there_shows_one_and_empties_it(
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert ["miniature", "2", "10", "1", "none"] in rows
     assert ["trouble"] not in [row[:1] for row in rows]
-    assert "Without a profile nothing is reused" in shown.stderr
+    assert "A model without a profile reuses nothing" in shown.stderr
     (newest, _) = cache.cache.store.entries(MODEL_HASH, 2)
     said = await _run(gateway, "inspect", f"{newest.entry}@10", "-o", "entry.png")
     assert said.exit_code == 0, said.output

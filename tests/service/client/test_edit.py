@@ -275,7 +275,7 @@ def test_an_edit_is_done_again_with_its_image_and_mask_given(gateway: ScriptedGa
         run("generate", "--like", "edit.png", address=address),
     ]
     said = [" ".join(result.stderr.split()) for result in refused]
-    assert "edit.png does not carry its mask: give it with --mask FILE" in said[0]
+    assert "edit.png does not contain its mask: give it with --mask FILE" in said[0]
     assert "edit.png is an edit; give its image and mask again: bottega edit IMAGE --like edit.png" in said[1]
     gateway.scripts = [[completed()] for _ in range(3)]
     again = ("edit", "star.png", "--like", "edit.png")

@@ -204,6 +204,6 @@ async def test_a_disk_that_is_full_is_not_taken_for_a_hub_that_is_not_there(
         house.servers[0].root = str(disk)
         fill(disk)
         status, said = await add(house, "depth", "hub:somebody/depth", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path))
-    assert (status, "is full" in said, "Make room there" in said) == (1, True, True), said
+    assert (status, "is full" in said, "Free space there" in said) == (1, True, True), said
     assert "does not answer" not in said
     assert house.servers[0].added == []

@@ -122,7 +122,7 @@ def test_the_disk_of_this_machines_units_is_looked_at_once(tmp_path: Path, monke
     assert f"{tmp_path}/bottega-gateway, {tmp_path}/bottega-loras" in result.what
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     (result,) = check_unit_disks(tmp_path)
-    assert (result.level, result.todo) == (Level.FAIL, "Make room: a gateway takes no jobs on a full disk.")
+    assert (result.level, result.todo) == (Level.FAIL, "Free space: a gateway takes no jobs on a full disk.")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

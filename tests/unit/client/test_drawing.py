@@ -64,8 +64,8 @@ def test_one_line_says_what_the_embedded_model_was_not_trained_for(
 ) -> None:
     spec: dict[str, Any] = {"model": "miniature", "width": 64, "height": 64, **parameters}
     note_unknown_to_embedded_model(Parameters(**spec))
-    said = "the embedded model draws simple shapes; `bottega up --model FOLDER` serves yours\n"
-    assert capsys.readouterr().err == (said if told else "")
+    note = "miniature, the embedded model, only draws simple shapes; `bottega up --model FOLDER` serves yours\n"
+    assert capsys.readouterr().err == (note if told else "")
 
 
 @pytest.mark.parametrize("fidelity", ["exact", "balanced"])
@@ -74,8 +74,8 @@ def test_rounding_by_shared_turns_is_the_stated_cause_with_the_way_to_avoid_it(
 ) -> None:
     facts: dict[str, Any] = {"dtype": "bfloat16", "vae_dtype": "bfloat16", "shared_in_half_precision": True}
     note_approximate(Provenance(parameters=Parameters(fidelity=fidelity), **facts))
-    cause = "the picture is approximate: in bfloat16 its steps were computed together with others or in parts"
+    cause = "the picture is approximate: in bfloat16, its steps were computed in batches with others or in parts"
     advice = "; --fidelity exact computes them alone, as stock Diffusers does"
-    assert capsys.readouterr().err == f"{cause}, which rounds differently{advice}\n"
+    assert capsys.readouterr().err == f"{cause}, which changes the rounding{advice}\n"
     note_approximate(Provenance(parameters=Parameters(fidelity=fidelity, shared_turns=False), **facts))
-    assert capsys.readouterr().err == f"{cause}, which rounds differently\n"
+    assert capsys.readouterr().err == f"{cause}, which changes the rounding\n"

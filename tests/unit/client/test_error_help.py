@@ -21,9 +21,9 @@ LORA_STORE = {"service": "loras"}
 @pytest.mark.parametrize(
     ("error", "todo"),
     [
-        (os_errors.unavailable("not stored", cause="ENOSPC"), "Make room on the gateway's disk"),
-        (os_errors.unavailable("not stored", cause="SQLITE_FULL"), "Make room"),
-        (os_errors.unavailable("not stored", cause="SQLITE_IOERR_WRITE"), "Make room"),
+        (os_errors.unavailable("not stored", cause="ENOSPC"), "Free space on the disk of the gateway"),
+        (os_errors.unavailable("not stored", cause="SQLITE_FULL"), "Free space"),
+        (os_errors.unavailable("not stored", cause="SQLITE_IOERR_WRITE"), "Free space"),
         (os_errors.unavailable("not stored", cause="SQLITE_READONLY_DBMOVED"), "Let the gateway write"),
         (os_errors.unavailable("not stored", cause="EROFS"), "Let the gateway write"),
         (os_errors.unavailable("not stored", cause="EMFILE"), "The gateway resumes by itself when connections end"),
@@ -72,7 +72,7 @@ def test_each_error_has_its_own_advice(error: BottegaError, todo: str) -> None:
     [
         (
             StorageUnavailable("the disk is full", metadata={"cause": "ENOSPC", **LORA_STORE}),
-            "Make room on the LoRA store's disk; it resumes by itself.",
+            "Free space on the disk of the LoRA store; it then resumes by itself.",
         ),
         (DataLoss("a row is damaged", metadata=LORA_STORE), "bottega logs loras -n 50 says what is damaged."),
         (TooLarge("more than its disk_bytes", metadata=LORA_STORE), ""),

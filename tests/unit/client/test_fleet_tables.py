@@ -59,8 +59,8 @@ def test_a_worker_that_starts_says_how_far_it_is() -> None:
 def test_doctor_names_what_a_worker_computes_by_and_warns_of_one_that_kept_nothing() -> None:
     tried = [worker("w0", KEPT, SLOW), worker("w1", SLOW, UNTRIED), worker("w2")]
     kept, none = _check_accelerations(map(member_from, tried))
-    assert kept.what == "w0 on cuda:0 computes by kernels.geglu (1.23 x); 1 more are off"
-    assert "w1 on cuda:0 has kept none of 2" in none.what
+    assert kept.what == "w0 on cuda:0 uses kernels.geglu (1.23 x); 1 more are off"
+    assert "w1 on cuda:0 uses none of 2 tested accelerations" in none.what
     assert none.todo == "bottega fleet -v says why."
 
 
@@ -79,15 +79,15 @@ def test_what_is_left_out_and_what_fits_no_model_stands_below_the_table() -> Non
     fleet = ListMembersResponse(members=[drawing, server])
     assert str(fleet_table(fleet_from(fleet)).table.caption).splitlines() == [
         "0 waiting in the queue",
-        "controlnet-0 leaves out depth: it has no config.json",
-        "controlnet-0 leaves out sd15: it fits no served model: its shapes are x, theirs 4/8 2048+1280",
+        "controlnet-0 does not serve depth: it has no config.json",
+        "controlnet-0 does not serve sd15: it fits no served model: its shapes are x, theirs 4/8 2048+1280",
     ]
 
 
 def test_doctor_warns_of_what_a_service_leaves_out() -> None:
     server = controlnet_server(left_out={"depth": "it has no config.json"})
     (result,) = _check_left_out(fleet_from(ListMembersResponse(members=[worker("w0"), server])))
-    assert (result.level, result.what) == (Level.WARN, "controlnet-0 leaves out depth: it has no config.json")
+    assert (result.level, result.what) == (Level.WARN, "controlnet-0 does not serve depth: it has no config.json")
 
 
 def test_without_a_worker_nothing_is_said_to_fit_no_model() -> None:

@@ -79,7 +79,7 @@ def test_one_text_is_no_list_of_its_letters() -> None:
     [
         (datetime(2026, 1, 2), "must be a datetime with a time zone; got 2026-01-02T00:00:00"),  # noqa: DTZ001
         ("yesterday", "must be a datetime with a time zone; got 'yesterday'"),
-        (datetime.min.replace(tzinfo=timezone(timedelta(hours=5))), "must be a moment of the years 1 to 9999, in UTC"),
+        (datetime.min.replace(tzinfo=timezone(timedelta(hours=5))), "must be a time in the years 1 to 9999, in UTC"),
     ],
 )
 def test_a_moment_has_a_time_zone(moment: object, said: str) -> None:
@@ -97,4 +97,4 @@ def test_a_moment_is_that_of_its_zone() -> None:
 def test_what_was_given_is_never_said_at_length() -> None:
     assert describe("x" * 1000) == f"{'x' * 1000!r}"[:60] + "..."
     assert describe(object()) == "object"
-    assert describe(10**5000) == "a number of thousands of digits"
+    assert describe(10**5000) == "a number with thousands of digits"

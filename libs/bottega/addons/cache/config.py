@@ -1,4 +1,4 @@
-"""The worker's settings of cached latents. The module imports no torch, because the worker's front reads it too."""
+"""The worker's settings for cached latents. The module imports no torch, because the worker's front reads it too."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Seconds = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedStartsConfig:
-    """Settings of starts from cached latents."""
+    """Settings for pictures that start from cached latents."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     timeout_s: Seconds = 10.0
-    """Seconds for which a request waits for a cached latent that it names itself."""
+    """Seconds that a request waits for a cached latent that it names itself (cache_entry)."""
     silence_s: Seconds = 5.0
-    """Seconds of silence after which an approximate cache counts as dead."""
+    """Seconds without a message after which an approximate cache counts as dead."""
     recording_bytes: NotNegative = 64 << 20
-    """Bound on the bytes of recordings that wait to be sent to the cache. More is dropped."""
+    """Maximum bytes of recorded latents that wait to be sent to the cache. More are dropped."""

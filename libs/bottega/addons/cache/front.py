@@ -1,4 +1,4 @@
-"""Cached latents in the front process of a worker: it writes a picture's start into the picture's parameters."""
+"""Cached latents in the front process of a worker: writes the latent a picture started from into its parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bottega.v1.worker_pb2 import RunAttemptRequest
 
 
 class CacheFront(FrontAddOn):
-    """The cached latents of attempts, in the front of a worker."""
+    """The FrontAddOn for cached latents."""
 
     kind = kinds.CACHE
 
     def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes | None) -> None:
-        """Write the cached latent that one picture started from, or that it started from none."""
+        """Write the cached latent that a picture started from into `spec`, or that it started from noise."""
         if index is None or self.kind not in request.addons:
             return
         starts = CacheDecision.FromString(decision or b"").starts

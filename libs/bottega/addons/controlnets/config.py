@@ -1,4 +1,4 @@
-"""The worker's settings of ControlNets. The module imports no torch, because the worker's front reads it too."""
+"""The worker's settings for ControlNets. The module imports no torch, because the worker's front reads it too."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Seconds = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetsConfig:
-    """Settings of ControlNets on a worker."""
+    """Settings for ControlNets in a worker."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     folders: dict[str, str] = field(default_factory=dict)
-    """Folders of ControlNets, by name, that the engine runs itself when no server hosts them."""
+    """Folders of ControlNets, by name, that the worker runs itself when no ControlNet server hosts them."""
     budget_bytes: AtLeastOne = 8 << 30
-    """Bound on the bytes of ControlNet weights that are loaded at once."""
+    """Maximum bytes of ControlNet weights that the worker itself loads at the same time."""
     silence_s: Seconds = 5.0
-    """Seconds of silence after which a ControlNet server counts as dead."""
+    """Seconds without a message after which a ControlNet server counts as dead."""

@@ -1,7 +1,8 @@
-"""The models, LoRAs and ControlNets that a caller may name: shared ones that are granted, and its tenant's own.
+"""Access control: which models, LoRAs and ControlNets a caller may name.
 
-Stores and servers list a tenant's own item as NAME@TENANT; the tenant calls it NAME. An item that a caller may not
-name is refused as if it did not exist, with the same work.
+A caller may name the shared ones that its tenant was granted, and the tenant's own. Stores and servers list an own item
+as NAME@TENANT; the tenant calls it NAME. An item that a caller may not name is refused as if it did not exist, with the
+same work, so that response times do not reveal it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _OF = "@"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The access of a caller."""
+    """The names of models, LoRAs and ControlNets that one caller may use."""
 
     tenant: str = ""
     """The caller's tenant; empty for operators and for callers of a gateway without keys, who may name everything."""
@@ -35,11 +36,11 @@ class Access:
         return not self.tenant or _granted(name, self.grants.models)
 
     def has_lora(self, full_name: str) -> bool:
-        """Return whether the caller may name the LoRA, if there is one."""
+        """Return whether the caller may name a LoRA of this full name. It need not exist."""
         return self._has(full_name, self.grants.loras)
 
     def has_controlnet(self, full_name: str) -> bool:
-        """Return whether the caller may name the ControlNet, if there is one."""
+        """Return whether the caller may name a ControlNet of this full name. It need not exist."""
         return self._has(full_name, self.grants.controlnets)
 
     def own(self, name: str) -> str:
@@ -48,7 +49,7 @@ class Access:
         return full_name if self.tenant and rules.is_adapter_name(full_name) else ""
 
     def short_name(self, full_name: str) -> str:
-        """Return the name by which the caller names an item: without the owner if that is its own tenant."""
+        """Return the name by which the caller names an item: without @TENANT if the item is the tenant's own."""
         return full_name.removesuffix(f"{_OF}{self.tenant}") if self.tenant else full_name
 
     def _has(self, full_name: str, granted: Collection[str]) -> bool:

@@ -15,22 +15,22 @@ SectionT = TypeVar("SectionT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddOnContext:
-    """The values from which the factory of an engine add-on makes it."""
+    """The arguments of the function that makes an engine add-on."""
 
     sections: Sequence[object]
-    """The sections of the engine's configuration."""
+    """The parts of the engine's configuration, one object of a class of its own each."""
     fixed_rows: int
-    """Number of rows to which every forward pass is padded; 0 for no padding."""
+    """Batch rows to which every forward pass is padded; 0 for no padding."""
     model: Model
     offers: OfferSource
-    """Opens links to services."""
+    """Opens tensor connections to services."""
     counters: LinkCounters
-    """Counts all links of the process."""
+    """Metrics of all tensor connections of the process."""
     heartbeat: Heartbeat
-    """Beats while a turn runs."""
+    """Shows that the engine is alive while it computes a forward pass."""
     devices: DeviceLinks | None = None
-    """Links between devices, where they are possible."""
+    """Connections between GPUs; None where they are not possible."""
 
     def section(self, kind: type[SectionT]) -> SectionT:
-        """Return the section of the engine's configuration that is of this class."""
+        """Return the object in `sections` that is of this class."""
         return next(section for section in self.sections if isinstance(section, kind))

@@ -1,7 +1,8 @@
-"""The interface of the gateway's add-ons, the features that a request may use, such as ControlNets and LoRAs.
+"""The interface of the gateway's add-ons: features that a request may use, such as ControlNets and LoRAs.
 
 A service in the manifest names a function that makes its add-on from an AddOnContext (`ServiceSpec.add_on`). Admission,
-scheduling and dispatch call all add-ons in the same way. An add-on overrides only the hooks that it needs.
+scheduling and dispatch call all add-ons in the same way. An add-on overrides only the hooks that it needs. An "item" is
+anything that a request names and a service hosts, such as one LoRA.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 
 
 class FleetView(Protocol):
-    """The operations on a gateway's fleet that add-ons may use."""
+    """The operations on a gateway's list of connected services that add-ons may use."""
 
     def services(self, kind: str) -> list[Member]:
-        """Return the present services of a kind, by name."""
+        """Return the connected services of a kind, sorted by name."""
 
     def last_seen(self, model: str) -> image_pb2.Model:
-        """Return the model as it was last registered, or an empty one if it never was. Do not change it."""
+        """Return the newest registration of a model, or an empty message if there was none. Do not change it."""
 
     def grace_s(self, member: Member) -> float:
-        """Return how many seconds to wait for items that a member hosted, after it has left or dropped them."""
+        """Return how many seconds a job waits for items of a member that has left or has stopped hosting them."""
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
-        """Assign no work to a service for a while, because it refused its last work."""
+        """Assign no work to a service for a while, because it refused the last."""
 
 
 class AddOnMetrics:
@@ -52,7 +53,7 @@ class AddOnMetrics:
         self.registry = registry
         self.prefetches = Counter(
             "bottega_prefetches",
-            "Requests to services to load what queued jobs will need, by kind of service and by outcome.",
+            "Requests that ask services to load items for queued jobs, by kind of service and outcome.",
             ("kind", "outcome"),
             registry=registry,
         )
@@ -70,39 +71,39 @@ class AddOnContext:
 
 
 PREFETCHED_JOBS = 8
-"""Number of jobs at the head of a queue for which things are prefetched. More would evict what the first jobs need."""
+"""Number of jobs at the head of a queue whose items are prefetched. More would evict what the first jobs need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredModel:
-    """A model that an item of a request, such as a LoRA, was made for."""
+    """The model that an item of a request, such as a LoRA, was made for."""
 
     name: str
     needed_by: str
-    """Name of the item that was made for the model."""
+    """Name of that item."""
 
 
 class Resolution:
-    """The resolved names of one request, such as its LoRAs. Each add-on has a subclass. This base has no names."""
+    """The items that the names in a request stand for, such as LoRAs. This base class has no items."""
 
     @property
     def required_model(self) -> RequiredModel | None:
-        """The model of a request that names none; None if any model will do."""
+        """The model to use for a request that names no model; None if its items do not determine one."""
         return None
 
     def check_model(self, model: image_pb2.Model) -> None:
-        """Raise if a request for `model` names items that this model cannot use."""
+        """Raise an error if the request names items that `model` cannot use."""
 
     def complete(self, full: GenerationSpec) -> None:
-        """Fill in the add-on's fields of a spec whose other fields are complete."""
+        """Fill in the add-on's fields of a spec. The other fields are already complete."""
 
 
 class SecondsByWorker(Mapping[str, float]):
-    """A mapping of workers to seconds that computes a value when it is read: the scheduler reads few of many.
+    """A mapping from worker to seconds that computes each value when it is read, because most are never read.
 
     Args:
         workers: Names of the workers, the keys.
-        seconds: Returns the seconds of one of them.
+        seconds: Computes the seconds of one worker.
     """
 
     __slots__ = ("_seconds", "_workers")
@@ -117,7 +118,7 @@ class SecondsByWorker(Mapping[str, float]):
         return self._seconds(worker)
 
     def get(self, worker: str, default: float = 0.0) -> float:  # type: ignore[override]
-        """Return a value as `Mapping.get` does, but without raising KeyError inside, for speed."""
+        """Return a value as `Mapping.get` does, but without a KeyError inside, because raising one is slow."""
         return self._seconds(worker) if worker in self._workers else default
 
     def __iter__(self) -> Iterator[str]:
@@ -129,16 +130,16 @@ class SecondsByWorker(Mapping[str, float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCosts:
-    """The costs of a job at each worker, in addition to its plain steps."""
+    """The costs of one job at each worker, in addition to its denoising steps."""
 
     load_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds before its first step, by worker; a worker that is missing needs none."""
+    """Seconds before the job's first step, by worker; 0 for workers that are not in the mapping."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Share of its rows' tokens that the job computes, by worker."""
+    """Share of the job's tokens that the worker computes, by worker; an edit may reuse the rest."""
     share: float = 1.0
-    """Share of tokens at a worker that is missing in `shares`."""
+    """Share of the job's tokens that a worker computes which is not in `shares`."""
     eligible: frozenset[str] | None = None
-    """The only workers that may have the job; None means all."""
+    """The only workers that may run the job; None means all."""
 
     def __bool__(self) -> bool:
         return bool(self.load_s or self.shares) or self.share < 1.0 or self.eligible is not None
@@ -149,81 +150,83 @@ NO_COSTS = WorkerCosts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedSavings:
-    """Work that a job is expected to avoid on any worker."""
+    """Work of a job that will probably not be computed, on any worker."""
 
     skipped_steps: float = 0.0
-    """Denoising steps that are skipped, over all images."""
+    """Denoising steps that are skipped, summed over all images."""
     computed_share: float = 1.0
-    """Share of its rows' tokens that is computed, above 0 to 1."""
+    """Share of the job's tokens that is computed, above 0 to 1."""
 
 
 NO_SAVINGS = ExpectedSavings()
 
 
 class AddOn:
-    """The base class of add-ons. Its hooks run in the event loop, and all but the coroutines return at once."""
+    """The base class of the gateway's add-ons. Its hooks run in the event loop and must not block."""
 
     # Admission of a request.
 
     decides_model: bool = False
     """Whether the items that a request names determine its model, if it names no model."""
     adapter_kind: AdapterKind.ValueType = image_pb2.ADAPTER_KIND_UNSPECIFIED
-    """Kind of the adapters that it lists; UNSPECIFIED if it lists none."""
+    """Kind of the adapters that `adapters` returns; UNSPECIFIED if it returns none."""
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request names items that have to be resolved."""
+        """Return whether a request names items of this add-on, which then have to be resolved."""
         return False
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
-        """Yield the violations in its fields that do not depend on the model."""
+        """Yield the violations in the add-on's fields of a request that do not depend on the model."""
         return iter(())
 
     def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
-        """Yield the violations in its fields for a number of steps.
+        """Yield the violations in the add-on's fields that depend on the number of steps.
 
         Args:
             spec: The request.
-            steps: Its number of steps.
+            steps: Number of steps of the request or, if it gives none, of the model.
             strength: Strength of image-to-image; None for other requests.
         """
         return iter(())
 
     def computes_part(self, spec: GenerationSpec) -> bool:
-        """Return whether a request may compute only a part of its picture, with data of earlier jobs.
+        """Return whether a request may compute only a part of its picture, and reuse data of earlier jobs for the rest.
 
-        A spec that is not complete yet says so only by what its caller has filled in.
+        The spec may lack defaults that are filled in later.
         """
         return False
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Find the items that a request names. Raises one error for all that are missing, or Unavailable.
+        """Find the items that a request names. Raise one error for all that are missing.
+
+        Raises Unavailable if a service that lists items does not answer.
 
         Args:
             spec: The request.
-            access: Access of the caller. Items that the caller may not use are treated as missing.
+            access: What the caller may name. Other items are treated as missing.
         """
         return Resolution()
 
     def decide_again(self, decisions: AttemptDecisions, before: AddOnJob) -> None:
-        """Add the decisions that a job must follow to draw the same pictures as `before`.
+        """Add to `decisions` what a repeated job needs to draw the same pictures as `before`.
 
         Args:
-            decisions: A copy of the decisions that the attempts at `before` made.
-            before: A job of the same request.
+            decisions: A copy of the decisions of the attempts at `before`. Later attempts follow it.
+            before: An earlier job of the same request.
         """
 
     def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
-        """Return hashes of the items that a complete request names without a hash, in the request's order.
+        """Return the hashes of the items that a complete request names without a hash, in the request's order.
 
-        Returns None if the hashes of the names are not certain now.
+        Returns None if an item's current hash is not known.
         """
         return ()
 
     async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[image_pb2.Adapter]:
-        """Return the adapters that requests may name now, in any order. Raises Unavailable if they cannot be listed.
+        """Return the adapters that a caller may name now, in any order. Raise Unavailable if they cannot be listed.
 
         Args:
-            access: Access of the caller.
+            access: What the caller may name.
             models: Models that the caller may name.
         """
         return ()
@@ -231,51 +234,51 @@ class AddOn:
     # Scheduling of a job.
 
     def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Note a new job, before it is queued.
+        """Record a new job before it is queued, to estimate which items are requested often.
 
         Args:
             job: The job.
-            admitted: False if it is refused because it would miss its deadline. Similar jobs may follow.
+            admitted: False if the job is refused because it would miss its deadline. It counts too.
         """
 
     def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
-        """Make services load the items that the first jobs of a queue will need."""
+        """Ask services to load the items that these first jobs of a queue will need."""
 
     def cost_key(self, job: AddOnJob) -> Hashable:
-        """Return a key that is equal for jobs with equal costs; None for a job without costs."""
+        """Return a key that is equal for jobs whose `worker_costs` are equal; None for a job without such costs."""
         return None
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
-        """Return a job's costs at workers of its model."""
+        """Return a job's costs at these workers, all of the job's model."""
         return NO_COSTS
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
-        """Return the steps and tokens that a job without a checkpoint will probably save, measured on similar jobs."""
+        """Return the steps and tokens that a job without a checkpoint will probably save, estimated from others."""
         return NO_SAVINGS
 
     def unavailable(self, job: AddOnJob) -> BottegaError | None:
-        """Return the error of a waiting job that can never run; None for others."""
+        """Return the error with which to fail a queued job that can never run; None if it can."""
         return None
 
     # Dispatch of an attempt.
 
     final_errors: tuple[type[BottegaError], ...] = ()
-    """Errors of an attempt that would occur at every worker, so that the job is not tried again."""
+    """Errors that an attempt would meet at every worker. A job is not tried again after one."""
 
     def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Fill in `request.addons[kind]`, the order for the add-on of that kind in the worker's engine."""
+        """Fill in `request.addons[kind]`, the message to the add-on of that kind in the worker's engine."""
 
     def end_attempt(self, job: AddOnJob) -> None:
         """Release the items that the job's attempt used, whether it succeeded or failed."""
 
     def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
-        """Return whether a service of this add-on caused the return of an attempt, and back off that service."""
+        """Back off the service of this add-on that made an attempt fail. Return whether there was one."""
         return False
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
-        """Complete the provenance of a job that has all its images, and update estimates by it.
+        """Complete the provenance of a job that has all its images, and update the add-on's estimates from it.
 
-        Decisions that depended on timing are written into the provenance's parameters, so that they draw the same
+        Decisions that depended on timing are written into the provenance's parameters, so that those draw the same
         image again.
         """
 
@@ -285,10 +288,10 @@ class AddOn:
         """Begin background work. `live_jobs` returns the jobs that have not ended."""
 
     def member_changed(self, member: Member) -> None:
-        """Note that a service has reported, or has disconnected but may still reconnect."""
+        """Handle a new report of a service, or its disconnection; it may still reconnect."""
 
     def member_lost(self, member: Member) -> None:
-        """Forget a service that is lost."""
+        """Drop all state about a service that was removed from the fleet."""
 
     async def close(self) -> None:
-        """End background work and calls."""
+        """End background work and pending calls."""

@@ -1,4 +1,4 @@
-"""What add-ons of the gateway see of a job."""
+"""The view of a job that the gateway gives to its add-ons."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """The request of a job, without its spec: the fields that the caller sent, and the facts that admission added.
+    """The request of a job without its spec: fields that the caller sent, and values that admission added.
 
-    The fields that JobRecord has as well are stored. The others only matter while the request is admitted.
+    Fields that JobRecord has as well are stored with the job. The others are only needed while the request is admitted.
     """
 
     fingerprint: str = ""
     """Hash of the spec as the caller sent it."""
     deadline_s: float | None = None
-    """Seconds after which no caller wants the pictures; None means no deadline."""
+    """Seconds after arrival until the caller's deadline; None means no deadline."""
     caller_s: float | None = None
-    """Seconds until the caller leaves, and the job ends with it; None for a job that goes on without its caller."""
+    """Seconds until the caller's call times out, which ends the job; None for a job that goes on without its caller."""
     preview: bool = False
-    """Whether its first caller wants previews."""
+    """Whether the caller that created the job asked for previews."""
     received_at: float = 0.0
-    """Time of its arrival, on the monotonic clock."""
+    """Arrival time of the request, on the monotonic clock."""
     shape: Shape = (0, 0)
     """Height and width of the latent."""
     request_id: str = ""
@@ -40,37 +40,38 @@ class JobRequest:
     mask_digest: str = ""
     """Digest of the mask of an edit."""
     kept_digest: str = ""
-    """Digest of what is kept of the input image; empty if nothing is, or the edit may not use it."""
+    """Digest of the data that was kept of the input image for edits; empty if there is none, or the edit may not use
+    it."""
     result_size: tuple[int, int] = (0, 0)
-    """Width and height of its pictures in pixels if they are not the spec's; else (0, 0)."""
+    """Width and height of the returned pictures in pixels; (0, 0) if they have the spec's width and height."""
     edit_source: str = ""
-    """Name of an edit's source image, whose activations may be recorded: 64 hex digits; "" without masked blocks."""
+    """Name under which activations of an edit's source image are stored: 64 hex digits; "" if the edit reuses none."""
     computed_share: float = 1.0
-    """Share of its tokens that an edit computes at a worker that has these activations."""
+    """Share of its tokens that an edit computes at a worker that has the activations of `edit_source`."""
     size_bytes: int = 0
     """Size of the request."""
     tenant: str = ""
-    """The tenant that it belongs to; empty if no keys are configured."""
+    """The tenant that sent the request; empty if the gateway has no tenants."""
     peer: str = ""
-    """Owner whose share the job counts for when jobs are forgotten: the tenant, else the host; empty if unknown."""
+    """Who the stored job counts for when old jobs are evicted: the tenant, else the caller's host; empty if unknown."""
     ends_with_caller: bool = False
-    """Whether only its caller can ask for the job, so that a restarted gateway does not resume it."""
+    """Whether the job ends when its caller disconnects; a restarted gateway does not resume such a job."""
     priority: Priority.ValueType = PRIORITY_NORMAL
     """Priority among the jobs of the same tenant."""
 
     def deadline(self, now: float) -> float | None:
-        """Return the time after which no caller wants the pictures, given the clock's current time `now`."""
+        """Return the earlier time of `deadline_s` and `caller_s`, counted from `now`; None without both."""
         return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
 
 
 @dataclass(slots=True, kw_only=True)
 class JobSteps:
-    """Denoising steps over all images."""
+    """Counts of a job's denoising steps, summed over all its images."""
 
     done: int = 0
     total: int = 0
     repeated: int = 0
-    """Number of steps that later attempts repeated."""
+    """Steps that were computed again by a later attempt."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,57 +79,58 @@ class JobLosses:
     """Counts of a job's failed attempts, by cause."""
 
     deaths: int = 0
-    """Number of workers that died while they ran it exclusively."""
+    """Number of workers that died while this was their only job."""
     beside_others: int = 0
     """Number of workers that died while they also ran other jobs, or that became unreachable."""
     returns: int = 0
     """Number of attempts that workers refused or returned."""
     quarantined_until: int | None = None
-    """Number of steps within which it may have killed a worker; None if none died."""
+    """The job runs alone on a worker until it has made this many steps, because it may have killed one; None if none
+    died."""
     last_worker: str = ""
-    """The worker that was lost last."""
+    """Name of the worker that was lost last."""
     last_at: float = 0.0
-    """Time of that loss, on the monotonic clock."""
+    """Time at which `last_worker` was lost, on the monotonic clock."""
 
     def quarantine(self, steps: JobSteps) -> None:
-        """Quarantine the job after a worker died while running it, until an attempt has made more steps.
+        """Quarantine the job after its worker died: it runs alone until it is past the step of the death.
 
-        After a second death it stays quarantined: its fatal step may come late, and other jobs must not be near then.
+        After a second death it runs alone to its end, because its fatal step may come later.
         """
         self.quarantined_until = steps.done if self.quarantined_until is None else steps.total
 
 
 class AddOnJob(Protocol):
-    """A job of the gateway, as add-ons see it. `bottega.gateway.jobs.job.Job` says how its states change."""
+    """A job of the gateway, as add-ons see it. `bottega.gateway.jobs.job.Job` says how the fields change."""
 
     job_id: str
     request: JobRequest
     bare: GenerationSpec
-    """Its complete spec without input images."""
+    """The job's complete spec without input images."""
     num_images: int
     rows: int
-    """Number of rows that it puts into each turn."""
+    """Batch rows that the job has in a forward pass: one for each image, two with guidance."""
     steps: JobSteps
     losses: JobLosses
     decisions: AttemptDecisions
-    """The decisions of the attempts so far, which later attempts must follow."""
+    """The engine add-ons' decisions in the attempts so far, which later attempts must follow."""
     provenance: Provenance | None
     worker: str
-    """Name of the worker that has it; empty while it waits."""
+    """Name of the worker that runs the job; empty while the job waits."""
     controlnets: tuple[str, ...]
-    """Names of its ControlNets, one for each in the spec."""
+    """Names of the job's ControlNets, in the spec's order."""
     versions: Mapping[str, str]
-    """Hashes of the ControlNets that the newest attempt uses, by name."""
+    """Hash of each ControlNet that the newest attempt uses, by name."""
     servers: tuple[str, ...]
-    """Servers that were assigned to the newest attempt for its ControlNets."""
+    """ControlNet servers that the newest attempt uses."""
     loras: tuple[str, ...]
-    """Digests of its LoRAs, one for each in the spec."""
+    """Digests of the job's LoRAs, in the spec's order."""
     lora_set: tuple[tuple[str, float], ...]
-    """Sorted pairs of digest and scale of its LoRAs: the same for jobs whose steps need the same weights."""
+    """Sorted pairs of digest and scale of the job's LoRAs: equal for jobs that need the same merged weights."""
 
     @property
     def attempts(self) -> int:
-        """Number of attempts so far."""
+        """Number of attempts so far, with the running one."""
 
     def use_controlnets(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
-        """Note the hashes of the ControlNets that the newest attempt uses, and the servers that it was given."""
+        """Record the ControlNets, with their hashes, and the servers that the newest attempt uses."""

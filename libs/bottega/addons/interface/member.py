@@ -1,4 +1,4 @@
-"""A member of the fleet with its last report."""
+"""A member of the fleet, that is, a service that has joined the gateway, with its last report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class HostedKind:
 
     items: tuple[Hosted, ...] = ()
     digests: frozenset[str] = frozenset()
-    """Digests of the items."""
+    """Digests of the hosted items."""
     applied: tuple[tuple[str, float], ...] = ()
-    """Digest and scale of each item that everything the service computes uses, such as merged LoRAs; sorted."""
+    """Sorted pairs of digest and scale of the items that are merged into the weights now, such as LoRAs."""
     switch_s: float = 0.0
-    """Seconds to replace the applied items by others."""
+    """Seconds it takes to replace the applied items with others."""
 
 
 _NOTHING_HOSTED = HostedKind()
@@ -33,45 +33,45 @@ _NOTHING_HOSTED = HostedKind()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """A service that has joined, with its last report."""
+    """A service that has joined the gateway, with its last report."""
 
     registration: fleet_pb2.Registration
     joined_at: float
     heard_at: float
     lease_until: float = math.inf
-    """Time at which the member is lost unless it reports before."""
+    """Time at which the member counts as lost, unless it reports before."""
     instance: str = ""
-    """Random id of its process, which proves identity and is never shown."""
+    """Random secret of the member's process, which proves its identity and is never shown."""
     host: str = ""
-    """Host of its newest stream."""
+    """Host from which the member opened its newest Join stream."""
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
     has_reported: bool = False
-    """Whether `load` was reported by the member; else it is the default."""
+    """Whether the member has reported its load; until then `load` has default values."""
     steps_left: dict[str, int] = field(default_factory=dict)
-    """Remaining steps of the attempts that it runs, by job."""
+    """Remaining steps of each attempt that the member runs, by job."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Shares of the tokens that these attempts compute, by job; without attempts whose share is unknown."""
+    """Share of the tokens that each of these attempts computes, by job; attempts whose share is unknown are missing."""
     times: StepTimes = field(default_factory=StepTimes)
     fractions: RowFractions = field(default_factory=RowFractions)
     planned: StepTable = field(default_factory=StepTable)
-    """Planned seconds of turns with masked rows, including the loads of their recorded activations."""
+    """Planned seconds of forward passes that compute only masked tokens, including the loads of stored activations."""
     hosted: Mapping[str, HostedKind] = field(default_factory=dict)
     """Hosted items, by kind."""
     connected: bool = True
     stream: int = 1
-    """Number of Join streams it has opened. Reports of older streams are ignored."""
+    """Number of Join streams that the member has opened. Reports over older streams are ignored."""
     backlog: int = 0
-    """Number of jobs that wait for it, as last sent over its stream."""
+    """Number of jobs that wait for this member, as last sent to it."""
     backed_off_until: float = 0.0
-    """Time until which it gets no new jobs or ControlNet sessions, on the monotonic clock."""
+    """Time until which the member gets no new jobs or ControlNet sessions, on the monotonic clock."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its newest stream has something to send or has to end; every stream has an event of its own."""
+    """Set when the newest stream has something to send or has to end. Every new stream gets a new event."""
     # The scheduler reads these of every member in every round, where reading a message would be too slow.
     name: str = field(init=False)
-    """Its name, which is unique among members of its kind."""
+    """Name of the member, unique among members of its kind."""
     kind: str = field(init=False)
     is_worker: bool = field(init=False)
-    """Whether it draws pictures."""
+    """Whether the member is a worker."""
     _served: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,22 +81,22 @@ class Member:
 
     @property
     def target(self) -> Target:
-        """Its address, and the identity that it must have."""
+        """The member's address, and the identity that its certificate must have."""
         return Target(address=self.registration.address, role=self.kind, name=self.name)
 
     @property
     def models(self) -> Sequence[image_pb2.Model]:
-        """Models that it draws with; other kinds of services have none."""
+        """Models that the worker serves; empty for other kinds of services."""
         return self.registration.models if self.is_worker else ()
 
     @property
     def served(self) -> frozenset[str]:
-        """Names of its models."""
+        """Names of `models`."""
         return self._served
 
     @property
     def is_starting(self) -> bool:
-        """Whether it is a worker whose engine is not ready, so that it serves no model."""
+        """Whether the member is a worker whose engine is not ready, so that it serves no model yet."""
         return self.is_worker and not self._served
 
     def hosts(self, kind: str) -> HostedKind:
@@ -104,22 +104,22 @@ class Member:
         return self.hosted.get(kind, _NOTHING_HOSTED)
 
     def serves(self, model: str) -> bool:
-        """Return whether it is a worker of that model."""
+        """Return whether the member is a worker that serves the model."""
         return model in self._served
 
     def is_instance(self, instance: str) -> bool:
-        """Return whether it is the process with that secret."""
+        """Return whether the member is the process with this secret."""
         return hmac.compare_digest(self.instance.encode(), instance.encode())
 
     def report_backlog(self, backlog: int) -> None:
-        """Send the number of jobs that wait for it over its stream, if it has changed."""
+        """Send the number of waiting jobs to the member over its stream, if it has changed."""
         if backlog != self.backlog:
             self.backlog = backlog
             self.wake.set()
 
 
 def hosted_by_kind(load: fleet_pb2.Load) -> Mapping[str, HostedKind]:
-    """Return the items that a service reports to host, by kind."""
+    """Return the items that a service hosts according to its report, by kind."""
     switch_s = {time.kind: time.seconds for time in load.switch_times}
     items: dict[str, list[Hosted]] = {kind: [] for kind in switch_s}
     for item in load.hosted:

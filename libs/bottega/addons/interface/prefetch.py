@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class PrefetchClient(Protocol):
-    """A client of one service that can prefetch. Every failure is a BottegaError."""
+    """A client of one service that can prefetch. Its calls fail only with BottegaError."""
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Let the service load these items, in this order."""
+        """Ask the service to load these items, in this order."""
 
     async def close(self) -> None:
         """End all calls."""
@@ -40,17 +40,17 @@ class PrefetchClient(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _ServiceQueue:
-    """The names that one service has to load."""
+    """The names of items that one service still has to be asked to load."""
 
     client: PrefetchClient
     names: dict[str, None] = field(default_factory=dict)
-    """Names in order, each once."""
+    """Names in the order of requests, without duplicates; the values are unused."""
     sender: asyncio.Task[None] | None = None
-    """The task that requests the names."""
+    """The task that sends the requests; None if none is running."""
 
 
 class ServicePrefetcher:
-    """The prefetch queues of all services of one kind.
+    """Queues of prefetch requests for all services of one kind.
 
     Args:
         kind: The kind of the services.
@@ -66,7 +66,7 @@ class ServicePrefetcher:
         self._tasks = BackgroundTasks(f"prefetching of {kind}")
 
     def request(self, service: Member, names: Iterable[str]) -> None:
-        """Let a service load items, given by its names or digests for them. Return at once."""
+        """Queue items, given by name or digest, for a service to load. Does not wait."""
         queue = self._queues.get(service)
         if queue is None:
             queue = self._queues[service] = _ServiceQueue(client=self._connect(service.target))
@@ -77,7 +77,7 @@ class ServicePrefetcher:
             queue.sender = self._tasks.start(self._send(service, queue))
 
     def remove(self, service: Member) -> None:
-        """Forget a service that is lost."""
+        """Drop the queue of a service that was lost."""
         queue = self._queues.pop(service, None)
         if queue is not None:
             if queue.sender is not None:

@@ -1,1 +1,1 @@
-"""LoRAs: small changes of a model's weights, which requests name."""
+"""LoRAs: low-rank changes of a model's weights, which requests name."""

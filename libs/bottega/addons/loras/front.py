@@ -1,4 +1,4 @@
-"""LoRAs in the front process of a worker: it writes the first step that used them into a picture's parameters."""
+"""LoRAs in the front process of a worker: writes the first step that used them into a picture's parameters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bottega.v1.worker_pb2 import RunAttemptRequest
 
 
 class LorasFront(FrontAddOn):
-    """The LoRAs of attempts, in the front of a worker."""
+    """The FrontAddOn for LoRAs."""
 
     kind = kinds.LORAS
 
     def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes | None) -> None:
-        """Write the first step that had the LoRAs."""
+        """Write the first step that used the LoRAs into `spec`."""
         if decision is None:
             return
         for lora in spec.loras:

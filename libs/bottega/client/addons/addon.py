@@ -16,13 +16,13 @@ class ClientAddOn:
     """Titles and checks of one kind of add-on service, for `bottega fleet` and `bottega doctor`."""
 
     kind: str
-    """The kind with which they join the fleet."""
+    """Kind of the services in the fleet, such as "loras"."""
     title: str
-    """The title of one service."""
+    """What one service is called, such as "LoRA store"."""
     hosted_title: str
-    """The plural title of the items that the services host."""
+    """What the items that the services host are called, in the plural, such as "LoRAs"."""
     check_fleet: Callable[[FleetStatus], Iterator[CheckResult]] | None = None
-    """Yields the doctor's findings about the services; None if they are only counted."""
+    """Yields the findings of `bottega doctor` about the services; None if it only counts them."""
     misfits: Callable[[FleetStatus], Iterator[LeftOutThing]] | None = None
     """Yields hosted items that no served model can use."""
 
@@ -34,18 +34,18 @@ class LeftOutThing:
     service: str
     """Name of the service."""
     name: str
-    """Its name, or the name of its file."""
+    """Name of the item or of its file."""
     reason: str
     """Why it cannot be used, and what to do about that."""
 
     @property
     def sentence(self) -> str:
-        """A line of text about it."""
-        return f"{self.service} leaves out {self.name}: {self.reason}"
+        """The service, the name and the reason as one line of text."""
+        return f"{self.service} does not serve {self.name}: {self.reason}"
 
 
 def left_out_of(fleet: FleetStatus) -> list[LeftOutThing]:
-    """Return the items that services left out, and hosted items that no served model can use."""
+    """Return the items that services found but do not host, and hosted items that no served model can use."""
     things = [
         LeftOutThing(service=member.name, name=item.name, reason=item.reason)
         for member in fleet.members
@@ -58,7 +58,7 @@ def left_out_of(fleet: FleetStatus) -> list[LeftOutThing]:
 
 
 def refusals_of(fleet: FleetStatus) -> Iterator[tuple[FleetMember, str]]:
-    """Yield each worker that ended because it cannot serve its model, with the reason."""
+    """Yield each worker that has ended because it cannot serve its model, with the reason."""
     for member in fleet.refused:
         for item in member.load.left_out:
             yield member, item.reason

@@ -43,13 +43,13 @@ class ServiceCalls(Generic[StubT]):
     """Calls to the services of one kind."""
 
     kind: str
-    """The kind with which they join the fleet; `metadata["service"]` of the errors that they answer with."""
+    """Kind of the services in the fleet, and the value of `metadata["service"]` in their errors."""
     title: str
-    """The title of one service, for error messages."""
+    """What one service is called in error messages."""
     stub: Callable[[grpc.aio.Channel], StubT]
-    """Makes the stub of a channel."""
+    """Makes a stub on a channel."""
     unavailable: type[Unavailable]
-    """The error that is raised if no service has joined, or one does not answer."""
+    """Class of the error that is raised if no service has joined, or if one does not answer."""
 
     def joined(self, fleet: FleetStatus) -> Sequence[FleetMember]:
         """Return the services that have joined, in the gateway's order, draining ones last.
@@ -91,7 +91,7 @@ class ServiceCalls(Generic[StubT]):
 
     @asynccontextmanager
     async def open(self, service: FleetMember) -> AsyncIterator[StubT]:
-        """Open a channel to one service for the `with` block, and return its stub. Errors are raised as by `errors`."""
+        """Open a channel to one service for the `with` block, and yield its stub. Convert errors as `errors` does."""
         target = Target(address=service.address, role=service.kind, name=service.name)
         async with service_channels().open(target) as channel:
             with self.errors(service):
@@ -99,7 +99,7 @@ class ServiceCalls(Generic[StubT]):
 
     @contextmanager
     def errors(self, service: FleetMember) -> Iterator[None]:
-        """Raise errors of gRPC calls in the `with` block as BottegaError."""
+        """Convert errors of gRPC calls in the `with` block to BottegaError."""
         try:
             yield
         except grpc.RpcError as error:
@@ -113,11 +113,11 @@ class ServiceCalls(Generic[StubT]):
 async def all_pages(
     method: grpc.aio.UnaryUnaryMultiCallable[RequestT, PageT], request: RequestT, *, timeout_s: float, what: str
 ) -> AsyncIterator[PageT]:
-    """Yield the pages of a list, from the first to the last. Raise InternalError if it does not end.
+    """Yield the pages of a list, from the first to the last. Raise InternalError if the list does not end.
 
     Args:
         timeout_s: Seconds that each page may take.
-        what: The owner of the list, for the error message.
+        what: Who lists, for the error message.
     """
     for _ in range(_MAX_PAGES):
         page = await method(request, timeout=timeout_s)

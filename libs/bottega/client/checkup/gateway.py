@@ -1,4 +1,4 @@
-"""Checks a gateway: whether it answers, its certificates, its fleet, or else the process that uses its ports."""
+"""Checks a gateway, its certificates and its fleet; if no gateway answers, the processes that use its ports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
-    """Check the gateway at `address`, and the fleet that it lists at `fleet_address`; both are host:port."""
+    """Check the gateway at `address`, and the fleet that it lists at `fleet_address`. Both are host:port."""
     try:
         status = _health(address)
     except grpc.RpcError:
@@ -49,7 +49,9 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
     if status != health_pb2.HealthCheckResponse.SERVING:
         known = health_pb2.HealthCheckResponse.ServingStatus.values()
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(status) if status in known else f"status {status}"
-        yield fail(f"the gateway at {address} reports {name}", f"It starts, stops or has a full disk; {_GATEWAY_LOG}")
+        yield fail(
+            f"the gateway at {address} reports {name}", f"It starts or stops, or its disk is full; {_GATEWAY_LOG}"
+        )
         return
     yield ok(f"the gateway at {address} serves")
     yield from check_certificates(address)
@@ -102,7 +104,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
 
 
 def _check_accelerations(workers: Iterable[FleetMember]) -> Iterator[CheckResult]:
-    """Yield which accelerations each worker's self-check kept, for workers that try any."""
+    """Yield, for each worker that tested accelerations at its start, which of them it uses."""
     for worker in workers:
         tried = worker.load.accelerations
         if not tried:
@@ -110,13 +112,13 @@ def _check_accelerations(workers: Iterable[FleetMember]) -> Iterator[CheckResult
         kept = [f"{trial.name} ({trial.speedup:.2f} x)" for trial in tried if trial.kept]
         name = f"{worker.name} on {worker.device}"
         if kept:
-            yield ok(f"{name} computes by {', '.join(kept)}; {len(tried) - len(kept)} more are off")
+            yield ok(f"{name} uses {', '.join(kept)}; {len(tried) - len(kept)} more are off")
         else:
-            yield warn(f"{name} has kept none of {len(tried)} accelerations", "bottega fleet -v says why.")
+            yield warn(f"{name} uses none of {len(tried)} tested accelerations", "bottega fleet -v says why.")
 
 
 def _check_services(fleet: FleetStatus) -> Iterator[CheckResult]:
-    """Yield findings about services of all kinds but workers: those of their add-on, else their number."""
+    """Yield findings about all services except workers: those of an add-on's check, else how many have joined."""
     counts = Counter(member.kind for member in fleet.members)
     add_ons = add_ons_by_kind()
     titles = _titles() | {kind: add_on.title for kind, add_on in add_ons.items()}
@@ -132,15 +134,15 @@ def _check_left_out(fleet: FleetStatus) -> Iterator[CheckResult]:
     """Warn of files that services found but do not host, and of workers that cannot serve their model."""
     for member in fleet.members:
         for item in member.load.left_out:
-            todo = "Correct it or take it away, and start the service again."
-            yield warn(f"{member.name} leaves out {item.name}: {item.reason}", todo)
+            todo = "Correct or remove the file or folder, and restart the service."
+            yield warn(f"{member.name} does not serve {item.name}: {item.reason}", todo)
     for member, reason in refusals_of(fleet):
-        todo = "Correct the model's folder, or engine.model in its configuration, and start it again."
+        todo = "Correct the model's folder, or engine.model in the worker's configuration, and restart the worker."
         yield fail(f"the worker {member.name} has ended: {reason}", todo)
 
 
 def _titles() -> dict[str, str]:
-    """Return the services' titles by kind; none if the manifest cannot be read, as without the services' packages."""
+    """Return what services are called, by kind; empty if the manifest cannot be read, as without bottega-services."""
     try:
         return {service.kind: service.title for service in read_services()}
     except ConfigError:
@@ -214,7 +216,7 @@ def check_certificates(address: str) -> Iterator[CheckResult]:
 
 
 def _shown_at(address: str, tls: Tls) -> bytes:
-    """Return the certificate of the gateway, in PEM. Raise SSLError if the authority has not signed it."""
+    """Return the certificate that the gateway presents, in PEM. Raise SSLError if the authority has not signed it."""
     context = ssl.create_default_context(cafile=str(tls.authority))
     context.set_alpn_protocols(["h2"])
     if tls.certificate is not None and tls.key is not None:

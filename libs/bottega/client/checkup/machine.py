@@ -1,4 +1,4 @@
-"""Checks whether this machine can run the suite (Python, packages, cores, limits, disk), and a model's folder."""
+"""Checks whether this machine can run the suite (Python, packages, cores, limits, disk), and checks models."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PYTHON = ((3, 11), (3, 14))
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
 # Parent of the units' StateDirectory.
 _UNITS_STATE = Path("/var/lib")
-_TODO = "Workers do not start with it. Correct it, or check another folder: bottega doctor --model FOLDER"
+_TODO = "Workers do not start with this model. Correct it, or check another folder: bottega doctor --model FOLDER"
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[CheckResult]:
-    """Check the interpreter of this command, with which `bottega up` starts services."""
+    """Check the version of Python that runs this command; `bottega up` starts the services with the same Python."""
     text = ".".join(map(str, version))
     if _PYTHON[0] <= version < _PYTHON[1]:
         yield ok(f"Python {text}")
@@ -39,11 +39,11 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Ch
 
 
 def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Check that the parts of Bottega have one version, and other packages those that it was tested with.
+    """Check that all distributions of Bottega have one version, and other packages the versions tested with it.
 
     Args:
-        installed: Versions by normalised name.
-        pinned: Tested versions by normalised name; empty without a constraints.txt.
+        installed: Installed versions, by normalised package name.
+        pinned: Tested versions, by normalised package name; empty without a constraints.txt.
     """
     yield from _check_ours(installed)
     if "bottega-services" in installed:
@@ -60,35 +60,35 @@ def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> I
 
 
 def check_cores(cores: int, wait_policy: str) -> Iterator[CheckResult]:
-    """Check the policy that keeps torch processes on shared cores from starving each other."""
+    """Check OMP_WAIT_POLICY, without which torch processes that share cores slow each other down."""
     if wait_policy.upper() not in ("", "PASSIVE"):
         yield warn(
-            f"OMP_WAIT_POLICY is {wait_policy}: torch processes that share cores starve each other, up to 80-fold",
+            f"OMP_WAIT_POLICY is {wait_policy}: torch processes that share cores slow each other down, up to 80-fold",
             "export OMP_WAIT_POLICY=PASSIVE",
         )
     yield ok(f"{cores} cores; run torch programs of your own beside a worker with OMP_WAIT_POLICY=PASSIVE, as up does")
 
 
 def check_disk(folder: Path) -> Iterator[CheckResult]:
-    """Check the disk of the state folder, or of the folder in which it would be made."""
+    """Check the free space on the disk of the state folder, which need not exist yet."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises where nobody may look
     if not os.access(existing, os.W_OK):
-        yield fail(f"the state folder {folder} cannot be written to", "Give another: --state FOLDER or BOTTEGA_STATE.")
+        yield fail(f"the state folder {folder} cannot be written to", "Set another: --state FOLDER or BOTTEGA_STATE.")
         return
-    yield _room(existing, f"the state folder {folder}", "Make room, or give another: --state FOLDER or BOTTEGA_STATE.")
+    yield _room(existing, f"the state folder {folder}", "Free space, or set another: --state FOLDER or BOTTEGA_STATE.")
 
 
 def check_unit_disks(parent: Path = _UNITS_STATE) -> Iterator[CheckResult]:
-    """Check the disks of the state folders of this machine's units; one result for each disk."""
+    """Check the free space for the state folders of this machine's systemd units; one result for each disk."""
     disks: dict[int, list[Path]] = {}
     for folder in sorted(parent.glob("bottega-*")):
         disks.setdefault(folder.stat().st_dev, []).append(folder)
     for folders in disks.values():
-        yield _room(folders[0], ", ".join(map(str, folders)), "Make room: a gateway takes no jobs on a full disk.")
+        yield _room(folders[0], ", ".join(map(str, folders)), "Free space: a gateway takes no jobs on a full disk.")
 
 
 def check_open_files(hard: int) -> Iterator[CheckResult]:
-    """Check the hard limit of open files, to which every service raises its own; a negative one is no limit."""
+    """Check the hard limit of open files, up to which every service raises its own limit. Negative means no limit."""
     if 0 <= hard < LITTLE:
         yield warn(
             f"a process may have at most {hard} files and sockets open: services take fewer connections",
@@ -99,12 +99,12 @@ def check_open_files(hard: int) -> Iterator[CheckResult]:
 
 
 def _room(folder: Path, whose: str, todo: str) -> CheckResult:
-    """Return a result about the free space of a folder's disk; `todo` is the advice if there is too little."""
+    """Return a result about the free space on the disk of a folder. `todo` is the advice if there is too little."""
     free_mib = shutil.disk_usage(folder).free / 2**20
     what = f"{free_mib / 1024:.1f} GiB free for {whose}"
     if free_mib < _TOO_LITTLE_MIB:
         return fail(what, todo)
-    return warn(what, "Make room before the disk is full.") if free_mib < _LITTLE_MIB else ok(what)
+    return warn(what, "Free space before the disk is full.") if free_mib < _LITTLE_MIB else ok(what)
 
 
 def installed_versions() -> dict[str, str]:
@@ -113,7 +113,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def pinned_versions(beside: Path = Path(__file__)) -> dict[str, str]:
-    """Return the versions in constraints.txt of the checkout that has the file `beside`; empty if it is installed."""
+    """Return the versions in constraints.txt of the source checkout that has the file `beside`; empty without one."""
     for folder in beside.resolve().parents:
         path = folder / "constraints.txt"
         if path.exists():
@@ -156,7 +156,7 @@ def _normal(name: str) -> str:
 
 
 def check_model(model: str) -> Iterator[CheckResult]:
-    """Check the folder `model`, or the embedded "miniature"; each problem is a result."""
+    """Check a model, given as a folder or as "miniature", the embedded model. Each problem is a result."""
     report = check_model_folder(folder_of(model))
     for problem in report.problems:
         yield fail(f"model {model}: {problem}", _TODO)
@@ -167,7 +167,7 @@ def check_model(model: str) -> Iterator[CheckResult]:
 
 
 def _described(report: ModelReport) -> str:
-    """Describe a model, as in "SDXL, 64 x 64 pixels; 4 files of weights in F16, 4.3 million parameters, 8.3 MiB"."""
+    """Return a text such as "SDXL, 64 x 64 pixels; 4 files of weights in F16, 4.3 million parameters, 8.3 MiB"."""
     parts = report.parts.values()
     sizes = Counter[str]()
     for part in parts:
@@ -182,11 +182,11 @@ def _described(report: ModelReport) -> str:
     )
 
 
-_CONTROLNET_TODO = "Requests cannot use it. Correct it, or remove it from the model's folder controlnets."
+_CONTROLNET_TODO = "Requests cannot use this ControlNet. Correct it, or remove it from the model's folder controlnets."
 
 
 def check_own_controlnets(model: str) -> Iterator[CheckResult]:
-    """Check the ControlNets of the folder `model`, or of the embedded "miniature"."""
+    """Check the ControlNets in the folder of a model, given as a folder or as "miniature"."""
     folder = WEIGHTS if model == "miniature" else Path(model)
     own, base = own_controlnets(folder), _base(folder)
     good = []
@@ -202,7 +202,7 @@ def check_own_controlnets(model: str) -> Iterator[CheckResult]:
 
 
 def _base(folder: Path) -> ControlLayout | None:
-    """Return the model's layout; None if its configurations cannot be read, which check_model reports."""
+    """Return the part of the model's layout that ControlNets must fit; None if its configurations cannot be read."""
     try:
         return read_base_layout(folder)
     except (OSError, KeyError, ValueError, TypeError, AttributeError):

@@ -1,7 +1,7 @@
 """Checks whether a service could start on this machine: its files, its certificates and its ports.
 
-If root asks and the service's unit is installed, files are checked twice: as root, and as the unit's user. Files that
-only a running unit can see, such as its credentials, are not checked.
+If root runs the check and the service's systemd unit is installed, files are checked twice: as root, and as the unit's
+user. Files that only a running unit can see, such as its credentials, are not checked.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _TEMPORARY = ("/tmp/", "/var/tmp/")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortFinding:
-    """A port of a configuration that cannot be opened now."""
+    """A port in a configuration that cannot be opened now."""
 
     text: str
-    """The finding, in words."""
+    """The finding as a sentence."""
     certain: bool
-    """Whether a start would fail; False if the service itself may be the process that listens there."""
+    """Whether the service would fail to start; False if the service itself may be what listens on the port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitUser:
-    """The user and groups of an installed unit, and the folders that it cannot see, by its files."""
+    """The user and groups of a systemd unit, and the folders that the unit hides from its processes."""
 
     unit: str
     user: int
     groups: tuple[int, ...]
     hidden: tuple[str, ...]
-    """Folders that the unit does not see, each with a slash at its end."""
+    """Folders that the unit's processes do not see, each with a slash at its end."""
 
 
 def check_files(service: ServiceSpec, config: object, file: Path) -> None:
@@ -77,7 +77,7 @@ def check_files(service: ServiceSpec, config: object, file: Path) -> None:
 
 
 def find_used_ports(service: ServiceSpec, config: object, file: Path) -> Iterator[PortFinding]:
-    """Yield ports that the configuration names and that cannot be opened, unless the service itself has them open."""
+    """Yield ports in the configuration that cannot be opened, except for those that this service itself has open."""
     for key in keys_of(config):
         if not key.path[-1].endswith("listen") or not key.value:
             continue
@@ -94,10 +94,10 @@ def find_used_ports(service: ServiceSpec, config: object, file: Path) -> Iterato
 
 
 def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
-    """Return the user of a configuration's unit, if root asks; None if this machine has no unit for it.
+    """Return the user of the systemd unit that uses this file; None without such a unit, or unless root asks.
 
-    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system. A configuration elsewhere is for another machine,
-    or for a service that any user starts. Raises ConfigError if the unit's user or a group is missing.
+    For example, /etc/systemd/system has the unit of /etc/bottega/gateway.yaml. A configuration elsewhere is for another
+    machine, or for a service that any user starts. Raises ConfigError if the unit's user or a group does not exist.
     """
     folder, name = file.absolute().parent, ""
     if service.count is not None:
@@ -125,7 +125,7 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
 
 
 def _file_check(service: ServiceSpec, config: object) -> Callable[[], None]:
-    """Return a function that checks the files of a configuration. It imports nothing, so that any user can run it."""
+    """Return a function that checks the files in a configuration. It imports nothing, so any user can run it."""
     named = [getattr(config, field.name) for field in fields(config)]  # type: ignore[arg-type]
     tls = next((value.tls for value in named if isinstance(value, ServerConfig)), TlsConfig())
     paths = [tls.certificate, tls.key, tls.authority]
@@ -145,7 +145,7 @@ def _file_check(service: ServiceSpec, config: object) -> Callable[[], None]:
 
 @contextmanager
 def _acting_as(user: UnitUser) -> Iterator[None]:
-    """Let this process read files as another user in the `with` block."""
+    """Switch this process to another user's file permissions for the `with` block."""
     group, groups = os.getegid(), os.getgroups()
     os.setgroups(user.groups)
     os.setegid(user.groups[0])
@@ -174,7 +174,7 @@ def _drop_ins(units: Path, unit: str) -> list[Path]:
 
 
 def _settings_of(files: list[Path]) -> dict[str, list[str]]:
-    """Return the values of each setting of a unit in their order; settings that span several lines are incomplete."""
+    """Return the values of each setting in unit files, in order. Settings that span several lines are incomplete."""
     settings: dict[str, list[str]] = {}
     for file in files:
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -189,7 +189,7 @@ def _last(settings: Mapping[str, list[str]], name: str) -> str:
 
 
 def _user_id(settings: Mapping[str, list[str]]) -> int | None:
-    """Return the user that a unit runs as; None for root. Raise KeyError if it does not exist."""
+    """Return the ID of the user that a unit runs as; None for root. Raise KeyError if the user does not exist."""
     if name := _last(settings, "User"):
         return pwd.getpwnam(name).pw_uid or None
     return _NOBODY if _last(settings, "DynamicUser") == "yes" else None
@@ -215,7 +215,7 @@ def _try_to_bind(host: str, port: int) -> None:
 
 
 def _by_whom(what: str, port: int, service: ServiceSpec, file: Path) -> PortFinding | None:
-    """Describe the process that uses a port; None if it is the service with this configuration."""
+    """Describe which process uses a port; None if it is the service with this configuration."""
     pids = {
         connection.pid
         for connection in psutil.net_connections("tcp")

@@ -41,7 +41,7 @@ _SHORT_HELP = {
     "up": "Run the whole suite on this machine.",
     "stop": "Stop the suite that runs here.",
     "generate": "Draw a picture of PROMPT.",
-    "edit": "Redraw a part of IMAGE so that the whole shows PROMPT.",
+    "edit": "Redraw a part of IMAGE so that the whole picture shows PROMPT.",
     "jobs": "List, follow, fetch, cancel and delete jobs.",
     "models": "List the models that are served.",
     "fleet": "Show the services and their load, live.",
@@ -103,7 +103,7 @@ class _Commands(click.Group):
 
 @contextmanager
 def _plain_usage() -> Iterator[None]:
-    """Escape Click's messages about a wrong command line: file names may contain control characters."""
+    """Escape the messages of Click about a wrong command line, because file names may contain control characters."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError:
@@ -121,7 +121,7 @@ def _plain_usage() -> Iterator[None]:
     bottega generate "a big red star on a blue background" -o star.png
 """)
 def main() -> None:
-    """Draw pictures from words, with services that run on your own machines.
+    """Draw pictures from text prompts, with services that run on your own machines.
 
     To begin, run these two commands in two terminals:
     """
@@ -133,12 +133,12 @@ def report_unexpected_error(error: Exception) -> NoReturn:
         note(f"  | {line}")
     fail(
         f"unexpected error in this command: {type(error).__name__}",
-        "Please report the lines above with the command line.",
+        "Please report the lines above, together with the command line.",
     )
 
 
 def show_logged_warnings() -> None:
-    """Print warnings and errors that are logged in this process."""
+    """Print the warnings and errors that are logged in this process."""
     logging.basicConfig(handlers=[_Notes()])
 
 

@@ -1,4 +1,4 @@
-"""`python -m bottega.client.cli`: runs the `bottega` command when its script is not on the path."""
+"""`python -m bottega.client.cli`: runs the `bottega` command where its script is not on the PATH."""
 
 from bottega.client.cli import main
 

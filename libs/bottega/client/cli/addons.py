@@ -1,7 +1,7 @@
-"""The options, output and advice that add-ons contribute to the general commands.
+"""The options, output and advice that add-ons contribute to `bottega generate`, `bottega edit` and error messages.
 
-The `cli` module of each add-on's client (bottega.client.addons) has `command` (its subcommands), `PART` (what it adds
-to `bottega generate` and `bottega edit`) and `advice_for` (what to do about its errors).
+The `cli` module in the client code of each add-on (bottega.client.addons) has `command` (its subcommands), `PART` (a
+GenerationPart) and `advice_for` (advice about its errors).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _no_warnings(_: Provenance) -> Iterator[str]:
 
 
 def _merge_nothing(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
-    """Merge nothing: the default rule, by which given options replace those of the earlier picture, is enough."""
+    """Do nothing: by default, options on the command line replace those of the earlier picture."""
 
 
 def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violation:
@@ -36,36 +36,38 @@ def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPart:
-    """The contribution of an add-on to `bottega generate` and `bottega edit`."""
+    """What one add-on contributes to `bottega generate` and `bottega edit`."""
 
     options: tuple[Callable[[Any], Any], ...]
-    """Click's decorators of its options."""
+    """Decorators that add Click options to the command."""
     stage: str
-    """The name of its stage in a provenance's times."""
+    """Name of the add-on's stage in the times of a provenance."""
     describe: Callable[[Provenance], Iterator[str]]
     """Yields lines about a finished picture."""
     warn: Callable[[Provenance], Iterator[str]] = _no_warnings
     """Yields warnings about a finished picture."""
     merge: Callable[[GenerationOptions, dict[str, Any], Path | None], None] = _merge_nothing
-    """Merges the given options into those of the earlier picture (--like)."""
+    """Merges options of the command line into the parameters of an earlier picture (--like FILE).
+
+    The arguments are those parameters, which it changes, the options as given, and the file; None without --like."""
     rename: Callable[[Violation, GenerationOptions], Violation] = _rename_nothing
-    """Names a violation's field by the options of the command line."""
+    """Replaces the field's name in a violation with the option that set it."""
     options_of_edits: tuple[Callable[[Any], Any], ...] | None = None
-    """Its options of `bottega edit`; None for the same ones."""
+    """The options that `bottega edit` gets instead of `options`; None for the same ones."""
 
     @property
     def edit_options(self) -> tuple[Callable[[Any], Any], ...]:
-        """Its options of `bottega edit`."""
+        """The options that `bottega edit` gets."""
         return self.options if self.options_of_edits is None else self.options_of_edits
 
 
 def generation_parts() -> list[GenerationPart]:
-    """Return the parts of all add-ons, by name."""
+    """Return the parts of all add-ons, sorted by name."""
     return [module.PART for module in _modules()]
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """Return advice about an error of an add-on; None for other errors."""
+    """Return advice about an error that belongs to an add-on; None for other errors."""
     found: Iterator[str | None] = (module.advice_for(error) for module in _modules())
     return next((advice for advice in found if advice is not None), None)
 
@@ -81,13 +83,13 @@ _TITLES: dict[AdapterKindName, str] = {"controlnet": "ControlNet", "lora": "LoRA
 
 
 def ask_as_operator(client: Client, kind: AdapterKindName, ask: Callable[[], AnswerT]) -> AnswerT | None:
-    """Call `ask`, which needs an operator. For a tenant, print the adapters that it may name, and return None."""
+    """Call `ask`, which only operators may. Show tenants the adapters that they may name instead, and return None."""
     if not client.shows_key:
         with contextlib.suppress(Forbidden):
             return ask()
     adapters = client.adapters(kind)
     if not adapters:
-        note(f"There is no {_TITLES[kind]} for you to use.")
+        note(f"There is no {_TITLES[kind]} that you may use.")
         return None
     columns = ["trigger words"] if kind == "lora" else []
     table = PlainTable(kind, "for", *columns, "hash", wraps=("for", *columns), optional=("hash",))

@@ -1,4 +1,4 @@
-"""`bottega certs`: an authority of your own, and the certificates of services, tenants and operators.
+"""`bottega certs`: makes your own certificate authority, and certificates for services, tenants and operators.
 
 These commands only read and write files.
 """
@@ -63,10 +63,10 @@ class _CertsGroup(ListGroup):
 def command() -> None:
     """Make certificates for services, tenants and operators.
 
-    A certificate is for ROLE/NAME: the role gateway, worker, controlnet, loras, cache or activations with the service's
-    name in the fleet; tenant with its name; or operator with a person's name. Name the files in `server.tls` of a
-    service's configuration. A client needs BOTTEGA_TLS_AUTHORITY, BOTTEGA_TLS_CERTIFICATE and BOTTEGA_TLS_KEY. Services
-    use renewed files within a second, without a restart.
+    A certificate is issued to ROLE/NAME. ROLE is gateway, worker, controlnet, loras, cache or activations, and NAME the
+    service's name in the fleet; or ROLE is tenant or operator, and NAME the tenant's or the person's. A service uses
+    the files that `server.tls` in its configuration names, and loads renewed files within a second, without a restart.
+    A client uses those that BOTTEGA_TLS_AUTHORITY, BOTTEGA_TLS_CERTIFICATE and BOTTEGA_TLS_KEY name.
     """
 
 
@@ -74,15 +74,15 @@ def command() -> None:
 @_days_option(_AUTHORITY_DAYS)
 @_folder_option
 def init(*, days: int, folder: Path) -> None:
-    """Make an authority.
+    """Make a certificate authority.
 
-    Anybody who has its key can make certificates that all services trust.
+    Whoever has its key can make certificates that all services trust.
     """
     made = _certificates(folder)
     if made.has_authority:
-        fail(f"there is an authority in {folder} already", "Services trust that one; bottega certs show lists it.")
+        fail(f"{folder} already has a certificate authority", "bottega certs show describes it.")
     made.make_authority(days=days)
-    say(f"{made.authority_path}: give it to all services and clients")
+    say(f"{made.authority_path}: copy it to all services and clients")
     say(f"{made.authority_key_path}: keep it offline; no service needs it")
 
 
@@ -91,7 +91,7 @@ def init(*, days: int, folder: Path) -> None:
 @_days_option(_DAYS)
 @_folder_option
 def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
-    """Make certificates with their keys.
+    """Make certificates and their private keys.
 
     NAME is ROLE/NAME, such as worker/gpu-1.
     """
@@ -105,7 +105,7 @@ def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
     for name, identity in identities.items():
         assert identity is not None
         if made.find(identity) is not None:
-            fail(f"there is a certificate of {name} already", f"Replace it: bottega certs renew {name}")
+            fail(f"{name} already has a certificate", f"Replace it: bottega certs renew {name}")
         paths = made.issue(identity, days=days)
         say(f"{name}: {paths.certificate} and {paths.key}")
 
@@ -118,12 +118,12 @@ def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
     type=click.IntRange(0, 36_500),
     default=_WITHIN_DAYS,
     show_default=True,
-    help="Without names: renew the certificates that expire within this number of days.",
+    help="Without NAME: renew all certificates that expire within this number of days.",
 )
 @_days_option(_DAYS)
 @_folder_option
 def renew(*, names: Sequence[str], within_days: int, days: int, folder: Path) -> None:
-    """Replace certificates and their keys."""
+    """Replace certificates and their private keys."""
     made = _with_authority(folder)
     found = {str(certificate.identity): certificate for certificate in made.certificates()}
     missing = [name for name in names if name not in found]

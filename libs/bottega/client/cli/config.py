@@ -23,7 +23,7 @@ def command() -> None:
 
 @command.command("check")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FILE...")
-@click.option("--service", "kind", help="Kind of service, if it is not clear from the file's name and folder.")
+@click.option("--service", "kind", help="Kind of service; needed unless the path is KIND.yaml or KINDs/NAME.yaml.")
 @click.option(
     "--ports/--no-ports",
     default=True,
@@ -34,8 +34,9 @@ def command() -> None:
 def check(files: tuple[Path, ...], kind: str | None, ports: bool) -> None:
     """Check whether services would start with these files.
 
-    This checks the keys, and the models, tenants, certificates and ports that they name on this machine. If root runs
-    it and the service's unit is installed, the unit's user must be able to read these files, too.
+    This checks the keys, and whether the models, tenants, certificates and ports that they name are usable on this
+    machine. If you are root and the service's systemd unit is installed, the unit's user must be able to read these
+    files, too.
     """
     wrong: list[ConfigError] = []
     for file in files:
@@ -78,7 +79,7 @@ def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
     "--config",
     "file",
     type=click.Path(path_type=Path),
-    help="Configuration file; default: that of the service's unit, if it exists.",
+    help="Configuration file; default: the file of the service's systemd unit, if it exists.",
 )
 @click.option(
     "--folder",
@@ -86,10 +87,10 @@ def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
     default=UNITS_CONFIG_FOLDER,
     show_default=True,
     envvar=CONFIG_VARIABLE,
-    help="Folder of the units' configurations.",
+    help="Folder with the configurations of the systemd units.",
 )
 def show(service: str, file: Path | None, folder: Path) -> None:
-    """Show every key of SERVICE, its value and its origin.
+    """Show every key of SERVICE, its value, and where the value comes from.
 
     Secrets are masked. SERVICE is a kind such as gateway, or a kind and a name such as worker@miniature.
     """
@@ -136,7 +137,7 @@ def _named(kind: str) -> ServiceSpec:
 
 
 def _service_of(file: Path) -> ServiceSpec:
-    """Return the service of a file that is named as the units' files are: KIND.yaml, or KINDs/NAME.yaml."""
+    """Return the service that a file configures, from a path as the units use it: KIND.yaml or KINDs/NAME.yaml."""
     if file.is_dir():
         fail(f"{file} is a folder", f"Give its files: bottega config check {file}/*.yaml {file}/*/*.yaml", status=2)
     folder = file.absolute().parent.name

@@ -1,6 +1,6 @@
-"""The common part of commands that draw: sends the request, shows its progress, saves its pictures and reports on them.
+"""The common steps of commands that draw: send the request, show its progress, save its pictures and report on them.
 
-How a command's arguments become a request's parameters is in generation_options.py.
+generation_options.py turns the arguments of a command into the parameters of a request.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Rename = Callable[[Violation], Violation]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingTerms:
-    """The options of a drawing command, except for the parameters of the picture."""
+    """The options that say how a command draws and where to, in contrast to the parameters of the picture."""
 
     output: Path | None
     num_images: int
     preview: Path | None
     detach: bool
     timeout_s: float | None
-    """Seconds; None if --timeout was not given."""
+    """Time-out in seconds; None if --timeout was not given."""
     priority: str
     address: str
 
@@ -70,8 +70,8 @@ _OPTIONS = (
         default=1,
         help="Number of pictures: NAME-0.png, NAME-1.png and so on.",
     ),
-    click.option("--preview", type=_FILE, help="JPEG file for the unfinished picture, rewritten while it is drawn."),
-    click.option("--detach", is_flag=True, help="Do not wait; print the job's ID, for bottega jobs."),
+    click.option("--preview", type=_FILE, help="JPEG file of the unfinished picture, replaced while it is drawn."),
+    click.option("--detach", is_flag=True, help="Do not wait; print the job's ID, for bottega jobs get ID."),
     click.option(
         "--timeout",
         "timeout_s",
@@ -83,14 +83,14 @@ _OPTIONS = (
         "--priority",
         type=click.Choice(("low", "normal", "high")),
         default="normal",
-        help="Priority among your own pictures; other tenants' are not affected.",
+        help="Priority among your own requests; those of other tenants are not affected.",
     ),
     address_option,
 )
 
 
 def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of DrawingTerms, which the command gets as `terms`."""
+    """Add the options of DrawingTerms, which are passed to the command as `terms`."""
 
     @functools.wraps(command)
     def with_terms(**arguments: Any) -> None:
@@ -104,13 +104,13 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
 def draw(
     prompts: Sequence[str], options: GenerationOptions, terms: DrawingTerms, *, rename: Rename | None = None
 ) -> Completed | None:
-    """Draw pictures, save them and report on them. Return None with --detach.
+    """Draw pictures, save them and report on them. Return None with --detach, which does not wait for them.
 
     Args:
         prompts: One prompt for all pictures, or the prompt of each picture.
         options: The request's other parameters.
         terms: The command's other options.
-        rename: Names a violation's field by the command's own arguments.
+        rename: Replaces the field's name in a violation with the command's own argument.
     """
     if len(prompts) > 1 and terms.num_images > 1:
         raise click.UsageError("--num-images is for a single prompt; several prompts are one picture each.")
@@ -142,7 +142,7 @@ def draw(
 
 @contextmanager
 def _violations_by_given_names(options: GenerationOptions, rename: Rename | None) -> Iterator[None]:
-    """Name the violations of an invalid request by the options and files of the command line."""
+    """Replace field names in the violations of an invalid request with options and files of the command line."""
     try:
         yield
     except InvalidRequest as error:
@@ -211,19 +211,19 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
     note_approximate(completed.provenance)
     note_unknown_to_embedded_model(completed.provenance.parameters)
     if completed.provenance.vae_tiled:
-        say("decoded in blended tiles, so the pixels differ slightly from stock Diffusers")
+        say("the VAE decoded the picture in blended tiles, so its pixels differ slightly from stock Diffusers")
     for cut in completed.provenance.truncations:
         lost = escaped_and_cut(cut.text, _CUT_COLUMNS)
         note(f"{cut.field} was too long for the model, and this part was ignored: {lost}")
 
 
 def note_approximate(provenance: Provenance) -> None:
-    """Print whether a picture is approximate, and how to get an exact one."""
+    """Print whether a picture is approximate, why, and how to get an exact one."""
     if provenance.exact:
         return
     stock_vae_dtypes = {"", provenance.dtype, *(["float32"] if provenance.dtype == "float16" else [])}
     if provenance.vae_tiled or provenance.vae_dtype not in stock_vae_dtypes:
-        note("the picture is approximate: the VAE decoded in tiles or in another type, as the operator configured")
+        note("the picture is approximate: the VAE decoded in tiles or in another dtype, as the operator configured")
     elif any(lora.rounded_otherwise for lora in provenance.loras):
         note(
             f"the picture is approximate: LoRAs were merged into {provenance.dtype} weights, as the operator allowed "
@@ -233,8 +233,8 @@ def note_approximate(provenance: Provenance) -> None:
         alone = provenance.parameters.shared_turns is False
         advice = "" if alone else "; --fidelity exact computes them alone, as stock Diffusers does"
         note(
-            f"the picture is approximate: in {provenance.dtype} its steps were computed together with others or in "
-            f"parts, which rounds differently{advice}"
+            f"the picture is approximate: in {provenance.dtype}, its steps were computed in batches with others or in "
+            f"parts, which changes the rounding{advice}"
         )
     elif provenance.parameters.fidelity != "exact":
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
@@ -251,7 +251,7 @@ def note_unknown_to_embedded_model(parameters: Parameters) -> None:
     sides = (parameters.width, parameters.height)
     unknown = any(map(unknown_words, parameters.prompts or (parameters.prompt,)))
     if unknown or max(sides) >= _FAR * SIDE or min(sides) * _FAR <= SIDE:
-        note("the embedded model draws simple shapes; `bottega up --model FOLDER` serves yours")
+        note("miniature, the embedded model, only draws simple shapes; `bottega up --model FOLDER` serves yours")
 
 
 def _mask_facts(use: MaskUse) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
 
 
 def _source_lines(provenance: Provenance) -> Iterator[str]:
-    """Yield lines about the source image, such as whether it was resized."""
+    """Yield lines about the source image, for example that it was resized."""
     source, size = provenance.source, provenance.parameters
     if source.resized and provenance.mask == MaskUse():  # bottega edit has advice of its own
         yield f"the image was resized from {source.width}x{source.height} to {size.width}x{size.height}"
@@ -281,7 +281,7 @@ def _source_lines(provenance: Provenance) -> Iterator[str]:
 
 
 def _stages(provenance: Provenance) -> str:
-    """Return the seconds of each stage in the order of a request's life, without stages that took no time."""
+    """Return the seconds of each stage, in the order in which a request passes them; without stages that took none."""
     taken = {time.stage: time.seconds for time in provenance.times if time.seconds >= _SHORTEST_S}
     order = (*_FIRST_STAGES, *(part.stage for part in generation_parts()), *_LAST_STAGES)
     known = [stage for stage in order if stage in taken]

@@ -31,7 +31,7 @@ ShapeT = TypeVar("ShapeT", bound=MaskShape)
 
 
 class ShapeType(click.ParamType[ShapeT], Generic[ShapeT]):
-    """A Click type for X,Y,WIDTH,HEIGHT."""
+    """A Click type for a Box or an Ellipse, given as X,Y,WIDTH,HEIGHT."""
 
     def __init__(self, kind: type[ShapeT]) -> None:
         self.name = kind.__name__.lower()
@@ -50,22 +50,22 @@ class ShapeType(click.ParamType[ShapeT], Generic[ShapeT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenMask:
-    """The mask as a command line gives it."""
+    """The options of the command line that describe the mask."""
 
     file: Path | None
     shapes: tuple[MaskShape, ...]
     alpha: bool | None
-    """None if neither --alpha nor --no-alpha was given."""
+    """Whether transparency is the mask; None if neither --alpha nor --no-alpha was given."""
 
     @property
     def named(self) -> str:
-        """The options of the mask as they were given, for messages."""
+        """The given options of the mask, for messages."""
         if self.shapes:
             return " ".join(f"--{_name(shape)} {_text(shape)}" for shape in self.shapes)
         return f"--mask {self.file}" if self.file else "--alpha"
 
     def put_into(self, options: GenerationOptions, image: Path, like: Path | None) -> None:
-        """Set the mask in a request's options. It replaces a mask that the options have from the picture `like`.
+        """Set the mask in a request's options, where it replaces a mask of the earlier picture `like`.
 
         With --alpha alone, the transparency of the image is the mask. Raises click.UsageError if there is no mask, or
         more than one.
@@ -81,7 +81,7 @@ class GivenMask:
             options["mask_image"] = self.file or image
             options["mask_alpha"] = bool(alpha)
         elif like:
-            raise click.UsageError(f"{like} does not carry its mask: give it with {_MASKS}.")
+            raise click.UsageError(f"{like} does not contain its mask: give it with {_MASKS}.")
         else:
             raise click.UsageError(f"give the part to redraw: {_MASKS}; or --alpha for transparent parts.")
 
@@ -91,7 +91,7 @@ _MASK_OPTIONS = (
         "--mask",
         "mask_file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Picture that is white where IMAGE is redrawn; it is resized to IMAGE's size.",
+        help="Mask: a picture that is white where IMAGE is redrawn. It is resized to IMAGE's size.",
     ),
     click.option(
         "--box",
@@ -119,7 +119,7 @@ _MASK_OPTIONS = (
 
 
 def mask_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of the mask, which the command gets as `mask`."""
+    """Add the options of the mask, which are passed to the command as `mask`."""
 
     @functools.wraps(command)
     def with_mask(
@@ -165,10 +165,11 @@ def _text(shape: MaskShape) -> str:
 def command(
     *, image: Path, prompt: str | None, mask: GivenMask, like: Path | None, terms: DrawingTerms, **given: Any
 ) -> None:
-    """Redraw a part of IMAGE so that the whole shows PROMPT.
+    """Redraw a part of IMAGE so that the whole picture shows PROMPT.
 
-    Outside the mask the picture keeps IMAGE's own pixels. Without --seed, later edits of the same IMAGE compute only
-    the masked part if that is close enough (--fidelity). With --seed, edits approximate nothing.
+    Outside the mask, the picture keeps the pixels of IMAGE. Without --seed, later edits of the same IMAGE are faster:
+    they compute only the masked part where that is a close approximation (see --fidelity). With --seed, nothing is
+    approximated.
     """
     prompt, options = _parameters(prompt, like, given)
     mask.put_into(options, image, like)
@@ -179,7 +180,7 @@ def command(
 
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
-    """Return the prompt and the arguments: those of the picture `like`, overridden by the given ones."""
+    """Return the prompt and the options: those of the earlier picture `like`, overridden by the given ones."""
     earlier, options = parameters_of(like) if like else (None, {})
     prompt = earlier if prompt is None else prompt
     if prompt is None:
@@ -201,14 +202,14 @@ def _size_of(image: Path) -> ImageSize:
 
 
 def _rename(violation: Violation, image: Path, mask: GivenMask) -> Violation:
-    """Return a violation that names the image and the mask as on the command line."""
+    """Return a violation in which image and mask have the names that they have on the command line."""
     names = {"image": f"IMAGE {image}", "mask_image": mask.named}
     field = violation.field.removeprefix("spec.")
     return Violation(field=names.get(field, violation.field), description=violation.description)
 
 
 def _note_resized(drawn: Picture, image: Path, own: ImageSize) -> None:
-    """Print that the picture does not have the size of its source, and how to change that."""
+    """Print that the picture's size differs from that of its source, and how to keep the source's size."""
     if (own.width, own.height) != (drawn.width, drawn.height):
         note(f"{image} was resized from {own.width}x{own.height} to {drawn.width}x{drawn.height} to be drawn.")
         note("--width and --height draw another size; --padding-mask-crop PIXELS keeps the image's own.")

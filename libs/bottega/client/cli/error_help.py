@@ -1,4 +1,4 @@
-"""Messages for people about each kind of error, with what to do. Add-ons have advice about their own errors."""
+"""Messages for users about each kind of error, with advice. Add-ons give advice about their own errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.JobCancelled: "bottega generate starts another job.",
         errors.NotFinite: "Try another seed, a lower guidance scale or another sampler.",
         errors.NoWorker: "bottega fleet shows which services have joined; bottega logs says why a worker is missing.",
-        errors.LinksFull: "Try again in a moment; bottega logs says which service asks for so many links.",
+        errors.LinksFull: "Try again in a moment; bottega logs shows which service opens so many connections.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.ReaderStalled: "Try again; this command, or the reader of its output, was suspended for too long.",
@@ -69,11 +69,11 @@ _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
 
 
 def explain(error: BottegaError, address: str, *, timeout_advice: str = "") -> tuple[str, str]:
-    """Return a description of an error, and advice about it, which may be empty.
+    """Return a description of an error, and advice, which may be empty.
 
     Args:
         address: host:port of the gateway.
-        timeout_advice: The command's advice after its own time-out; empty if the command has none.
+        timeout_advice: Advice if the command's own time-out has passed; empty if the command has none.
     """
     if isinstance(error, errors.DeadlineUnmeetable | CallTimeout):
         return error.message, timeout_advice or _TOO_BUSY
@@ -112,23 +112,23 @@ def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
 
 
 def storage_advice(error: errors.StorageUnavailable, service: str) -> str:
-    """Return advice for a service that cannot store data.
+    """Return advice about a service that cannot store data.
 
     Args:
-        service: The service's title.
+        service: What the service is called, such as "LoRA store".
     """
     cause = error.metadata.get("cause", "")
     if cause.startswith(_NO_ROOM):
-        return f"Make room on the {service}'s disk; it resumes by itself."
+        return f"Free space on the disk of the {service}; it then resumes by itself."
     if cause.startswith(_FORBIDDEN):
-        return f"Let the {service} write to its folder; it resumes by itself."
+        return f"Let the {service} write to its folder; it then resumes by itself."
     if cause.startswith(_NO_DESCRIPTOR):
         return f"The {service} resumes by itself when connections end; bottega doctor says how to allow more."
     return f"Try again in {error.retry_after_s or 1:.0f} s. If that does not help, see bottega logs -n 50."
 
 
 def exit_status(error: BottegaError) -> int:
-    """Return 2 if the request was invalid, as for an invalid option, else 1."""
+    """Return the exit status: 2 if the request was invalid, as for an invalid option, else 1."""
     return 2 if isinstance(error, errors.InvalidRequest | errors.FieldNotServed) else 1
 
 

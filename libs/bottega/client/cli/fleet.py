@@ -28,7 +28,7 @@ _MOST_NAMES = 6
     "-v",
     "--verbose",
     is_flag=True,
-    help="Print once, with the time that starts took and the results of self-checks.",
+    help="Print once, also with the start-up times and the results of the workers' self-checks.",
 )
 def command(address: str, once: bool, verbose: bool) -> None:
     """Show the services and their load, live."""
@@ -79,7 +79,7 @@ def fleet_table(fleet: FleetStatus, *, starts: bool = False) -> PlainTable:
 
 
 def accelerations_table(fleet: FleetStatus) -> PlainTable:
-    """Return a table with a row for each acceleration that a worker has tried, or why it has not."""
+    """Return a table with a row for each acceleration that a worker tried at its start, with the result."""
     table = PlainTable(
         "worker", "acceleration", "used", ">times as fast", ">differs by", "why not", optional=("differs by",)
     )
@@ -89,7 +89,7 @@ def accelerations_table(fleet: FleetStatus) -> PlainTable:
             differs = f"{each.difference:.1e}" if each.speedup else ""
             used = "yes" if each.kept else "no"
             table.add_row(member.name, each.name, used, timed, differs, each.reason)
-    table.add_caption("A worker tries at its start what engine.accelerations allows.")
+    table.add_caption("Each worker tests the accelerations that engine.accelerations allows when it starts.")
     return table
 
 
@@ -115,7 +115,7 @@ def start_text(member: FleetMember) -> Iterator[str]:
 
 
 def _hosted(load: ServiceLoad) -> Iterator[str]:
-    """Yield the items that a service hosts: names, or counts if a kind has many. Items on disk are marked."""
+    """Yield the items that a service hosts: names, or a count for each kind with many. Items on disk are marked."""
     add_ons = add_ons_by_kind()
     listed = [item for item in load.hosted if item.readiness is not Readiness.APPLIED]
     for kind, count in Counter(item.kind for item in listed).items():
@@ -130,7 +130,7 @@ def _hosted(load: ServiceLoad) -> Iterator[str]:
 
 
 def running_text(member: FleetMember) -> str:
-    """Return the number of a worker's attempts, or of another service's sessions."""
+    """Return how many attempts a worker runs, or how many sessions another service has."""
     load = member.load
     sessions = sum(item.sessions for item in load.hosted)
     count = len(load.running) if member.kind == kinds.WORKER else sessions

@@ -28,13 +28,13 @@ from bottega.client.types.png_parameters import parameters_of
     "more_prompts",
     metavar="TEXT",
     multiple=True,
-    help="A further prompt, drawn as a picture of its own in the same request; repeatable.",
+    help="Another prompt; its picture is drawn in the same request. Repeatable.",
 )
 @generation_options
 @click.option(
     "--keep-for-editing/--no-keep-for-editing",
     default=None,
-    help="Keep latents and activations of the picture, so that even its first bottega edit is quick.",
+    help="Store the picture's latents and activations, so that even its first bottega edit is fast.",
 )
 @drawing_options
 @with_examples("""
@@ -49,14 +49,15 @@ def command(
 ) -> None:
     """Draw a picture of PROMPT.
 
-    Several prompts (-p) are drawn together, up to eight; picture i has the seed --seed + i, as with --num-images.
+    Further prompts (-p) are drawn in the same request, eight prompts at most. As with --num-images, picture i, counted
+    from 0, has the seed SEED + i.
     """
     prompt, options = _parameters(prompt, like, given)
     draw([prompt, *more_prompts], options, terms)
 
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
-    """Return the prompt and the arguments: those of the picture `like`, overridden by the given ones."""
+    """Return the prompt and the options: those of the earlier picture `like`, overridden by the given ones."""
     earlier, options = parameters_of(like) if like else (None, {})
     prompt = earlier if prompt is None else prompt
     if prompt is None:

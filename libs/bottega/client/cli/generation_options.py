@@ -1,4 +1,4 @@
-"""The keyword arguments of a request as options of a command, by Diffusers' names, including those of add-ons."""
+"""Command line options for the parameters of a request, named as in Diffusers, including those of add-ons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SAMPLING = (
     click.option(
         "--guidance-scale", type=float, help="How closely to follow the prompt; guidance is off at 1 or less."
     ),
-    click.option("--guidance-rescale", type=float, help="Rescaling against overexposure, 0 to 1."),
+    click.option("--guidance-rescale", type=float, help="Guidance rescale against overexposure, 0 to 1."),
     click.option("--width", type=int, help="Width in pixels; default: the model's."),
     click.option("--height", type=int, help="Height in pixels; default: the model's."),
     click.option("--sampler", type=click.Choice(list(SAMPLERS)), help="Sampler; default: the model's."),
@@ -66,7 +66,7 @@ _EDITING = (
         "mask_feather",
         type=int,
         metavar="PIXELS",
-        help="Width of the seam around the mask, where drawn pixels fade into IMAGE's own; default: 8.",
+        help="Width in pixels of the border of the mask in which drawn pixels fade into IMAGE's own; default: 8.",
     ),
     click.option(
         "--keep-unmasked/--no-keep-unmasked",
@@ -90,8 +90,8 @@ _OTHERS = (
     click.option(
         "--fidelity",
         type=click.Choice(list(FIDELITIES)),
-        help="How much may be approximated; default: exact with --seed, else balanced. Half precision rounds as in "
-        "Diffusers only if exact is given.",
+        help="How much may be approximated; default: exact with --seed, else balanced. Half precision is rounded "
+        "as in Diffusers only if you give --fidelity exact.",
     ),
     click.option("--model", help="Model to draw with; default: the only one that is served."),
 )
@@ -110,7 +110,7 @@ def edit_options(command: CommandT) -> CommandT:
 
 
 def changed(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> GenerationOptions:
-    """Return the arguments of a request: those of an earlier picture, overridden by the given options."""
+    """Return the parameters of a request: those of an earlier picture, overridden by the given options."""
     options.pop("format", None)  # the new file's name decides
     for part in generation_parts():
         part.merge(options, given, like)

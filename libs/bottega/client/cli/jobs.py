@@ -121,7 +121,7 @@ _MOST_PAGES = 100
 
 
 class _Moment(click.ParamType[datetime]):
-    """A Click type for a local date, a local time of a date, or a time ago such as 2h."""
+    """A Click type for a time: a local date, a local date with a time, or an age such as 2h."""
 
     name = "time"
 
@@ -141,7 +141,7 @@ class _Moment(click.ParamType[datetime]):
 @click.option("--since", type=_Moment(), help="Only newer jobs: 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30.")
 @click.option("--until", type=_Moment(), help="Only jobs older than this time, in the formats of --since.")
 @click.option(
-    "-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Largest number of jobs."
+    "-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Maximum of jobs on a page."
 )
 @click.option(
     "--page",
@@ -182,7 +182,7 @@ def list_command(
 
 
 def jobs_table(jobs: tuple[JobStatus, ...]) -> PlainTable:
-    """Return one row for each job."""
+    """Return a table with one row for each job."""
     table = PlainTable("job", "state", ">steps", "accepted", ">took", "prompt", optional=("accepted", "took", "steps"))
     for job in jobs:
         table.add_row(*_row(job))
@@ -201,16 +201,16 @@ def _row(job: JobStatus) -> tuple[str, ...]:
 
 
 def _duration_text(job: JobStatus) -> str:
-    """Return the time from a job's first attempt to its end, or to now."""
+    """Return the time from a job's first attempt to its end, or to now if it has not ended."""
     if job.started is None:
         return ""
     return f"{((job.ended or datetime.now(UTC)) - job.started).total_seconds():.1f} s"
 
 
 def _next_page_command(states: tuple[str, ...], since: datetime | None, until: datetime | None, number: int) -> str:
-    """Return the command that continues the list.
+    """Return the command that shows the next page of the list.
 
-    Its times are absolute, because "2h" would mean another time when it is run.
+    Its times are absolute, because an age such as 2h would mean another time when the command is run.
     """
     words = ["bottega", "jobs", *(f"--state={state}" for state in states), "-n", str(number)]
     for name, moment in (("since", since), ("until", until)):

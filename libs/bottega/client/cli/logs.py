@@ -49,7 +49,7 @@ def command(*, service: str | None, following: bool, count: int, raw: bool, stat
 
 
 def _unit_of(service: str | None) -> str:
-    """Return the rest of its unit's name: a suite's worker-0 is an instance of bottega-worker there."""
+    """Return the suffix of the service's systemd unit: worker-0 of a suite is an instance of bottega-worker there."""
     return f"-{service.partition('-')[0]}" if service else ""
 
 
@@ -59,11 +59,11 @@ def _show(service: str, line: str, *, raw: bool) -> None:
 
 
 def pretty(service: str, line: str) -> Iterator[Line]:
-    """Yield time, level, service and event, then the facts as name=value; below them the marked lines of a traceback.
+    """Yield one line of time, level, service, event and facts as name=value, then the lines of a traceback, marked.
 
     Args:
-        service: Owner of the log. Lines that are no JSON, such as the output of a crash, are shown as its events.
-        line: The line as it was written.
+        service: The service that wrote the log.
+        line: The line as it was written. A line that is not JSON, such as the output of a crash, is shown as an event.
     """
     fields = fields_of(line)
     level = str(fields.get("level", ""))

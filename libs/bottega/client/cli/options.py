@@ -27,18 +27,18 @@ _KEY = "bottega.gateway_choice"
 
 @dataclass(slots=True, kw_only=True)
 class GatewayChoice:
-    """The gateway that a command calls, and advice about its time-out."""
+    """The gateway that a command calls, and advice for when the call times out."""
 
     address: str = ""
     """host:port of the gateway."""
     fleet_address: str | None = None
-    """host:port of its fleet listener; None if it was not given."""
+    """host:port of the gateway's listener for services; None if --fleet-address was not given."""
     timeout_advice: str = ""
-    """Advice after the command's time-out; empty if the command has none."""
+    """Advice for when the call times out; empty if the command has no time-out."""
 
 
 def gateway_choice(ctx: click.Context) -> GatewayChoice:
-    """Return the choice of the running command."""
+    """Return the GatewayChoice of the running command."""
     choice: GatewayChoice = ctx.meta.setdefault(_KEY, GatewayChoice())
     return choice
 
@@ -56,7 +56,7 @@ def address_option(command: CommandT) -> CommandT:
 
 
 def fleet_option(command: CommandT) -> CommandT:
-    """Add --fleet-address, for commands that ask for the fleet; `connect` uses it."""
+    """Add --fleet-address, for commands that list the fleet; `connect` uses it."""
     return click.option(
         "--fleet-address",
         envvar="BOTTEGA_FLEET",
@@ -69,7 +69,7 @@ def fleet_option(command: CommandT) -> CommandT:
 
 
 def timeout_option(command: CommandT) -> CommandT:
-    """Add --timeout, which gives the command `timeout_s`."""
+    """Add --timeout, which is passed to the command as `timeout_s`."""
     return click.option(
         "--timeout",
         "timeout_s",
@@ -108,7 +108,7 @@ def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -
 
 
 def state_option(command: CommandT) -> CommandT:
-    """Add the option --state to a command. Its value is passed as a StateFolder, in the argument `state`."""
+    """Add --state, which is passed to the command as a StateFolder named `state`."""
     return click.option(
         "--state",
         type=click.Path(file_okay=False, path_type=Path),

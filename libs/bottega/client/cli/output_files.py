@@ -1,4 +1,4 @@
-"""The files that a command writes pictures to."""
+"""The files to which a command writes pictures."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ _LONGEST_STEM = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTarget:
-    """The target of the pictures of one command."""
+    """The file name and format for the pictures of one command."""
 
     named: Path | None
-    """The file that the user named, which is replaced. Its suffix fits `format`, or is missing.
+    """The file that the user named; None for a new name made from prompt and seed, which replaces no file.
 
-    Without it a new name is made from the prompt and the seed, and no file is replaced.
-    """
+    The named file is replaced if it exists. Its suffix fits `format`, or is missing."""
     format: Format
     prompts: Sequence[str]
     """The prompt of all pictures, or the prompt of each picture."""
 
     def path_of(self, picture: Picture, count: int) -> Path:
-        """Return the file of a picture that is one of `count`."""
+        """Return the file for a picture of a job that has `count` pictures."""
         if self.named is None:
             prompt = self.prompts[picture.index] if picture.index < len(self.prompts) else self.prompts[0]
             return _free(Path(f"{_slug(prompt)}-{picture.seed}{_SUFFIX_OF[self.format]}"))
@@ -40,7 +39,7 @@ class OutputTarget:
 
 
 def choose_output(named: Path | None, format: Format | None, prompts: Sequence[str]) -> OutputTarget:
-    """Return the target of a command's pictures. Raise click.UsageError if they could not be written there."""
+    """Return the target of a command's pictures. Raise click.UsageError if they cannot be written there."""
     by_suffix = SUFFIXES.get(named.suffix.lower()) if named else None
     if named and named.suffix and not by_suffix:
         raise click.UsageError(f"{named}: its name must end in {', '.join(SUFFIXES)}; try {named}.png, for example.")

@@ -39,7 +39,7 @@ def show_progress(
 
 @contextmanager
 def _showing() -> Iterator[_Show]:
-    """Yield a function that shows an event."""
+    """Yield a function that shows one event."""
     console = new_console(stderr=True)
     if not console.is_terminal:
         yield _Lines().show
@@ -51,7 +51,7 @@ def _showing() -> Iterator[_Show]:
 
 
 def describe_wait(event: Queued | Interrupted) -> str:
-    """Return one line that says why nothing is drawn yet."""
+    """Return one line that says why drawing has not begun or does not go on."""
     if isinstance(event, Interrupted):
         reached = type(event.error) is not Unavailable
         return f"{event.error.message if reached else 'the gateway does not answer'}; trying again"
@@ -62,7 +62,7 @@ def describe_wait(event: Queued | Interrupted) -> str:
 
 
 class _Lines:
-    """A progress display with a line for each change of the queue, and some for the steps."""
+    """A progress display that prints a line when the place in the queue changes, and at some of the steps."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -1,4 +1,4 @@
-"""`bottega tenants`: the tenants of a gateway that asks for API keys. It edits the gateway's file of tenants."""
+"""`bottega tenants`: edits a gateway's file of tenants and their API keys."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def _file_option(command: CommandT) -> CommandT:
 def command() -> None:
     """Manage the tenants of a gateway and their API keys.
 
-    The gateway reads the file that `tenants` names in its configuration, and rereads it within a second of a change. A
-    caller gives its key with BOTTEGA_API_KEY, Client(api_key=...), or the metadata `authorization: Bearer KEY`.
+    The gateway reads the file that `tenants` in its configuration names, and loads it again within a second of a
+    change. Callers give their key with BOTTEGA_API_KEY, Client(api_key=...), or the gRPC metadata `authorization:
+    Bearer KEY`.
     """
 
 
@@ -56,13 +57,13 @@ _WEIGHT = click.FloatRange(LEAST_WEIGHT, MOST_WEIGHT)
 @command.command("add")
 @click.argument("name")
 @click.option(
-    "--weight", type=_WEIGHT, default=1.0, help="Weight of its share while several tenants' jobs wait (default: 1)."
+    "--weight", type=_WEIGHT, default=1.0, help="Share of the workers, relative to other tenants (default: 1)."
 )
 @_file_option
 def add(*, name: str, weight: float, file: Path) -> None:
-    """Add a tenant, and print its key.
+    """Add a tenant, and print its API key.
 
-    The key is printed only now; the file keeps a hash of it.
+    The key is printed only now; the file has only its hash.
     """
     from bottega.rpc.security.api_keys import new_key
     from bottega.rpc.security.tenant_file import MAX_TENANTS, NAME_RULE, Tenant, change_tenants, is_tenant_name
@@ -75,17 +76,17 @@ def add(*, name: str, weight: float, file: Path) -> None:
         if any(tenant.name == name for tenant in tenants):
             fail(f"there is a tenant {name} already", f"bottega tenants rotate {name} makes a new key for it.")
         if len(tenants) >= MAX_TENANTS:
-            fail(f"the file has {len(tenants)} tenants, and may have no more")
+            fail(f"the file has {len(tenants)} tenants, which is the maximum")
         return (*tenants, Tenant(name=name, weight=weight).rotated(parts, keep_old=False))
 
     change_tenants(file, added)
-    _show(key, f"{name} is a tenant of gateways with `tenants: {file}`. Its key, which is shown only now:")
+    _show(key, f"{name} is a tenant of gateways with `tenants: {file}`. Its key, which is printed only now:")
 
 
 @command.command("list")
 @_file_option
 def list_tenants(*, file: Path) -> None:
-    """List tenants, the public parts of their keys, quotas and grants."""
+    """List tenants with the public parts of their keys, their quotas and what they may use."""
     from bottega.rpc.security.tenant_file import read_tenants
 
     tenants = read_tenants(file)
@@ -107,17 +108,17 @@ def list_tenants(*, file: Path) -> None:
 
 @command.command("rotate")
 @click.argument("name")
-@click.option("--keep-old", is_flag=True, help="Keep the previous key valid until the next rotation.")
+@click.option("--keep-old", is_flag=True, help="Keep the previous key valid until the next bottega tenants rotate.")
 @_file_option
 def rotate(*, name: str, keep_old: bool, file: Path) -> None:
-    """Replace a tenant's keys by a new one, and print it."""
+    """Make and print a new key for a tenant. Its other keys become invalid."""
     from bottega.rpc.security.api_keys import new_key
     from bottega.rpc.security.tenant_file import change_tenants
 
     key, parts = new_key()
     change_tenants(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
     old = "the previous one stays valid" if keep_old else "no other one is valid"
-    _show(key, f"The new key of {name}, which is shown only now; {old}:")
+    _show(key, f"The new key of {name}, which is printed only now; {old}:")
 
 
 @command.command("weight")
@@ -127,7 +128,8 @@ def rotate(*, name: str, keep_old: bool, file: Path) -> None:
 def change_weight(*, name: str, weight: float, file: Path) -> None:
     """Change a tenant's share of the workers.
 
-    It counts while several tenants' jobs wait: a weight of 3 gets three times as much as 1.
+    Shares matter while jobs of several tenants wait: a tenant of weight 3 then gets three times as much of the workers
+    as a tenant of weight 1.
     """
     from bottega.rpc.security.tenant_file import change_tenants
 
@@ -141,16 +143,16 @@ def _quota(name: str, help_text: str) -> Callable[[CommandT], CommandT]:
 
 @command.command("quota")
 @click.argument("name")
-@_quota("concurrent", "Jobs that run at once; further ones wait")
-@_quota("queued", "Jobs that wait")
-@_quota("per-minute", "New jobs a minute")
-@_quota("per-day", "New jobs a day (UTC)")
-@_quota("stored-bytes", "Bytes of its stored pictures")
-@_quota("calls", "Concurrent calls with one answer")
-@_quota("streams", "Concurrent calls with a stream of answers")
+@_quota("concurrent", "Maximum of jobs that run at once; more jobs wait")
+@_quota("queued", "Maximum of jobs that wait")
+@_quota("per-minute", "Maximum of new jobs per minute")
+@_quota("per-day", "Maximum of new jobs per day (UTC)")
+@_quota("stored-bytes", "Maximum size of the tenant's stored pictures, in bytes")
+@_quota("calls", "Maximum of concurrent unary calls")
+@_quota("streams", "Maximum of concurrent streaming calls")
 @_file_option
 def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
-    """Change a tenant's quotas. Others stay as they are."""
+    """Change a tenant's quotas. Quotas that are not given stay as they are."""
     from bottega.rpc.security.tenant_file import change_tenants
 
     given = {quota: most for quota, most in quotas.items() if most is not None}
@@ -162,7 +164,7 @@ def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
 
 
 def _names(_ctx: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """Return the names between commas; none for an empty text."""
+    """Return the names in a list with commas; an empty tuple for an empty text, None without the option."""
     if value is None:
         return None
     names = tuple(dict.fromkeys(name.strip() for name in value.split(","))) if value.strip() else ()
@@ -187,10 +189,10 @@ def _granted(kind: str, help_text: str) -> Callable[[CommandT], CommandT]:
 @_granted("controlnets", "Shared ControlNets that it may use, beside its own")
 @_file_option
 def change_grants(*, name: str, file: Path, **grants: tuple[str, ...] | None) -> None:
-    """Restrict what a tenant may use.
+    """Restrict which models, LoRAs and ControlNets a tenant may use.
 
-    It cannot see what it may not use. Kinds that are not given stay as they are. A LoRA or ControlNet NAME@shop belongs
-    to the tenant shop alone, which asks for it as NAME.
+    The tenant cannot see others. A kind that is not given stays as it is. A LoRA or ControlNet NAME@shop needs no
+    grant: it belongs to the tenant shop alone, which calls it NAME.
     """
     from bottega.rpc.security.tenant_file import change_tenants
 
@@ -203,7 +205,7 @@ def change_grants(*, name: str, file: Path, **grants: tuple[str, ...] | None) ->
 
 
 def _replacing(part: str, given: Mapping[str, Any]) -> Callable[[Tenant], Tenant]:
-    """Return a function that changes the given fields of a tenant's quotas or grants."""
+    """Return a function that changes the given fields of a tenant's `quotas` or `grants`, whichever `part` names."""
     return lambda tenant: dataclasses.replace(tenant, **{part: dataclasses.replace(getattr(tenant, part), **given)})
 
 
@@ -212,7 +214,7 @@ def _replacing(part: str, given: Mapping[str, Any]) -> Callable[[Tenant], Tenant
 @click.option("--undo", is_flag=True, help="Enable it again, with its earlier keys.")
 @_file_option
 def disable(*, name: str, undo: bool, file: Path) -> None:
-    """Refuse a tenant's calls, and keep its data.
+    """Refuse new calls of a tenant, but keep its data.
 
     Calls that are being served go on.
     """

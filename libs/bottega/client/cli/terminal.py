@@ -1,8 +1,8 @@
-"""The command's output: results on stdout, everything else on stderr.
+"""The terminal output of the command: results on stdout, everything else on stderr.
 
-All output of the command goes through this module. Prompts, names, error messages and log lines come over the network,
-from anybody. So every text is escaped and shown on one line: markup is not read, and characters that could control the
-terminal, hide or mislead become visible. Colours are given beside the text, by `Styled`.
+All output of the command goes through this module, because prompts, names, errors and log lines come over the network,
+from anybody. So every text is escaped and shown on one line: markup is not interpreted, and characters that could
+control the terminal, hide text or mislead become visible. Colours are set by `Styled`, never by the text itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 import unicodedata
 
 LONGEST = 16_000
-"""Characters of a text that are shown; an untrusted text may have some MiB."""
+"""Maximum number of characters that are shown of one text; an untrusted text may have some MiB."""
 _CUT = " ... ({} more letters)"
 
 # Unicode categories: control, format (bidirectional overrides and isolates, zero width), line and paragraph separators,
@@ -68,12 +68,12 @@ def escaped(text: str) -> str:
 
 
 def escaped_lines(text: str) -> list[str]:
-    """Return the lines of a text that has several, such as a traceback, each escaped."""
+    """Return the lines of a text, each escaped. For texts of several lines, such as a traceback."""
     return [escaped(line.expandtabs()) for line in text.split("\n")]
 
 
 def escaped_and_cut(text: str, width: int) -> str:
-    """Return a text escaped, cut to the given columns of a terminal, and with white space as single spaces."""
+    """Return a text escaped, with white space as single spaces, and cut to a width in columns of the terminal."""
     from rich.text import Text
 
     # Far more than fits into the columns, including white space and marks.
@@ -100,7 +100,7 @@ def _is_joined(letter: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Styled:
-    """A part of a line with a style of its own."""
+    """A piece of a line that has its own colour and weight."""
 
     text: str
     colour: str | None = None
@@ -123,10 +123,10 @@ def note(*pieces: str | Styled) -> None:
 
 
 def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoReturn:
-    """Print an error and advice about it, and end the command.
+    """Print an error and advice, and end the command.
 
     Args:
-        todo: Lines, or a text of several lines; untrusted text must be escaped first.
+        todo: The advice as lines, or as a text of several lines. Untrusted text in it must be escaped already.
     """
     note(Styled(text="error:", colour="red", bold=True), f" {what}")
     lines = [(line,) for line in todo.split("\n") if todo] if isinstance(todo, str) else todo
@@ -141,21 +141,22 @@ def is_interactive() -> bool:
 
 
 def confirm(question: str) -> None:
-    """Ask, and end the command unless the answer is yes."""
+    """Ask a question, and end the command unless the answer is yes."""
     click.confirm(_line((question,)), abort=True, err=True)
 
 
 class PlainTable:
-    """A table that fits the width at which it is shown.
+    """A table that adapts to the width at which it is shown.
 
-    If there is not enough room, optional columns are left out first, and a line below the table names them. Then text
-    wraps. Headers and cells are never cut.
+    If it is too wide, optional columns are dropped first, and a line below the table names them. Then text wraps.
+    Headers and cells are never cut.
 
     Args:
-        columns: Headers. A column whose header begins with > is right-aligned and never wraps. If all are empty, the
-            table has no head.
-        wraps: Headers of columns whose text may wrap; that of the last column always may.
-        optional: Headers of columns that may be left out, the least important first.
+        columns: Headers. A column whose header begins with > is right-aligned and never wraps. If all headers are
+            empty,
+            the table is shown without them.
+        wraps: Headers of columns whose text may wrap. The text of the last column always may.
+        optional: Headers of columns that may be dropped, the least important first.
     """
 
     def __init__(self, *columns: str, wraps: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
@@ -183,12 +184,12 @@ class PlainTable:
 
     @property
     def table(self) -> Table:
-        """The table with all its columns."""
+        """The table with all its columns, in rich's form."""
         return self._rich_table(range(len(self._columns)))
 
     @property
     def full_width(self) -> int:
-        """Columns of a terminal in which every cell fits on one line."""
+        """Width in terminal columns at which every cell fits on one line."""
         return _table_width(self._widths(range(len(self._columns))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
@@ -197,7 +198,7 @@ class PlainTable:
         yield self._rich_table(shown, wraps_all=is_too_narrow)
 
     def _widths(self, indices: Iterable[int], *, wrapped: bool = False) -> list[int]:
-        """Return the width that each of these columns needs, with its text wrapped as far as it may be or not."""
+        """Return the width that each column needs, with its text on one line, or wrapped as far as that is allowed."""
         from rich.cells import cell_len
 
         widths = []
@@ -209,7 +210,7 @@ class PlainTable:
         return widths
 
     def _shown_at(self, width: int) -> Sequence[int]:
-        """Return the columns that fit into this width. Columns that are not optional are always shown."""
+        """Return the indices of the columns that fit into this width, and of all columns that are not optional."""
         left_out: set[int] = set()
         headers = [column.header for column in self._columns]
         for name in self._optional:
@@ -221,7 +222,7 @@ class PlainTable:
         return [index for index in range(len(headers)) if index not in left_out]
 
     def _rich_table(self, shown: Sequence[int], *, wraps_all: bool = False) -> Table:
-        """Return these columns as rich's table; `wraps_all` wraps the text of all but numbers."""
+        """Return these columns as a table of rich; `wraps_all` lets all columns wrap, except right-aligned ones."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
@@ -256,7 +257,7 @@ def _table_width(widths: Sequence[int]) -> int:
 
 
 def print_table(table: PlainTable) -> None:
-    """Print a table as a result. Unless COLUMNS is set, a file or a pipe gets all columns, and each row on one line."""
+    """Print a table as a result. A file or a pipe gets all columns, and each row on one line, unless COLUMNS is set."""
     console = new_console()
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console = new_console(width=max(table.full_width, _WIDTH_OF_FILES))
@@ -264,7 +265,7 @@ def print_table(table: PlainTable) -> None:
 
 
 def print_facts(facts: Iterable[tuple[str, str]], *, caption: str = "") -> None:
-    """Print labels and texts as a table without a head."""
+    """Print pairs of label and text as a table without headers."""
     table = PlainTable("", "")
     for label, text in facts:
         table.add_row(label, text)
@@ -290,7 +291,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def moment_text(moment: datetime) -> str:
-    """Return a moment, such as 2026-11-21 10:30 UTC."""
+    """Return a time, such as 2026-11-21 10:30 UTC."""
     return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
@@ -300,12 +301,12 @@ def short_hash(digest: str) -> str:
 
 
 def share_text(share: float) -> str:
-    """Return a share, given in 0 to 1, with three significant digits, such as 12.3 %."""
+    """Return a share, given as 0 to 1, as a percentage with three significant digits, such as 12.3 %."""
     return f"{share * 100:.3g} %"
 
 
 def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that prints text as it is, without markup, emoji codes and highlighting."""
+    """Return a rich console that prints text unchanged, without markup, emoji codes and highlighting."""
     from rich.console import Console
 
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)

@@ -1,4 +1,4 @@
-"""`bottega top`: what every service does now: running and waiting work, rates, batches, hit rates."""
+"""`bottega top`: shows for every service its running and waiting work, rates, batch sizes and hit rates, live."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _UNKNOWN = "-"
 def command(address: str, once: bool) -> None:
     """Show what the services do now, live.
 
-    Rates and means cover the last ten seconds. "batch" is the mean number of requests in a step of a worker, or of rows
-    in a forward pass of a ControlNet server. "hits" is the share of lookups that were answered; in parentheses since
-    the start of the service, if there was no lookup lately.
+    Rates and means cover the last ten seconds. "batch" is the mean number of requests in a worker's forward pass, or of
+    rows in that of a ControlNet server. "hits" is the share of lookups that found their item; a value in parentheses
+    covers the whole time since the service started, because there was no lookup lately.
     """
     from rich.live import Live
 
@@ -85,7 +85,7 @@ def _row(member: FleetMember, rates: Rates | None) -> tuple[str, ...]:
 
 
 def _done(load: ServiceLoad, rates: Rates | None) -> tuple[str, str]:
-    """Return the rates of ended jobs or attempts; empty for services that have ended none."""
+    """Return the rates of ended jobs or attempts as text; empty for services that have ended none."""
     if not load.activity.completed and not load.activity.failed:
         return "", ""
     return (f"{60 * rates.completed:.1f}", f"{60 * rates.failed:.1f}") if rates is not None else (_UNKNOWN, _UNKNOWN)
@@ -100,7 +100,7 @@ def _steps(load: ServiceLoad, rates: Rates | None) -> tuple[str, str]:
 
 
 def _lookups(load: ServiceLoad, rates: Rates | None) -> tuple[str, str]:
-    """Return the rate of lookups and their hit rate; in parentheses that since the start, if there were none lately."""
+    """Return the rate of lookups and the hit rate as text; without recent lookups the hit rate since the start."""
     ever = hit_share(load.activity)
     if ever is None:
         return "", ""
@@ -127,7 +127,7 @@ def _look(client: Client, rates: FleetRates) -> FleetStatus:
 
 
 WINDOW_S = 10.0
-"""Seconds that rates cover."""
+"""Length of the time window that the rates cover, in seconds."""
 
 # Samples of one service: one a second needs a dozen.
 _MOST_SAMPLES = 64
@@ -137,36 +137,36 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The recent rates of a service, a second."""
+    """The rates of a service over the last seconds, per second."""
 
     completed: float
     failed: float
     steps: float
     lookups: float
     batch: float | None
-    """Mean steps in a forward pass; None without any pass."""
+    """Mean number of requests or rows in a forward pass; None if there was none."""
     wait_s: float | None
-    """Mean seconds that jobs waited for a worker; None if none got one."""
+    """Mean seconds that jobs waited until a worker got them; None if no worker got one."""
     hit_share: float | None
-    """Share of the lookups that were hits, 0 to 1; None without any lookup."""
+    """Share of lookups that were hits, 0 to 1; None if there was no lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """The counts of a service at one time of this process's clock."""
+    """The counters of a service at one time on the monotonic clock."""
 
     at: float
     activity: ServiceActivity
 
 
 class FleetRates:
-    """The rates of the services of a fleet. Services that have left are forgotten."""
+    """The rates of all services of a fleet, computed from repeated reports."""
 
     def __init__(self) -> None:
         self._samples: dict[_Key, deque[_Sample]] = {}
 
     def add(self, fleet: FleetStatus, *, now: float) -> None:
-        """Record the fleet as it was at `now`, by a monotonic clock."""
+        """Record the counters of a fleet at the time `now` of a monotonic clock. Drop services that have left."""
         before = self._samples
         self._samples = {_key(member): before.get(_key(member), _no_samples()) for member in fleet.members}
         for member in fleet.members:
@@ -175,7 +175,7 @@ class FleetRates:
             _append(self._samples[_key(member)], sample)
 
     def of(self, member: FleetMember) -> Rates | None:
-        """Return the rates of a service; None until it has reported twice."""
+        """Return the rates of a service; None until two reports have been recorded."""
         samples = self._samples.get(_key(member))
         if not samples or samples[-1].at <= samples[0].at:
             return None
@@ -184,7 +184,7 @@ class FleetRates:
 
 
 def hit_share(activity: ServiceActivity) -> float | None:
-    """Return the share of hits among all lookups since the start; None without any lookup."""
+    """Return the share of hits among all lookups since the service started; None without lookups."""
     return _share_of(activity.hits, activity.lookups)
 
 
@@ -198,7 +198,7 @@ def _append(samples: deque[_Sample], sample: _Sample) -> None:
 
 
 def _began_anew(before: ServiceActivity, after: ServiceActivity) -> bool:
-    """Return whether a count has decreased, because the service or its engine was restarted."""
+    """Return whether a counter has decreased, because the service or its engine process was restarted."""
     return any(now < then for now, then in zip(astuple(after), astuple(before), strict=True))
 
 

@@ -1,7 +1,7 @@
-"""`bottega trace`: the time line of a job in all services, as a file for trace viewers and as a picture.
+"""`bottega trace`: the timeline of a job across all services, as a file for trace viewers and as an SVG picture.
 
-Rows are the lanes of a trace: services below each other, in each its tracks, in each as many lanes as its spans need.
-Spans of one lane do not overlap, or one contains the other, because trace viewers draw them so.
+A lane is one row of the timeline. Each service has tracks, such as its queue, and each track has as many lanes as its
+spans need: in one lane, two spans are either disjoint or nested, because trace viewers can only draw those.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _COLOURS = ("#4a90d9", "#3a9d5d", "#e08a2e", "#8a63c9", "#c9506b", "#2aa1a8", "#
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write or replace; default: trace-JOB.json.",
 )
-@click.option("--svg", is_flag=True, help="Also draw the time line, as an .svg file beside the other one.")
+@click.option("--svg", is_flag=True, help="Also draw the timeline as an .svg file of the same name.")
 @address_option
 def command(*, job_id: str, output: Path | None, svg: bool, address: str) -> None:
-    """Show where the time of a job went, in all services.
+    """Show where the time of a job was spent, in all services.
 
-    The file has queue, steps, loads, waits and ControlNet calls. Open it at https://ui.perfetto.dev or in
+    The file shows queueing, steps, loads, waits and ControlNet calls. Open it at https://ui.perfetto.dev or in
     chrome://tracing; this command sends nothing there. --svg draws a picture that every browser shows, also offline. A
-    gateway keeps the traces of the jobs that ended last.
+    gateway keeps only the traces of the jobs that ended last.
     """
     if svg and output is not None and output.suffix.lower() == ".svg":
         viewer = output.with_suffix(".json")
@@ -84,23 +84,23 @@ def _note_tracks(trace: JobTrace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A row of a trace."""
+    """A row of the timeline."""
 
     service: str
     track: str
     spans: Sequence[TraceSpan]
-    """Its spans by their beginnings; a span stands before those that it contains."""
+    """Spans of the lane, sorted by start; a span comes before those nested in it."""
 
 
 def lanes_of(trace: JobTrace) -> list[Lane]:
-    """Return the lanes: the gateway's first, then those of services and tracks by the time of their first span."""
+    """Return the lanes of a trace: the gateway's first, then those of other services and tracks by their first span."""
     spans = sorted(trace.spans, key=lambda span: (span.service != GATEWAY, span.begin_s, -span.seconds))
     services = dict.fromkeys(span.service for span in spans)
     return [lane for service in services for lane in _service_lanes(service, spans)]
 
 
 def busy_s(spans: Iterable[TraceSpan]) -> float:
-    """Return the seconds in which at least one of the spans was under way."""
+    """Return the seconds during which at least one of the spans was active."""
     total_s, end_s = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.begin_s):
         total_s += max(0.0, span.end_s - max(span.begin_s, end_s))
@@ -116,7 +116,7 @@ def _service_lanes(service: str, spans: Sequence[TraceSpan]) -> Iterable[Lane]:
 
 
 def _split(spans: Iterable[TraceSpan]) -> list[list[TraceSpan]]:
-    """Split spans into lanes: each goes into the first lane that has room for it."""
+    """Distribute spans over lanes: each goes into the first lane in which it overlaps no other, or is nested."""
     lanes: list[list[TraceSpan]] = []
     open_ends: list[list[float]] = []  # for each lane, the ends of the spans that are under way, the innermost last
     for span in spans:
@@ -209,7 +209,7 @@ def _label(x: float, y: float, text: str, ink: str) -> str:
 
 
 def _bar(span: TraceSpan, x: float, y: float, width: float, colour: str) -> str:
-    """Return a bar. A browser shows its text when the pointer is on it; the text is written where it fits."""
+    """Return the SVG of a span. Its text is a tooltip, and is also written into the bar where it fits."""
     text = f"{span.name}  {_duration_text(span.seconds)}"
     number = span.name.rpartition("step ")[2]
     shown = next((each for each in (text, span.name, number) if _LETTER * len(each) <= width - 6), "")
@@ -229,7 +229,7 @@ def _tick(x: float, bottom: float, moment_s: float) -> str:
 
 
 def _ticks(end_s: float) -> Iterator[float]:
-    """Yield the moments of the axis: multiples of 1, 2 or 5 times a power of ten."""
+    """Yield the times of the axis labels: multiples of 1, 2 or 5 times a power of ten."""
     steps = (base * 10.0**power for power in range(-4, 7) for base in (1, 2, 5))
     step_s = next((step for step in steps if end_s / step < _MOST_TICKS), end_s / _LEAST_TICKS)
     return (number * step_s for number in range(int(end_s / step_s) + 1))
@@ -240,5 +240,5 @@ def _duration_text(seconds: float) -> str:
 
 
 def _xml(text: str) -> str:
-    """Return untrusted text as XML allows it: names may have control characters."""
+    """Return untrusted text escaped for XML, without control characters, which XML does not allow."""
     return escape(escaped(text))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _WithServicesOptions(click.Command):
-    """A command with the options of the manifest's services, which is only read when they are needed."""
+    """A command that adds the options of the manifest's services, and reads the manifest only when they are needed."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         services = [
@@ -70,14 +70,17 @@ class _WithServicesOptions(click.Command):
     help="Element type of the model; auto: that of its files on a GPU, on a CPU the faster one of these and float32.",
 )
 @click.option(
-    "--threads", type=click.IntRange(0), default=0, help="Threads of each worker; default: the cores, divided."
+    "--threads",
+    type=click.IntRange(0),
+    default=0,
+    help="CPU threads of each worker; default: cores divided by workers.",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65533),
     default=8470,
     show_default=True,
-    help="Port of the gateway, which also takes the next two; 0 for any free ones.",
+    help="Port of the gateway, which also uses the next two ports; 0 chooses free ones.",
 )
 @state_option
 @click.option(
@@ -86,7 +89,7 @@ class _WithServicesOptions(click.Command):
     is_flag=True,
     help="Run in the background, and return when everything is ready; bottega stop ends it.",
 )
-@click.option("--in-background", is_flag=True, hidden=True, help="Used by --detach.")
+@click.option("--in-background", is_flag=True, hidden=True, help="Internal: marks the process that --detach starts.")
 def command(
     *,
     model: str,
@@ -102,11 +105,11 @@ def command(
 ) -> None:
     """Run the whole suite on this machine.
 
-    It has a gateway, workers, a ControlNet server, a LoRA store, an approximate cache and an activation store. Logs and
-    everything that services store are in the state folder.
+    It starts a gateway, workers, a ControlNet server, a LoRA store, an approximate cache and an activation store. Their
+    logs and data are in the state folder.
 
-    The ControlNets and LoRAs in the model's folders `controlnets` and `loras` are served; those of the embedded model
-    are edges and layout, and striped, checked and dusk. bottega loras add adds more.
+    ControlNets and LoRAs are served from the folders `controlnets` and `loras` in the model's folder. The built-in
+    model has the ControlNets edges and layout, and the LoRAs striped, checked and dusk. bottega loras add adds LoRAs.
     """
     _check_model(model, model_name)
     options = SuiteOptions(
@@ -135,12 +138,12 @@ def command(
 
 
 def _check_model(model: str, name: str) -> None:
-    """End the command if workers could not serve the model, or no request could name it."""
+    """End the command if workers could not serve the model, or if its name is too long for requests."""
     from bottega.model_files import MINIATURE, check_model_folder, folder_of
     from bottega.rules import MAX_MODEL_CHARACTERS
 
     if model == MINIATURE and not folder_of(model).is_dir():
-        fail("the embedded model is not installed", "pip install bottega-miniature, or serve yours: --model FOLDER")
+        fail("the embedded model is not installed", "pip install bottega-miniature, or serve your own: --model FOLDER")
     report = check_model_folder(folder_of(model))
     if report.refusal:
         fail(report.refusal)
@@ -186,7 +189,10 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
 
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
-    """End the command, because other processes hold the lock. Any process that can open the file may do so."""
+    """End the command, because other processes hold the lock of the state folder.
+
+    A holder need not be a suite: any process that can open the file can lock it.
+    """
     import psutil
 
     record = state.read()
@@ -204,12 +210,12 @@ def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
     details = f"as process {record.pid}, at {record.address}" if record else "and is just starting"
     fail(
         f"a suite already runs from {state.root} {details}",
-        "Use it, or stop it with: bottega stop\nA second one needs its own --state FOLDER and --port.",
+        "Use it, or stop it with: bottega stop\nA second suite needs another --state FOLDER and --port.",
     )
 
 
 def _described(plan: SuitePlan) -> str:
-    """Describe a plan, as in "1 gateway, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
+    """Return a plan as text, such as "1 gateway, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
     services = (_counted(count, service.title) for service, count in plan.counts if count)
     threads = plan.settings.threads_of(plan.settings.options["workers"])
     return f"{', '.join(services)}; {plan.settings.model}, {_counted(threads, 'thread')} a worker"
@@ -220,11 +226,11 @@ def _counted(count: int, what: str) -> str:
 
 
 FIRST_PROMPT = "a big red star on the left on a blue background"
-"""A first prompt for the embedded model."""
+"""An example prompt for the embedded model."""
 
 
 def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> None:
-    """Run a suite until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raise DoesNotStart if it fails."""
+    """Run a suite until a signal drains it, or a second signal ends it at once. Raise DoesNotStart if it fails."""
     from bottega.client.suite.service_process import Supervisor
 
     with closing(ServiceLog(state.logs, "suite")) as log:
@@ -240,10 +246,10 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
 
 
 class TerminalListener:
-    """A ServiceListener that writes each event to the terminal and to suite.log.
+    """A ServiceListener that prints each event, and appends it to suite.log.
 
     Args:
-        quiet: Write only to suite.log. It is bounded, while the output of a background instance is not.
+        quiet: Only append to suite.log. Its size is limited, while the output file of a background suite has no limit.
     """
 
     def __init__(self, log: ServiceLog, *, quiet: bool) -> None:
@@ -283,7 +289,7 @@ def note_left_out(thing: LeftOutThing) -> None:
 
 
 def say_ready(address: str, fleet_address: str, seconds: float, state: StateFolder) -> None:
-    """Print that the suite is ready, and how to draw a first picture."""
+    """Print that the suite is ready, and a first command to draw a picture."""
     found = state.root == state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
     say(f'  {"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png')

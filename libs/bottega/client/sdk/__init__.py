@@ -1,1 +1,1 @@
-"""The clients for asyncio and without it, and their jobs."""
+"""The clients, with and without asyncio, and their jobs."""

@@ -53,7 +53,7 @@ _MAX_ADAPTER_PAGES = 2000
 
 
 class AsyncGatewayClient:
-    """The calls of AsyncClient to the gateway; see there."""
+    """The methods of AsyncClient that call the gateway. AsyncClient documents the arguments."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class AsyncGatewayClient:
 
     @property
     def shows_key(self) -> bool:
-        """Whether it sends an API key, which identifies a tenant to the gateway."""
+        """Whether the client sends an API key, which identifies a tenant to the gateway."""
         return self._connection.shows_key
 
     async def __aenter__(self) -> Self:
@@ -94,7 +94,7 @@ class AsyncGatewayClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel unfinished pictures, then close the connection."""
+        """Cancel unfinished requests, then close the connection."""
         await self._cancel_on_exit.finish()
         await self._connection.close()
 
@@ -306,14 +306,14 @@ class AsyncGatewayClient:
         return JobPage(jobs=tuple(status_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
 
     async def models(self) -> tuple[ServedModel, ...]:
-        """Return the models that requests may name now, by name."""
+        """Return the models that requests may name now, sorted by name."""
         answer = await self._connection.call(self._connection.images.ListModels, image_pb2.ListModelsRequest())
         return tuple(map(model_from, answer.models))
 
     async def adapters(self, kind: AdapterKindName | None = None) -> tuple[Adapter, ...]:
-        """Return the ControlNets and LoRAs that requests may name now, by kind and name.
+        """Return the ControlNets and LoRAs that requests may name now, sorted by kind and name.
 
-        Tenants may call this with their key. controlnets() and loras() return more, to operators only.
+        Tenants may call this with their API key. controlnets() and loras() return more details, only to operators.
 
         Args:
             kind: "controlnet" or "lora"; None for both.
@@ -336,6 +336,6 @@ class AsyncGatewayClient:
 def _set_time_left(
     request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest, deadline: CallDeadline | None
 ) -> None:
-    """Set the seconds that remain until the deadline. Raise DeadlinePassed if none do."""
+    """Set the seconds that remain until the deadline in a request. Raise DeadlinePassed if none remain."""
     if deadline:
         request.deadline_s = deadline.remaining_s()

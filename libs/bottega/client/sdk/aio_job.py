@@ -29,16 +29,16 @@ class AsyncJob:
         return f"{type(self).__name__}({self.id!r})"
 
     async def status(self) -> JobStatus:
-        """Return its current state."""
+        """Return the job's current state."""
         request = build_message(image_pb2.GetJobRequest(), job_id=self.id)
         return status_from((await self._connection.call(self._connection.images.GetJob, request)).job)
 
     async def stream(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
-        """Yield its events from now on, as client.stream() does; the last one is Completed.
+        """Yield the job's events from now on, as client.stream() does; the last one is Completed.
 
         Args:
             preview: Whether Progress carries small JPEGs of the unfinished pictures.
-            timeout_s: Seconds after which to stop following it; None for the client's own.
+            timeout_s: Seconds after which to stop following the job; None for the client's own.
 
         Raises:
             BottegaError: The job failed or was cancelled.
@@ -57,15 +57,15 @@ class AsyncJob:
             raise timeout_error(error, last, goes_on=True) from error
 
     async def result(self, *, timeout_s: float | None = None) -> tuple[Picture, ...]:
-        """Wait for its pictures, and return them in order. Raise the job's error if it failed or was cancelled.
+        """Wait for the job's pictures, and return them in order. Raise the job's error if it failed or was cancelled.
 
         Args:
-            timeout_s: As in stream(). DeadlinePassed is raised then, and the job goes on.
+            timeout_s: As in stream(). When it passes, DeadlinePassed is raised, and the job goes on.
         """
         return (await wait_until_completed(self.stream(timeout_s=timeout_s))).images
 
     async def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
-        """Return one of its finished pictures. Raise JobNotFinished if it has not completed."""
+        """Return one of the job's pictures. Raise JobNotFinished if the job has not completed."""
         terms = self._connection.terms(timeout_s)
         request = build_message(image_pb2.GetImageRequest(), job_id=self.id, index=index)
         image, data = await fetch_image(self._connection.images.GetImage, request, terms)
@@ -73,18 +73,18 @@ class AsyncJob:
         return picture_from(image, data, job_id=self.id, provenance=provenance)
 
     async def trace(self) -> JobTrace:
-        """Return its time line in all services. Raise TraceNotFound while it runs, and once the gateway forgot it."""
+        """Return the job's timeline in all services. Raise TraceNotFound while it runs, or if the trace was evicted."""
         request = build_message(image_pb2.GetJobTraceRequest(), job_id=self.id)
         answer = await self._connection.call(self._connection.images.GetJobTrace, request)
         return trace_from(self.id, answer.trace)
 
     async def delete(self) -> None:
-        """Delete it with its pictures, its trace and its request_id. Raise JobNotFinished if it has not ended."""
+        """Delete the job with its pictures, its trace and its request_id. Raise JobNotFinished if it has not ended."""
         request = build_message(image_pb2.DeleteJobRequest(), job_id=self.id)
         await self._connection.call(self._connection.images.DeleteJob, request)
 
     async def cancel(self) -> JobStatus:
-        """Cancel it unless it has ended, and return its state."""
+        """Cancel the job unless it has ended, and return its state."""
         request = build_message(image_pb2.CancelJobRequest(), job_id=self.id)
         answer = await self._connection.call(self._connection.images.CancelJob, request)
         return status_from(answer.job)

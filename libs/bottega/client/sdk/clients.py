@@ -25,10 +25,10 @@ class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, A
         fleet_address: host:port of the gateway's listener for services. fleet() and the methods about ControlNets,
             LoRAs, caches and templates need it; drawing does not. The default is $BOTTEGA_FLEET, else the suite that
             runs here, else port 8472 of the gateway's machine.
-        api_key: Key for a gateway that asks for one. The default is $BOTTEGA_API_KEY; "" gives none.
+        api_key: Key for a gateway that asks for one. The default is $BOTTEGA_API_KEY; "" sends none.
         tls: Certificates. The default is the files that $BOTTEGA_TLS_AUTHORITY, _CERTIFICATE and _KEY name; without
-            them nothing is encrypted.
-        timeout_s: Seconds that a call may take unless it is given a time of its own; above 0.
+            them connections are not encrypted.
+        timeout_s: Default time-out of a call in seconds, above 0.
         retry: How to retry while the gateway is UNAVAILABLE or busy; other errors are not retried.
     """
 

@@ -1,8 +1,8 @@
-"""The SDK without asyncio, for calls to the gateway: the asyncio client on a loop in a thread of its own.
+"""The SDK without asyncio, for calls to the gateway. It runs the asyncio client on an event loop in its own thread.
 
-A method is written once, in the asyncio class. Its blocking twin is one line (`models = blocking(Async.models)`), which
-has the same arguments for the type checker and the same documentation for people. Add-ons (bottega.client.addons)
-derive from GatewayClient; bottega.client.sdk.clients combines all of them.
+A method is written once, in the asyncio class. Its blocking version is one line (`models = blocking(Async.models)`),
+which has the same arguments and documentation. Add-ons (bottega.client.addons) derive from GatewayClient;
+bottega.client.sdk.clients combines all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it. If the wait is interrupted, cancel it and wait for its end."""
+        """Run a coroutine on the loop, and return its result. If the wait is interrupted, cancel the coroutine."""
         ended = threading.Event()
         future = asyncio.run_coroutine_threadsafe(_set_when_ended(coroutine, ended), self._loop)
         try:
@@ -53,7 +53,7 @@ class LoopThread:
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """Yield items on demand, and close `items` at the end. No item may be None."""
+        """Yield the items of an asynchronous generator, which is closed at the end. No item may be None."""
         iteration = _Iteration(items)
         try:
             while (item := self.run(iteration.next())) is not None:
@@ -69,7 +69,7 @@ class LoopThread:
 
 
 class _Iteration(Generic[T]):
-    """An asynchronous generator that yields one item at a time, and may be closed while it computes one."""
+    """An asynchronous generator that is advanced one item at a time, and may be closed while it computes an item."""
 
     def __init__(self, items: AsyncGenerator[T, None]) -> None:
         self._items = items
@@ -100,14 +100,14 @@ async def _set_when_ended(coroutine: Coroutine[Any, Any, T], ended: threading.Ev
 
 
 class OnLoop:
-    """A wrapper of an object of the asyncio SDK and the loop that its methods run on."""
+    """A base class of blocking objects: it has the object of the asyncio SDK, and the loop that runs its methods."""
 
     _async: Any
     _loop: LoopThread
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[OnLoop, P], T]:
-    """Return a method that waits for the result of `method`."""
+    """Return a blocking version of the coroutine method `method`."""
 
     def call(self: OnLoop, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._loop.run(method(self._async, *args, **kwargs))
@@ -119,7 +119,7 @@ def blocking_as(
     wrap: Callable[[OwnerT, T], WrappedT],
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[OwnerT, P], WrappedT]:
-    """Return a method that waits for the result of `method`, and wraps it into its own blocking twin."""
+    """Return a blocking version of `method` that passes the result to `wrap`, which makes it a blocking object."""
 
     def call(self: OwnerT, /, *args: P.args, **kwargs: P.kwargs) -> WrappedT:
         return wrap(self, self._loop.run(method(self._async, *args, **kwargs)))
@@ -130,7 +130,7 @@ def blocking_as(
 def iterating(
     method: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[OnLoop, P], Generator[T, None, None]]:
-    """Return a method whose generator yields what the asynchronous generator `method` yields."""
+    """Return a blocking version of the asynchronous generator method `method`."""
 
     def call(self: OnLoop, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
         return self._loop.iterate(method(self._async, *args, **kwargs))
@@ -142,7 +142,7 @@ CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
 def _documented(call: CallT, method: Callable[..., Any], *, returns: object = None) -> CallT:
-    """Give a call the name, documentation and signature of `method`, with another return type if one is given."""
+    """Give a function the name, documentation and signature of `method`, but the return type `returns` if given."""
     functools.update_wrapper(call, method, assigned=("__name__", "__doc__"), updated=())
     if returns is not None:
         signature = inspect.signature(method).replace(return_annotation=returns)
@@ -162,7 +162,7 @@ class Job(OnLoop):
 
     @property
     def id(self) -> str:
-        """Its ID at the gateway."""
+        """The job's ID at the gateway."""
         return str(self._async.id)
 
     def __repr__(self) -> str:
@@ -178,7 +178,7 @@ class Job(OnLoop):
 
 
 class GatewayClient(OnLoop):
-    """The calls of Client to the gateway; see there."""
+    """The methods of Client that call the gateway. AsyncClient documents the arguments."""
 
     _kind: ClassVar[type[AsyncGatewayClient]] = AsyncGatewayClient
 
@@ -212,7 +212,7 @@ class GatewayClient(OnLoop):
 
     @property
     def shows_key(self) -> bool:
-        """Whether it sends an API key, which identifies a tenant to the gateway."""
+        """Whether the client sends an API key, which identifies a tenant to the gateway."""
         return bool(self._async.shows_key)
 
     def __enter__(self) -> Self:
@@ -224,7 +224,7 @@ class GatewayClient(OnLoop):
         self.close()
 
     def close(self) -> None:
-        """Cancel unfinished pictures, then close the connection. Further calls do nothing."""
+        """Cancel unfinished requests, then close the connection. Further calls do nothing."""
         self._close()
 
     def job(self, job_id: str) -> Job:

@@ -27,7 +27,7 @@ _ORPHAN_GRACE_S = 3.0
 
 
 class DidNotStart(BottegaError):
-    """A background instance ended before it was ready. The message is its output."""
+    """The error that a suite in the background ended before it was ready. The message is its output."""
 
     code = Code.FAILED_PRECONDITION
 
@@ -35,18 +35,18 @@ class DidNotStart(BottegaError):
 def start_in_background(
     options: SuiteOptions, state: StateFolder, on_progress: Callable[[str], None]
 ) -> InstanceRecord:
-    """Start an instance, and return its record when it is ready.
+    """Start a suite in the background, and return its record when it is ready.
 
     Args:
         options: What to run.
         state: The folder to run from.
-        on_progress: Called with the progress of slowly starting services.
+        on_progress: Called with the progress of services that are slow to start, as text.
 
     Raises:
-        AlreadyHeld: An instance runs from this folder.
+        AlreadyHeld: A suite already runs from this folder.
         StateFolderUnusable: The folder cannot be used.
-        DidNotStart: The instance ended.
-        DeadlinePassed: It was not ready in time.
+        DidNotStart: The suite ended.
+        DeadlinePassed: The suite was not ready in time.
     """
     if state.is_held():
         raise AlreadyHeld(state.holders())
@@ -71,7 +71,7 @@ def start_in_background(
 
 
 def stop_instance(state: StateFolder) -> bool:
-    """Stop the instance that runs from a folder, and wait for its end. Return False if there is none.
+    """Stop the suite that runs from a folder, and wait for its end. Return False if there is none.
 
     Raises DeadlinePassed if it does not end.
     """
@@ -88,7 +88,7 @@ def stop_instance(state: StateFolder) -> bool:
 
 
 def end_orphans(record: InstanceRecord | None) -> tuple[str, ...]:
-    """End the children of a dead instance with their process groups, and return their names."""
+    """Kill the services that a killed suite left behind, with their process groups, and return their names."""
     found = [(child, process) for child in (record.children if record else ()) if (process := _alive(child))]
     for _, process in found:
         process.terminate()
@@ -106,7 +106,7 @@ def _wait_until_ready(
     deadline_s = time.monotonic() + _START_STALL_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise DidNotStart(output_file.read_text(errors="replace").strip() or "it ended without any output")
+            raise DidNotStart(output_file.read_text(errors="replace").strip() or "the suite ended without any output")
         record = state.read()
         if record and record.ready and record.pid == process.pid:
             return record

@@ -22,38 +22,38 @@ _DRAIN_GRACE_S = 5.0
 
 
 class PortTaken(BottegaError):
-    """Another process listens on a port of the gateway."""
+    """The error that another process listens on a port of the gateway."""
 
     code = Code.FAILED_PRECONDITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """The options of a suite."""
+    """The options of `bottega up`."""
 
     model: str = EMBEDDED_MODEL
     """`miniature`, or a folder in Diffusers' layout."""
     model_name: str = ""
-    """The name that requests give for it; if empty, see `bottega.model_files.name_of`."""
+    """Name of the model in requests; if empty, the name that `bottega.model_files.name_of` returns."""
     device: str = "auto"
     dtype: str = "auto"
     """The element type of the model: auto, float32, float16 or bfloat16; see a worker's `engine.dtype`."""
     threads: int = 0
-    """Threads of each worker; 0 divides the cores over the workers."""
+    """CPU threads of each worker; 0 divides the cores by the number of workers."""
     port: int = DEFAULT_PORT
-    """The gateway's port. The next two are for its metrics and the fleet. 0 for any three free ports."""
+    """Port of the gateway. Its metrics and the fleet use the next two ports. 0 chooses three free ports."""
     services: Mapping[str, int] = field(default_factory=dict)
-    """Values of the services' own options, such as their number; others have their defaults."""
+    """Values of the options that services add, such as how many to start; missing ones have their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """A process to keep running. Its stdin ends with its supervisor, and then it should end, too."""
+    """A process to keep running. It should end when its stdin ends, which happens when its supervisor ends."""
 
     name: str
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are added to this process's environment."""
+    """Variables to add to the process's environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,11 @@ class SuitePlan:
 
 
 def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:
-    """Write every service's configuration to the state folder and return how to start them.
+    """Write every service's configuration to the state folder, and return which processes to start.
 
     Raises:
-        PortTaken: Another process has a port.
-        ConfigError: A service that is to run lacks packages.
+        PortTaken: Another process uses a port.
+        ConfigError: A package that a service needs is not installed.
     """
     services = read_services()
     settings = _settings(options, services, state)
@@ -131,9 +131,9 @@ def _process(name: str, service: ServiceSpec, settings: SuiteSettings, folder: P
 
 
 def _ports(port: int) -> list[int]:
-    """Return the ports of the gateway, its metrics and the fleet: `port` and the next two, or any three if it is 0.
+    """Return the ports of the gateway, its metrics and the fleet: `port` and the next two, or free ones if `port` is 0.
 
-    Raises PortTaken if one of them is not free.
+    Raises PortTaken if one of them is in use.
     """
     if not port:
         return free_ports(3)
@@ -153,10 +153,10 @@ _TRIES = 100
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports of loopback, adjacent if possible, the first one chosen at random.
+    """Return free loopback ports, adjacent if possible, the first one chosen at random.
 
-    They are outside the range from which the system assigns ports, so that no other process gets one before its service
-    listens on it. If that range leaves no room, the system assigns them.
+    They are outside the range from which the system assigns ports, so that no other process gets one before the service
+    listens on it. If there are not enough free ports outside that range, the system assigns them.
     """
     last = _first_ephemeral_port() - count
     for _ in range(_TRIES if last >= _FIRST else 0):
@@ -169,7 +169,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def check_free(ports: Sequence[int]) -> None:
-    """Raise OSError if one of these ports of loopback is in use."""
+    """Raise OSError if one of these loopback ports is in use."""
     with ExitStack() as held:
         for port in ports:
             held.enter_context(socket.create_server(("127.0.0.1", port)))

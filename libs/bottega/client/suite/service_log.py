@@ -41,8 +41,8 @@ class ServiceLog:
 class OutputPipe:
     """A pipe for the output of a process.
 
-    With asyncio's own pipe (stdout=PIPE), waiting for a process also waits for every descendant that holds the pipe, so
-    a dead service with a living child would never be restarted.
+    asyncio's own pipe (stdout=PIPE) is not used: waiting for a process would also wait for all descendants that hold
+    the pipe, so a dead service with a living child would never be restarted.
     """
 
     def __init__(self) -> None:
@@ -103,9 +103,9 @@ def services_with_logs(folder: Path) -> list[str]:
 
 
 def last_lines(folder: Path, services: list[str], count: int) -> list[tuple[str, str]]:
-    """Return the last `count` lines of these services together, each with the service's name.
+    """Return the last `count` lines of all these services together, each with the service's name.
 
-    Lines are ordered by time. A line without a time, such as one of a traceback, keeps its place in its log.
+    Lines are sorted by time. A line without a time, such as one of a traceback, stays after the line before it.
     """
     timed = [[(moment, service, line) for moment, line in _timed(folder, service, count)] for service in services]
     merged = heapq.merge(*timed, key=lambda item: item[0])
@@ -143,7 +143,7 @@ class LogFollower:
 
 
 def follow(folder: Path, services: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield lines as they are appended, each with the service's name. The generator never ends; close it."""
+    """Yield lines as they are appended to logs, each with the service's name. The generator never ends; close it."""
     followers = {service: LogFollower(folder / f"{service}.log") for service in services}
     try:
         while True:

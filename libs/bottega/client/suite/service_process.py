@@ -31,7 +31,7 @@ _LOOK_S = 0.3
 
 
 class DoesNotStart(BottegaError):
-    """A service died several times before it served once."""
+    """The error that a service died several times without having been ready."""
 
     code = Code.FAILED_PRECONDITION
 
@@ -39,42 +39,42 @@ class DoesNotStart(BottegaError):
         super().__init__(message)
         self.name = name
         self.last_lines = tuple(last_lines)
-        """The last lines of its log."""
+        """The last lines of the service's log."""
 
 
 class ServiceListener(Protocol):
-    """The interface for events of services."""
+    """The interface of an object that is told about events of services."""
 
     def starting(self, name: str, progress: str) -> None:
-        """Report the progress of a slow start, such as "loading unet, 3.1 of 5.1 GB"."""
+        """Handle the progress of a slow start, such as "loading unet, 3.1 of 5.1 GB"."""
 
     def serving(self, name: str, address: str) -> None:
-        """Report that a service serves, for the first time or again."""
+        """Handle that a service became ready, for the first time or again."""
 
     def died(self, name: str, how: str, wait_s: float) -> None:
-        """Report that a service died, and will be restarted after `wait_s`."""
+        """Handle that a service died, for the reason `how`. It will be restarted after `wait_s` seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """The rules by which a dead service is restarted."""
+    """The rules for restarting services that die."""
 
     first_wait_s: float = 0.5
-    """Wait before the first restart; it doubles with every further one."""
+    """Seconds before the first restart; the wait doubles with every further restart."""
     longest_wait_s: float = 30.0
     steady_s: float = 60.0
-    """Running time after which the wait starts over."""
+    """Running time in seconds after which the wait is `first_wait_s` again."""
     tries: int = 3
-    """Deaths before it ever served, after which it is given up."""
+    """Deaths of a service that was never ready, after which the suite gives up."""
     stop_grace_s: float = 10.0
-    """Seconds from SIGTERM to SIGKILL; more than the drain that the services are configured with."""
+    """Seconds from SIGTERM to SIGKILL: more than the time in which services are configured to drain."""
 
 
 class ServiceProcess:
-    """A service that is kept running until it is stopped.
+    """A service that is restarted when its process dies, until it is stopped.
 
     Args:
-        on_change: Called when its process, its progress or `serving` changes.
+        on_change: Called when the process, its progress or `serving` changes.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ServiceProcess:
     ) -> None:
         self.name = plan.name
         self.pid: int | None = None
-        """PID of its current process; None between two processes."""
+        """PID of the current process; None between two processes."""
         self.progress = ""
-        """Progress of a slow start, in words; empty when it serves."""
+        """Progress of a slow start, as text; empty when the service is ready."""
         self.serving = asyncio.Event()
         self._plan = plan
         self._listener = listener
@@ -117,7 +117,7 @@ class ServiceProcess:
             self._log.close()
 
     def kill(self) -> None:
-        """Kill its process and all of its children."""
+        """Kill the service's process and all of its children."""
         if self.pid is not None:
             _end_group(self.pid)
 
@@ -191,7 +191,7 @@ class ServiceProcess:
 
 @contextmanager
 def _stdin_of_supervisor() -> Iterator[int]:
-    """Yield a silent stdin that ends with this process, even if it is killed, as no other process has its write end."""
+    """Yield a silent stdin that ends when this process ends, even if it is killed: only it has the write end."""
     read_end, write_end = os.pipe()
     try:
         yield read_end
@@ -212,7 +212,7 @@ def _how_it_ended(status: int) -> str:
 
 
 class Supervisor:
-    """A supervisor of a suite that runs from a state folder, whose lock this process holds."""
+    """Runs a suite from a state folder whose lock this process holds."""
 
     def __init__(
         self, plan: SuitePlan, state: StateFolder, listener: ServiceListener, policy: RestartPolicy | None = None
@@ -230,11 +230,12 @@ class Supervisor:
         """Run the suite until `stop` is set, and end all of its processes.
 
         Args:
-            stop: Ends the suite.
-            on_ready: Called once with the fleet, when every service serves and all that join the fleet have joined it.
+            stop: Set by the caller to end the suite.
+            on_ready: Called once with the fleet, when every service is ready and all that join the fleet have joined
+                it.
 
         Raises:
-            DoesNotStart: A service died several times before it served.
+            DoesNotStart: A service died several times without having been ready.
         """
         services = (process.run() for process in self._processes)
         try:
@@ -260,7 +261,7 @@ class Supervisor:
             await self._changed.wait()
 
     def _record(self, *, ready: bool) -> None:
-        """Write the state of the suite if it has changed."""
+        """Write the record of the suite to the state folder, if it has changed."""
         record = InstanceRecord(
             pid=os.getpid(),
             address=self._plan.settings.address,
@@ -276,7 +277,7 @@ class Supervisor:
             self._written = record
 
     async def _whole_fleet(self, client: AsyncClient) -> FleetStatus | None:
-        """Return the fleet if every service serves, and all that join the fleet have reported their load; else None."""
+        """Return the fleet if every service is ready, and all that join the fleet have reported; else None."""
         if not all(process.serving.is_set() for process in self._processes):
             return None
         try:

@@ -1,1 +1,1 @@
-"""Calls to a gateway: the connection, retries, time-outs, a job's events, and cancelling on exit."""
+"""Calls to a gateway: connection, retries, time-outs, events of jobs, and cancelling jobs whose caller leaves."""

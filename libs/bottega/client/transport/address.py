@@ -14,7 +14,7 @@ DEFAULT_FLEET_PORT = 8472
 
 
 def default_address() -> str:
-    """Return the default host:port of the gateway, for the command and the SDK.
+    """Return the default host:port of the gateway.
 
     It is $BOTTEGA_ADDRESS, else that of the suite that runs from the state folder, else the default port on this
     machine.

@@ -1,4 +1,4 @@
-"""Calls to a gateway that are retried while it is UNAVAILABLE, or serves as many calls as it can; and their rules."""
+"""Calls to a gateway, with retries while it is UNAVAILABLE or busy, and the rules for them."""
 
 from __future__ import annotations
 
@@ -60,31 +60,32 @@ class RetryPolicy:
     """The rules of retries while the gateway is UNAVAILABLE or busy; other errors are not retried."""
 
     patience_s: float = 30.0
-    """Seconds of unavailability after which to give up. A gateway and its workers restart within seconds."""
+    """Seconds without an answer after which to give up. A gateway and its workers restart within seconds."""
     reach_s: float = 30.0
-    """Seconds after which to give up if nothing has ever answered. For people this may be shorter than `patience_s`:
-    they may have forgotten to start a gateway."""
+    """Seconds after which to give up if the gateway has never answered. A command for people may use less than
+    `patience_s`, because they may have forgotten to start a gateway."""
     first_wait_s: float = 0.1
-    """Longest wait before the first retry; it doubles with every retry. Each wait is random, at least half of it."""
+    """Longest wait in seconds before the first retry; it doubles with every retry. Each wait is random, between half
+    and all."""
     longest_wait_s: float = 2.0
 
 
 class CallTimeout(DeadlinePassed):
-    """An error: the caller's own timeout has passed. The job may go on."""
+    """The error that the caller's own time-out has passed. The job may go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDeadline:
-    """The time at which the caller gives up."""
+    """The time at which a caller gives up on a call."""
 
     at_s: float
     """The deadline, on time.monotonic()."""
     allowed_s: float
-    """Seconds that the call had at first, for error messages."""
+    """Length of the time-out in seconds, for error messages."""
 
     @classmethod
     def after(cls, seconds: object, *, name: str = "timeout_s") -> CallDeadline:
-        """Return the deadline that is `seconds` away. Raise InvalidRequest if they are invalid.
+        """Return the deadline that is `seconds` from now. Raise InvalidRequest if `seconds` is not a valid number.
 
         Args:
             seconds: The argument that a caller gave.
@@ -108,7 +109,7 @@ class CallDeadline:
 
 
 class Backoff:
-    """A generator of the waits between the tries of one call."""
+    """Computes the waits between the tries of one call."""
 
     def __init__(
         self,
@@ -127,13 +128,13 @@ class Backoff:
         self._reached = False
 
     def reset(self) -> None:
-        """Reset the waits and the patience, because the gateway has served the call."""
+        """Start again with a short wait and full patience, because the gateway has answered the call."""
         self._tries = 0
         self._last_answer_s = self._clock()
         self._reached = True
 
     def wait_s(self, error: BottegaError) -> float:
-        """Return the seconds to wait before the next try; at least as many as the gateway asked for.
+        """Return the seconds to wait before the next try, at least as many as the gateway asked for.
 
         Raises `error` if the patience or the deadline would end before that.
         """
@@ -157,7 +158,7 @@ _ENDS = "Allow more time (timeout_s), or submit() a job, which outlives the call
 
 @dataclass(slots=True, kw_only=True)
 class LastProgress:
-    """The last progress of a job that its caller has received; without a job_id before the first event."""
+    """The last progress of a job that its caller has seen. `job_id` is empty before the first event."""
 
     job_id: str = ""
     steps_done: int = 0
@@ -175,8 +176,8 @@ def timeout_error(error: DeadlinePassed, last: LastProgress, *, goes_on: bool) -
 
     Args:
         error: The error of the call.
-        last: The job's progress.
-        goes_on: Whether the job outlives its caller.
+        last: The progress that the caller has seen.
+        goes_on: Whether the job continues without its caller.
     """
     if not last.job_id:
         return error
@@ -191,12 +192,12 @@ def timeout_error(error: DeadlinePassed, last: LastProgress, *, goes_on: bool) -
 
 
 class TlsMismatch(Unavailable):
-    """Only one end of a connection uses TLS, or a certificate is not trusted. A retry does not help."""
+    """The error that only one end of a connection uses TLS, or a certificate is not trusted. Retries do not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTerms:
-    """The server of a call, its deadline and its retries."""
+    """The server, the deadline and the retries of a call."""
 
     address: str
     """host:port of the server."""
@@ -207,18 +208,18 @@ class CallTerms:
     fleet: bool = False
     """Whether the server is the gateway's listener for services."""
     report_unreached: Callable[[], None] = lambda: None
-    """Called if no response has come after UNREACHED_S. It logs a warning if the connection failed."""
+    """Called if there is no answer after UNREACHED_S. It logs a warning if the connection failed."""
 
 
 class EventCarrier(Protocol):
-    """The interface of a response of Generate or WatchJob."""
+    """The interface of the responses of Generate and WatchJob."""
 
     @property
     def event(self) -> JobEvent: ...
 
 
 class EventStream(Protocol[CarrierT_co]):
-    """The interface of an open stream of a job's events."""
+    """The interface of a gRPC stream of a job's events."""
 
     def __aiter__(self) -> AsyncIterator[CarrierT_co]: ...
     def cancel(self) -> bool: ...
@@ -232,7 +233,7 @@ async def call_with_retries(
     *,
     before_try: Callable[[RequestT], None] = lambda _: None,
 ) -> ResponseT:
-    """Return the answer to a request, retrying as the policy says. Raise the gateway's BottegaError.
+    """Return the response to a request, with retries as `terms` say. Raise the gateway's BottegaError.
 
     Args:
         before_try: Updates the fields of the request that depend on the time, or raises to end the retries.
@@ -251,10 +252,11 @@ async def call_with_retries(
 async def follow_events(
     attach: Callable[[float], EventStream[CarrierT_co]], terms: CallTerms
 ) -> AsyncGenerator[JobEvent | Interrupted, None]:
-    """Yield a job's events until its last one, over as many streams as that takes.
+    """Yield a job's events until its last one. If a stream breaks, open another.
 
     Args:
-        attach: Opens a stream that may last the given seconds. For a job that exists it continues from its state.
+        attach: Opens a stream that may last the given seconds. A stream of an existing job begins with its current
+            state.
         terms: The terms of the call.
 
     Raises:
@@ -305,7 +307,7 @@ def _unreached_timer(terms: CallTerms) -> Iterator[None]:
 
 
 async def _wait_for_end(call: EventStream[CarrierT_co]) -> None:
-    """Wait until the gateway ends the call. Cancelling it would count as a cancelled call in the gateway's metrics."""
+    """Wait until the gateway ends the call. If it were cancelled instead, the gateway's metrics would count that."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(call.code(), _END_S)
 
@@ -317,7 +319,7 @@ async def fetch_image(
     *,
     max_bytes: int = MAX_IMAGE_BYTES,
 ) -> tuple[Image, bytes]:
-    """Return one finished image and its bytes.
+    """Return one finished image and its encoded bytes.
 
     Raises InternalError if the bytes do not match their digest, or are more than announced or than `max_bytes`.
     """
@@ -359,7 +361,7 @@ async def _read_image(
 
 
 async def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False) -> Unavailable | QueueFull:
-    """Return the gateway's error if a retry may help. Raise it if not."""
+    """Return the gateway's error if a retry may help. Raise it otherwise."""
     failure: BottegaError = from_rpc_error(error)
     answered = was_answered(error)
     if isinstance(failure, DeadlinePassed) and not answered:

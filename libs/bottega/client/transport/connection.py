@@ -1,4 +1,4 @@
-"""The connection to a gateway that the SDK's parts share: its address, its channels and its time-outs."""
+"""The connection to a gateway that all parts of the SDK share: addresses, channels and time-outs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _of_fleet: ContextVar[Channels | None] = ContextVar("channels of the fleet", def
 
 
 def service_channels() -> Channels:
-    """Return the factory of channels to services of the fleet, with the credentials of the client that listed it.
+    """Return the channel factory for services of the fleet, with the credentials of the client that listed the fleet.
 
     A task that has not listed a fleet gets the credentials of the environment.
     """
@@ -43,13 +43,13 @@ class GatewayConnection:
     Args:
         address: host:port of the gateway.
         fleet_address: host:port of its listener for services; None for the default, found when the fleet is listed.
-        api_key: Key that is shown to the gateway only; empty for none.
+        api_key: Key that is sent to the gateway only; empty for none.
         tls: Certificates; None for connections that are not encrypted.
-        timeout_s: Seconds that a call may take unless it is given a time of its own.
+        timeout_s: Default time-out of a call in seconds.
         retry: How to retry.
 
     Raises:
-        InvalidRequest: An address, the key or the time is invalid.
+        InvalidRequest: An address, the key or the time-out is invalid.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GatewayConnection:
             self._fleet_channel = self._open("fleet_address", fleet_address)
 
     def terms(self, timeout_s: float | None) -> CallTerms:
-        """Return the terms of a call with this time limit; None for the connection's own."""
+        """Return the terms of a call with this time-out; None for the connection's own."""
         deadline = CallDeadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return CallTerms(
             address=self.address,
@@ -94,7 +94,7 @@ class GatewayConnection:
         *,
         before_try: Callable[[RequestT], None] = lambda _: None,
     ) -> ResponseT:
-        """Return the answer to a call that draws nothing. `before_try` is as in call_with_retries."""
+        """Return the response to a call other than those that draw. `before_try` is as in call_with_retries."""
         return await call_with_retries(method, request, self._short_terms(), before_try=before_try)
 
     async def fleet(self) -> ListMembersResponse:
@@ -120,7 +120,7 @@ class GatewayConnection:
             await self._fleet_channel.close()
 
     def _report_unreached(self) -> None:
-        """Log once that nothing answers, because the caller would otherwise wait in silence."""
+        """Log once that nothing answers, because the caller would otherwise wait without knowing why."""
         if self._reported or self._channel.get_state() is grpc.ChannelConnectivity.READY:
             return
         self._reported = True
@@ -134,7 +134,7 @@ class GatewayConnection:
         return self.terms(min(_SHORT_CALL_S, self._timeout_s))
 
     def _open(self, name: str, address: str, *, api_key: str = "") -> grpc.aio.Channel:
-        """Return a channel, which connects when it is first used. `name` is the argument that an error names."""
+        """Return a channel, which connects when it is first used. Errors blame the argument `name` for the address."""
         try:
             return self.channels.open(Target(address=address, role=Role.GATEWAY), api_key=api_key)
         except (AttributeError, *UNSENDABLE):  # AttributeError: gRPC's, for an address that is no text

@@ -1,7 +1,7 @@
-"""Credentials of a client, and bounds on the responses of servers, which may not be trustworthy.
+"""Credentials of a client, and limits on the responses of servers, which may be malicious.
 
-An empty message in a list takes two bytes on the wire and a hundred in memory, so an answer of valid size could take a
-gigabyte. An answer with too many fields, or one that is no message, raises an error when it is read.
+An empty message in a list takes two bytes on the wire and a hundred in memory, so a response of valid size could take a
+gigabyte. A response with too many fields, or one that cannot be parsed, raises an error when it is read.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ MAX_FIELDS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """PEM files of certificates, as `bottega certs` makes them."""
+    """Paths of the PEM files that `bottega certs` makes for a client."""
 
     authority: str | Path
-    """File of the authority that must have signed the gateway's certificate."""
+    """File of the certificate authority that must have signed the gateway's certificate."""
     certificate: str | Path | None = None
-    """File of the client's certificate; None for a gateway that asks for an API key instead."""
+    """File of the client's certificate; None if the client has an API key instead."""
     key: str | Path | None = None
-    """File of the certificate's key."""
+    """File of the certificate's private key."""
 
 
 def tls_from_environment() -> Tls | None:
-    """Return the files that BOTTEGA_TLS_AUTHORITY and the other variables name; None if none of them is set."""
+    """Return the files that BOTTEGA_TLS_AUTHORITY, _CERTIFICATE and _KEY name; None if none of them is set."""
     authority, certificate, key = (os.environ.get(name, "").strip() for name in VARIABLES)
     if not (authority or certificate or key):
         return None
@@ -55,7 +55,7 @@ def tls_from_environment() -> Tls | None:
 
 
 def channels_of(tls: Tls | None) -> Channels:
-    """Return the factory of a client's channels. Raise InvalidRequest for files that cannot be used."""
+    """Return the channel factory of a client. Raise InvalidRequest if the files of `tls` cannot be used."""
     if tls is None:
         return BoundedChannels()
     if (tls.certificate is None) != (tls.key is None):
@@ -77,12 +77,12 @@ KEY_VARIABLE = "BOTTEGA_API_KEY"
 
 
 def default_key() -> str:
-    """Return the API key of the environment; empty if there is none."""
+    """Return the API key in $BOTTEGA_API_KEY; empty if it is not set."""
     return os.environ.get(KEY_VARIABLE, "").strip()
 
 
 def checked_key(key: str) -> str:
-    """Return a valid key, or "" for none. Raise InvalidRequest for an invalid key, without showing it."""
+    """Return a valid key unchanged; "" means no key. Raise InvalidRequest for an invalid one, without showing it."""
     if key and parse_key(key) is None:
         rule = "must be btg_, 16 hexadecimal digits, _ and 64 more, as `bottega tenants add` shows it once"
         raise InvalidRequest(f"api_key: {rule}", violations=[Violation(field="api_key", description=rule)])
@@ -90,7 +90,7 @@ def checked_key(key: str) -> str:
 
 
 class BoundedChannels(Channels):
-    """A factory of a client's channels, whose answers have at most `MAX_FIELDS` fields."""
+    """A channel factory of clients whose responses have at most `MAX_FIELDS` fields."""
 
     def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
         """Return a channel; see Channels.open."""
@@ -99,7 +99,7 @@ class BoundedChannels(Channels):
 
 
 class _BoundedChannel:
-    """A channel that counts the fields of answers before they are parsed."""
+    """A channel that counts the fields of responses before they are parsed."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -114,7 +114,7 @@ class _BoundedChannel:
         await self._channel.__aexit__(kind, error, at)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the channel. Its methods that make calls get a parser that counts fields first."""
+        """Return an attribute of the channel. Methods that make calls get a parser that counts fields first."""
         found = getattr(self._channel, name)
         if name not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             return found
@@ -139,7 +139,7 @@ class _Unreadable:
 
 
 def readable(answer: AnswerT) -> AnswerT:
-    """Return an answer. Raise InternalError if it could not be read."""
+    """Return a response unchanged. Raise InternalError if it could not be parsed."""
     if isinstance(answer, _Unreadable):
         raise answer.error
     return answer

@@ -1,4 +1,4 @@
-"""Typed events of a job's stream, with complete pictures, and the cancelling of jobs whose caller left."""
+"""Typed events of a job, with complete pictures, and the cancelling of jobs whose caller leaves."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def _bytes_of(image: Image, job_id: str, images: ImageServiceAsyncStub, te
 
 
 class CancelOnExit:
-    """The cancellations of jobs whose caller left."""
+    """Cancels jobs in the background when their caller leaves."""
 
     def __init__(self, images: ImageServiceAsyncStub) -> None:
         self._images = images
@@ -136,8 +136,8 @@ class CancelOnExit:
         """Cancel a job in the background.
 
         Args:
-            request: The request of the job. Its request_id finds the job if `job_id` is empty.
-            job_id: Empty if the caller left before it was known.
+            request: The request of the job. Its request_id identifies the job if `job_id` is empty.
+            job_id: Empty if the caller left before the gateway had sent the ID.
         """
         if self._over:
             _log.warning("a request was not cancelled before its client was closed; it may still run")
@@ -145,7 +145,7 @@ class CancelOnExit:
         self._tasks.start(self._cancel(request, job_id))
 
     async def finish(self) -> None:
-        """Wait until all jobs are cancelled, each within its own deadline, and refuse further ones."""
+        """Wait until all jobs are cancelled, each within its own deadline, and accept no more."""
         await self._tasks.join()
         self._over = True
 

@@ -1,7 +1,7 @@
 """The services of a suite as the gateway lists them: their identity, the items that they host, and their load.
 
-Values have the fields of the contract's messages (fleet.proto, hosted.proto) that are of use to people and programs;
-what only the gateway's scheduler needs is left out.
+Values have those fields of the messages in fleet.proto and hosted.proto that are of use to people and programs; fields
+for the gateway's scheduler alone are omitted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Readiness(StrEnum):
     LOADING = "loading"
     LOADED = "loaded"
     APPLIED = "applied"
-    """Part of everything that the service computes, such as a LoRA that is merged into a worker's weights."""
+    """Used in everything that the service computes, such as a LoRA that is merged into a worker's weights."""
 
 
 _READINESS = {
@@ -44,15 +44,15 @@ def _readiness(state: hosted_pb2.HostedState.ValueType) -> Readiness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidualProfile:
-    """A measurement of how similar a ControlNet's residuals are from step to step, with one base model."""
+    """A measurement of how similar the residuals of a ControlNet are from step to step, with one base model."""
 
     model_hash: str
     """Hash of the base model, hex."""
     num_inference_steps: int
-    """Steps of the measured pictures. The profile holds for requests of at least so many steps."""
+    """Steps of the measured pictures. The profile holds for requests with at least as many."""
     similarity: float
-    """Mean cosine between adjacent steps, in the worst picture. From .99 on, requests that allow it may go on with the
-    residuals of the step before."""
+    """Mean cosine between residuals of adjacent steps, in the picture where it is lowest. From .99 on, requests that
+    allow it may use the residuals of the previous step instead of waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,43 +60,43 @@ class HostedItem:
     """An item that a service hosts for jobs, such as a ControlNet or a LoRA."""
 
     kind: str
-    """Kind of the services that it comes from, such as controlnet or loras."""
+    """Kind of the services that provide such items, such as controlnet or loras."""
     name: str
-    """Name to ask for; empty where the service knows only the digest."""
+    """Name of the item in requests; empty where the service knows only the digest."""
     digest: str
     """Hash of its content, hex."""
     base: str
-    """Base model that it was made for; empty if that is not known."""
+    """Base model that the item was made for; empty if that is not known."""
     size_bytes: int
-    """Bytes in memory; 0 if that is not known."""
+    """Bytes that the item takes in memory; 0 if that is not known."""
     readiness: Readiness
     popularity: int
-    """Number of its uses among the newest uses of all items that the service remembers."""
+    """Number of recent uses of the item; the service remembers a fixed number of recent uses of all items."""
     sessions: int
-    """Sessions that use it now."""
+    """Number of sessions that use the item now."""
     scale: float = 0.0
-    """Strength of a LoRA that is applied."""
+    """Strength of a LoRA that is merged into the weights."""
     profiles: tuple[ResidualProfile, ...] = ()
     """Measurements of a ControlNet, one for each base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOutItem:
-    """A file or folder that a service found in its configuration or its model's folder, and does not host."""
+    """A file or folder that a service found in its configuration or its model's folder, but does not host."""
 
     kind: str
     name: str
     reason: str
-    """Why it is not hosted, and what to do about that."""
+    """Why the service does not host it, and what to do about that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptProgress:
-    """An attempt at a job that a worker holds."""
+    """A worker's attempt at drawing a job."""
 
     job_id: str
     steps_left: int
-    """Remaining denoising steps, over all pictures."""
+    """Remaining denoising steps, summed over all pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,47 +106,48 @@ class StepTiming:
     latent_height: int
     latent_width: int
     rows: int
-    """Rows of the batch; a guided request has two."""
+    """Rows of the batch: one for each picture, two with guidance."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerationTrial:
-    """The result of trying one optional acceleration on a worker's device, when the worker started."""
+    """The result of testing one optional acceleration on a worker's device, when the worker started."""
 
     name: str
     kept: bool
-    """Whether the worker uses it."""
+    """Whether the worker uses the acceleration."""
     speedup: float
     """Time without the acceleration divided by time with it; 0 if it was not timed."""
     difference: float
-    """Largest difference from the plain results, as a share of their largest value; 0 if they were not compared."""
+    """Largest difference from the results without it, as a share of their largest value; 0 if they were not
+    compared."""
     tolerance: float
     """Largest difference that is allowed."""
     reason: str
-    """Why the worker does not use it; empty if it does."""
+    """Why the worker does not use the acceleration; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceActivity:
-    """Counts of a service since its start. Steps and turns start again with a new engine process."""
+    """Counters of a service since its start. `steps` and `turns` restart with a worker's engine process."""
 
     completed: int = 0
-    """Completed jobs of the gateway, completed attempts of a worker."""
+    """Completed jobs of the gateway; completed attempts of a worker."""
     failed: int = 0
     """Jobs or attempts that failed; cancelled ones are not counted."""
     steps: int = 0
-    """Denoising steps of a worker, rows that a ControlNet server computed."""
+    """Denoising steps of a worker; rows that a ControlNet server computed."""
     turns: int = 0
-    """Forward passes in which these steps were made."""
+    """Forward passes in which `steps` were computed."""
     lookups: int = 0
-    """Requests for what it stores, such as LoRAs."""
+    """Requests for items that the service stores, such as LoRAs."""
     hits: int = 0
-    """Lookups that found the item; for LoRAs and ControlNets, in memory."""
+    """Lookups that found the item; for LoRAs and ControlNets, those that found it in memory."""
     routed: int = 0
-    """Jobs of the gateway that were given to a worker."""
+    """Jobs that the gateway gave to a worker."""
     waited_s: float = 0.0
-    """Seconds that these jobs waited together."""
+    """Seconds that the `routed` jobs waited before that, summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,37 +157,37 @@ class ServiceStart:
     stage: str
     """The current stage, such as "loading unet"."""
     done_bytes: int
-    """Bytes of the stage that were processed; 0 if the stage does not count bytes."""
+    """Bytes that the stage has processed; 0 if the stage does not count bytes."""
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLoad:
-    """The load of a service, by its newest report."""
+    """The load of a service according to its newest report."""
 
     running: tuple[AttemptProgress, ...] = field(
         default=(), metadata={"convert": lambda attempts: tuple(map(_attempt, attempts))}
     )
-    """Attempts that a worker holds."""
+    """Attempts that a worker runs."""
     step_times: tuple[StepTiming, ...] = field(default=(), metadata={"kind": StepTiming})
     fixed_s: float = 0.0
-    """Seconds that a request takes in a worker in addition to its steps."""
+    """Seconds that a worker needs for a request in addition to its steps."""
     draining: bool = False
-    """Whether it takes no new work, because it is about to stop."""
+    """Whether the service accepts no new work, because it is about to stop."""
     max_rows: int = 0
-    """Rows that a batch of a worker may have."""
+    """Maximum number of rows in a worker's batch."""
     memory_bytes: int = 0
     """Resident memory of the service and its child processes."""
     hosted: tuple[HostedItem, ...] = field(default=(), metadata={"convert": lambda items: tuple(map(_hosted, items))})
     switch_times: Mapping[str, float] = field(
         default_factory=dict, metadata={"convert": lambda times: {time.kind: time.seconds for time in times}}
     )
-    """Seconds that it takes to apply other items of a kind, such as other LoRAs in the weights; empty if unknown."""
+    """Seconds to replace the applied items of a kind with others, such as LoRAs in the weights; empty if unknown."""
     accelerations: tuple[AccelerationTrial, ...] = field(default=(), metadata={"kind": AccelerationTrial})
-    """Findings of the self-check at a worker's start."""
+    """Results of testing accelerations when a worker started."""
     activity: ServiceActivity = field(default_factory=ServiceActivity, metadata={"kind": ServiceActivity})
     start_s: float = 0.0
-    """Seconds that the newest start took; 0 if the service does not report it."""
+    """Seconds that the service's newest start took; 0 if the service does not report it."""
     left_out: tuple[LeftOutItem, ...] = field(default=(), metadata={"kind": LeftOutItem})
 
 
@@ -200,27 +201,27 @@ class FleetMember:
     kind: str
     """Kind of service, such as worker, controlnet or loras."""
     name: str
-    """Its name, which no other service of the fleet has."""
+    """Name of the service, unique in the fleet."""
     address: str
-    """host:port of its gRPC server."""
+    """host:port of the service's gRPC server."""
     version: str
-    """Version of the suite that it runs."""
+    """Version of Bottega that the service runs."""
     device: str
-    """Device that it computes on; empty if it computes nothing."""
+    """Device that the service computes on; empty if it computes nothing."""
     models: tuple[ServedModel, ...]
-    """Models that a worker serves; none while it starts."""
+    """Models that a worker serves; empty while it starts."""
     uses: tuple[str, ...]
-    """Kinds of services that it uses."""
+    """Kinds of services that this service calls."""
     joined_s: float
-    """Seconds since it joined."""
+    """Seconds since the service joined."""
     heard_s: float
-    """Seconds since its newest report."""
+    """Seconds since the service's newest report."""
     load: ServiceLoad
-    """Its newest report; `ServiceLoad()` before the first one."""
+    """The service's newest report; `ServiceLoad()` before the first one."""
     reported: bool
-    """Whether it has reported its load yet."""
+    """Whether the service has reported its load yet."""
     starting: ServiceStart | None
-    """None once it is ready."""
+    """Progress of the service's start; None once it is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,13 +229,13 @@ class FleetStatus:
     """A snapshot of the fleet."""
 
     members: tuple[FleetMember, ...] = ()
-    """Services by kind and name; the gateway itself is the first."""
+    """All services, sorted by kind and name, after the gateway itself."""
     queued: int = 0
-    """Requests that wait in the gateway's queue."""
+    """Number of requests in the gateway's queue."""
     longest_wait_s: float = 0.0
-    """Seconds that the longest waiting request has waited."""
+    """Seconds that the request which has waited longest has been in the queue."""
     refused: tuple[FleetMember, ...] = ()
-    """Workers that ended because they cannot serve their model, with the reason in `load.left_out`."""
+    """Workers that have ended because they cannot serve their model, with the reason in `load.left_out`."""
 
     def of_kind(self, kind: str) -> tuple[FleetMember, ...]:
         """Return the services of one kind."""
@@ -242,7 +243,7 @@ class FleetStatus:
 
 
 def fleet_from(answer: fleet_pb2.ListMembersResponse) -> FleetStatus:
-    """Return the fleet that the wire describes. Raise InternalError if it has more services than any fleet has."""
+    """Convert the gateway's response to a FleetStatus. Raise InternalError if it lists impossibly many services."""
     if len(answer.members) + len(answer.refused) > _MAX_MEMBERS:
         raise InternalError(f"the gateway lists more than {_MAX_MEMBERS:,} services")
     return FleetStatus(
@@ -254,7 +255,7 @@ def fleet_from(answer: fleet_pb2.ListMembersResponse) -> FleetStatus:
 
 
 def member_from(member: fleet_pb2.Member) -> FleetMember:
-    """Return the service that the wire describes."""
+    """Convert a message to a FleetMember."""
     registration = member.registration
     starts = member.load.HasField("starting")
     return FleetMember(

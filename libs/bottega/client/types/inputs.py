@@ -1,4 +1,4 @@
-"""The inputs of a request as callers give them: images, masks, ControlNets and LoRAs, and their messages.
+"""The inputs of a request (images, masks, ControlNets and LoRAs), and their conversion to messages.
 
 An image is encoded bytes, a path, a Pillow image or a Picture. A mask is an image, or boxes and ellipses that are drawn
 at the size of the image. White parts of a mask are redrawn. The services interpret grey values as Diffusers does.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bottega.codec import ImageSize
 
 MASK_OPTIONS = frozenset({"mask_alpha", "padding_mask_crop", "keep_unmasked", "mask_feather"})
-"""Arguments of edits only: a picture that was drawn with one of them is an edit."""
+"""Arguments that only edits have: a picture that was drawn with one of them is an edit."""
 
 _NAME = "mask_image"
 
@@ -48,7 +48,7 @@ def set_image(
 
     Args:
         name: The message's field.
-        path: The name that the caller knows the field by; None for `name`.
+        path: The caller's name of the field; None if it is `name`.
     """
     try:
         setattr(message, name, _encoded(image))
@@ -57,7 +57,7 @@ def set_image(
 
 
 def size_of(image: bytes | Path) -> ImageSize:
-    """Return the size of an image in pixels, rotated as its EXIF says, as the services see it.
+    """Return the width and height of an image in pixels, after the rotation in its EXIF data.
 
     Raises:
         BadImage: The services would refuse the image.
@@ -100,20 +100,20 @@ class ControlNet:
     """
 
     name: str
-    """Its name, as controlnets() and adapters() list it."""
+    """Name of the ControlNet, as controlnets() and adapters() list it."""
     image: ImageSource | None = field(default=None, repr=False)
     """Control image: encoded bytes, a path, a Pillow image or a Picture. It is resized to the picture's size. None in
     the parameters of an earlier picture, which do not contain it."""
     controlnet_conditioning_scale: float | None = field(default=None, kw_only=True)
     """Strength; None for 1, or .8 in image-to-image, as in Diffusers."""
     control_guidance_start: float = field(default=0.0, kw_only=True)
-    """Fraction of the steps at which it begins, 0 to 1."""
+    """Fraction of the steps at which the ControlNet begins to act, 0 to 1."""
     control_guidance_end: float = field(default=1.0, kw_only=True)
-    """Fraction of the steps at which it ends, 0 to 1."""
+    """Fraction of the steps at which the ControlNet stops acting, 0 to 1."""
     guess_mode: bool = field(default=False, kw_only=True)
-    """Whether it controls only the conditional half of guidance."""
+    """Whether the ControlNet steers only the conditional prediction of classifier-free guidance."""
     measure_similarity: bool = field(default=False, kw_only=True)
-    """Whether to measure how similar its residuals are from step to step, for the provenance."""
+    """Whether to measure how similar the residuals of adjacent steps are; the provenance has the result."""
 
 
 _NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
@@ -161,19 +161,21 @@ class Lora:
     """A LoRA to draw with: `Lora("outline", 0.8)`. A tuple of name and scale, or the name alone, means the same."""
 
     name: str
-    """Its name, as loras() and adapters() list it."""
+    """Name of the LoRA, as loras() and adapters() list it."""
     scale: float = 1.0
     """Strength."""
     from_step: int | None = None
-    """Step from which it is used, the same for all LoRAs of a request. A provenance has it; with it and `digest` the
-    same picture is drawn again. A step after the first one needs bounded_lora_loading=True with fidelity="exact"."""
+    """First step that uses the LoRA; the same for all LoRAs of a request. None means as soon as it is loaded, at
+    `max_step` at the latest. A provenance has the step; with it and `digest` the same picture is drawn again. A step
+    after the first one needs bounded_lora_loading=True with fidelity="exact"."""
     digest: str | None = None
-    """Hash of its weights, as a provenance has it."""
+    """Hash of the LoRA's weights, as a provenance has it; None for the current weights."""
     max_step: int | None = None
-    """Latest step from which it must be used, if `from_step` is None. None for that of its profile, or 0 in an exact
-    request. More than 0 needs bounded_lora_loading=True with fidelity="exact"."""
+    """Latest first step that uses the LoRA, if `from_step` is None. None means that of the LoRA's profile, or 0 in an
+    exact request. More than 0 needs bounded_lora_loading=True with fidelity="exact"."""
     measure_similarity: bool = False
-    """Whether to draw everything once more without it, and record in the provenance how similar the latents are."""
+    """Whether to draw the request a second time without the LoRA, and record in the provenance how similar the latents
+    are."""
 
 
 LoraLike = Lora | tuple[str, float] | str
@@ -251,7 +253,7 @@ MaskSource = ImageSource | MaskShape | Sequence[MaskShape]
 
 
 def set_mask(spec: GenerationSpec, mask: object) -> Iterator[Violation]:
-    """Set the mask in a spec that has its image already, or yield why that is impossible. Shapes become one mask."""
+    """Set the mask in a spec that has its image, or yield why that is impossible. Shapes are drawn into one mask."""
     shapes = [mask] if isinstance(mask, Box | Ellipse) else mask
     if not isinstance(shapes, list | tuple):
         yield from set_image(spec, mask, name=_NAME)
@@ -264,7 +266,7 @@ def set_mask(spec: GenerationSpec, mask: object) -> Iterator[Violation]:
 
 
 def _check_shapes(shapes: Sequence[object]) -> Iterator[Violation]:
-    """Yield the rules that shapes break for any image."""
+    """Yield the violations of shapes that do not depend on the image."""
     if not shapes:
         yield Violation(field=_NAME, description="is an empty list: nothing would be redrawn")
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""Jobs as the gateway reports them: their states, their events, the request that lists them, and their time line."""
+"""Jobs as the gateway reports them: their states, events and timelines, and the request that lists them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from bottega.rules import refuse
 from bottega.v1 import image_pb2, trace_pb2
 
 GATEWAY = "gateway"
-"""The service of the gateway's own spans."""
+"""Value of `TraceSpan.service` for the gateway's own spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """The job waits for a worker."""
+    """An event: the job waits for a worker."""
 
     job_id: str
     place: int
-    """Number of jobs of the same model before it."""
+    """Number of jobs of the same model that are ahead in the queue."""
     estimate_s: float | None
-    """Estimated seconds until it completes; None if nothing has been measured yet."""
+    """Estimated seconds until the job completes; None before anything has been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +43,19 @@ class Preview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The job runs."""
+    """An event: the job runs."""
 
     job_id: str
     steps_done: int
-    """Denoising steps done, over all pictures."""
+    """Completed denoising steps, summed over all pictures."""
     steps_total: int
     previews: tuple[Preview, ...] = ()
-    """Previews, if they were asked for."""
+    """Previews of the unfinished pictures; empty unless they were requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted:
-    """The gateway does not answer. The SDK attaches again by itself after `wait_s`."""
+    """An event: the gateway does not answer. The SDK attaches to the job again after `wait_s`."""
 
     error: BottegaError
     wait_s: float
@@ -63,7 +63,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """The job has completed. This is always the last event."""
+    """The last event: the job has completed."""
 
     job_id: str
     images: tuple[Picture, ...]
@@ -82,16 +82,16 @@ class JobState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
-    """A state of a gateway that is newer than this client. Requests cannot name it."""
+    """A state that only newer gateways have. Requests cannot name it."""
 
     @property
     def ended(self) -> bool:
-        """Whether the job will not change any more."""
+        """Whether the state is final."""
         return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 
 
 class Priority(StrEnum):
-    """The urgency of a request among those of its tenant. The gateway bounds how long a request is passed over."""
+    """The priority of a request among those of its tenant. Requests of low priority do not wait forever."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -115,17 +115,17 @@ class JobStatus:
     started: datetime | None
     ended: datetime | None
     steps_done: int
-    """Denoising steps done, over all pictures."""
+    """Completed denoising steps, summed over all pictures."""
     steps_total: int
-    """Denoising steps in all, over all pictures."""
+    """All denoising steps of the job, summed over all pictures."""
     image_count: int
     """Number of finished pictures; client.job(job_id).image(index) fetches them."""
     provenance: Provenance | None = field(repr=False)
-    """How it was really drawn; None until it has completed."""
+    """How the pictures were really drawn; None until the job has completed."""
     error: BottegaError | None
-    """Why it failed, as job.result() raises it; None unless it failed or was cancelled."""
+    """Why the job has no result, as job.result() raises it; None unless it failed or was cancelled."""
     priority: Priority
-    """Its urgency among the jobs of its tenant."""
+    """Priority of the job among those of its tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +135,11 @@ class JobPage:
     jobs: tuple[JobStatus, ...]
     """Jobs, newest first."""
     next_page_token: str
-    """Token that asks for the next page; empty on the last one."""
+    """Token that requests the next page; empty on the last page."""
 
 
 def status_from(job: image_pb2.Job) -> JobStatus:
-    """Return the job that the wire describes."""
+    """Convert a message to a JobStatus."""
     return JobStatus(
         job_id=job.job_id,
         request_id=job.request_id,
@@ -158,7 +158,7 @@ def status_from(job: image_pb2.Job) -> JobStatus:
 
 
 def priority_to_wire(priority: object) -> image_pb2.Priority.ValueType:
-    """Return the contract's number of a priority. Raise InvalidRequest if it is none."""
+    """Convert a priority to the message's enum value. Raise InvalidRequest if it is not a priority."""
     if not (isinstance(priority, str) and priority in tuple(Priority)):  # str, as equality compares values
         refuse([Violation(field="priority", description=f"must be of {', '.join(Priority)}; got {describe(priority)}")])
     if priority == Priority.NORMAL:
@@ -174,7 +174,7 @@ def page_request(
     page_size: int,
     page_token: str,
 ) -> image_pb2.ListJobsRequest:
-    """Return the request for a page of jobs. Raise InvalidRequest for arguments that cannot be sent."""
+    """Return the request for a page of jobs. Raise InvalidRequest for invalid arguments."""
     request = image_pb2.ListJobsRequest()
     wanted = as_list(states, name="states", what="job states")
     broken = [violation for state in wanted for violation in _put_state(request, state)]
@@ -200,7 +200,7 @@ def _state(state: image_pb2.JobState.ValueType) -> JobState:
 
 
 def _priority(priority: image_pb2.Priority.ValueType) -> Priority:
-    """Return a priority; NORMAL for one that is not given, or unknown to this client."""
+    """Convert the message's enum value to a Priority; NORMAL for one that is missing or unknown to this client."""
     known = priority in image_pb2.Priority.values()
     name = image_pb2.Priority.Name(priority).removeprefix("PRIORITY_").lower() if known else ""
     return Priority(name) if name in set(Priority) else Priority.NORMAL
@@ -218,16 +218,15 @@ class TraceSpan:
     service: str
     """Name of the service in the fleet; "gateway" for the gateway itself."""
     track: str
-    """The part of the service that was busy, or waited."""
+    """The part of the service that was busy or waited, such as its queue."""
     begin_s: float
-    """Seconds since the gateway accepted the job.
+    """Seconds from the gateway's acceptance of the job to the start of the span.
 
-    On another host they are as exact as the worker's clock was when the attempt began. A store's span is put in the
-    middle of the time that the worker waited for it.
-    """
+    For a span on another host, it is as exact as the worker's clock was when the attempt began. A store's span is
+    centred in the time that the worker waited for the store."""
     seconds: float
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Details, for people."""
+    """Details to show to people."""
 
     @property
     def end_s(self) -> float:
@@ -241,13 +240,13 @@ class JobTrace:
 
     job_id: str
     spans: tuple[TraceSpan, ...]
-    """Spans, by their beginnings."""
+    """Spans, sorted by start."""
     dropped: int = 0
-    """Number of spans that were left out, because a trace has a size limit."""
+    """Number of spans that are missing, because the size of a trace is limited."""
 
 
 def trace_from(job_id: str, trace: trace_pb2.Trace) -> JobTrace:
-    """Return the trace that the wire describes."""
+    """Convert a message to a JobTrace."""
     spans = tuple(
         TraceSpan(
             name=span.name,

@@ -1,8 +1,7 @@
-"""Builds the contract's messages from a caller's arguments, and the SDK's values from messages.
+"""Conversion of a caller's arguments to protobuf messages, and of messages to values of the SDK.
 
-Arguments that no field can hold are refused by their names, and messages that are too large with the sizes of their
-images. Only types are checked here; the services refuse invalid values. The fields of a value have the names of the
-message's fields.
+Arguments that no field can hold are refused by name, and messages that are too large with the sizes of their images.
+Only types are checked here; the services check values. A value's fields have the same names as the message's fields.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _KINDS = {
 _MOST_LETTERS = 60
 
 SIZE_LIMIT = "max_message_mib"
-"""metadata["limit"] of the errors about too large messages."""
+"""Value of `metadata["limit"]` in errors about messages that are too large."""
 
 # Characters of a name in a message; valid names are shorter.
 _MOST_NAME_LETTERS = 200
@@ -69,7 +68,7 @@ def build_message(message: MessageT, /, **arguments: object) -> MessageT:
 
 
 def check_size(message: Message) -> None:
-    """Raise TooLarge if a message is too large to be sent, naming its images.
+    """Raise TooLarge, with the sizes of the images, if a message is too large to be sent.
 
     This takes as long as sending the message, so messages with images must not be checked on the event loop.
     """
@@ -88,7 +87,7 @@ def check_size(message: Message) -> None:
 
 
 def set_field(message: Message, name: str, value: object, *, path: str | None = None) -> Iterator[Violation]:
-    """Set a field, or yield why that is impossible. `path` is the caller's name of the field, if it differs."""
+    """Set a field, or yield why that is impossible. `path` is the caller's name of the field; None for `name`."""
     field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
     if field.is_repeated:
         yield from _put_all(getattr(message, name), value, path or name)
@@ -100,7 +99,7 @@ def set_field(message: Message, name: str, value: object, *, path: str | None = 
 
 
 def set_timestamp(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Violation]:
-    """Set a moment, or yield why that is impossible: a datetime needs a time zone."""
+    """Set a time, or yield why that is impossible. A datetime needs a time zone."""
     if not isinstance(moment, datetime) or moment.utcoffset() is None:
         yield Violation(field=path, description=f"must be a datetime with a time zone; got {describe(moment)}")
         return
@@ -108,16 +107,16 @@ def set_timestamp(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Vi
         stamp.FromDatetime(moment)
     except UNSENDABLE:
         yield Violation(
-            field=path, description=f"must be a moment of the years 1 to 9999, in UTC; got {describe(moment)}"
+            field=path, description=f"must be a time in the years 1 to 9999, in UTC; got {describe(moment)}"
         )
 
 
 def as_list(values: object, *, name: str, what: str) -> list[Any]:
-    """Return a caller's argument as a list. Raise InvalidRequest if it is not one. A text is not a list of characters.
+    """Return a caller's argument as a list. Raise InvalidRequest if it is none; a str is not a list of characters.
 
     Args:
         name: Name of the argument.
-        what: Plural of its items, for the error.
+        what: What the items are called in the error, in the plural.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         rules.refuse([Violation(field=name, description=f"must be a list of {what}; got {describe(values)}")])
@@ -131,7 +130,7 @@ def describe(value: object) -> str:
     try:
         text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
     except ValueError:  # Python does not convert numbers of some thousand digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
@@ -169,12 +168,12 @@ def _mib(size_bytes: int) -> str:
 
 
 def value_from(message: Message, kind: type[ValueT]) -> ValueT:
-    """Return the value that a message describes.
+    """Convert a message to a value of the dataclass `kind`.
 
     Args:
         message: Has a field for each field of `kind`.
-        kind: A dataclass. The metadata of a field may define its conversion: "kind" is the dataclass of a message
-            or of each message of a list, "convert" a function of the message's value.
+        kind: A dataclass. The metadata of a field may define its conversion: "kind" is the dataclass for a message
+            or for each message of a list, "convert" a function of the message's value.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cast("Any", kind)):
@@ -189,7 +188,7 @@ def value_from(message: Message, kind: type[ValueT]) -> ValueT:
 
 
 def field_of(message: Message, name: str) -> Any:
-    """Return the value of a message's field: a list as a tuple, a map as a mapping, None for an absent plain value."""
+    """Return a field of a message: a list as a tuple, a map as a mapping, an absent optional field as None."""
     field = message.DESCRIPTOR.fields_by_name[name]
     value = getattr(message, name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -202,7 +201,7 @@ def field_of(message: Message, name: str) -> Any:
 
 
 def moment_from(unix_s: float) -> datetime:
-    """Return a moment given in seconds since 1970, within the years that every time zone can show."""
+    """Convert seconds since 1970 to a datetime, clamped to the years that every time zone can show."""
     try:
         return min(max(datetime.fromtimestamp(unix_s, UTC), _EARLIEST), _LATEST)
     except (OverflowError, OSError, ValueError):

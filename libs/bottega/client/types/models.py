@@ -16,7 +16,7 @@ from bottega.v1 import image_pb2
 AdapterKindName = Literal["controlnet", "lora"]
 
 EMBEDDED_MODEL = "miniature"
-"""Default name of the embedded model. bottega.model_files has it, too, but takes 0.3 s to import."""
+"""Default name of the embedded model. It is also in bottega.model_files, whose import takes 0.3 s."""
 
 _SAMPLER_NAMES = {number: name for name, number in SAMPLERS.items()}
 _KINDS: dict[AdapterKindName, image_pb2.AdapterKind.ValueType] = {
@@ -28,16 +28,16 @@ _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSampler:
-    """A sampler of a model, with or without Karras sigmas."""
+    """A sampler of a model, either with or without Karras sigmas."""
 
     sampler: SamplerName
     use_karras_sigmas: bool
     is_default: bool
-    """Whether a request with this sampler and no use_karras_sigmas uses this choice."""
+    """Whether requests that name this sampler and do not set use_karras_sigmas use this variant."""
     refused_because: str
-    """Why the model's scheduler configuration excludes it; empty if it can be used."""
+    """Why the model's scheduler configuration rules out this variant; empty if it can be used."""
     refused_steps: Mapping[int, str]
-    """Numbers of steps that it does not support, each with the reason."""
+    """Numbers of inference steps that this variant does not support, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class ServedModel:
     """A model that is served."""
 
     name: str
-    """Name to ask for."""
+    """Name of the model in requests."""
     model_hash: str
-    """Hash of its weights and configuration, hex."""
+    """Hash of the model's weights and configuration, hex."""
     dtype: str
-    """Element type that it computes in."""
+    """Element type that the model computes in."""
     workers: int
-    """Number of workers that serve it now."""
+    """Number of workers that serve the model now."""
     default_width: int
     """Default width in pixels."""
     default_height: int
@@ -59,23 +59,24 @@ class ServedModel:
     size_multiple: int
     """Width and height must be multiples of this."""
     max_pixels: int
-    """Largest number of pixels of one picture (width x height)."""
+    """Maximum of width x height of one picture."""
     default_steps: int
     """Default number of denoising steps."""
     default_guidance_scale: float
     """Default guidance scale."""
     default_edit_guidance_scale: float | None
-    """Default guidance scale of an edit without ControlNets; None for default_guidance_scale."""
+    """Default guidance scale of an edit without ControlNets; None if it is default_guidance_scale."""
     default_sampler: SamplerName | None
-    """Default sampler; None if this version does not know it."""
+    """Default sampler; None if this version of the SDK does not know the sampler."""
     sampler_choices: tuple[ServedSampler, ...]
-    """Every sampler that this version knows, with and without Karras sigmas; empty if they are not known."""
+    """Every sampler that this version of the SDK knows, with and without Karras sigmas; empty if the gateway lists
+    none."""
     vae_scale_factor: int
-    """Pixels of one element of the latent, along each side."""
+    """Side length in pixels of one element of the latent."""
     base: str
-    """Base model that its ControlNets must have been made for; empty if that is not known, which fits all."""
+    """Base model that ControlNets must be made for to fit; empty if that is not known, and every ControlNet fits."""
     edits_refused_because: str
-    """Why edits with a mask are refused; empty if they are not."""
+    """Why the model refuses edits with a mask; empty if it supports them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +85,17 @@ class Adapter:
 
     kind: AdapterKindName
     name: str
-    """Name to ask for."""
+    """Name of the adapter in requests."""
     digest: str
-    """Hash of its weights, hex."""
+    """Hash of the adapter's weights, hex."""
     models: tuple[str, ...]
-    """Names of the served models that it can be used with."""
+    """Names of the served models that the adapter can be used with."""
     trigger_words: tuple[str, ...] = ()
-    """For a LoRA: words that, in a prompt, make the model use its style."""
+    """Words that invoke a LoRA's style when they are in the prompt; empty for ControlNets."""
 
 
 def model_from(model: image_pb2.Model) -> ServedModel:
-    """Return the model that the wire describes."""
+    """Convert a message to a ServedModel."""
     edit = model.default_edit_guidance_scale if model.HasField("default_edit_guidance_scale") else None
     return ServedModel(
         name=model.name,
@@ -127,7 +128,7 @@ def model_from(model: image_pb2.Model) -> ServedModel:
 
 
 def adapter_from(adapter: image_pb2.Adapter) -> Adapter | None:
-    """Return the adapter that the wire describes; None if this version does not know its kind."""
+    """Convert a message to an Adapter; None if this version of the SDK does not know its kind."""
     if adapter.kind not in _KIND_NAMES:
         return None
     return Adapter(
@@ -140,7 +141,7 @@ def adapter_from(adapter: image_pb2.Adapter) -> Adapter | None:
 
 
 def adapter_kind_to_wire(kind: AdapterKindName | None) -> image_pb2.AdapterKind.ValueType:
-    """Return the contract's number of a kind; None is all kinds. Raise InvalidRequest for any other value."""
+    """Convert a kind to the message's enum value; None means all kinds. Raise InvalidRequest for any other value."""
     if kind is None:
         return image_pb2.ADAPTER_KIND_UNSPECIFIED
     if kind not in _KINDS:

@@ -1,6 +1,6 @@
-"""The keyword arguments of a request, and their conversion to and from the contract's GenerationSpec.
+"""The keyword arguments of a request, and their conversion to and from a GenerationSpec message.
 
-Their names are those of Diffusers' pipelines. The gateway, which knows the model, checks their ranges.
+The arguments are named as in Diffusers' pipelines. The gateway, which knows the model, checks their ranges.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def spec_from(prompt: str | Sequence[str], options: GenerationOptions, *, num_im
 
 
 def options_from(spec: GenerationSpec) -> GenerationOptions:
-    """Return the keyword arguments of a spec, except for prompt, number of images, source, mask and control images.
+    """Return the keyword arguments of a spec, except for the prompt, the number of images and all input images.
 
     Raises InvalidRequest if the spec has a value that no argument can express, such as a later version's sampler.
     """
@@ -228,7 +228,7 @@ def options_from(spec: GenerationSpec) -> GenerationOptions:
 
 
 def _unknown(name: str) -> Violation:
-    """Return the violation of an unknown keyword, with the one that was probably meant."""
+    """Return the violation of an unknown keyword argument, with the argument that was probably meant."""
     near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _ARGUMENTS, n=1)), None)
     meant = f"; did you mean {near}?" if near else ""
     return Violation(field=name, description=f"there is no such argument{meant}")

@@ -1,4 +1,4 @@
-"""Finished pictures."""
+"""Pictures that have been drawn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NAMES: dict[ImageFormat.ValueType, Format] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A finished picture, which a notebook displays."""
+    """A finished picture. Notebooks display it."""
 
     data: bytes = field(repr=False)
     """The encoded picture."""
@@ -45,18 +45,17 @@ class Picture:
     seed: int
     """Seed that draws this picture again, alone, with the parameters of `provenance`.
 
-    One of several pictures that started from a cached latent also needs that as `cache_entry`. An edit needs its image
-    and mask again. An edit that used a recording (`provenance.mask.recording`) cannot be drawn again.
-    """
+    If one of several pictures started from a cached latent, that latent is also needed, as `cache_entry`. An edit needs
+    its image and mask again. An edit that used a recording (`provenance.mask.recording`) cannot be drawn again."""
     width: int
     height: int
     index: int
     """Index of the picture in its job, from 0."""
     digest: str
-    """SHA-256 of `data`, hex; it was checked on arrival."""
+    """SHA-256 of `data`, hex, which was verified when the picture arrived."""
     job_id: str
     provenance: Provenance = field(repr=False)
-    """How it was really drawn."""
+    """How the picture was really drawn."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the encoded picture to a file, atomically, and return the path.
@@ -90,14 +89,14 @@ class Picture:
 
 
 def format_of(number: ImageFormat.ValueType) -> Format:
-    """Return the name of the contract's format. Raise InternalError for a format of a later version."""
+    """Convert the message's enum value to a format. Raise InternalError for a format of a later version."""
     if number not in _NAMES:
         raise InternalError(f"the picture's format has the number {number}, which this version does not know")
     return _NAMES[number]
 
 
 def picture_from(image: Image, data: bytes, *, job_id: str, provenance: Provenance) -> Picture:
-    """Return the picture that the wire describes by `image` and carries as `data`."""
+    """Return the Picture with the encoded bytes `data` and the properties in the message `image`."""
     return Picture(
         data=data,
         format=format_of(image.format),

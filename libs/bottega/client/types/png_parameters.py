@@ -1,6 +1,6 @@
-"""Reads the parameters that Bottega writes into a PNG's text.
+"""Reads the parameters that Bottega writes into the text chunks of its PNG files.
 
-The file is untrusted: its size is bounded, and its parameters are checked by the contract's rules.
+The file is untrusted: its size is limited, and its parameters are validated like those of a request.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _spec(path: str | os.PathLike[str]) -> GenerationSpec:
 
 
 def _check(spec: GenerationSpec) -> Iterator[Violation]:
-    """Yield the rules for every model that a spec breaks."""
+    """Yield violations of the rules that hold for every model."""
     for name, (low, high) in rules.RANGES.items():
         if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
             yield Violation(field=name, description=f"must be {low} to {high}; got {describe(getattr(spec, name))}")
@@ -88,7 +88,7 @@ def _check(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def _check_structure(path: str | os.PathLike[str], file: BinaryIO) -> None:
-    """Refuse a file that would take long to decode."""
+    """Raise for a file that would take long to decode."""
     from bottega.codec import structure
 
     data = file.read(_LARGEST_FILE_BYTES)

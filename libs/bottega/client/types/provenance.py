@@ -1,6 +1,6 @@
-"""The record of how a request was drawn: the parameters that were used, and the models, services and techniques.
+"""The record of how a request was drawn: the parameters, and the models, services and techniques that were used.
 
-Fields have the names of the contract's messages (generation.proto). Unknown fields of a newer gateway are left out.
+Fields are named as in generation.proto. Fields that only newer gateways send are ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Parameters:
 
     prompt: str = ""
     prompts: tuple[str, ...] = ()
-    """The prompt of each picture, if there are several; else empty."""
+    """The prompt of each picture if they differ; else empty."""
     num_images: int = 1
     model: str = ""
     prompt_2: str | None = None
@@ -81,7 +81,7 @@ class Parameters:
     fidelity: FidelityName | None = None
 
     def options(self) -> GenerationOptions:
-        """Return the keyword arguments that draw the same again, except for the prompt and the number of pictures."""
+        """Return the keyword arguments that draw the same pictures, except for prompt and number of pictures."""
         options: dict[str, object] = {}
         for known in dataclasses.fields(self):
             value = getattr(self, known.name)
@@ -93,7 +93,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """The seconds of one stage of a request, summed over its pictures."""
+    """The seconds that one stage of a request took, summed over its pictures."""
 
     stage: str = ""
     seconds: float = 0.0
@@ -104,7 +104,7 @@ class Truncation:
     """A prompt that was cut, because it was too long for its tokenizer."""
 
     field: str = ""
-    """The field that was cut."""
+    """Name of the prompt's field."""
     text: str = ""
     """The part of the text that was ignored."""
 
@@ -115,24 +115,25 @@ class LoraUse:
 
     name: str = ""
     digest: str = ""
-    """Hash of its canonical form, hex."""
+    """SHA-256 of the LoRA in canonical form, hex."""
     scale: float = 0.0
     from_step: int = 0
-    """Denoising step from which it was used; the request's first step is exact."""
+    """First denoising step that used the LoRA; the request's first step is exact."""
     load_s: float = 0.0
-    """Seconds until its weights were at the worker."""
+    """Seconds until the LoRA's weights were at the worker."""
     wait_s: float = 0.0
     """Seconds that the request had to wait for its LoRAs."""
     patch_s: float = 0.0
-    """Seconds for merging the LoRAs of the request into the weights."""
+    """Seconds to merge the LoRAs of the request into the weights."""
     similarities: tuple[float, ...] = ()
-    """Least cosine of the latents with and without LoRAs after each step, if it was measured."""
+    """Lowest cosine between latents with and without the LoRAs, after each step; empty if it was not measured."""
     mixed_alphas: bool = False
-    """Whether its modules have different alphas; stock Diffusers uses the most frequent one for all."""
+    """Whether the modules of the LoRA have different alphas; stock Diffusers then uses the most frequent one for
+    all."""
     stock_may_leave_out: tuple[str, ...] = ()
-    """Parts of it that stock Diffusers' loader leaves out."""
+    """Modules of the LoRA that stock Diffusers' loader ignores."""
     rounded_otherwise: bool = False
-    """Whether it was merged into half precision weights, which rounds differently from stock Diffusers."""
+    """Whether the LoRA was merged into half precision weights, which rounds differently from stock Diffusers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,60 +142,60 @@ class ControlNetUse:
 
     name: str = ""
     stale_steps: int = 0
-    """Steps that used residuals one step old."""
+    """Number of steps that used residuals of the step before."""
     image_digest: str = ""
-    """SHA-256 of its control image, hex."""
+    """SHA-256 of the control image, hex."""
     begin_step: int = 0
-    """First step in which it was active."""
+    """First step in which the ControlNet was active."""
     end_step: int = 0
-    """The step after the last one in which it was active."""
+    """Step after the last one in which the ControlNet was active."""
     waited_s: float = 0.0
-    """Seconds that forwards waited for it."""
+    """Seconds that the model's forward passes waited for residuals of the ControlNet."""
     servers: tuple[str, ...] = ()
-    """Names of the servers that ran it, in order; the worker's own name if it ran there."""
+    """Names of the servers that ran the ControlNet, in order; the worker's own name if the worker ran it."""
     mode: ResidualMode | None = field(default=None, metadata={"convert": _MODES.get})
-    """How its residuals were applied; "synchronous" is exact."""
+    """How residuals were applied; "synchronous" is exact."""
     scale: float = 0.0
     digest: str = ""
-    """Hash of its weights and configuration, hex."""
+    """Hash of the ControlNet's weights and configuration, hex."""
     similarity: float | None = None
-    """Mean cosine of its residuals between adjacent steps; None if it was not measured."""
+    """Mean cosine between the residuals of adjacent steps; None if it was not measured."""
     transparency_unread: bool = False
-    """Whether its control image has transparent pixels, which were used as if they were opaque."""
+    """Whether the control image has transparent pixels, which were used as if they were opaque."""
     scaled_from_16_bits: bool = False
-    """Whether its control image is grey with 16 bits, which were scaled to 8."""
+    """Whether the control image is grey with 16 bits, which were scaled to 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairUse:
-    """The second worker of a pair that drew a request."""
+    """A second worker that computed a part of a request's forward passes."""
 
     worker: str = ""
-    """Its name; empty if there was none."""
+    """Name of the second worker; empty if there was none."""
     steps: int = 0
-    """Steps, over all pictures, whose rows it computed in part."""
+    """Steps in which the second worker computed some of the batch rows, summed over all pictures."""
     taken_back_steps: int = 0
-    """Steps whose rows it received but did not return, so that the first worker computed them."""
+    """Steps whose rows the second worker did not return, so that the first worker computed them."""
     waited_s: float = 0.0
-    """Seconds that the first worker waited for those rows."""
+    """Seconds that the first worker waited for the second one's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """A latent of the approximate cache from which a picture started."""
+    """A cached latent from which a picture started."""
 
     entry: str = ""
-    """The latent, "ENTRY@STEP", as the argument cache_entry takes it."""
+    """ID of the latent, "ENTRY@STEP", as the argument cache_entry takes it."""
     similarity: float = 0.0
-    """Cosine of the two prompts' embeddings."""
+    """Cosine between the embeddings of the picture's prompt and the latent's prompt."""
     from_step: int = 0
-    """The first step that was computed."""
+    """First step of the picture that was computed."""
     image: int = 0
     """Index of the picture in the request, from 0."""
     without_loras: bool = False
-    """Whether the latent was drawn without the request's LoRAs."""
+    """Whether the latent was drawn without the LoRAs of the request."""
     skipped_steps: int = 0
-    """Steps that it saved; 0 if that is not known."""
+    """Number of steps that were skipped; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,57 +207,56 @@ class MaskUse:
     width: int = 0
     height: int = 0
     resized: bool = False
-    """Whether it was resized to the size at which the picture was drawn."""
+    """Whether the mask was resized to the size at which the picture was drawn."""
     converted: bool = False
-    """Whether it had several channels, and was converted to grey."""
+    """Whether the mask had several channels, and was converted to grey."""
     share: float = 0.0
-    """The share of the pixels that it redraws."""
+    """Share of the pixels that the mask redraws."""
     crop_x: int = 0
     crop_y: int = 0
     crop_width: int = 0
-    """With padding_mask_crop, width of the part that was drawn; 0 without."""
+    """Width of the part that was drawn, with padding_mask_crop; 0 without it."""
     crop_height: int = 0
     computed_share: float = 0.0
-    """The largest share of the tokens that masked blocks computed; 0 if everything was computed."""
+    """Largest share of the tokens that was computed in a block; 0 if all tokens were computed in all blocks."""
     recording: str = ""
-    """The recording that the edit used; empty if it used none."""
+    """ID of the recorded activations that the edit used; empty if it used none."""
     computed_all_because: str = ""
-    """Why everything was computed although masked blocks were allowed."""
+    """Why all tokens were computed although masked_blocks allowed otherwise; empty if they were not."""
     recorded: bool = False
     """Whether this edit has recorded activations for later edits."""
     dilated_share: float = 0.0
-    """The share of the tokens under the mask and its margin, if masked blocks were allowed."""
+    """Share of the tokens under the mask and a margin around it; 0 if masked_blocks did not allow to use it."""
     kept_latents: bool = False
-    """Whether the latents that keep_for_editing kept were restored outside the mask."""
+    """Whether latents outside the mask were restored from those that keep_for_editing stored."""
     transparency_unread: bool = False
-    """Whether it has transparent pixels that were ignored."""
+    """Whether the mask has transparent pixels that were ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceUse:
-    """The source of image-to-image or of an edit as it was used."""
+    """The input image of image-to-image or of an edit, and how it was used."""
 
     width: int = 0
-    """Its own width in pixels, rotated as its EXIF says; 0 if there was no source."""
+    """Width of the image in pixels, after the rotation in its EXIF data; 0 if there was no image."""
     height: int = 0
     resized: bool = False
-    """Whether it was resized to the size at which the picture was drawn."""
+    """Whether the image was resized to the size at which the picture was drawn."""
     transparency_unread: bool = False
-    """Whether it has transparent pixels, whose transparency was ignored."""
+    """Whether the image has transparent pixels, whose transparency was ignored."""
     scaled_from_16_bits: bool = False
-    """Whether it is grey with 16 bits, which were scaled to 8."""
+    """Whether the image is grey with 16 bits, which were scaled to 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """A record of how a request was really drawn. It travels with the pictures."""
+    """A record of how a request was really drawn, which comes with the pictures."""
 
     parameters: Parameters = field(default_factory=Parameters, metadata={"convert": lambda spec: parameters_from(spec)})
-    """The parameters, including decisions that depended on timing, so that they draw the same again.
+    """The parameters that draw the same pictures again, including decisions that depended on timing.
 
     If some of several pictures started from cached latents, each is drawn again alone, with its own seed and its entry
-    of `cached_starts`.
-    """
+    of `cached_starts`."""
     image_digest: str = ""
     """SHA-256 of the input image, hex; empty if there was none."""
     model_hash: str = ""
@@ -268,32 +268,33 @@ class Provenance:
     """Name of the worker that finished the request."""
     bottega_version: str = ""
     exact: bool = False
-    """Whether no approximate technique was used, and nothing was rounded otherwise than in stock Diffusers."""
+    """Whether no approximate technique was used, and all rounding was that of stock Diffusers."""
     attempts: int = 0
-    """Number of attempts; 0 if a stored result was returned."""
+    """Number of attempts at the request; 0 if a stored result was returned."""
     repeated_steps: int = 0
-    """Steps that were repeated after a worker was lost."""
+    """Number of steps that were repeated after a worker was lost."""
     truncations: tuple[Truncation, ...] = field(default=(), metadata={"kind": Truncation})
-    """Prompts that were cut."""
+    """Prompts that were too long, with the text that was ignored."""
     loras: tuple[LoraUse, ...] = field(default=(), metadata={"kind": LoraUse})
     controlnets: tuple[ControlNetUse, ...] = field(default=(), metadata={"kind": ControlNetUse})
     blocks_reused: int = 0
-    """Transformer blocks of an edit that were computed only for masked tokens."""
+    """Transformer blocks, counted in every forward pass, that an edit computed only for masked tokens."""
     blocks_total: int = 0
-    """All transformer blocks that could have been reused."""
+    """Transformer blocks, counted in every forward pass, that could have been computed only for masked tokens."""
     begin_step: int = 0
     """First denoising step that was computed."""
     times: tuple[StageTime, ...] = field(default=(), metadata={"kind": StageTime})
     mean_group_requests: float = 0.0
-    """Mean number of requests in the batches of this one's steps."""
+    """Mean number of requests in the batches that computed this request's steps."""
     encoder_s: float = 0.0
-    """Seconds of the steps with ControlNets before the first residual was needed."""
+    """Seconds of computation before the first ControlNet residual was needed, summed over the steps with
+    ControlNets."""
     pair: PairUse = field(default_factory=PairUse, metadata={"kind": PairUse})
-    """The second worker of a pair; `PairUse()` if there was none."""
+    """The second worker that computed a part of the request; `PairUse()` if there was none."""
     cached_starts: tuple[CacheUse, ...] = field(default=(), metadata={"kind": CacheUse})
     """Cached latents from which pictures started; the other pictures started from noise."""
     identical_job: str = ""
-    """The job whose stored result was returned; empty if the request was drawn."""
+    """ID of the job whose stored result was returned; empty if the request was drawn."""
     mask: MaskUse = field(default_factory=MaskUse, metadata={"kind": MaskUse})
     """The mask of an edit; `MaskUse()` if there was none."""
     accelerations: tuple[str, ...] = ()
@@ -301,24 +302,23 @@ class Provenance:
     source: SourceUse = field(default_factory=SourceUse, metadata={"kind": SourceUse})
     """The source of image-to-image or of an edit; `SourceUse()` if there was none."""
     vae_dtype: str = ""
-    """Element type that the VAE decoded in."""
+    """Element type in which the VAE decoded."""
     vae_tiled: bool = False
     """Whether the VAE decoded a picture in tiles."""
     device_s: float = 0.0
-    """Seconds of the worker's device that the last attempt used, which count against its tenant's share."""
+    """Seconds of the worker's device that the last attempt used; the scheduler charges them to the tenant."""
     shared_in_half_precision: bool = False
-    """Whether the pictures are inexact only because steps in half precision were not computed alone, but beside other
-    pictures or in parts.
-    """
+    """Whether the pictures are inexact only because steps in half precision were computed in batches with other
+    pictures, or in parts."""
 
 
 def provenance_from(message: generation_pb2.Provenance) -> Provenance:
-    """Return the provenance that the wire describes."""
+    """Convert a message to a Provenance."""
     return value_from(message, Provenance)
 
 
 def parameters_from(spec: GenerationSpec) -> Parameters:
-    """Return the parameters of a spec. A sampler, fidelity or format that this version does not know is None."""
+    """Convert a spec to Parameters. A sampler, fidelity or format that this version does not know is None."""
     values: dict[str, Any] = {}
     for known in dataclasses.fields(Parameters):
         if known.name in ("controlnets", "lora"):

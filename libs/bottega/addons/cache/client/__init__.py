@@ -1,6 +1,6 @@
-"""Approximate caches of a suite: calls to them, and their checks in `bottega doctor`."""
+"""The client code of approximate caches: SDK methods, the command `bottega cache`, and checks of `bottega doctor`."""
 
 COMMAND = "cache"
-"""Name of its subcommand of `bottega`."""
+"""Name of the subcommand of `bottega`."""
 HELP = "Inspect, fill, measure and clear the approximate cache."
-"""What `bottega --help` says of it, without an import of its module."""
+"""Help text of the subcommand. It is here so that `bottega --help` need not import the subcommand's module."""

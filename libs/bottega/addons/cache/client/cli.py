@@ -1,4 +1,4 @@
-"""`bottega cache` and the options, output lines and advice that the approximate cache adds to other commands."""
+"""`bottega cache`, and what the approximate cache adds to other commands: options, output lines and advice."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _CacheGroup(ListGroup):
 def command() -> None:
     """Inspect, fill, measure and clear the approximate cache.
 
-    The cache keeps latents of pictures, so that requests with similar prompts can skip steps.
+    The cache stores latents of drawn pictures. A request with a similar prompt can start from one and skip steps.
     """
 
 
@@ -74,7 +74,7 @@ def command() -> None:
 @address_option
 @fleet_option
 def clear(*, model: str | None, yes: bool, address: str) -> None:
-    """Delete all entries, or those of one model. Profiles are kept."""
+    """Delete all entries, or those of one model. Measured profiles are kept."""
     with connect(address) as client:
         model_hash = _hash_of(client, model) if model else ""
         if not yes:
@@ -85,7 +85,7 @@ def clear(*, model: str | None, yes: bool, address: str) -> None:
 
 
 def _hash_of(client: Client, model: str) -> str:
-    """Return the hash of a model by its name, or by the first digits of its hash.
+    """Return the hash of a model, given by name or by the first digits of the hash.
 
     The model must be served or have entries in the cache. Ends the command unless exactly one model matches.
     """
@@ -99,7 +99,7 @@ def _hash_of(client: Client, model: str) -> str:
             f"{len(found)} models in the cache have a hash that begins with {model!r}"
             if found
             else f"the cache has no entries of a model {model!r}",
-            "bottega cache lists the models that it has entries of.",
+            "bottega cache lists the models that have entries.",
             status=2,
         )
     return found[0]
@@ -112,7 +112,7 @@ _HIT = "hit"
 @address_option
 @fleet_option
 def stats(*, address: str) -> None:
-    """Show the contents of the cache, and its hits and savings."""
+    """Show what the cache contains, how often it was hit and how many steps it saved."""
     with connect(address) as client:
         caches = client.cache_stats()
         names = {model.model_hash: model.name for model in client.models()}
@@ -123,7 +123,7 @@ def stats(*, address: str) -> None:
 
 
 def _show(cache: CacheStats, names: Mapping[str, str]) -> None:
-    """Print the figures of one cache. `names` has the names of served models by their hashes."""
+    """Print the statistics of one cache. `names` has the names of served models, by their hashes."""
     if cache.models:
         table = PlainTable("model", ">entries", ">latents", ">keys", "profile")
         for model in cache.models:
@@ -132,7 +132,7 @@ def _show(cache: CacheStats, names: Mapping[str, str]) -> None:
             table.add_row(name, *counts, "yes" if model.has_profile else "none")
         print_table(table)
     else:
-        note("It is empty. Pictures are recorded from the second request with the same settings on.")
+        note("The cache is empty. It records pictures from the second request with the same settings on.")
     print_facts(_stats_facts(cache), caption="Counts since the start of the cache.")
     if any(not model.has_profile for model in cache.models):
         _note_missing_profile()
@@ -168,10 +168,10 @@ def _counted(counts: Mapping[str, int]) -> str:
 @address_option
 @fleet_option
 def inspect(*, entry: str, output: Path | None, address: str) -> None:
-    """Show all about ENTRY, and write its small picture.
+    """Show all about ENTRY, and write its small picture to a file.
 
-    ENTRY has 32 hex digits. bottega generate prints it for a picture that started from the cache; a step after it
-    (@STEP) is ignored.
+    ENTRY has 32 hex digits. bottega generate prints it for a picture that started from the cache, followed by @STEP,
+    which is ignored here.
     """
     name = entry.partition("@")[0]
     if ENTRY_PATTERN.fullmatch(name) is None:
@@ -183,7 +183,7 @@ def inspect(*, entry: str, output: Path | None, address: str) -> None:
         found = client.cache_entry(name)
     print_facts(_entry_facts(found))
     if not found.picture:
-        say("The cache has lost its picture.")
+        say("The cache no longer has the entry's picture.")
         return
     try:
         write_whole(target, found.picture)
@@ -218,7 +218,7 @@ def _drawn_with(parameters: Parameters) -> str:
 
 
 def _note_missing_profile() -> None:
-    note("Without a profile nothing is reused for a model (except by Nirvana's thresholds, for embeddings 768 wide).")
+    note("A model without a profile reuses nothing, except with embeddings 768 wide (Nirvana's thresholds).")
     note("Measure one: bottega cache profile --prompts FILE --clip FOLDER; the embedded model needs neither option.")
 
 
@@ -226,7 +226,7 @@ def _note_missing_profile() -> None:
 @address_option
 @fleet_option
 def profiles(*, address: str) -> None:
-    """Show the measured thresholds of each model."""
+    """Show the similarity thresholds that were measured for each model."""
     with connect(address) as client:
         profiles = client.cache_profiles()
         names = {model.model_hash: model.name for model in client.models()}
@@ -237,14 +237,14 @@ def profiles(*, address: str) -> None:
 
 
 def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -> None:
-    """Print profiles as a table, and how each was measured. `names` has the names of served models by their hashes."""
+    """Print profiles as a table, and how each was measured. `names` has the names of served models, by their hashes."""
     table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS), wraps=("model",))
     hashes = [profile.model_hash for profile in profiles]
     titles = {model_hash: names.get(model_hash, short_hash(model_hash)) for model_hash in hashes}
     for profile in profiles:
         for row in _rows(profile):
             table.add_row(titles[profile.model_hash], *row)
-    table.add_caption("Columns: share of skipped steps. Values: the least similarity for it (-: never).")
+    table.add_caption("Columns: share of steps to skip. Values: the prompt similarity that this needs (-: never).")
     print_table(table)
     for profile in profiles:
         if profile.about:
@@ -265,7 +265,7 @@ def _class_rows(classes: Sequence[LengthClass]) -> Iterator[tuple[str, ...]]:
 
 
 class StartType(click.ParamType[str]):
-    """A Click type for a cached latent, ENTRY@STEP."""
+    """A Click type for a cached latent, given as ENTRY@STEP."""
 
     name = "entry"
 
@@ -331,7 +331,7 @@ _BY_CLASS = {
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """Return what to do about an error of the approximate cache; None for other errors."""
+    """Return advice about an error of the approximate cache; None for other errors."""
     if error.metadata.get("service") == kinds.CACHE and isinstance(error, errors.StorageUnavailable):
         return storage_advice(error, "approximate cache")
     return _BY_CLASS.get(type(error))

@@ -66,13 +66,13 @@ _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MO
     help="File with a prompt on each line, as people sent them. Neighbouring lines make a pair, unless an empty line "
     "separates them. The embedded model needs none.",
 )
-@click.option("--pairs", "most", type=_PAIRS, default=200, show_default=True, help="Largest number of pairs.")
+@click.option("--pairs", "most", type=_PAIRS, default=200, show_default=True, help="Maximum number of pairs.")
 @click.option(
     "--draws",
     type=_DRAWS,
     default=2,
     show_default=True,
-    help="Number of times that each pair is drawn, with new seeds each time.",
+    help="How often each pair is drawn, with new seeds each time.",
 )
 @click.option(
     "--clip",
@@ -84,7 +84,7 @@ _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MO
 @click.option(
     "--samples",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File that keeps each measured pair; with the same file the command continues where it stopped.",
+    help="File to which measured pairs are written; with it, an interrupted command continues where it stopped.",
 )
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the profile to this file.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
@@ -103,13 +103,13 @@ def profile(
     yes: bool,
     address: str,
 ) -> None:
-    """Measure how similar prompts must be to share latents.
+    """Measure how similar two prompts must be to share latents.
 
-    Both prompts of each pair are drawn from noise, and the second one also from the latents of the first. A latent may
-    be reused from the least similarity at which 95 % of the pairs keep their quality: more than .9 of it with
-    --fidelity balanced, .8 with fast. This is measured for each share of the steps, and for short and long prompts. The
-    caches keep the result as the model's profile. Before it draws, the command prints the number of pictures and asks
-    for confirmation.
+    Both prompts of each pair are drawn from noise, and the second one also from the latents of the first. The threshold
+    is the least similarity from which 95 % of the pairs keep their quality: more than .9 of it with --fidelity
+    balanced, .8 with fast. It is measured for each share of skipped steps, and for short and long prompts. The caches
+    store the thresholds as the model's profile. Before drawing, the command prints the number of pictures and asks for
+    confirmation.
     """
     with connect(address) as client:
         pairs = thin_out(pairs_of_file(read_prompt_file(prompts)), most) if prompts else ()
@@ -140,7 +140,7 @@ def _announce(wanted: CacheMeasurement, client: Client) -> None:
 
 
 def _miniature_pairs(client: Client, model: str | None, most: int, clip: Path | None) -> list[PromptPair]:
-    """Return pairs of the embedded model's grammar. Raise UsageError if another model is measured."""
+    """Return generated pairs of prompts for the embedded model. Raise UsageError if another model is measured."""
     served = [one.name for one in client.models() if model in (None, one.name)]
     if served != [EMBEDDED_MODEL]:
         options = "--prompts FILE" if clip else "--prompts FILE --clip FOLDER"
@@ -206,9 +206,10 @@ class _Outcome(StrEnum):
 def warm(*, file: Path, at_once: int, address: str, **given: Any) -> None:
     """Draw each line of FILE to fill the cache.
 
-    The other options are those of `bottega generate`: a request starts only from latents that were drawn with the same
-    settings. The default seed is 0, so repeating an interrupted command costs nothing for what the gateway still has.
-    The first prompt is drawn twice, because a cache records from the second request with the same settings on.
+    The other options are those of `bottega generate`, because a request starts only from latents that were drawn with
+    the same settings. The default seed is 0, so that after an interruption the same command can be repeated: the
+    gateway returns the pictures that it still has. The first prompt is drawn twice, because a cache only records from
+    the second request with the same settings on.
     """
     if given["approximate_cache"] is False or given["cache_entry"]:
         raise click.UsageError("with --no-cache or --cache-entry nothing is recorded; leave it out")
@@ -295,7 +296,7 @@ def _draw(client: Client, prompt: str, options: GenerationOptions) -> _Outcome:
 
 @contextmanager
 def _showing(total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows how many are done: a bar on a terminal, some lines elsewhere."""
+    """Yield a function that shows how many pictures are done: as a bar on a terminal, else as some lines."""
     console = new_console(stderr=True)
     if not console.is_terminal:
         yield _TenthLines(total).show
@@ -309,7 +310,7 @@ def _showing(total: int) -> Iterator[Callable[[int], None]]:
 
 
 class _TenthLines:
-    """A progress display with a line for each tenth."""
+    """A progress display that prints a line at each tenth of the work."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -1,8 +1,8 @@
 """Measures the prompt similarity from which a cached latent is good enough, with pictures drawn by the running suite.
 
 The first prompt of each pair is drawn exactly, so that the cache records it. The second prompt is drawn from noise, and
-then from each latent of the first one, with the same seed. Seeds differ from draw to draw: a single picture may be
-right by chance, so a pair's qualities are means over its draws.
+then from each latent of the first one, with the same seed. This is repeated with other seeds, and a pair's quality is
+the mean, because a single picture may be right by chance.
 Source: Nirvana (NSDI'24), Algorithm 2; bottega.addons.cache.planning.skip_profile explains how it is read.
 """
 
@@ -49,18 +49,18 @@ class CacheMeasurement:
 
     pairs: Sequence[PromptPair]
     clip: Path | None = None
-    """Folder of a CLIP model that scores the pictures; None for the embedded model's oracle."""
+    """Folder of a CLIP model that scores the pictures; None for the embedded model's own scorer."""
     draws: int = 2
-    """How often each pair of prompts is generated, every time with another seed."""
+    """How often each pair of prompts is drawn, each time with other seeds."""
     num_inference_steps: int | None = None
     """Steps of each picture; None for the model's default."""
     model: str | None = None
     """Name of the model; None for the only one that is served."""
     samples: Path | None = None
-    """File that records every measured pair. Pairs that it already contains are not drawn again."""
+    """File to which measured pairs are written, and whose pairs are not drawn again; None for no file."""
 
     def check(self) -> None:
-        """Raise InvalidRequest if it breaks a rule, naming all of them."""
+        """Raise InvalidRequest with all rules that the parameters break."""
         broken = []
         pairs = as_list(self.pairs, name="pairs", what="PromptPair")
         if others := [pair for pair in pairs if not isinstance(pair, PromptPair)]:
@@ -75,16 +75,17 @@ class CacheMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingEstimate:
-    """An upper bound on the work of a measurement. Pairs in its file of samples are not drawn again."""
+    """An upper bound on the work of a measurement, without the pairs that its file of samples already has."""
 
     pictures: int
-    """Number of pictures, including those from latents."""
+    """Number of pictures to draw."""
     seconds: float | None
-    """Seconds that the workers need for them if they do nothing else; None if no worker has measured its steps."""
+    """Seconds that the workers need for the pictures if they do nothing else; None before any worker has measured its
+    steps."""
 
 
 def estimate_drawing(wanted: CacheMeasurement, fleet: FleetStatus) -> DrawingEstimate:
-    """Estimate the number of pictures of a measurement, and their time by the step times of the model's workers."""
+    """Estimate the number of pictures of a measurement, and the time from the step times of the model's workers."""
     draws = len(set(wanted.pairs)) * wanted.draws
     # A draw makes two pictures from noise, and one from each latent.
     pictures = draws * (2 + len(FRACTIONS))
@@ -109,14 +110,14 @@ class MeasuredCache:
     method: Method
     samples: tuple[PairSample, ...]
     unrecorded: int
-    """Pairs without a sample, because the cache did not record their first picture."""
+    """Number of pairs without a sample, because the cache did not record their first picture."""
 
 
 class Scores(Protocol):
-    """A scorer of pictures, such as bottega.quality.scoring.Scorer."""
+    """The interface of a scorer of pictures, such as bottega.quality.scoring.Scorer."""
 
     async def score(self, prompt: str, picture: bytes) -> float:
-        """Return a picture's score; more is better. Raise InvalidRequest if the prompt cannot be scored."""
+        """Return how well a picture shows a prompt; more is better. Raise InvalidRequest if there is no score."""
         ...
 
 
@@ -156,7 +157,7 @@ async def measure_cache(
 
 
 def describe_method(method: Method, samples: Sequence[PairSample]) -> str:
-    """Describe in a sentence how a profile was measured."""
+    """Return a sentence that describes how a profile was measured."""
     return (
         f"{len(samples)} pairs of prompts, {method.draws} seeds each, {method.num_inference_steps} steps; quality by "
         f"{method.judge}, the mean over a pair's pictures; {datetime.now(UTC):%Y-%m-%d}"
@@ -164,7 +165,7 @@ def describe_method(method: Method, samples: Sequence[PairSample]) -> str:
 
 
 async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, draws: int) -> PairSample | None:
-    """Draw and score one pair. Return None if a picture of its first prompt was not recorded."""
+    """Draw and score one pair. Return None if the cache did not record a picture of its first prompt."""
     drawn = await asyncio.gather(*(drawer.draw(pair, number) for number in range(draws)))
     whole = [draw for draw in drawn if draw is not None]
     if len(whole) < draws:
@@ -184,12 +185,12 @@ async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, dra
 
 
 def judge_name(clip: Path | None) -> str:
-    """Return the display name of the scorer: the CLIP model of a folder, or the embedded model's oracle."""
+    """Return the display name of the scorer: that of the CLIP model in a folder, or the embedded model's own scorer."""
     return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of what the prompt says that is right)"
 
 
 class _Progress:
-    """A counter of measured pairs, which calls `on_pair` after each with the number done and the number of all."""
+    """A counter of measured pairs, which passes the number done and the number of all pairs to `on_pair`."""
 
     def __init__(self, kept: SampleFile, pairs: int, on_pair: Callable[[int, int], None]) -> None:
         self._kept = kept
@@ -199,7 +200,7 @@ class _Progress:
         self.unrecorded = 0
 
     async def add(self, sample: PairSample | None) -> None:
-        """Count a pair; None is one that was not recorded. Raise Unavailable if most are not."""
+        """Count a pair; None is a pair that was not recorded. Raise Unavailable if most pairs are not recorded."""
         self._tried += 1
         if sample is None:
             self.unrecorded += 1
@@ -229,7 +230,7 @@ async def _for_each(pairs: Sequence[PromptPair], work: Callable[[PromptPair], Aw
 
 
 ListEntries = Callable[[str, int], Awaitable[Sequence[CachedEntry]]]
-"""Lists the newest entries of a model: takes its hash and the largest number of entries."""
+"""Lists the newest entries of a model. The arguments are the model's hash and the maximum number of entries."""
 
 # The cache records a picture some time after it was drawn, in a thread of its own.
 _RECORDED_S, _POLL_S = 30.0, 0.5
@@ -248,15 +249,15 @@ class PairDraw:
     """The encoded pictures of a pair's second prompt with one seed."""
 
     similarity: float
-    """Cosine of the prompts' embeddings."""
+    """Cosine between the embeddings of the two prompts."""
     uncached: bytes
-    """The picture from noise."""
+    """The picture that was drawn from noise."""
     cached: Mapping[float, bytes]
-    """The pictures from the first prompt's latents, by the fraction of the steps that is skipped."""
+    """The pictures that started from the first prompt's latents, by the fraction of the steps that was skipped."""
 
 
 class RecordedEntries:
-    """A lookup of the cache's entries by the pictures that they were recorded from."""
+    """Finds the cache entry that was recorded from a picture."""
 
     def __init__(self, list_entries: ListEntries) -> None:
         self._list_entries = list_entries
@@ -307,7 +308,7 @@ def _drawn(parameters: Parameters) -> _Drawn:
 
 
 class PairDrawer:
-    """A client of the running suite that draws pairs with equal settings, so that their latents have one key."""
+    """Draws pairs with the running suite, all with equal settings, so that one may start from another's latents."""
 
     def __init__(
         self,
@@ -333,11 +334,11 @@ class PairDrawer:
         return self._model_hash, picture.provenance.parameters.num_inference_steps
 
     async def draw(self, pair: PromptPair, number: int) -> PairDraw | None:
-        """Return a draw of a pair; None if the first picture was not recorded.
+        """Draw a pair once, and return the pictures; None if the first picture was not recorded.
 
         Args:
             pair: The prompts.
-            number: Number of the draw; each has seeds of its own.
+            number: How often the pair was drawn before, which determines the seeds.
 
         Raises:
             Unavailable: The model was replaced meanwhile, or pictures do not start from latents.

@@ -1,4 +1,4 @@
-"""Pairs of prompts to measure a cache with, their samples in a file, and the thresholds that follow from these."""
+"""Pairs of prompts for measuring a cache, files with measured pairs, and the thresholds computed from these."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ _REFINEMENTS = (1, 1, 1, 2, 2, 3, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPair:
-    """Two prompts. Pictures of the second one start from latents of the first one's pictures."""
+    """Two prompts. The second is drawn from latents of the first."""
 
     first: str
     second: str
 
 
 def pairs_of_file(text: str) -> list[PromptPair]:
-    """Return a pair for each two neighbouring lines that differ; every line is a prompt.
+    """Return a pair for each two adjacent lines that differ, where every line is a prompt.
 
-    An empty line separates people: no pair spans it. Prompts with too few words to be recorded make no pairs.
+    Empty lines separate the prompts of different people: no pair spans one. Prompts that are too short to be recorded
+    make no pairs.
     """
     pairs = pairwise(line.strip() for line in text.splitlines())
     return [
@@ -53,10 +54,10 @@ def pairs_of_file(text: str) -> list[PromptPair]:
 
 
 def miniature_pairs(count: int, *, seed: int = 0) -> list[PromptPair]:
-    """Return `count` pairs in the embedded model's grammar: a scene, and the same scene after one to eight refinements.
+    """Return pairs of prompts for the embedded model: a scene, and the scene after one to eight refinements.
 
-    Half of the scenes have one thing and half have two. Half of the latter use the long sentence of more than 15 words.
-    The first pairs of a seed are the same for every count.
+    Half of the scenes have one object and half have two. Half of the latter use the long sentence of more than 15
+    words. The first pairs of a seed are the same for every count.
     """
     rng = random.Random(seed)
     return [_miniature_pair(number, rng) for number in range(count)]
@@ -84,31 +85,31 @@ def _miniature_pair(number: int, rng: random.Random) -> PromptPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """The way in which pairs are measured. Samples of different methods are not mixed."""
+    """How pairs are measured. Samples that were measured differently are not mixed."""
 
     model_hash: str
     num_inference_steps: int
     draws: int
-    """Draws of each pair, each with other seeds."""
+    """How often each pair is drawn, each time with other seeds."""
     judge: str
-    """Display name of the scorer of the pictures."""
+    """Display name of the scorer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSample:
-    """A measured pair of prompts."""
+    """The measurement of one pair of prompts."""
 
     first: str
     second: str
     words: int
-    """Words of the second prompt."""
+    """Number of words in the second prompt."""
     similarity: float
-    """Cosine of the prompts' embeddings."""
+    """Cosine between the embeddings of the two prompts."""
     uncached: float
     """Mean quality of the second prompt's pictures that were drawn from noise."""
     cached: Mapping[float, float]
-    """Mean quality of the pictures with the same seeds that started from latents of the first prompt's pictures, by the
-    fraction of the steps that is skipped."""
+    """Mean quality of pictures with the same seeds that started from the first prompt's latents, by the fraction of
+    skipped steps."""
 
     @property
     def pair(self) -> PromptPair:
@@ -117,7 +118,7 @@ class PairSample:
 
 
 class SampleFile:
-    """A file that keeps samples as they come, so that an interrupted measurement can go on. Safe for several threads.
+    """A file to which samples are appended, so that an interrupted measurement can go on. Safe for several threads.
 
     The first line of the file is the method, every other line a sample.
 
@@ -163,7 +164,7 @@ def _read(path: Path, method: Method) -> list[PairSample]:
         whole = text[: text.rfind("\n") + 1]
         lines = whole.splitlines()
         if json.loads(lines[0]) != asdict(method):
-            raise InvalidRequest(f"{path} was measured in another way: {lines[0]}; name another file")
+            raise InvalidRequest(f"{path} was measured with another method: {lines[0]}; name another file")
         samples = [_sample(line) for line in lines[1:]]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{path} is no file of samples ({type(error).__name__}); name another one") from None
@@ -181,7 +182,7 @@ def _sample(line: str) -> PairSample:
 
 
 ALPHAS: Mapping[str, float] = {"balanced": BALANCED_ALPHA, "fast": FAST_ALPHA}
-"""By fidelity, the share of an uncached picture's quality that a cached one has to exceed."""
+"""Share of the uncached picture's quality that a picture from a cached latent must exceed, by fidelity."""
 
 _CLASS_BOUNDS = (float(SHORT_WORDS), math.inf)
 
@@ -192,17 +193,18 @@ class Use:
 
     pairs: int
     shares: Mapping[float, float]
-    """Share of the pairs that start after each fraction of the steps. The other pairs are drawn from noise."""
+    """Share of the pairs whose second picture skips each fraction of the steps. The other pairs are drawn from
+    noise."""
     uncached: float
-    """Mean quality of the pairs that start, when drawn from noise; 0 if no pair starts."""
+    """Mean quality, when drawn from noise, of the pairs that would start from a latent; 0 if there are none."""
     cached: float
-    """Mean quality of those pairs when they skip the steps that the profile allows; 0 if no pair starts."""
+    """Mean quality of the same pairs when they start from the latent that the profile allows; 0 if there are none."""
 
 
 def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
-    """Return the thresholds by length of the prompt; prompts shorter or longer than all measured ones have none.
+    """Return the thresholds by length of the prompt. Prompts shorter or longer than all measured ones get none.
 
-    A class in which nothing may be skipped is left out, unless a longer one follows.
+    A class of lengths in which nothing may be skipped is omitted, unless a class of longer prompts follows.
     """
     fewest = min((sample.words for sample in samples), default=0)
     most = max((sample.words for sample in samples), default=0)
@@ -218,7 +220,7 @@ def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
 
 
 def measured_profile(model_hash: str, samples: Sequence[PairSample], about: str) -> CacheProfile:
-    """Return the profile that the samples justify, for both fidelities."""
+    """Return the profile computed from samples, for both fidelities."""
     balanced, fast = skip_profile(samples, BALANCED_ALPHA), skip_profile(samples, FAST_ALPHA)
     if not balanced.classes and not fast.classes:  # a profile without any class would only forget the earlier one
         balanced = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={}),))
@@ -249,7 +251,7 @@ def _by_fraction(samples: Sequence[PairSample]) -> Mapping[float, list[QualitySa
 
 
 def _fraction(profile: SkipProfile, sample: PairSample) -> float:
-    """Return the fraction of the steps after which the sample's pictures start; 0 if they do not."""
+    """Return the fraction of the steps that the profile lets the sample's pictures skip; 0 for none."""
     allowed = (
         fraction
         for fraction, least in profile.thresholds(sample.words).items()

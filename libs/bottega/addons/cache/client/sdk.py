@@ -1,4 +1,4 @@
-"""The clients' methods about approximate caches, and the doctor's findings about them.
+"""The SDK's methods about approximate caches, and findings about them for `bottega doctor`.
 
 A fleet usually has one cache. If it has several, every call goes to all of them.
 """
@@ -47,11 +47,11 @@ _CACHES: ServiceCalls[CacheServiceAsyncStub] = ServiceCalls(
 class AsyncCacheMethods(AsyncGatewayClient):
     """The methods of AsyncClient about approximate caches.
 
-    Every method raises NoCache if no cache has joined, or one does not answer.
+    Every method raises NoCache if no cache has joined, or if one does not answer.
     """
 
     async def cache_stats(self) -> tuple[CacheStats, ...]:
-        """Return the contents and figures of every cache."""
+        """Return the contents and statistics of every cache."""
         found = []
         for cache in await self._caches():
             async with _CACHES.open(cache) as stub:
@@ -63,7 +63,7 @@ class AsyncCacheMethods(AsyncGatewayClient):
         """Return one entry with its picture. Raise CacheEntryNotFound if no cache has it.
 
         Args:
-            entry: Its ID, also with a step as a provenance or a pin names it: "ENTRY@STEP".
+            entry: ID of the entry, or of a latent of it: "ENTRY@STEP", as in a provenance.
         """
         request = build_message(cache_pb2.GetCacheEntryRequest(), entry=entry)
         missing = CacheEntryNotFound(f"no cache has the entry {entry}", metadata={"entry": entry})
@@ -108,7 +108,7 @@ class AsyncCacheMethods(AsyncGatewayClient):
         return tuple(found[model] for model in sorted(found))
 
     async def set_cache_profile(self, profile: CacheProfile) -> CacheProfile:
-        """Replace the profile of a model in every cache, and return it as it is kept.
+        """Replace the profile of a model in every cache, and return it as the caches store it.
 
         A profile without classes deletes that of its model.
 
@@ -169,7 +169,7 @@ class CacheMethods(GatewayClient):
 
 
 def check_caches(fleet: FleetStatus) -> Iterator[CheckResult]:
-    """Yield whether caches can record, and the models for which they reuse nothing. Not for use in an event loop."""
+    """Yield whether caches can record, and which models lack a profile. Blocks: do not call it in an event loop."""
     served = {model.model_hash: model.name for worker in fleet.of_kind(kinds.WORKER) for model in worker.models}
     for cache in fleet.of_kind(kinds.CACHE):
         yield from _check_cache(cache, served)
@@ -184,7 +184,7 @@ def _check_cache(cache: FleetMember, served: dict[str, str]) -> Iterator[CheckRe
     if stats.trouble:
         yield warn(
             f"the approximate cache {cache.name} records nothing: {stats.trouble}",
-            "It resumes by itself once that is over. Pictures are drawn meanwhile.",
+            "It resumes by itself when the problem is solved. Drawing goes on without the cache.",
         )
     else:
         entries = sum(model.entries for model in stats.models)
@@ -192,14 +192,14 @@ def _check_cache(cache: FleetMember, served: dict[str, str]) -> Iterator[CheckRe
     for model_hash, name in sorted(served.items(), key=lambda item: item[1]):
         if model_hash not in profiled:
             yield warn(
-                f"the approximate cache {cache.name} has no profile of {name}, so it reuses nothing for it (except by"
+                f"the approximate cache {cache.name} has no profile of {name}, so it reuses no latents (except by"
                 " Nirvana's thresholds, if its embeddings are 768 wide)",
                 _how_to_measure(name),
             )
 
 
 def _how_to_measure(model: str) -> str:
-    """Return the advice with the full command. Only the embedded model has built-in prompts and a built-in scorer."""
+    """Return the full command that measures a model. Only the embedded model has built-in prompts and a scorer."""
     if model == EMBEDDED_MODEL:
         return f"bottega cache profile --model {model} measures which similarity is enough."
     return (

@@ -1,4 +1,4 @@
-"""Approximate caches as the SDK describes them: their contents, figures and profiles."""
+"""Approximate caches as the SDK describes them: their contents, statistics and profiles."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ class CachedModel:
     model_hash: str
     """Hash of the model, hex."""
     entries: int
-    """Pictures that were recorded."""
+    """Number of recorded pictures."""
     latents: int
-    """Number of latents. An entry has several, which are evicted one by one."""
+    """Number of latents. A picture's entry has several, which are evicted one by one."""
     keys: int
-    """Kinds of requests: entries of different keys never serve the same request."""
+    """Number of different settings among the entries. A request only starts from an entry with its own settings."""
     has_profile: bool
-    """Whether the model has a profile, without which nothing is reused."""
+    """Whether thresholds were measured for the model. Without them nothing is reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """The contents of one cache, and how well it has served since its start."""
+    """The contents of one cache, and its counters since its start."""
 
     cache: str
-    """Its name in the fleet."""
+    """Name of the cache in the fleet."""
     models: tuple[CachedModel, ...]
     size_bytes: int
     """Bytes of all latents, and of the small pictures of their entries."""
     budget_bytes: int
-    """Bytes that these may take."""
+    """Maximum of `size_bytes`."""
     lookups: Mapping[str, int]
     """Lookups by outcome, such as hit and miss."""
     steps_skipped: int
-    """Denoising steps that its latents have saved."""
+    """Denoising steps that requests skipped by starting from latents."""
     evictions: int
-    """Evicted latents."""
+    """Number of evicted latents."""
     holes: int
-    """Hits that had to start from a smaller step, because the latent of the best step was evicted."""
+    """Hits that skipped fewer steps than allowed, because the latent of the best step was evicted."""
     dropped: Mapping[str, int]
-    """Pictures that were not recorded, by reason."""
+    """Number of pictures that were not recorded, by reason."""
     predictor_on: bool
     """Whether the match predictor is in use."""
     trouble: str
@@ -65,7 +65,7 @@ class CachedEntry:
     """A picture whose latents a cache has recorded."""
 
     entry: str
-    """Its ID: 32 hex digits."""
+    """ID of the entry: 32 hex digits."""
     parameters: Parameters
     """The complete parameters of the picture."""
     model_hash: str
@@ -73,21 +73,21 @@ class CachedEntry:
     key: str
     """Hash of the settings that a request must share with the entry to start from it."""
     steps: tuple[int, ...]
-    """The steps after which the entry has latents."""
+    """The steps after which the cache has a latent of the picture."""
     size_bytes: int
-    """Bytes of its latents and its picture."""
+    """Bytes of the entry's latents and picture."""
     recorded: datetime
     hits: int
-    """How often a picture started from it."""
+    """Number of pictures that started from the entry."""
     picture: bytes = field(default=b"", repr=False)
     """A small PNG of the picture; empty in lists, and if the cache no longer has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheProfile:
-    """The thresholds of a model: from which similarity of two prompts a cached latent may replace steps.
+    """The thresholds of a model: how similar two prompts must be so that a cached latent may replace steps.
 
-    A profile without classes forgets that of its model. A class without thresholds forbids reuse.
+    Setting a profile without classes deletes that of its model. A class without thresholds forbids reuse.
     """
 
     model_hash: str
@@ -97,11 +97,11 @@ class CacheProfile:
     fast: SkipProfile = _NOTHING
     """Thresholds for requests with fidelity="fast"."""
     about: str = ""
-    """Description of how it was measured; at most 1,000 characters."""
+    """How the profile was measured, for people; at most 1,000 characters."""
 
 
 def stats_from(message: cache_pb2.GetCacheStatsResponse, cache: str) -> CacheStats:
-    """Return the figures that the wire describes."""
+    """Convert a message to CacheStats."""
     return CacheStats(
         cache=cache,
         models=tuple(value_from(model, CachedModel) for model in message.models),
@@ -118,7 +118,7 @@ def stats_from(message: cache_pb2.GetCacheStatsResponse, cache: str) -> CacheSta
 
 
 def entry_from(message: cache_pb2.CacheEntry, *, picture: bytes = b"") -> CachedEntry:
-    """Return the entry that the wire describes."""
+    """Convert a message to a CachedEntry."""
     return CachedEntry(
         entry=message.entry,
         parameters=parameters_from(message.parameters),
@@ -133,7 +133,7 @@ def entry_from(message: cache_pb2.CacheEntry, *, picture: bytes = b"") -> Cached
 
 
 def profile_from(message: cache_pb2.CacheProfile) -> CacheProfile:
-    """Return the profile that the wire describes. Raise InternalError if it breaks a rule of profiles."""
+    """Convert a message to a CacheProfile. Raise InternalError if it breaks a rule of profiles."""
     try:
         return CacheProfile(
             model_hash=message.model_hash,
@@ -146,7 +146,7 @@ def profile_from(message: cache_pb2.CacheProfile) -> CacheProfile:
 
 
 def profile_to_wire(profile: CacheProfile) -> cache_pb2.CacheProfile:
-    """Return the contract's message of a profile."""
+    """Convert a profile to a message."""
     return cache_pb2.CacheProfile(
         model_hash=profile.model_hash,
         balanced=_class_messages(profile.balanced),
@@ -161,7 +161,7 @@ def _class_from(message: cache_pb2.CacheLengthClass) -> LengthClass:
 
 
 def _nearest_fraction(fraction: float) -> float:
-    """Return the fraction of the steps that a 64-bit number stands for; itself if it stands for none."""
+    """Return the exact fraction of steps for a rounded number from the wire; the number itself if there is none."""
     return next((known for known in FRACTIONS if math.isclose(known, fraction, abs_tol=1e-6)), fraction)
 
 

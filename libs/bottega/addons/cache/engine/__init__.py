@@ -1,4 +1,4 @@
-"""Pictures that start from the latents of similar prompts' pictures. Source: Nirvana (NSDI'24)."""
+"""Cached latents in the engine: pictures that start from those of similar prompts. Source: Nirvana (NSDI'24)."""
 
 from bottega.addons.cache.engine.key import start_key
 from bottega.addons.cache.engine.recorder import JobRecording

@@ -1,9 +1,9 @@
-"""The engine add-on for cached latents: it queries a store when a prompt is encoded, and uses hits that come in time.
+"""The engine add-on for cached latents: queries a cache when a prompt is encoded, and uses latents that arrive in time.
 
-A job hardly waits for similar latents: only until the prompt's embedding has been copied from the device, and for at
-most a tenth of a step until a store responds. After that it begins from noise. When a hit arrives later, a picture
+A job hardly waits for similar latents: only until the prompt's embedding has been copied from the device, and then for
+at most a tenth of a step until a cache responds. After that it begins from noise. If a latent arrives later, a picture
 continues from it, unless the picture has made as many steps itself. A job does wait for a latent that its request or an
-earlier attempt names, so that all attempts draw the same picture.
+earlier attempt names, because all attempts must draw the same picture.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class EngineCachedStarts(EngineAddOn):
 
     Args:
         model: The model that draws.
-        source: Provides latents and takes recordings.
-        timeout_s: How long a job waits for a latent that it must start from.
+        source: Provides latents and accepts recordings.
+        timeout_s: Seconds that a job waits for a latent that it must start from.
     """
 
     kind = kinds.CACHE
@@ -82,24 +82,24 @@ class EngineCachedStarts(EngineAddOn):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Counts by the names in `EVENTS`.
+        """Number of events, by the names in `EVENTS`.
 
-        - hits: pictures that started from a latent, which saved steps_skipped steps
-        - late_hits, unfit_hits: latents that came too late, or did not fit
-        - recordings, dropped_recordings: recordings for which there was room, or none
+        - hits: pictures that started from a latent; steps_skipped: steps that they did not compute
+        - late_hits, unfit_hits: latents that arrived too late, or did not fit
+        - recordings, dropped_recordings: recordings that were accepted, or dropped because the buffer was full
         """
         return self.events
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the counts."""
+        """Add the counts to the engine's periodic report."""
         add_counts(beat, self.kind, self.counts)
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """Set the addresses of the stores."""
+        """Set the addresses of the caches."""
         self.source.set_stores(services)
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Return the add-on's part of a job, or None if it uses no cached latents.
+        """Return the add-on's object for one job, or None if the job uses no cached latents.
 
         Raises:
             InvalidRequest: The order is malformed, or names a latent that no job of this kind can start from.
@@ -118,7 +118,7 @@ class EngineCachedStarts(EngineAddOn):
         return JobCachedStarts(self, start)
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Wait until an embedding or an answer has come, or until the timeout."""
+        """Wait until an embedding or a response has arrived, or until the time-out."""
         for part in parts:
             if isinstance(part, JobCachedStarts) and part.arriving is not None:
                 part.arriving.take()
@@ -127,7 +127,7 @@ class EngineCachedStarts(EngineAddOn):
         wait(asked, timeout_s, FIRST_COMPLETED)
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
-        """Note the time of a step of plain rows."""
+        """Record the time of a forward pass without masked rows."""
         if not masked:
             self.step_s = seconds
         return True
@@ -138,11 +138,11 @@ class EngineCachedStarts(EngineAddOn):
 
 
 class JobCachedStarts(JobAddOn):
-    """The add-on's part of one job.
+    """The cached latents of one job.
 
     Attributes:
-        arriving: The prompt's embedding on its way from the device; None before and after.
-        asked: The pending answer of the store; None before and after.
+        arriving: The prompt's embedding while it is copied from the device; None before and after.
+        asked: The pending response of the cache; None before and after.
     """
 
     def __init__(self, addon: EngineCachedStarts, order: StartOrder) -> None:
@@ -165,13 +165,13 @@ class JobCachedStarts(JobAddOn):
 
     @property
     def waiting(self) -> bool:
-        """Whether the query was not sent yet, or a picture has to wait for the response."""
+        """Whether the query was not yet sent, or a picture must wait for the response."""
         return self.arriving is not None or (
             self.asked is not None and any(picture.blocked for picture in self._pictures)
         )
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Prepare the question. Raise InvalidRequest for a decision that does not fit the job."""
+        """Prepare the query. Raise InvalidRequest for a decision that does not fit the job."""
         spec = job.order.spec
         self._since_s = now_s
         self._pictures = [StartingPicture(request=request) for request in job.requests]
@@ -190,11 +190,11 @@ class JobCachedStarts(JobAddOn):
             self.arriving = self._addon.model.runtime.to_host(conditions.summary.float())
 
     def update(self, now_s: float) -> None:
-        """Send the query, read the response, and start pictures from their hits.
+        """Send the query, read the response, and start pictures from latents in it, as soon as each is possible.
 
         Raises:
             CacheEntryGone: The latent that the request names no longer exists.
-            NoCache: No store can provide it.
+            NoCache: No cache can provide the latent that the request names.
         """
         if self.arriving is not None and self.arriving.ready:
             self._embedding, self.arriving = self.arriving.take(), None
@@ -218,7 +218,7 @@ class JobCachedStarts(JobAddOn):
         """Return whether a request must wait.
 
         All requests of the job wait until the query is sent. A request that must start from a certain latent waits
-        until that has arrived, or until the wait is given up.
+        until the latent has arrived, or until the job gives up waiting.
         """
         return self.arriving is not None or any(
             picture.blocked for picture in self._pictures if picture.request is request
@@ -226,7 +226,7 @@ class JobCachedStarts(JobAddOn):
 
     @property
     def decision(self) -> bytes | None:
-        """The latents that the pictures start from, as a serialized CacheDecision."""
+        """The latents from which the pictures start, as a serialized CacheDecision; None while undecided."""
         return self._decision
 
     def after_step(self, request: Request) -> None:
@@ -238,7 +238,7 @@ class JobCachedStarts(JobAddOn):
             self._recorder.after_decode(index, pixels)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """Yield the span of the question until its answer was read, and the store's spans."""
+        """Yield the trace span from the query until its response was read, and the cache's own spans."""
         if self._answered_s is not None:
             hits = sum(picture.started is not None for picture in self._pictures)
             yield TracedSpan(
@@ -259,7 +259,7 @@ class JobCachedStarts(JobAddOn):
         return replace(record, cached_starts=starts, exact=record.exact and not starts)
 
     def finish(self, record: EngineRecord) -> None:
-        """Send the recording to the store, if the store accepted it."""
+        """Send the recording of this job to the cache, if the cache wants it."""
         recorder, self._recorder = self._recorder, None
         if recorder is None or not recorder.confirmed:
             return
@@ -271,14 +271,14 @@ class JobCachedStarts(JobAddOn):
             self._addon.events["recordings" if taken else "dropped_recordings"] += 1
 
     def close(self) -> None:
-        """Cancel the query, if it is pending."""
+        """Cancel the query if it is pending."""
         self.arriving = None
         if self.asked is not None:
             self.asked.cancel()
             self.asked = None
 
     def _ask(self) -> None:
-        """Ask with the embedding, which has come."""
+        """Send the query with the prompt's embedding, which has arrived."""
         assert self._header is not None, "set by attach"
         if not _has_direction(self._embedding):
             self._recorder = None
@@ -333,7 +333,7 @@ class JobCachedStarts(JobAddOn):
         )
 
     def _take(self, answer: LatentReply) -> None:
-        """Assign the hits of a response to the pictures."""
+        """Assign the latents in a response to pictures."""
         if self._recorder is not None:
             self._recorder.confirm(wanted=answer.header.record)
         hits = []
@@ -355,7 +355,7 @@ class JobCachedStarts(JobAddOn):
             self._give_up(NoCache("the approximate cache cannot look for an entry now") if unavailable else None)
 
     def _assign(self, hit: tuple[CacheStart, Tensor]) -> None:
-        """Give a hit to the first picture that has none and could use it."""
+        """Assign a latent to the first picture that has none and could use it."""
         for picture in self._pictures:
             if picture.hit is None and not picture.is_beyond(hit[0]):
                 picture.hit = hit
@@ -363,12 +363,12 @@ class JobCachedStarts(JobAddOn):
         self._refuse(hit[0], "late_hits")
 
     def _refuse(self, start: CacheStart, why: str) -> None:
-        """Count a hit that no picture starts from, and note it for the store."""
+        """Count a latent from which no picture starts, and the reason to report to the cache."""
         self._addon.events[why] += 1
         self._unused.append(start.entry)
 
     def _fits(self, start: CacheStart, latent: Tensor) -> bool:
-        """Return whether a picture of this job could start there."""
+        """Return whether a picture of this job could start from the latent."""
         request = self._pictures[0].request
         return (
             ENTRY_PATTERN.fullmatch(start.entry) is not None
@@ -379,7 +379,7 @@ class JobCachedStarts(JobAddOn):
         )
 
     def _start_pictures(self) -> None:
-        """Start the pictures that have a hit and can use it now, and tell the store how many steps that saved."""
+        """Start the pictures that have a latent and can use it now, and tell the cache how many steps that saved."""
         started = [start for picture in self._pictures if (start := self._start(picture)) is not None]
         skipped = sum(start.skipped_steps for start in started)
         self._addon.events["hits"] += len(started)
@@ -398,7 +398,7 @@ class JobCachedStarts(JobAddOn):
             self._addon.source.report(self._reply, starts)
 
     def _start(self, picture: StartingPicture) -> CachedStart | None:
-        """Start a picture from its hit if it can do so now; return the start, or None."""
+        """Start a picture from its latent. Return the start, or None if that is not possible now."""
         if picture.hit is None:
             return None
         start = picture.hit[0]
@@ -410,11 +410,11 @@ class JobCachedStarts(JobAddOn):
         return picture.started
 
     def _give_up(self, why: NoCache | None) -> None:
-        """Stop waiting for latents that do not come, so that their pictures are drawn from noise.
+        """Stop waiting for latents. Pictures that wait for one are drawn from noise.
 
         Raises:
-            CacheEntryGone: The request names the latent itself, so that another start would draw another picture.
-            NoCache: Likewise, and this is `why`.
+            CacheEntryGone: The request itself names the latent, so that noise would draw another picture.
+            NoCache: The same, where `why` is given: it is raised.
         """
         if self._order.pin is not None:
             name = _name(self._order.pin)
@@ -426,7 +426,7 @@ class JobCachedStarts(JobAddOn):
         self._update_decision()
 
     def _update_decision(self) -> None:
-        """Set the decision: what each picture has started from, or still must start from."""
+        """Set the decision: for each picture, the latent from which it started or must start."""
         starts = [
             CacheStart(
                 entry=started.entry,
@@ -444,7 +444,7 @@ class JobCachedStarts(JobAddOn):
 
 
 def _has_direction(embedding: Tensor) -> bool:
-    """Return whether its norm is positive and finite in float32. With a large LoRA scale, it may not be."""
+    """Return whether the embedding's norm is positive and finite in float32, which a large LoRA scale can prevent."""
     length = float(torch.linalg.vector_norm(embedding))
     return math.isfinite(length) and length > 0.0
 

@@ -1,7 +1,7 @@
-"""The key that two jobs must share for one to start from the other's latents.
+"""The key that two jobs must share for one to start from latents of the other.
 
-It covers everything about a job but its prompt, its seeds, the number of its pictures and how they are encoded. A job
-that cannot be described by a key has none.
+The key covers everything about a job except for its prompt, its seeds, the number of its pictures and their encoding.
+Jobs with properties that the key cannot describe have none.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from bottega.engine.spec import ControlSpec, ResolvedSpec
 
 
 def has_key(spec: ResolvedSpec) -> bool:
-    """Return whether the latents of a job can be exchanged with other jobs at all.
+    """Return whether a job may exchange latents with others at all.
 
-    They cannot if the job starts from a picture, has a second prompt or several prompts, which the embedding does not
-    represent, uses ControlNets of unknown versions, or is measured from step to step.
+    It may not if it starts from a picture, has several prompts or a second prompt, which the embedding does not
+    represent, uses ControlNets of unknown versions, or measures similarities from step to step.
     """
     return (
         spec.strength is None

@@ -1,4 +1,4 @@
-"""The gateway's order about cached latents, and the decisions of earlier attempts."""
+"""What the gateway says about a job's cached latents: its permissions, and the decisions of earlier attempts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _MAX_NAME_CHARACTERS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOrder:
-    """Permissions of a job to use and record cached latents."""
+    """What a job may do with cached latents: start from them, be recorded, or start from a certain one."""
 
     read: bool = False
     record: bool = False
     tenant: str = ""
     job: str = ""
-    """Id that is the same for all attempts at the job; see `CacheQuestion.job`."""
+    """ID that is the same for all attempts at the job; see `CacheQuestion.job`."""
     fidelity: Fidelity.ValueType = FIDELITY_BALANCED
     pin: CacheStart | None = None
-    """The cached latent that the request names for its only picture; None if it names none."""
+    """The cached latent from which the only picture must start, because the request names it; None otherwise."""
 
 
 def read_order(order: EngineOrder) -> StartOrder | None:
-    """Return the gateway's order, or None if there is none. Raise InvalidRequest with all violations."""
+    """Return the order's part about cached latents; None without one. Raise InvalidRequest with all violations."""
     if kinds.CACHE not in order.addons:
         return None
     try:
@@ -72,7 +72,7 @@ def read_order(order: EngineOrder) -> StartOrder | None:
 
 
 def read_decision(data: bytes, spec: ResolvedSpec) -> list[CacheStart | None]:
-    """Return which latent each picture starts from; None for noise.
+    """Return the latent from which each picture starts; None for pictures that start from noise.
 
     Raises:
         InvalidRequest: No attempt at the spec can have decided this.

@@ -19,30 +19,30 @@ class StartingPicture:
 
     request: Request
     pinned: CacheStart | None = None
-    """The latent that it must start from, and waits for before its first step; None if any hit will do."""
+    """The latent that the picture must start from, and waits for before its first step; None if any latent will do."""
     hit: tuple[CacheStart, Tensor] | None = None
-    """A latent that has arrived and that it may start from."""
+    """A latent that has arrived and that the picture may start from; None without one."""
     started: CachedStart | None = None
-    """The start that it made."""
+    """The latent that the picture has started from; None for noise."""
 
     @property
     def blocked(self) -> bool:
-        """Whether it waits for the latent that it must start from."""
+        """Whether the picture waits for the latent that it must start from."""
         return self.pinned is not None and self.started is None
 
     def first_step(self, start: CacheStart) -> int:
-        """Return the first step that it makes after this start."""
+        """Return the first step that the picture computes if it starts from this latent."""
         return self.request.first_step_from(start.step)
 
     def is_beyond(self, start: CacheStart) -> bool:
-        """Return whether the picture is at the start's step or beyond it, so that the start would save nothing."""
+        """Return whether the picture has already made the steps that the latent would save."""
         return self.request.step >= self.first_step(start)
 
     def mark_started(self, start: CacheStart, made_steps: int) -> None:
-        """Note that the picture continues from this start, in this attempt or since an earlier one.
+        """Record that the picture continues from this latent, in this attempt or since an earlier one.
 
         Args:
-            made_steps: Steps that the picture had made from noise when it started.
+            made_steps: Steps that the picture had made from noise before.
         """
         self.hit = None
         first = self.first_step(start)
@@ -57,13 +57,13 @@ class StartingPicture:
         )
 
     def take_hit(self) -> str:
-        """Start from the hit if that is possible now, and return the outcome.
+        """Start from `hit` if that is possible now, and return the outcome.
 
         Returns:
-            "hits", "late_hits", "unfit_hits", or "held" if the hit may be used later.
+            "hits" if it started; "late_hits" or "unfit_hits" if it dropped `hit`; "held" if `hit` may be used later.
 
         Raises:
-            InvalidRequest: The picture must start from the hit, but its LoRAs are applied too late for that.
+            InvalidRequest: The picture must start from `hit`, but its LoRAs are applied too late for that.
         """
         assert self.hit is not None, "checked by the caller"
         start, latent = self.hit
@@ -91,9 +91,9 @@ class StartingPicture:
 
     @property
     def _least_saved(self) -> int:
-        """Number of steps that a hit must save at least.
+        """Minimum number of steps that a latent must save.
 
-        Residuals of the next step may have been requested already. If residuals of one step may be used in the next
-        one, those must not be used in the first step after a start.
+        It is 2 if residuals of a step may be used in the next step: they may have been requested already, but do not
+        fit the first step after the latent.
         """
         return 2 if self.request.spec.stale_residuals and self.request.controls else 1

@@ -1,4 +1,4 @@
-"""The recording of a job for later ones: latents of its first picture, kept by reference while it is drawn."""
+"""The recording of a job for later jobs: latents of its first picture, kept by reference while it is drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bottega.engine.spec import ResolvedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobRecording:
-    """The recording of a job's first picture, computed exactly. The sender encodes it. Its tensors never change."""
+    """The recording of a job's first picture, which was computed exactly. Its tensors never change."""
 
     key: str
     """See `CacheRecording.key`."""
@@ -29,17 +29,17 @@ class JobRecording:
     embedding: Tensor
     """Embedding of the prompt, float32 [width], on the CPU."""
     pixels: Tensor
-    """uint8 [height, width, 3]."""
+    """The picture, uint8 [height, width, 3]."""
     latents: Mapping[int, Tensor]
-    """[channels, height, width] by number of finished steps, on the engine's device."""
+    """Latents [channels, height, width] on the engine's device, by the number of finished steps."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in (self.embedding, self.pixels, *self.latents.values()))
 
     def small_picture(self) -> Tensor:
-        """Return the picture, scaled to at most MAX_PICTURE_SIDE pixels a side. This takes milliseconds."""
+        """Return the picture, scaled down to at most MAX_PICTURE_SIDE pixels a side. This takes milliseconds."""
         height, width, _ = self.pixels.shape
         share = min(1.0, MAX_PICTURE_SIDE / max(height, width))
         if share == 1.0:
@@ -50,10 +50,10 @@ class JobRecording:
 
 
 class LatentRecorder:
-    """Keeps the latents of a job's first picture after those steps from which other pictures may start.
+    """Keeps the latents of a job's first picture after the steps from which other pictures may start.
 
     Attributes:
-        confirmed: Whether a store wants the recording.
+        confirmed: Whether the cache wants the recording; None until it has said so.
     """
 
     def __init__(self, spec: ResolvedSpec, request: Request) -> None:
@@ -72,27 +72,27 @@ class LatentRecorder:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps a latent, or will keep one."""
+        """Whether the recorder has or will have a latent."""
         return bool(self._latents) or any(step > self._request.step for step in self._steps)
 
     def confirm(self, *, wanted: bool) -> None:
-        """Note whether a store wants the recording."""
+        """Record whether the cache wants the recording."""
         self.confirmed = wanted
         if not wanted:
             self._steps, self._latents, self._pixels = frozenset(), {}, None
 
     def after_step(self, request: Request) -> None:
-        """Note that one of the job's pictures has made a step."""
+        """Keep the latent of a picture of the job after a step, if it belongs to the recording."""
         if request is self._request and request.step in self._steps:
             self._latents[request.step] = request.latent[0]  # Each step makes a new tensor.
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
-        """Note that one of the job's pictures is finished."""
+        """Keep the pixels of a finished picture of the job, if it is the recorded one."""
         if index == self._request.index and self._latents:
             self._pixels = pixels
 
     def recording(self, record: EngineRecord, *, key: str, model_hash: str, embedding: Tensor) -> JobRecording | None:
-        """Return the recording of a finished job; None if it was not computed exactly, or nothing was kept."""
+        """Return the recording of a finished job; None if the job was not computed exactly, or nothing was kept."""
         if not record.exact or self._pixels is None or not self._latents:
             return None
         return JobRecording(
@@ -106,7 +106,7 @@ class LatentRecorder:
 
 
 def latents_in_order(recording: JobRecording) -> Sequence[tuple[int, Tensor]]:
-    """Return the latents of a recording with their steps, ascending, on the CPU. Waits for the device."""
+    """Return each step and its latent, ascending, on the CPU. Waits for the device."""
     # All copies begin before the first one is waited for.
     copies = [(step, open_device(latent.device).to_host(latent)) for step, latent in sorted(recording.latents.items())]
     return [(step, copy.take().contiguous()) for step, copy in copies]

@@ -1,4 +1,4 @@
-"""The interface through which the engine gets cached latents and stores recordings."""
+"""The interface through which the engine gets cached latents and sends recordings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentQuestion:
-    """A query for latents that the pictures of a job may start from."""
+    """A query for latents from which the pictures of a job may start."""
 
     header: CacheQuestion
     embedding: Tensor
@@ -26,38 +26,38 @@ class LatentQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentReply:
-    """The answer to a question."""
+    """The response to a query."""
 
     header: CacheAnswer
     latents: tuple[Tensor, ...] = ()
-    """Latents of the header's hits, in order, [channels, height, width] on the CPU; not to be changed."""
+    """The latents that the header lists, in its order, [channels, height, width] on the CPU; not to be changed."""
     work: StoreWork | None = None
-    """Work of the store that answered; None if none did."""
+    """Time that the cache spent on the query; None if no cache answered."""
 
 
 class LatentSource(Protocol):
-    """A source of cached latents. All calls come from the engine's thread, and none waits."""
+    """A source of cached latents. All calls come from the engine's thread and return at once."""
 
     @property
     def linked(self) -> int:
-        """Number of stores that would receive a question now."""
+        """Number of caches that can receive a query now."""
         ...
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """Set the stores that exist now, the best first. Without stores, questions wait for the next one."""
+        """Set the caches that exist now, the best first. Without one, queries wait until there is one."""
         ...
 
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
-        """Send a question, and return at once. A caller that no longer needs the answer cancels the future.
+        """Send a query, and return at once. A caller that no longer needs the response cancels the future.
 
-        The future never fails. If no store can answer, the outcome of the answer says so.
+        The future never fails. If no cache can answer, the response's outcome says so.
         """
         ...
 
     def report(self, reply: LatentReply, starts: CacheStarts) -> None:
-        """Report to the store that sent a reply how many steps its latents saved, if it counts them."""
+        """Report how many steps latents of a response saved to the cache that sent it, if it counts them."""
         ...
 
     def record(self, recording: JobRecording) -> bool:
-        """Send a recording in the background. Return whether there was room for it; otherwise it is lost."""
+        """Send a recording in the background. Return False if the buffer is full, and the recording is dropped."""
         ...

@@ -1,1 +1,1 @@
-"""The approximate cache: which requests may use it, what their pins are, and how many steps it is expected to save."""
+"""The approximate cache in the gateway: which requests may use it, and how many steps they are expected to skip."""

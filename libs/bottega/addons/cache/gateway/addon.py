@@ -1,7 +1,7 @@
-"""The approximate cache as an add-on: orders to attempts, pins of requests, and expected savings.
+"""The gateway's add-on for the approximate cache: permissions of attempts, named latents, and expected savings.
 
-Workers look up entries in the stores over links, because the similarity of entries is known only when a prompt has been
-encoded.
+A request may name the cached latent that its picture starts from (`cache_entry`, a "pin"). Other latents are looked up
+by the worker, because the similarity of prompts is known only after encoding.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MAX_KEYS = 4096
 _NOT_IN_KEY = ("prompt", "seed", "num_images", "format", "quality", "techniques")
 
 RateKey = bytes
-"""Hash of the settings that the requests of one hit rate share."""
+"""Hash of the settings that requests share whose hit rate is measured together."""
 
 
 def create(context: AddOnContext) -> CacheAddOn:
@@ -68,7 +68,7 @@ def create(context: AddOnContext) -> CacheAddOn:
 
 
 class CacheAddOn(AddOn):
-    """The gateway's part of cached latents: pins, orders to attempts, and expected savings."""
+    """The gateway's add-on for the approximate cache."""
 
     # Another worker would not get the entry of a pin in time either.
     final_errors = (NoCache,)
@@ -89,26 +89,26 @@ class CacheAddOn(AddOn):
         self._keys: OrderedDict[str, RateKey] = OrderedDict()  # by job
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request has `approximate_cache` true or a `cache_entry`. Its fidelity does not count."""
+        """Return whether a request sets `approximate_cache` to true or has a `cache_entry`, whatever its fidelity."""
         return _asks_for_cache(spec)
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
-        """Yield violations for settings that contradict a pin or the cache's switch."""
+        """Yield violations for settings that contradict a pin or `approximate_cache`."""
         return _check_cache(spec)
 
     def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
-        """Yield a violation if no latent is recorded after the step of a pin."""
+        """Yield a violation if the pin names a step after which no latents are recorded."""
         return check_cached_step(spec, steps)
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Raise NoCache for a pin if there is no store. The worker finds out whether a store has the entry."""
+        """Raise NoCache if the request has a pin and there is no cache. The worker looks for the entry itself."""
         if spec.techniques.cache_entry and not self._fleet.services(kinds.CACHE):
             text = f"there is no approximate cache that could have {spec.techniques.cache_entry}"
             raise NoCache(text, retry_after_s=_RETRY_AFTER_S)
         return ResolvedCache()
 
     def decide_again(self, decisions: AttemptDecisions, before: AddOnJob) -> None:
-        """Let each picture start from the same cached latent, or from noise, as before.
+        """Make each picture start from the same cached latent as before, or from noise.
 
         A pin in the request itself needs no decision.
         """
@@ -119,7 +119,7 @@ class CacheAddOn(AddOn):
         decisions.by_kind[kinds.CACHE] = decision.SerializeToString()
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
-        """Return the steps that a job skips by its decision or pin, or else the mean of recent similar jobs."""
+        """Return the steps that a job skips according to its decision or pin, else the mean of recent similar jobs."""
         return ExpectedSavings(skipped_steps=self._skipped_steps(job)) if _may_skip(job) else NO_SAVINGS
 
     def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
@@ -137,10 +137,10 @@ class CacheAddOn(AddOn):
             request.addons[kinds.CACHE] = order.SerializeToString()
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
-        """Pin the latent from which the picture started, and learn how many steps similar requests skip.
+        """Pin the latent from which the picture started in its parameters, and record how many steps were skipped.
 
         Several pictures get no pin: if some of them started from cached latents, each can only be drawn again by
-        itself. Requests with a pin are not counted, because they say nothing about other requests.
+        itself. Requests with a pin do not count, because they say nothing about other requests.
         """
         starts = provenance.cached_starts
         if not starts or provenance.parameters.num_images == 1:
@@ -176,25 +176,25 @@ class CacheAddOn(AddOn):
 
 
 class ResolvedCache(Resolution):
-    """The resolution of a request with `techniques.approximate_cache` or `techniques.cache_entry`."""
+    """The resolution of a request with `approximate_cache` or `cache_entry`."""
 
     def complete(self, full: GenerationSpec) -> None:
         """Lower the fidelity from EXACT to BALANCED if pictures may start from cached latents at all.
 
-        Only a request with a seed and no fidelity of its own gets here with EXACT. Lowering it does not change whether
-        the job waits for its LoRAs.
+        EXACT here is only the default for a request with a seed; a request that sets it was refused. Lowering it does
+        not change whether the job waits for its LoRAs.
         """
         if full.fidelity == generation_pb2.FIDELITY_EXACT and is_cacheable(full):
             full.fidelity = generation_pb2.FIDELITY_BALANCED
 
 
 def may_record(spec: GenerationSpec) -> bool:
-    """Return whether latents of a complete spec's first picture may be recorded, also of an exact one."""
+    """Return whether latents of a complete spec's first picture may be recorded. An exact picture may be, too."""
     return is_cacheable(spec) and not is_switched_off(spec) and not spec.techniques.cache_entry
 
 
 def check_cached_step(spec: GenerationSpec, steps: int) -> Iterator[Violation]:
-    """Yield a violation if no latent is recorded after the step of a pin in pictures of `steps` steps.
+    """Yield a violation if the pin names a step after which pictures of `steps` steps have no recorded latent.
 
     Yields nothing for an invalid pin or number of steps, which other rules refuse.
     """
@@ -242,14 +242,14 @@ def _check_cache(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def _may_skip(job: AddOnJob) -> bool:
-    """Return whether a job may skip steps because of its pin, its decision or, before it has drawn, its spec."""
+    """Return whether a job may skip steps: by its pin or decision or, before any drawing, by its spec."""
     if job.bare.techniques.cache_entry or _decision_of(job) is not None:
         return True
     return may_start(job.bare) and not _has_drawn(job)
 
 
 def _may_start_from_latents(job: AddOnJob) -> bool:
-    """Return whether some pictures start from latents by pin or decision, or may while nothing is decided."""
+    """Return whether pictures start from latents by pin or decision, or may do so because nothing is decided."""
     if job.bare.techniques.cache_entry:
         return True
     decided = _decision_of(job)
@@ -257,7 +257,7 @@ def _may_start_from_latents(job: AddOnJob) -> bool:
 
 
 def _decision_of(job: AddOnJob) -> CacheDecision | None:
-    """Return the decision of earlier attempts; None without one that can be decoded."""
+    """Return the decision of earlier attempts; None if there is none that can be decoded."""
     if kinds.CACHE not in job.decisions.by_kind:
         return None
     try:
@@ -267,7 +267,7 @@ def _decision_of(job: AddOnJob) -> CacheDecision | None:
 
 
 def _start(use: CacheUse) -> CacheStart:
-    """Return the start to repeat; an empty one if a worker of another version named its entry differently."""
+    """Convert a use of the cache to a start; an empty one if the entry's name has another version's format."""
     try:
         entry, step = parse_start(use.entry)
     except ValueError:
@@ -276,7 +276,7 @@ def _start(use: CacheUse) -> CacheStart:
 
 
 def _has_drawn(job: AddOnJob) -> bool:
-    """Return whether an earlier attempt may have begun to draw, from noise unless it has decided otherwise.
+    """Return whether an earlier attempt may have begun to draw. Without a decision, it then began from noise.
 
     False if workers returned all earlier attempts before they drew.
     """
@@ -285,9 +285,9 @@ def _has_drawn(job: AddOnJob) -> bool:
 
 
 def rate_key(bare: GenerationSpec, tenant: str) -> RateKey:
-    """Return the key of a request's hit rate: a hash of the settings that requests must share to share latents.
+    """Return the key under which a request's hit rate is measured: a hash of the settings that must match.
 
-    The key is a little coarser than the store's own: control images are not in it.
+    It is coarser than the key in the cache, because it omits control images.
 
     Args:
         bare: The complete spec, without input images.
@@ -304,20 +304,20 @@ def rate_key(bare: GenerationSpec, tenant: str) -> RateKey:
 
 @dataclass(slots=True)
 class _Savings:
-    """The mean number of skipped steps of recent pictures."""
+    """The mean number of steps that recent pictures skipped."""
 
     pictures: int = 0
     """Number of pictures in the mean, at most _WINDOW."""
     skipped: float = 0.0
 
     def record(self, skipped: int) -> None:
-        """Add a picture. From _WINDOW pictures on, older ones count less and less."""
+        """Add a picture. From _WINDOW pictures on, the weight of older ones decays."""
         self.pictures = min(self.pictures + 1, _WINDOW)
         self.skipped += (skipped - self.skipped) / self.pictures
 
 
 class HitRates:
-    """The mean number of steps that pictures of each key skipped lately; those that started from noise skipped none."""
+    """The mean number of steps that recent pictures skipped, by key. Pictures that started from noise count as 0."""
 
     def __init__(self) -> None:
         self._savings: OrderedDict[RateKey, _Savings] = OrderedDict()
@@ -330,6 +330,6 @@ class HitRates:
             self._savings.popitem(last=False)
 
     def skipped_steps(self, key: RateKey) -> float:
-        """Return the steps that a picture is expected to skip; 0 until enough pictures were measured."""
+        """Return the number of steps that a picture is expected to skip; 0 until enough pictures were recorded."""
         savings = self._savings.get(key)
         return savings.skipped if savings is not None and savings.pictures >= _MIN_PICTURES else 0.0

@@ -1,1 +1,1 @@
-"""Policies of the cache: eviction, the choice of a latent, and the use of a match predictor. Plain Python, no torch."""
+"""Policies of the cache: eviction, the choice of a latent, and when to use the match predictor. No torch."""

@@ -1,4 +1,4 @@
-"""Eviction of cached items: one heap, and the policies as functions of an item's usage. Plain Python.
+"""Eviction of cached items: one heap, and policies as functions of an item's usage. Plain Python.
 
 Source: Nirvana (NSDI'24), section 5.4: least computationally beneficial and frequently used (LCBFU), against LRU, LFU
 and FIFO. This module knows neither files nor indexes: the owner of the items reports their use and deletes what is
@@ -22,16 +22,15 @@ _LEAST_PLACES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The past use of an item."""
+    """How an item was used so far."""
 
     frequency: float = 0.0
     """Number of uses.
 
-    A new item has none: it has saved nothing yet, and the oldest such item goes first. Under a policy with a half-life,
-    old uses count less, and this is their worth at `used_at`.
-    """
+    A new item has 0, and so is among the first to be evicted: it has saved nothing yet. Under a policy with a
+    half-life, older uses count less, and this is their weighted number at `used_at`."""
     step: int = 1
-    """Denoising steps that one use of the item saves (Nirvana's K); 1 if items are equal."""
+    """Denoising steps that one use of the item saves (Nirvana's K); 1 if all items save the same."""
     used_at: float = 0.0
     """Last use, on a monotonic clock in any unit (lookups, seconds); not before created_at."""
     created_at: float = 0.0
@@ -40,7 +39,7 @@ class Usage:
         """Return the usage after one more use.
 
         Args:
-            half_life: Time in which the worth of a use halves, in the clock's unit.
+            half_life: Time in which the weight of a use halves, in the clock's unit.
         """
         at = max(at, self.used_at)
         worth = self.frequency * 2.0 ** (-(at - self.used_at) / half_life)
@@ -48,23 +47,23 @@ class Usage:
 
 
 Score = Callable[[Usage], float]
-"""Returns an item's score. The lowest is evicted first. A use must not lower it, and without use it must not change."""
+"""Returns an item's score; the lowest is evicted first. A use must not lower it, and it must not change otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPolicy:
-    """A rule for which item goes first: the one with the least score, or of equal ones the least recently used."""
+    """A rule for what is evicted first: the item with the lowest score, among equals the least recently used."""
 
     name: str
     score: Score
     half_life: float = math.inf
-    """Half-life of the frequencies that it sees; see Usage.used."""
+    """Half-life of `Usage.frequency`; see Usage.used."""
 
 
 def decayed_lcbfu(half_life: float) -> EvictionPolicy:
-    """Return LCBFU with uses that lose half of their worth in `half_life`, so that popularity may change.
+    """Return LCBFU with uses whose weight halves in `half_life`, so that items may lose popularity.
 
-    The score at time t is frequency x step x 2 ** (-(t - used_at) / half_life). All items lose worth at the same rate,
+    The score at time t is frequency x step x 2 ** (-(t - used_at) / half_life). All items lose weight at the same rate,
     so the part with t does not affect the order. The rest is kept as a logarithm, so that large clock values do not
     overflow.
     """
@@ -80,7 +79,7 @@ def decayed_lcbfu(half_life: float) -> EvictionPolicy:
 
 
 LCBFU = EvictionPolicy(name="lcbfu", score=lambda usage: usage.frequency * usage.step)
-"""Evicts the item that has saved least: frequency x step (Nirvana's LCBFU score)."""
+"""Evicts the item that has saved the fewest steps: frequency x step (Nirvana's LCBFU score)."""
 
 LRU = EvictionPolicy(name="lru", score=lambda usage: usage.used_at)
 """Evicts the least recently used item."""
@@ -101,10 +100,10 @@ class _Item:
 
 @dataclass(slots=True)
 class EvictionHeap(Generic[NameT]):
-    """Items with a size, in eviction order. Not thread-safe.
+    """Items with sizes, in eviction order. Not thread-safe.
 
-    A use costs no search: an item keeps the place of its score when it was last examined, and is moved when it reaches
-    the top. As scores only rise, an item at the top with its true score has the least of all.
+    A use costs no search: an item's position follows from the score when it was last examined, and is corrected when
+    the item reaches the top. As scores only rise, an item at the top whose score is up to date has the lowest of all.
     """
 
     policy: EvictionPolicy
@@ -121,9 +120,9 @@ class EvictionHeap(Generic[NameT]):
         return name in self._items
 
     def add(self, name: NameT, usage: Usage, *, size_bytes: int = 1) -> None:
-        """Add an item. Raises ValueError if there is one of this name.
+        """Add an item. Raise ValueError if there is one of this name.
 
-        Make room before the call: a new item was never used, so an eviction after the call might evict it.
+        Evict before the call, not after it: a new item was never used, so it might itself be evicted.
         """
         if name in self._items:
             raise ValueError(f"an item {name!r} already exists")
@@ -133,26 +132,26 @@ class EvictionHeap(Generic[NameT]):
         heappush(self._places, self._place(name))
 
     def use(self, name: NameT, at: float) -> Usage:
-        """Count a use at a time, and return the item's new usage. Raises KeyError."""
+        """Count a use at time `at`, and return the item's new usage. Raise KeyError if there is no such item."""
         item = self._items[name]
         item.usage = item.usage.used(at, self.policy.half_life)
         return item.usage
 
     def usage(self, name: NameT) -> Usage:
-        """Return an item's usage. Raises KeyError."""
+        """Return an item's usage. Raise KeyError if there is no such item."""
         return self._items[name].usage
 
     def remove(self, name: NameT) -> None:
-        """Remove an item. Raises KeyError."""
+        """Remove an item. Raise KeyError if there is no such item."""
         self.size_bytes -= self._items.pop(name).size_bytes
         if len(self._places) > max(_LEAST_PLACES, len(self._items) / (1 - _MOST_REMOVED)):
             self._places = [self._place(other) for other in self._items]
             heapify(self._places)
 
     def evict(self, until_bytes: int) -> list[NameT]:
-        """Evict items until the others have at most `until_bytes`; return the names of the evicted items.
+        """Evict items until the others have at most `until_bytes` bytes; return the names of the evicted items.
 
-        To evict in batches, pass less than the budget: what is evicted together is deleted together.
+        To evict in batches, pass less than the budget: the owner then deletes several items together.
         """
         gone: list[NameT] = []
         while self.size_bytes > until_bytes and self._items:
@@ -163,7 +162,7 @@ class EvictionHeap(Generic[NameT]):
         return gone
 
     def _least(self) -> NameT:
-        """Return the item that goes next and put its place on top. There must be an item."""
+        """Return the item to evict next, after moving it to the top. There must be an item."""
         while True:
             place = self._places[0]
             name = place[3]

@@ -10,35 +10,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 HALF_LIFE = 1000
-"""Number of look-ups after which a measurement has half of its weight."""
+"""Number of lookups after which the weight of a measurement halves."""
 
 PROBE_EVERY = 20
-"""Of the look-ups that the predictor would skip, one in this many is made, to check whether it is right."""
+"""One in this many predicted misses is searched for anyway, to check the predictor."""
 
 LEAST_LOOKUPS = 200
-"""The predictor is not used before this many look-ups were measured."""
+"""Minimum number of measured lookups before the predictor is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorRates:
-    """Recently measured rates, each in [0, 1], and 0 if there was nothing to count."""
+    """Recently measured rates, each in [0, 1]; 0 if there was nothing to count."""
 
     hit_rate: float
-    """Share of look-ups that find something."""
+    """Share of lookups that find something."""
     recall: float
-    """Share of the hits that were predicted."""
+    """Share of the hits that were predicted as hits."""
     specificity: float
-    """Share of the misses that were predicted."""
+    """Share of the misses that were predicted as misses."""
     precision: float
     """Share of the predicted hits that were hits."""
     lookup_s: float
-    """Seconds of a look-up, less those of a prediction."""
+    """Seconds of a lookup minus the seconds of a prediction."""
     saved_s: float
-    """Seconds that a hit saves."""
+    """Seconds of computation that a hit saves."""
 
     @property
     def gain_s(self) -> float:
-        """Seconds per request that the predictor saves, because predicted misses are not searched for."""
+        """Seconds per request that the predictor saves, because there is no search for predicted misses."""
         return (1.0 - self.hit_rate) * self.specificity * self.lookup_s
 
     @property
@@ -48,18 +48,18 @@ class PredictorRates:
 
     @property
     def pays(self) -> bool:
-        """Whether a predictor with these rates should be on."""
+        """Whether the predictor saves more time than it costs."""
         return self.gain_s > self.loss_s
 
 
 @dataclass(slots=True)
 class PredictorSwitch:
-    """A switch that turns the predictor on while it pays, and measures it in both states. Not thread-safe.
+    """Turns the predictor on while it saves time, and measures it in both states. Not thread-safe.
 
-    For each request, call `weight(predicted_hit)`. If it is 0, answer with a miss without a search; otherwise search,
-    and call `record(weight, ...)`. While the switch is off, every request is searched for. While it is on, predicted
-    hits are searched for, and so is one in PROBE_EVERY of the predicted misses. That one counts for all of them, which
-    keeps the rates unbiased.
+    For each request, call `weight(predicted_hit)`. If it is 0, treat the request as a miss without a search; otherwise
+    search, and call `record(weight, ...)`. While the switch is off, there is a search for every request. While it is
+    on, there is one for predicted hits and for one in PROBE_EVERY predicted misses; that one has the weight of all of
+    them, which keeps the rates unbiased.
     """
 
     half_life: float = HALF_LIFE
@@ -77,7 +77,7 @@ class PredictorSwitch:
 
     @property
     def rates(self) -> PredictorRates:
-        """Recently measured rates."""
+        """Rates over recent lookups."""
         hits = self._predicted_hits + self._missed_hits
         misses = self._false_alarms + self._predicted_misses
         return PredictorRates(
@@ -93,7 +93,7 @@ class PredictorSwitch:
     def on(self) -> bool:
         """Whether predictions are used now.
 
-        While the savings of hits are unknown, they are not used, because lost hits would seem to cost nothing.
+        They are not while the savings of hits are unknown, because lost hits would then seem to cost nothing.
         """
         hits = self._predicted_hits + self._missed_hits
         seen = hits + self._false_alarms + self._predicted_misses
@@ -101,7 +101,7 @@ class PredictorSwitch:
         return seen >= self.least_lookups and known and self.rates.pays
 
     def weight(self, predicted_hit: bool) -> float:
-        """Return 0 to skip the search, or the number of requests for which this search counts."""
+        """Return 0 to skip the search, else the number of requests that this search stands for."""
         if predicted_hit or not self.on:
             return 1.0
         self._spared = (self._spared + 1) % self.probe_every
@@ -113,8 +113,9 @@ class PredictorSwitch:
         """Record the result of a search.
 
         Args:
-            lookup_s: Duration of the search.
-            saved_s: What its hit saves; None if unknown.
+            weight: The result of `weight`.
+            lookup_s: Seconds that the search took.
+            saved_s: Seconds of computation that the hit saves; None if unknown.
         """
         kept = 0.5 ** (weight / self.half_life)
         self._predicted_hits = kept * self._predicted_hits + weight * (predicted_hit and hit)

@@ -1,6 +1,6 @@
 """How many steps a cached latent may replace, by the similarity of two prompts and the model's measured thresholds.
 
-Source: Nirvana (NSDI'24), section 5.3 and Algorithm 2. Plain numbers. A profile here is for one fidelity.
+Source: Nirvana (NSDI'24), section 5.3 and Algorithm 2. A profile here is for one fidelity.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from bottega.addons.cache.wire.prompt_words import split_words
 from bottega.addons.cache.wire.starts import FRACTIONS, recorded_steps
 
 BALANCED_ALPHA = 0.9
-"""A picture must exceed this share of the uncached picture's quality (Nirvana's alpha)."""
+"""Share of the uncached picture's quality that a picture must exceed with fidelity balanced (Nirvana's alpha)."""
 
 FAST_ALPHA = 0.8
-"""The same share, for requests that prefer speed."""
+"""The same share with fidelity fast."""
 
 SHARE = 0.95
-"""Share of the pictures started from a latent that must be good enough."""
+"""Share of the pictures started from a latent that must exceed that quality."""
 
 LEAST_SAMPLES = 20
 """Minimum number of samples.
 
-With fewer, a single bad picture is more than a twentieth, so a share of .95 means nothing.
-"""
+With fewer, a single bad picture is more than a twentieth, so that a share of .95 means nothing."""
 
 SHORT_WORDS = 15
-"""Longest prompt, in words, for which similarity was found to be meaningful.
-
-In longer prompts a changed word hardly affects it.
-"""
+"""Length, in words, up to which Nirvana's thresholds hold. In longer prompts a changed word hardly affects
+similarity."""
 
 # Steps are whole and their fractions are not. A step belongs to a fraction that is at most this far away.
 _MOST_ROUNDING = 0.05 + 1e-9
@@ -40,15 +37,14 @@ _MOST_ROUNDING = 0.05 + 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthClass:
-    """Thresholds for prompts of at most `max_words` words, which may be math.inf."""
+    """Thresholds for prompts of at most `max_words` words; `max_words` may be math.inf."""
 
     max_words: float
     thresholds: Mapping[float, float]
-    """Least cosine of two prompts' embeddings, in [-1, 1], by the fraction of the steps that is skipped.
+    """Minimum cosine between two prompts' embeddings, in [-1, 1], by the fraction of the steps that is skipped.
 
-    Fractions are from bottega.addons.cache.wire.starts.FRACTIONS. A fraction that is not named is never skipped.
-    Thresholds never fall with the fraction, because a latent that may replace more steps may replace fewer.
-    """
+    The fractions are among bottega.addons.cache.wire.starts.FRACTIONS. A missing fraction is never skipped. Thresholds
+    never fall as the fraction grows, because a latent that may replace more steps may also replace fewer."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if the thresholds are invalid."""
@@ -66,12 +62,12 @@ class LengthClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipProfile:
-    """Classes by ascending prompt length. A prompt belongs to the first that covers its length, or to none."""
+    """Classes in ascending order of prompt length. A prompt belongs to the first class that covers its length."""
 
     classes: tuple[LengthClass, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the classes do not ascend."""
+        """Raise ValueError if the classes are not in ascending order."""
         if any(later.max_words <= earlier.max_words for earlier, later in pairwise(self.classes)):
             raise ValueError("classes must be in ascending order of max_words")
 
@@ -82,20 +78,20 @@ class SkipProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualitySample:
-    """A prompt, drawn from a cached latent and from noise.
+    """A prompt that was drawn both from a cached latent and from noise.
 
-    The qualities of both pictures use one measure, of which more is better (1 and 0 of the oracle, a CLIP score).
+    Both qualities use one measure, of which more is better (1 and 0 for right and wrong, or a CLIP score).
     """
 
     similarity: float
-    """Cosine of the embeddings of this prompt and the latent's prompt."""
+    """Cosine between the embeddings of this prompt and of the latent's prompt."""
     cached: float
     """Quality of the picture from the cached latent."""
     uncached: float
     """Quality of the picture from noise."""
 
     def good(self, alpha: float) -> bool:
-        """Return whether the cached picture exceeds alpha times the uncached one, or is no worse.
+        """Return whether the cached picture's quality exceeds alpha times the uncached one's, or is no worse.
 
         The second condition matters if the uncached picture has quality 0: then 0 does not exceed alpha times 0.
         """
@@ -107,11 +103,11 @@ NIRVANA_768 = SkipProfile(
         LengthClass(max_words=SHORT_WORDS, thresholds=dict(zip(FRACTIONS, (0.65, 0.75, 0.85, 0.9, 0.95), strict=True))),
     )
 )
-"""Nirvana's own thresholds, for CLIP text embeddings of width 768 and prompts for which similarity is meaningful."""
+"""Nirvana's own thresholds, for CLIP text embeddings of width 768 and prompts of at most SHORT_WORDS words."""
 
 
 def fallback_profile(width: int) -> SkipProfile | None:
-    """Return the profile of a model that was not measured, by the width of its embeddings; None forbids reuse."""
+    """Return the profile of an unmeasured model, by the width of its embeddings; None if nothing may be reused."""
     return NIRVANA_768 if width == 768 else None
 
 
@@ -121,10 +117,10 @@ def count_words(prompt: str) -> int:
 
 
 def skip_steps(profile: SkipProfile, *, similarity: float, words: int, steps: int) -> tuple[int, ...]:
-    """Return the recorded steps whose latents may be used for a job, the largest first; empty if none.
+    """Return the steps whose recorded latents may be used for a job, the largest first; empty if none may.
 
     Args:
-        similarity: Cosine of the two prompts' embeddings, in [-1, 1]; NaN never suffices.
+        similarity: Cosine between the two prompts' embeddings, in [-1, 1]; NaN never suffices.
         words: Words of the new prompt.
         steps: Denoising steps of both prompts' jobs.
     """
@@ -137,12 +133,12 @@ def skip_steps(profile: SkipProfile, *, similarity: float, words: int, steps: in
 
 
 def skip_step(profile: SkipProfile, *, similarity: float, words: int, steps: int) -> int:
-    """Return the largest of skip_steps, or 0 if there is none: Nirvana's K."""
+    """Return the largest of skip_steps, which is Nirvana's K; 0 if there is none."""
     return next(iter(skip_steps(profile, similarity=similarity, words=words, steps=steps)), 0)
 
 
 def served_step(allowed: Sequence[int], present: Collection[int]) -> int:
-    """Return the largest allowed step whose latent is still present, or 0 if there is none.
+    """Return the largest allowed step whose latent is still present; 0 if there is none.
 
     If the latent of a larger step was evicted (a hole), the next one below it is used.
 
@@ -153,10 +149,10 @@ def served_step(allowed: Sequence[int], present: Collection[int]) -> int:
 
 
 def least_similarity(samples: Sequence[QualitySample], *, alpha: float, share: float = SHARE) -> float | None:
-    """Return the least similarity that allows latents after some K (Nirvana's Algorithm 2), or None for never.
+    """Return the lowest similarity that allows to skip K steps (Nirvana's Algorithm 2); None if none does.
 
-    It is the least s* such that at least LEAST_SAMPLES samples have similarity s* or more, and the share `share` of
-    them is good. s* is one of the samples' similarities. The paper's pseudo-code uses the least similarity of a good
+    It is the lowest s* such that at least LEAST_SAMPLES samples have similarity s* or more, and the share `share` of
+    them is good. s* is one of the samples' similarities. The paper's pseudo-code uses the lowest similarity of a good
     picture instead, above which there may be bad ones. Its text demands that all above are good, which one bad picture
     in thousands prevents.
 
@@ -177,10 +173,10 @@ def least_similarity(samples: Sequence[QualitySample], *, alpha: float, share: f
 def measured_class(
     max_words: float, samples: Mapping[float, Sequence[QualitySample]], *, alpha: float, share: float = SHARE
 ) -> LengthClass:
-    """Return the thresholds of a class of prompts that the samples, by fraction of the steps, justify.
+    """Return the thresholds of a class of prompts, computed from samples by fraction of the steps.
 
-    A fraction whose samples allow no similarity is left out with all larger ones. If chance makes a longer skip look
-    easier than a shorter one, it gets the same threshold.
+    A fraction for which no similarity suffices is omitted, and so are all larger ones. If by chance a larger fraction
+    has a lower threshold than a smaller one, both get the same.
     """
     thresholds: dict[float, float] = {}
     highest = -1.0

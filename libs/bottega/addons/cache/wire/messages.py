@@ -1,14 +1,16 @@
-"""The messages between a worker's engine and an approximate cache over a link, each as tensors.
+"""The messages between a worker's engine and an approximate cache over a tensor connection.
 
-The first tensor is named after the message's kind and holds a number. The second is a header, a message of cache.proto.
-The receiver checks both from a copy before it uses them, and raises ValueError for a message that breaks a rule.
+A message is a list of tensors. The first is named after the message's kind and holds a number. The second is a header,
+a message of cache.proto. The receiver checks both in a copy before it uses them, and raises ValueError for a message
+that breaks a rule.
 
-    worker -> cache    question: the prompt's embedding     answer: the latents that its header names
-                       recording: embedding, picture, and   nothing
-                       the latents that its header names
-                       starts: no further tensor            nothing
+worker -> cache    question: the prompt's embedding     answer: the latents that its header lists
+                   recording: embedding, picture, and   no answer
+                   the latents that its header lists
+                   starts: no further tensor            no answer
 
-Latents are [channels, height, width] in the model's element type. Recordings and starts have the number 0.
+An answer has the number of its question. Latents are [channels, height, width] in the model's element type. Recordings
+and starts have the number 0.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ MAX_LATENTS = 8
 """Maximum number of latents in a message: a job has at most eight pictures, a picture five recorded steps."""
 
 MAX_PICTURE_SIDE = 256
-"""Maximum width and height of a recording's picture, in pixels."""
+"""Maximum width and height in pixels of the picture in a recording."""
 
 _LATENT_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
@@ -57,13 +59,13 @@ class CacheMessage:
 
 
 def question_message(number: int, header: Message, embedding: memoryview) -> CacheMessage:
-    """Return a question. `embedding` is the bytes of float32 values."""
+    """Return a question message. `embedding` holds the bytes of float32 values."""
     rest = [(_embedding_spec(embedding.nbytes), embedding)]
     return _message(CacheMessageKind.QUESTION, number, header, rest)
 
 
 def answer_message(number: int, header: Message, latents: Sequence[tuple[TensorSpec, memoryview]]) -> CacheMessage:
-    """Return an answer with the latents of its hits, in their order."""
+    """Return an answer message with the latents that its header lists, in their order."""
     return _message(CacheMessageKind.ANSWER, number, header, latents)
 
 
@@ -74,33 +76,33 @@ def recording_message(
     picture: tuple[TensorSpec, memoryview],
     latents: Sequence[tuple[TensorSpec, memoryview]],
 ) -> CacheMessage:
-    """Return a recording.
+    """Return a recording message.
 
     Args:
         picture: uint8, [height, width, 3].
-        latents: The latents of its steps, in their order.
+        latents: The latents in the order of their steps.
     """
     rest = [(_embedding_spec(embedding.nbytes), embedding), picture, *latents]
     return _message(CacheMessageKind.RECORDING, 0, header, rest)
 
 
 def starts_message(header: Message) -> CacheMessage:
-    """Return the message that reports how much computation a cache's latents have saved."""
+    """Return a message that reports how many steps a cache's latents have saved."""
     return _message(CacheMessageKind.STARTS, 0, header, ())
 
 
 def latent_spec(index: int, dtype: DType, shape: tuple[int, ...]) -> TensorSpec:
-    """Return the spec of the latent at this place of an answer or a recording."""
+    """Return the tensor spec of the latent at index `index` of an answer or a recording."""
     return TensorSpec(name=f"latent{index}", dtype=dtype, shape=shape)
 
 
 def picture_spec(height: int, width: int) -> TensorSpec:
-    """Return the spec of a recording's picture."""
+    """Return the tensor spec of the picture in a recording."""
     return TensorSpec(name="picture", dtype=DType.UINT8, shape=(height, width, 3))
 
 
 def read_header(layout: Layout, views: Sequence[memoryview], kind: type[MessageT]) -> tuple[int, MessageT]:
-    """Return number and header of a message. Raises ValueError."""
+    """Return number and header of a message. Raise ValueError if it has none."""
     number = read_number(layout, views)
     spec = layout.specs[1] if len(layout.specs) > 1 else None
     if spec is None or spec.name != "header" or spec.dtype != DType.UINT8 or len(spec.shape) != 1:
@@ -133,7 +135,7 @@ def check_picture(layout: Layout) -> None:
 
 
 def check_latents(layout: Layout, first: int, number: int) -> None:
-    """Raise ValueError unless the tensors from `first` on are `number` latents of one shape and element type."""
+    """Raise ValueError unless the tensors from index `first` on are `number` latents of one shape and element type."""
     specs = layout.specs[first:]
     if len(specs) != number or number > MAX_LATENTS:
         raise ValueError(f"a {kind_of(layout)} message has latents that differ from its header")

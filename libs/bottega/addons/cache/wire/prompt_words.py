@@ -1,4 +1,4 @@
-"""The words of a prompt, in languages that put spaces between them and in those that do not."""
+"""Splits prompts into words, also in languages without spaces between words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD = re.compile(
 def split_words(prompt: str) -> list[str]:
     """Return the words of a prompt.
 
-    White space separates them. Text in a script without spaces, such as Chinese, Japanese or Thai, is cut into parts of
-    a usual word's length.
+    White space separates them. Text in a script without spaces, such as Chinese, Japanese or Thai, is cut into pieces
+    of a usual word's length.
     """
     return _WORD.findall(prompt)

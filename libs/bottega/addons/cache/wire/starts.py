@@ -1,4 +1,4 @@
-"""Starts from cached latents: their names, which requests may have them, and how a picture is drawn again."""
+"""Starts from cached latents: their names, which requests may use them, and how such a picture is drawn again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 ENTRY_PATTERN = re.compile(r"[0-9a-f]{32}")
-"""The name of a cache entry: 128 random bits in hex."""
+"""The ID of a cache entry: 128 random bits in hex."""
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of the steps after which a picture's latent is recorded (Nirvana, NSDI'24, section 5: 5 to 25 of 50)."""
@@ -25,7 +25,7 @@ _BESIDE_THE_PROMPT: Final = ("image", "strength", "prompt_2")
 
 
 LEAST_WORDS: Final = 3
-"""Number of different words that a prompt needs for its embedding to describe the picture."""
+"""Minimum number of different words in a prompt for its embedding to describe the picture."""
 
 
 def has_enough_words(prompt: str) -> bool:
@@ -40,22 +40,22 @@ def has_enough_words(prompt: str) -> bool:
 def is_cacheable(spec: GenerationSpec) -> bool:
     """Return whether the embedding of the spec's prompt describes the picture well enough for the approximate cache.
 
-    It does not for several prompts, input images and very short prompts. The strength of a complete spec shows that it
-    had an input image, even if its images were removed.
+    It does not for several prompts, input images and very short prompts. A complete spec whose images were removed
+    still has a strength, which shows that there was an input image.
     """
     alone = not spec.prompts and not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
     return alone and has_enough_words(spec.prompt)
 
 
 def is_switched_off(spec: GenerationSpec) -> bool:
-    """Return whether the request forbids both starting from cached latents and being recorded."""
+    """Return whether the request forbids both starting from cached latents and recording its own."""
     return spec.techniques.HasField("approximate_cache") and not spec.techniques.approximate_cache
 
 
 def may_start(spec: GenerationSpec) -> bool:
     """Return whether the pictures of a complete spec may start from cached latents.
 
-    Pictures that are kept for editing run all of their steps, because their latents are kept.
+    Pictures that are kept for editing compute all of their steps, because all of their latents are kept.
     """
     if spec.keep_for_editing or not is_cacheable(spec):
         return False
@@ -63,7 +63,7 @@ def may_start(spec: GenerationSpec) -> bool:
 
 
 def pin_start(spec: GenerationSpec, start: str) -> None:
-    """Make the spec of one picture repeat its start. Specs that cannot start from cached latents are unchanged.
+    """Make the spec of one picture repeat its start. Specs that cannot start from cached latents stay unchanged.
 
     Args:
         start: A name from `format_start`; "" means that the picture starts from noise.
@@ -77,12 +77,12 @@ def pin_start(spec: GenerationSpec, start: str) -> None:
 
 
 def format_start(entry: str, step: int) -> str:
-    """Return the name of a start, "ENTRY@STEP", as provenances record it and requests pin it."""
+    """Return the name of a cached latent, "ENTRY@STEP", as in provenances and requests."""
     return f"{entry}@{step}"
 
 
 def parse_start(text: str) -> tuple[str, int]:
-    """Return entry and step of "ENTRY@STEP". Raises ValueError."""
+    """Return entry and step of "ENTRY@STEP". Raise ValueError for other texts."""
     found = _START.fullmatch(text)
     if found is None:
         raise ValueError("a cached latent is named by 32 hex digits, @ and a step")
@@ -95,6 +95,6 @@ def prompt_digest(prompt: str) -> str:
 
 
 def recorded_steps(steps: int) -> tuple[int, ...]:
-    """Return the steps after which latents are recorded, ascending. Requests of few steps have fewer of them."""
+    """Return the steps after which latents are recorded, ascending. Requests with few steps have fewer of them."""
     found = {round(fraction * steps) for fraction in FRACTIONS}
     return tuple(sorted(step for step in found if 0 < step < steps))

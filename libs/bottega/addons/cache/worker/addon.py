@@ -11,7 +11,7 @@ from bottega.v1.engine_pb2 import EngineBeat
 
 
 def create(context: EngineAddOnContext) -> WorkerCachedStarts:
-    """Return the add-on that the manifest names."""
+    """Return the add-on for an engine. The manifest names this function."""
     return WorkerCachedStarts(context)
 
 

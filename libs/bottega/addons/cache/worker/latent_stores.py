@@ -1,7 +1,7 @@
-"""The fleet's approximate caches as one LatentSource: it queries the first one with an open link.
+"""The fleet's approximate caches as one LatentSource, which queries the first one that is connected.
 
-A question whose cache is lost is asked again, at the next cache or at the same one, while its answer is needed.
-Recordings wait within a budget of bytes for the first cache that is linked. No call blocks.
+If a cache is lost before it has answered, the query is sent again, to the next cache or to the same one, while its job
+still waits. Recordings wait in a buffer of limited size for the first cache that is connected. No call blocks.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class _Question:
     question: LatentQuestion
     answer: Future[LatentReply]
     link: CacheStoreLink | None = None
-    """The cache that was asked; None while none is linked."""
+    """The connection to the cache that was asked; None while no cache is connected."""
     asked_s: float = 0.0
-    """When it was asked, on CLOCK_MONOTONIC."""
+    """Time at which it was sent, on CLOCK_MONOTONIC."""
     tries: int = 0
-    """How many links it was sent on."""
+    """Number of connections over which it was sent."""
 
 
 class LatentStores:
-    """The caches of the fleet, called by one thread of the engine and by the links' threads.
+    """The caches of the fleet, called by one thread of the engine and by the connections' threads.
 
     Args:
         model_name: Name of the engine's model in requests.
-        budget_bytes: Bytes of recordings that may wait.
+        budget_bytes: Maximum bytes of recordings that wait.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LatentStores:
 
     @property
     def linked(self) -> int:
-        """Number of open links."""
+        """Number of connected caches."""
         return sum(link.open for link in list(self._links.values()))
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
@@ -123,17 +123,17 @@ class LatentStores:
         return True
 
     def stop(self) -> None:
-        """Close all links."""
+        """Close all connections."""
         self.set_stores(())
 
     def on_link(self, link: CacheStoreLink) -> None:
-        """Send pending queries to a cache whose link has opened."""
+        """Send pending queries to a cache that has just been connected."""
         with self._lock:
             self._ask_pending()
         link.record()
 
     def on_answer(self, link: CacheStoreLink, number: int, answer: LatentReply) -> None:
-        """Deliver an answer. It counts even if it is late or the question was asked again elsewhere."""
+        """Pass on a response, even if it is late or the query was sent again elsewhere."""
         with self._lock:
             asked = self._questions.pop(number, None)
         if asked is None:
@@ -147,7 +147,7 @@ class LatentStores:
             asked.answer.set_result(replace(answer, work=work))
 
     def on_lost(self, link: CacheStoreLink) -> None:
-        """Send the queries of a lost link again, to the next cache or to the same one."""
+        """Send the queries of a lost connection again, to the next cache or to the same one."""
         with self._lock:
             for asked in self._questions.values():
                 if asked.link is link:
@@ -174,13 +174,13 @@ class LatentStores:
         return next((link for link in self._links.values() if link.open), None)
 
     def _ask_pending(self) -> None:
-        """Send pending queries that have no link. Call it under the lock."""
+        """Send pending queries that no cache has. Call it under the lock."""
         for number, asked in self._questions.items():
             if asked.link is None and not asked.answer.done():
                 self._send(number, asked)
 
     def _send(self, number: int, asked: _Question) -> None:
-        """Ask the first cache that is linked. Answer with nothing after too many tries. Call it under the lock."""
+        """Send a query to the first connected cache, or answer it as a miss after too many tries. Needs the lock."""
         if asked.tries == _MAX_TRIES:
             if asked.answer.set_running_or_notify_cancel():
                 asked.answer.set_result(_UNAVAILABLE)
@@ -192,6 +192,6 @@ class LatentStores:
 
 
 def _unused(question: CacheQuestion, answer: CacheAnswer) -> CacheStarts:
-    """Return the report to a cache about hits that came after their job had stopped waiting."""
+    """Return the report to a cache about latents that arrived after their job had stopped waiting."""
     entries = [hit.entry for hit in answer.hits]
     return CacheStarts(key=question.key, prompt_digest=question.prompt_digest, unused=entries)

@@ -1,4 +1,4 @@
-"""Translates between the engine's tensors and messages of an approximate cache."""
+"""Converts between the engine's tensors and messages of an approximate cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HEADER_SPECS = 2
 
 
 def question_of(number: int, question: LatentQuestion) -> messages.CacheMessage:
-    """Return the message of a question."""
+    """Return the message of a query."""
     return messages.question_message(number, question.header, _bytes(question.embedding))
 
 
 def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentReply]:
-    """Return the number of the question, and a copy of the answer. Raises ValueError."""
+    """Return the number of the query, and a copy of the response. Raise ValueError if the message breaks a rule."""
     number, header = messages.read_header(layout, views, CacheAnswer)
     check_times(header.times)
     messages.check_latents(layout, _HEADER_SPECS, len(header.hits))
@@ -38,7 +38,7 @@ def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentR
 def recording_of(recording: JobRecording, *, model_name: str) -> messages.CacheMessage:
     """Return the message of a recording.
 
-    It waits for the device and shrinks the image, so it must not be called in the engine's thread.
+    This waits for the device and scales down the image, so it must not be called in the engine's thread.
     """
     latents = latents_in_order(recording)
     picture = recording.small_picture()

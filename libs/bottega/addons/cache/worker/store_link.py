@@ -1,7 +1,7 @@
-"""The link of a worker's engine to one approximate cache: sends questions and recordings, and receives answers.
+"""The connection of a worker's engine to one approximate cache: sends queries and recordings, and receives responses.
 
-The link is opened as soon as the cache is known, so that the first question finds it open, and again after a loss.
-LatentStores keeps the questions and recordings.
+The connection is opened as soon as the cache is known, so that the first query finds it open, and again after a loss.
+LatentStores keeps the queries and recordings.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _SLOTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLinkSettings(LinkClientSettings):
-    """The settings of a link that receives answers of a cache."""
+    """The settings of a connection that receives responses of a cache."""
 
     limits: Limits = field(default_factory=lambda: Limits(slots=_SLOTS, slot_bytes=_ANSWER_BYTES))
     retry_s: float = 1.0
 
 
 class CacheStoreLink(LinkClientHandler):
-    """A link to one cache. Any thread may call it."""
+    """A connection to one cache. Any thread may call it."""
 
     def __init__(
         self,
@@ -76,33 +76,33 @@ class CacheStoreLink(LinkClientHandler):
 
     @property
     def open(self) -> bool:
-        """Whether the link is open."""
+        """Whether the connection is open."""
         return self._connection is not None
 
     @property
     def wants_link(self) -> bool:
-        """Always True, because a link is closed when its cache leaves the fleet."""
+        """Always True, because the connection is only closed when its cache leaves the fleet."""
         return True
 
     def ask(self, number: int, question: LatentQuestion) -> bool:
-        """Send a query. Return False if there is no link."""
+        """Send a query. Return False if the connection is not open."""
         connection = self._connection
         return connection is not None and connection.send(messages.question_of(number, question))
 
     def report(self, starts: CacheStarts) -> None:
-        """Report how many steps latents of this cache have saved. Do nothing without a link."""
+        """Report how many steps latents of this cache have saved. Do nothing if the connection is not open."""
         connection = self._connection
         if connection is not None:
             connection.send(starts_message(starts))
 
     def record(self) -> None:
-        """Send recordings when no query is pending. Do nothing without a link."""
+        """Send recordings when no query is pending. Do nothing if the connection is not open."""
         connection = self._connection
         if connection is not None:
             connection.post(self._begin_recording)
 
     def close(self) -> None:
-        """Close the link."""
+        """Close the connection."""
         self._client.close()
 
     def on_open(self, connection: Connection) -> None:
@@ -129,7 +129,7 @@ class CacheStoreLink(LinkClientHandler):
 
     @property
     def idle_s(self) -> float | None:
-        """Return 0 while recordings wait; questions are sent first."""
+        """0 while recordings wait to be sent, after any queries; None otherwise."""
         return 0.0 if self._records else None
 
     def send_idle(self, link: Link) -> None:

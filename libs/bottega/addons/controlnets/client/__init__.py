@@ -1,6 +1,6 @@
-"""ControlNets in the client: which services host them, how to add more to servers, and profiling."""
+"""The client code of ControlNets: which services host them, how to add more to servers, and profiling."""
 
 COMMAND = "controlnets"
-"""Name of its subcommand of `bottega`."""
+"""Name of the subcommand of `bottega`."""
 HELP = "List, add and measure ControlNets."
-"""What `bottega --help` says of it, without an import of its module."""
+"""Help text of the subcommand. It is here so that `bottega --help` need not import the subcommand's module."""

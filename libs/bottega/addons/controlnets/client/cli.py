@@ -1,4 +1,4 @@
-"""`bottega controlnets` and the options, output lines and advice that ControlNets add to other commands."""
+"""`bottega controlnets`, and what ControlNets add to other commands: options, output lines and advice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command() -> None:
 def list_command(*, address: str) -> None:
     """List the ControlNets that you may use.
 
-    Operators see all, with their hosts; tenants see theirs.
+    Operators see all ControlNets with their hosts; tenants see those that they may use.
     """
     with connect(address) as client:
         nets = ask_as_operator(client, "controlnet", client.controlnets)
@@ -110,12 +110,13 @@ def where(*, name: str, address: str) -> None:
 @address_option
 @fleet_option
 def add(*, name: str, folder: str, server: str | None, revision: str | None, address: str) -> None:
-    """Have ControlNet servers host a ControlNet as NAME.
+    """Make ControlNet servers host a ControlNet as NAME.
 
-    NAME@TENANT is only for that tenant, which asks for it as NAME.
+    A ControlNet NAME@TENANT belongs to that tenant alone, which calls it NAME.
 
     FOLDER has Diffusers' layout (config.json, diffusion_pytorch_model.safetensors). It is on the servers' machines,
-    below the root that their configuration allows; a relative one is looked for here, then below that root.
+    below the root folder that their configuration allows. A relative FOLDER is looked for here first, then below that
+    root.
 
     hub:OWNER/NAME is first downloaded to a folder below that root; run this on the servers' machine.
     """
@@ -191,11 +192,12 @@ _SCENES = 4
 def profile(
     *, name: str, images: Sequence[Path], prompt: str, steps: int | None, model: str | None, address: str
 ) -> None:
-    """Measure whether the residuals of NAME may be one step late.
+    """Measure whether residuals of NAME from the previous step are good enough.
 
-    A picture is drawn with each control IMAGE; five of the kind that you use are enough. The embedded model's own
-    ControlNets need none. The servers that host NAME keep the cosine of adjacent steps, of the worst picture. From .99
-    on, requests that allow approximations use the residuals of the step before instead of waiting for their own.
+    The command draws a picture with each control IMAGE. Give five of the kind that you use; the embedded model's own
+    ControlNets need none. The servers of NAME store the lowest cosine, over the pictures, between residuals of adjacent
+    steps. From .99 on, requests that allow approximations may use the residuals of the previous step instead of
+    waiting.
     """
     with connect(address) as client:
         cases = [ProfileCase(prompt=prompt, image=image) for image in images] or [*_scenes(client, name, model)]
@@ -207,7 +209,7 @@ def profile(
 
 
 def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCase]:
-    """Yield cases of the embedded model's scenes. Raise UsageError for other models and ControlNets."""
+    """Yield pictures to measure the embedded model's ControlNets with. Raise UsageError for others."""
     import random
 
     from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
@@ -279,16 +281,16 @@ _PLACE = re.compile(r"(?:spec\.)?controlnets\[(\d+)\]\.(\w+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlArgument:
-    """The value of a --control option."""
+    """The value of an option --control."""
 
     name: str
     file: Path
     scale: float | None
-    """None if no scale was given."""
+    """The scale; None if none was given."""
 
 
 class ControlType(click.ParamType[ControlArgument]):
-    """A Click type for NAME=FILE[:SCALE]."""
+    """A Click type for a ControlNet, given as NAME=FILE[:SCALE]."""
 
     name = "control"
 
@@ -319,11 +321,11 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
 
     Args:
         then: ControlNets of the earlier picture, without their images.
-        given: --control options.
+        given: Values of the options --control.
         like: File of the earlier picture.
 
     Raises:
-        click.UsageError: The image of an earlier ControlNet is missing; pictures do not carry them.
+        click.UsageError: The image of an earlier ControlNet was not given; PNG files do not contain it.
     """
     left = list(given)
     nets = []
@@ -344,7 +346,7 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
 
 
 def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation:
-    """Return a violation that names its ControlNet as on the command line."""
+    """Return a violation in which the ControlNet is named as on the command line."""
     found = _PLACE.match(violation.field)
     if not found or int(found[1]) >= len(nets):
         return violation
@@ -355,7 +357,7 @@ def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation
 
 
 def _colon_before_scale(rest: str) -> int:
-    """Return the index of the colon in FILE:SCALE; the length if there is no scale. File names may have colons."""
+    """Return the index of the colon in FILE:SCALE; the length without a scale. File names may contain colons."""
     at = rest.rfind(":")
     if at < 1 or Path(rest).exists():
         return len(rest)
@@ -410,7 +412,7 @@ _BY_LIMIT = {
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """Return what to do about an error of ControlNets; None for other errors."""
+    """Return advice about an error of ControlNets; None for other errors."""
     if isinstance(error, errors.TooLarge):
         return _BY_LIMIT.get(error.metadata.get("limit", ""))
     if isinstance(error, errors.NotFinite) and error.metadata.get("controlnets"):

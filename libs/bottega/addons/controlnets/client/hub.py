@@ -1,4 +1,4 @@
-"""Downloads a ControlNet from the Hugging Face hub, when a person asks for it; nothing else here downloads."""
+"""Downloads a ControlNet from the Hugging Face hub when a user asks for it. Nothing else here downloads."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class HubError(BottegaError, code=Code.FAILED_PRECONDITION):
-    """The ControlNet is neither in the folder nor can it be downloaded."""
+    """The error that a ControlNet is neither in the folder nor can be downloaded."""
 
     def __init__(self, message: str, *, todo: str = "") -> None:
         super().__init__(message)
         self.todo = todo
-        """What the user can do about it."""
+        """What the user can do about the error."""
 
 
 def fetch(repo: str, revision: str | None, root: Path) -> Path:
-    """Download the files of a ControlNet that a server needs to a folder below `root`, and return that folder.
+    """Download the files that a server needs of a ControlNet to a folder below `root`, and return that folder.
 
-    These are its plain weights, else the fp16 variant, as one file or in shards; pickled weights are never downloaded,
-    nor are files that are here already.
+    The weights are the plain ones, else the fp16 variant, as one file or in shards. Pickled weights are never
+    downloaded, and neither are files that are here already.
 
     Args:
-        repo: OWNER/NAME on the hub, or wherever HF_ENDPOINT points.
+        repo: OWNER/NAME on the hub, or on the server that HF_ENDPOINT names.
         revision: A branch, tag or commit; None for the newest.
         root: The folder below which servers host ControlNets.
 
     Raises:
-        HubError: It cannot be downloaded.
+        HubError: The ControlNet cannot be downloaded.
     """
     try:
         import huggingface_hub
@@ -100,7 +100,7 @@ def _unreachable(repo: str, error: Exception) -> HubError:
     if isinstance(error, OSError) and error.errno in _FULL:
         return HubError(
             f"{repo} cannot be downloaded: the disk of {error.filename or 'the folder'} is full",
-            todo="Make room there, and try again: complete files are not downloaded again.",
+            todo="Free space there, and try again: complete files are not downloaded again.",
         )
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     if offline:

@@ -1,4 +1,4 @@
-"""The clients' methods about ControlNets, and the doctor's findings about the servers that host them."""
+"""The SDK's methods about ControlNets, and findings about their servers for `bottega doctor`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def add_to_server(server: FleetMember, request: controlnet_pb2.AddControlN
 
 
 async def import_root(servers: Sequence[FleetMember]) -> str:
-    """Return the folder below which the servers host what is added. Raise InvalidRequest if they do not share one."""
+    """Return the folder below which the servers host what is added. Raise InvalidRequest if they differ."""
     roots = set()
     for server in servers:
         async with _SERVERS.open(server) as stub:
@@ -94,13 +94,13 @@ async def import_root(servers: Sequence[FleetMember]) -> str:
 async def store_profile(
     fleet: FleetStatus, name: str, profile: ResidualProfile, *, digest: str | None
 ) -> tuple[str, ...]:
-    """Have every server that hosts the ControlNet keep its profile, and return the names of these servers.
+    """Make every server that hosts the ControlNet store its profile, and return the names of these servers.
 
     Args:
         digest: Hash of the version that was measured; None for the version that each server has.
 
     Raises:
-        ControlNetNotFound: No server hosts it.
+        ControlNetNotFound: No server hosts the ControlNet.
         BottegaError: A server refuses the profile.
     """
     hosts = [
@@ -131,11 +131,12 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         return controlnets_of(await self.fleet())
 
     async def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
-        """Have ControlNet servers host a ControlNet, and return the answer of each.
+        """Make ControlNet servers host a ControlNet, and return the response of each.
 
         Args:
-            name: Name to ask for it by.
-            folder: In Diffusers' layout, on the servers' machines, below the root that their configuration allows.
+            name: Name of the ControlNet in requests.
+            folder: Folder in Diffusers' layout, on the servers' machines, below the root that their configuration
+                allows.
             server: Name of the only server that should host it; None for all servers.
 
         Raises:
@@ -148,7 +149,7 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         return tuple(await asyncio.gather(*(add_to_server(one, request) for one in servers)))
 
     async def controlnet_root(self, *, server: str | None = None) -> str:
-        """Return the folder, on their machine, below which ControlNet servers host what is added."""
+        """Return the folder, on the servers' machines, below which added ControlNets must be."""
         return await import_root(controlnet_servers(await self.fleet(), name=server))
 
     async def profile_controlnet(
@@ -160,15 +161,15 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         model: str | None = None,
         on_picture: Callable[[float], None] = lambda _: None,
     ) -> MeasuredProfile:
-        """Measure how similar a ControlNet's residuals are from step to step, and have its servers keep the result.
+        """Measure how similar the residuals of a ControlNet are from step to step; its servers store the result.
 
-        A picture is drawn of each case; the worst one counts. If the cosine is at least .99, requests with at least as
-        many steps may use the residuals of the step before instead of waiting for a slow link. They must allow it, by
-        fidelity or stale_residuals.
+        A picture of each case is drawn, and the lowest cosine counts. If it is at least .99, requests with at least as
+        many steps may use the residuals of the previous step instead of waiting for a slow server. They must allow it,
+        by fidelity or stale_residuals.
 
         Args:
             name: Name of the ControlNet.
-            cases: The pictures.
+            cases: Prompts and control images of the pictures.
             num_inference_steps: Steps of the pictures, ideally the fewest that you draw with; None for the model's
                 default.
             model: Name of the model; None for the only one that is served.
@@ -183,12 +184,12 @@ class AsyncControlNetMethods(AsyncGatewayClient):
     async def set_controlnet_profile(
         self, name: str, *, similarity: float, num_inference_steps: int, model: str | None = None
     ) -> tuple[str, ...]:
-        """Have the servers of a ControlNet keep a profile that you state, and return their names.
+        """Make the servers of a ControlNet store a similarity that you know, and return the servers' names.
 
         Args:
             name: Name of the ControlNet.
-            similarity: Cosine of the residuals of adjacent steps, -1 to 1.
-            num_inference_steps: Fewest steps for which it holds; see profile_controlnet().
+            similarity: Cosine between the residuals of adjacent steps, -1 to 1.
+            num_inference_steps: Fewest steps for which the similarity holds; see profile_controlnet().
             model: Name of the model; None for the only one that is served.
 
         Raises:
@@ -274,7 +275,7 @@ def _broken(field: str, rule: str) -> InvalidRequest:
 
 
 def controlnets_of(fleet: FleetStatus) -> tuple[ServedControlNet, ...]:
-    """Return the ControlNets that the fleet hosts, by name, the most popular version first."""
+    """Return the ControlNets that the fleet hosts, sorted by name, the most popular version of a name first."""
     found: dict[tuple[str, str, str], list[tuple[FleetMember, HostedItem]]] = {}
     for member in fleet.members:
         for net in (item for item in member.load.hosted if item.kind == kinds.CONTROLNET):
@@ -299,7 +300,7 @@ def _served(fleet: FleetStatus, hosted: list[tuple[FleetMember, HostedItem]]) ->
 
 
 def _profiles(hosted: Iterable[HostedItem]) -> tuple[ResidualProfile, ...]:
-    """Return the profile with the lowest similarity for each base model, because the lowest one decides."""
+    """Return the profile of each base model; where hosts differ, the one with the lowest similarity."""
     least: dict[str, ResidualProfile] = {}
     for profile in (profile for net in hosted for profile in net.profiles):
         known = least.get(profile.model_hash)

@@ -1,4 +1,4 @@
-"""ControlNets as the SDK describes them: which services host which version, and measurements of them."""
+"""ControlNets as the SDK describes them: the services that host each version, and measurements."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from bottega.errors import BottegaError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetHost:
-    """A service that has a ControlNet."""
+    """A service that hosts a ControlNet."""
 
     name: str
     address: str
     server: bool
-    """Whether the host is a ControlNet server; else it is a worker that has the weights itself."""
+    """Whether the service is a ControlNet server; else it is a worker that has the weights in its own memory."""
     readiness: Readiness
     popularity: int
-    """Sessions that used the ControlNet, of the newest sessions that the host remembers."""
+    """How many of the newest sessions at this service used the ControlNet; it remembers a fixed number of sessions."""
     sessions: int
-    """Sessions that use it now."""
+    """Number of sessions that use the ControlNet now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedControlNet:
-    """A version of a ControlNet. All versions of one name for one base model should be the same."""
+    """A version of a ControlNet. A fleet should have only one version of a name for each base model."""
 
     name: str
     digest: str
-    """Hash of its weights and configuration, hex."""
+    """Hash of the ControlNet's weights and configuration, hex."""
     base: str
-    """Base model that it was made for."""
+    """Base model that the ControlNet was made for."""
     models: tuple[str, ...]
-    """Names of the served models that it can be used with."""
+    """Names of the served models that the ControlNet can be used with."""
     size_bytes: int
-    """Bytes of its weights in memory."""
+    """Bytes of the weights in memory."""
     hosts: tuple[ControlNetHost, ...]
     profiles: tuple[ResidualProfile, ...] = ()
-    """Measurements of it, one for each base model."""
+    """Measured similarities, one for each base model."""
 
     @property
     def popularity(self) -> int:
-        """Sum of its hosts' popularities."""
+        """Popularity, summed over the hosts."""
         return sum(host.popularity for host in self.hosts)
 
     @property
     def loaded_at(self) -> tuple[str, ...]:
-        """Names of the hosts that have it in memory."""
+        """Names of the services that have the ControlNet in memory."""
         return tuple(host.name for host in self.hosts if host.readiness is Readiness.LOADED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedControlNet:
-    """The response of a server to the request to host a ControlNet."""
+    """The response of a server that was asked to host a ControlNet."""
 
     server: str
     size_bytes: int = 0
@@ -65,7 +65,7 @@ class AddedControlNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCase:
-    """A picture to measure with: its prompt and its control image."""
+    """A prompt and a control image with which a ControlNet is measured."""
 
     prompt: str
     image: ImageSource
@@ -79,6 +79,6 @@ class MeasuredProfile:
     """Hash of the version that was measured, hex."""
     profile: ResidualProfile
     pictures: tuple[float, ...]
-    """Mean cosine between adjacent steps, for each picture."""
+    """Mean cosine between residuals of adjacent steps, for each picture."""
     servers: tuple[str, ...] = ()
-    """Names of the servers that keep the profile."""
+    """Names of the servers that stored the profile."""

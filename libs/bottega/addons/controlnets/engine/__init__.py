@@ -1,6 +1,7 @@
-"""ControlNets: finding, loading and caching them, and the sessions that compute residuals with them.
+"""ControlNets in an engine: finding, loading and caching them, and the sessions that compute residuals with them.
 
-Both a server's engine and a worker that works alone use this package.
+A session is the use of one ControlNet by one request. ControlNet servers use this package, and so do workers that run
+ControlNets themselves.
 """
 
 from bottega.addons.controlnets.engine.cache import ControlNetCache, ControlNetLease

@@ -1,7 +1,8 @@
-"""ControlNets as an add-on of the engine: a job's sessions begin when its prompt is encoded, and end with the job.
+"""The engine add-on for ControlNets: a job's sessions begin when its prompt is encoded, and end with the job.
 
-A provider holds the sessions. The forward adds the residuals. If the other worker of a pair computes rows of the job, a
-message tells it which ControlNets they use; messages are checked here, and raise ValueError if they break a rule.
+A provider opens the sessions and computes residuals; the model's forward pass adds them. If a second worker computes
+some rows of the job, a message tells it which ControlNets they use. Messages are checked here, and raise ValueError if
+they break a rule.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ OPENING_TIMEOUT_S = 120.0
 
 
 class EngineControlNets(EngineAddOn):
-    """The add-on that gives jobs their ControlNets.
+    """The engine add-on that opens the ControlNet sessions of jobs.
 
     Args:
-        provider: Holds the sessions; None if this worker has no ControlNets.
+        provider: Opens sessions; None if this worker has no ControlNets.
     """
 
     kind = kinds.CONTROLNET
@@ -65,27 +66,27 @@ class EngineControlNets(EngineAddOn):
         return self._provider
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """Open sessions of this worker with the same ControlNets."""
+        """Open sessions with the ControlNets of a job of another worker, for which this worker computes rows."""
         if self._provider is None:
             raise Unavailable("this worker has no ControlNets")
         return RemoteControls(self._provider, read_controls(part, halves))
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Return the sessions of an order with ControlNets, not begun yet. Raises InvalidRequest, see `read_hosts`."""
+        """Return the object for a job's sessions, not begun yet; None without ControlNets. Raise InvalidRequest."""
         return JobControlNets(self._provider, order) if order.spec.controlnets else None
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Wait until one of the sessions has opened or failed, or until the timeout."""
+        """Wait until one of the sessions has opened or failed, or until the time-out."""
         handles = [handle for part in parts if isinstance(part, JobControlNets) for handle in part.handles]
         if handles and self._provider is not None:
             self._provider.settle(handles, timeout_s)
 
 
 class JobControlNets(JobAddOn):
-    """The sessions of one job.
+    """The ControlNet sessions of one job.
 
-    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. `_places` are the
-    positions of their ControlNets in the spec. A ControlNet that a resumed job no longer needs has no session.
+    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. `_places` has the
+    index of each session's ControlNet in the spec. A ControlNet that a resumed job no longer needs has no session.
     """
 
     def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:
@@ -106,7 +107,7 @@ class JobControlNets(JobAddOn):
 
     @property
     def handles(self) -> list[Hashable]:
-        """The provider's handles of the sessions."""
+        """The handles of the sessions, which the provider made."""
         return [control.handle for control in self.active]
 
     @property
@@ -123,7 +124,7 @@ class JobControlNets(JobAddOn):
             request.controls = self.active
 
     def begin(self, conditions: Conditions, *, from_step: int) -> None:
-        """Begin the sessions that the steps from `from_step` on need. Raises BottegaError, see `attach`."""
+        """Begin the sessions that the steps from `from_step` on need. Raise BottegaError if one can never be opened."""
         spec, images = self._order.spec, self._order.control_images
         if len(images) != len(spec.controlnets):
             raise InternalError(f"received {len(images)} control images for {len(spec.controlnets)} ControlNets")
@@ -143,8 +144,8 @@ class JobControlNets(JobAddOn):
     def update(self, now_s: float) -> None:
         """Check whether the job has to wait for its sessions.
 
-        A job begins when its sessions are open. If a server dies during a step that needs it, the job waits again: the
-        next server may have to load the ControlNet first, and other jobs must not wait for that.
+        A job begins when its sessions are open. If a server dies during a step that needs it, the job waits again,
+        because the next server may have to load the ControlNet first, and other jobs must not wait for that.
         """
         if self._opened():
             if self._waiting_since_s is not None:
@@ -170,9 +171,9 @@ class JobControlNets(JobAddOn):
         return self.waiting
 
     def after_forward(self, prediction: Prediction) -> float:
-        """Add the forward's wait for residuals to this job's, and return it.
+        """Add the time that a forward pass waited for residuals to this job's, and return it.
 
-        It counts for every job with sessions in it.
+        The wait counts for every job with sessions in the forward pass.
         """
         if not self.active:
             return 0.0
@@ -181,15 +182,15 @@ class JobControlNets(JobAddOn):
         return prediction.waited_s
 
     def offload(self) -> OffloadedPart | None:
-        """Return the message from which the pair's other worker opens sessions with the same ControlNets."""
+        """Return the message with which a second worker opens sessions with the same ControlNets; None without any."""
         return controls_part(self.begun) if self.begun else None
 
     def active_in(self, row: Row) -> int:
-        """Return a mask with one bit for each session that is active in the row."""
+        """Return a bit mask of the sessions that are active in the batch row."""
         return sum(1 << place for place, handle in enumerate(self.handles) if handle in row.controls)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """Yield the waits for its sessions, and the calls of servers. Each ControlNet has a track."""
+        """Yield trace spans of waiting for sessions, and of calls to servers. Each ControlNet has its own track."""
         yield from self._openings
         for place, record in zip(self._places, self._records or (), strict=False):
             track = f"ControlNet {self._order.spec.controlnets[place].name}"
@@ -203,7 +204,7 @@ class JobControlNets(JobAddOn):
                 )
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """Add the use of each ControlNet to the record, in the spec's order, including those that took no part."""
+        """Add the use of each ControlNet to the record, in the spec's order, including those that were never active."""
         spec = self._order.spec
         records = dict(zip(self._places, self._records or (), strict=False))
         uses = tuple(
@@ -223,7 +224,7 @@ class JobControlNets(JobAddOn):
             self._records = self._provider.close(self.handles)
 
     def _opened(self) -> bool:
-        """Return whether all sessions are open. Raises the BottegaError of a failed session."""
+        """Return whether all sessions are open. Raise the BottegaError of a failed one."""
         if self._provider is None or not self.active or self._records is not None:
             return True
         return self._provider.opened(self.handles)
@@ -271,9 +272,9 @@ def _use(spec: ResolvedSpec, control: ControlSpec, record: ControlRecord) -> Con
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Control:
-    """A ControlNet of a job, without its image and conditions. See ControlInput.
+    """A ControlNet of a job in the message to a second worker, without image and conditions. See ControlInput.
 
-    It has no field for stale residuals, because a follower always waits for the residuals of its own step.
+    It has no field for stale residuals, because a second worker always waits for the residuals of its own step.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
@@ -292,7 +293,7 @@ _CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_
 
 
 class RemoteControls:
-    """Sessions of this engine with the ControlNets of a job of the other worker. A RemoteAddOn."""
+    """A RemoteAddOn: this engine's sessions with the ControlNets of a job of another worker."""
 
     def __init__(self, provider: ControlNetProvider, controls: Sequence[ControlInput]) -> None:
         self._provider = provider
@@ -311,7 +312,7 @@ class RemoteControls:
 
 
 def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
-    """Return the message about these controls for the other worker."""
+    """Return the message about these controls for a second worker."""
     messages = tuple(
         _Control(
             name=control.name,
@@ -332,10 +333,10 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
 
 
 def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[ControlInput, ...]:
-    """Return the controls of a message.
+    """Return the controls in a message.
 
     Args:
-        halves: The job's conditions.
+        halves: Prompt embeddings of the job's conditional and unconditional rows.
     """
     messages = _CONTROLS.validate_json(part.header)
     return tuple(_control(message, part.tensors.get(str(place)), halves) for place, message in enumerate(messages))

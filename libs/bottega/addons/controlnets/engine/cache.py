@@ -1,4 +1,4 @@
-"""The cache of loaded ControlNets: a LoadCache with a loader of ControlNets. Sessions run during its loads."""
+"""A memory cache of loaded ControlNets, whose loads run beside sessions of other ControlNets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Load = Callable[[ControlNetSource, torch.device], LoadedControlNet]
 
 
 class ControlNetCache(LoadCache[LoadedControlNet]):
-    """A cache that loads ControlNets within `budget_bytes` and evicts them.
+    """A cache that loads ControlNets within `budget_bytes`, and evicts unused ones.
 
     Args:
-        sources: Sources by name; may grow while the cache is open.
+        sources: Where to load each ControlNet from, by name; more may be added while the cache is open.
         popularity: Determines the order of eviction.
         load: Loads a ControlNet from a source, in the cache's own thread. Raises BottegaError.
     """
@@ -37,7 +37,7 @@ class ControlNetCache(LoadCache[LoadedControlNet]):
 
 
 class _ControlNetLoader:
-    """Sizes and weights of ControlNets by name."""
+    """Sizes and loads ControlNets for the cache."""
 
     what = "ControlNet"
 
@@ -47,11 +47,11 @@ class _ControlNetLoader:
         self._load = load
 
     def size_bytes(self, name: str) -> int:
-        """Return the size of its weights. Raises ControlNetNotFound."""
+        """Return the size of the ControlNet's weights. Raise ControlNetNotFound if there is none of this name."""
         return self._source(name).size_bytes
 
     def load(self, name: str) -> LoadedControlNet:
-        """Return the ControlNet with its weights on the device. Raises BottegaError if it cannot be loaded."""
+        """Return the ControlNet with its weights on the device. Raise BottegaError if it cannot be loaded."""
         try:
             return self._load(self._source(name), self._device)
         except BottegaError:

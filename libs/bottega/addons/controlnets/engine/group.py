@@ -1,4 +1,4 @@
-"""One forward of a ControlNet over rows of any of its sessions, and the scaling of its residuals."""
+"""One forward pass of a ControlNet over rows of any of its sessions, and the scaling of the residuals."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bottega.model.rows import Embeds, Half
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlRow:
-    """A half of a session at one step."""
+    """A batch row: the conditional or the unconditional half of a session at one step."""
 
     session: ControlSession
     half: Half
     sample: Tensor
     """The scaled latent, [channels, height, width]."""
     timestep: Tensor
-    """A scalar."""
+    """The timestep, a scalar."""
 
 
 @torch.inference_mode()
@@ -31,10 +31,10 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
     """Return the residuals of rows that share ControlNet, shape and number of tokens, at scale 1.
 
     Args:
-        fixed_rows: Pads the forward to this many rows, for results that are equal byte for byte; 0 is off.
+        fixed_rows: Pads the batch to this many rows, so that results are the same in every batch; 0 for no padding.
 
     Returns:
-        One tensor for each point, [rows, channels, height, width], with the padding's rows.
+        One tensor for each residual of the ControlNet, [rows, channels, height, width], including the padding.
     """
     net = rows[0].session.net
     group = [*rows, *[rows[-1]] * (fixed_rows - len(rows))]
@@ -51,9 +51,9 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
 
 
 def computes_one_session(rows: Sequence[ControlRow]) -> bool:
-    """Return whether a forward holds exactly the rows of one session at one step, as stock Diffusers computes them.
+    """Return whether the batch has exactly the rows of one session at one step, as in stock Diffusers.
 
-    Otherwise sums round differently in half precision.
+    Otherwise sums are rounded differently in half precision.
     """
     session = rows[0].session
     return len(rows) == len(session.halves) and {(row.session, row.half) for row in rows} == {
@@ -65,10 +65,10 @@ def computes_one_session(rows: Sequence[ControlRow]) -> bool:
 def write_residuals(
     residuals: Sequence[Tensor], rows: Sequence[ControlRow], slots: Sequence[Sequence[Tensor]]
 ) -> Iterator[int]:
-    """Scale the results of run_group and write them; yield each point when all rows have it, deepest first.
+    """Scale the results of run_group into `slots`. Yield each residual's index when all rows have it, deepest first.
 
     Args:
-        slots: Targets by row and point, [channels, height, width], on the ControlNet's device.
+        slots: Targets by row and residual, [channels, height, width], on the ControlNet's device.
     """
     for point in reversed(range(len(residuals))):
         for index, row in enumerate(rows):

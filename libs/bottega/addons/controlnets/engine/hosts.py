@@ -1,4 +1,4 @@
-"""The locations of a job's ControlNets, which the gateway sends in its part of an order."""
+"""The servers of a job's ControlNets, which the gateway sends with the attempt."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAX_SERVERS = 64
 
 
 def read_hosts(data: bytes) -> tuple[ControlHosts, ...]:
-    """Return the hosts for each of the spec's ControlNets. Raises InvalidRequest with all violations.
+    """Return the servers of each ControlNet in the spec. Raise InvalidRequest with all violations.
 
     Args:
-        data: Serialized ControlNetPlacements; empty if none was sent.
+        data: Serialized ControlNetPlacements; empty if the gateway sent none.
     """
     try:
         placements = ControlNetPlacements.FromString(data)

@@ -1,4 +1,4 @@
-"""ControlNets in the engine's own process, for a worker without a server, or as the fallback."""
+"""ControlNets in the engine's own process, where no server hosts them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from bottega.model.rows import Row
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalSession:
-    """A session of a request with one ControlNet. It is its own handle."""
+    """A session of a request with one ControlNet in this process. It is its own handle."""
 
     control: ControlInput
     lease: ControlNetLease
     place: int
-    """Index of the ControlNet in the request's lease."""
+    """Index of the ControlNet among those that the request borrowed from the cache."""
     session: ControlSession | None = None
     waited_s: float = 0.0
-    """Time that forwards waited for the ControlNet to be loaded."""
+    """Seconds that forward passes waited for the ControlNet to be loaded."""
     computed: SpanSum = field(default_factory=SpanSum)
-    """Time of its forwards."""
+    """Seconds of the ControlNet's forward passes."""
 
     @property
     def failed(self) -> bool:
-        """Whether its ControlNet could not be loaded."""
+        """Whether the ControlNet could not be loaded."""
         return self.lease.values.done() and self.lease.values.exception() is not None
 
 
@@ -43,9 +43,10 @@ class LocalControlNets:
     """A ControlNetProvider that runs the ControlNets of a cache in the calling thread.
 
     Args:
-        digests: Digests of its ControlNets, by name.
-        fixed_rows: Pads every forward to this many rows, so that images are equal byte for byte whatever runs beside
-            them; 0 is off.
+        digests: Digests of the ControlNets, by name.
+        fixed_rows: Pads every batch to this many rows, so that images do not depend on what else is in the batch; 0 for
+            no
+            padding.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class LocalControlNets:
         return tuple(ControlRecord(waited_s=local.waited_s + local.computed.seconds) for local in sessions)
 
     def ask(self, rows: list[Row]) -> None:
-        """Compute at once all residuals whose ControlNet is loaded, because no other process computes them."""
+        """Compute all residuals whose ControlNet is loaded before returning, because no other process computes them."""
         self._rows, self._answers, self._shared = rows, {}, set()
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Return at once: computing ahead in this process would only delay the engine."""
+        """Do nothing: computing ahead in this process would only delay the engine."""
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         return all((row, handle) in self._answers for handle in row.controls)
@@ -108,7 +109,7 @@ class LocalControlNets:
         return row in self._shared
 
     def _compute(self) -> None:
-        """Compute the missing answers whose ControlNet is loaded, in as few forwards as possible."""
+        """Compute the missing residuals whose ControlNet is loaded, in as few forward passes as possible."""
         groups: dict[Hashable, list[tuple[Row, _LocalSession, ControlSession]]] = {}
         for row in self._rows:
             for handle in row.controls:
@@ -142,7 +143,7 @@ class LocalControlNets:
             local.computed.add(span)
 
     def _session(self, local: _LocalSession) -> ControlSession | None:
-        """Return the session, begun once its ControlNet is loaded, or None. Raises the BottegaError of the load."""
+        """Return the session, or None while its ControlNet is being loaded. Raise the BottegaError of a failed load."""
         if local.session is None and local.lease.values.done():
             net = local.lease.values.result()[local.place]
             local.session = ControlSession(net, local.control)
@@ -155,6 +156,6 @@ def _local_session(handle: Hashable) -> _LocalSession:
 
 
 def _pending(handles: Sequence[Hashable]) -> set[Future[tuple[LoadedControlNet, ...]]]:
-    """Return the leases of these handles that still wait for a load."""
+    """Return the futures of these sessions' loads that are not done."""
     holds = {_local_session(handle).lease.values for handle in handles}
     return {nets for nets in holds if not nets.done()}

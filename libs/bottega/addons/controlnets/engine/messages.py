@@ -1,11 +1,11 @@
-"""The messages between a worker's engine and a ControlNet server's over a link, each as tensors.
+"""The messages between a worker's engine and that of a ControlNet server over a tensor connection.
 
-The first tensor is named after the message's kind. The receiver checks a message here, from a copy, before it uses it,
-and raises ValueError if it breaks a rule. Sessions are identified by number.
+A message is a list of tensors; the first is named after the message's kind. The receiver checks a copy here before it
+uses the message, and raises ValueError if it breaks a rule. Sessions are identified by numbers.
 
-    worker -> server    open: begins the sessions of one request (a lease)    opened, or refused
-                        step: latents and timesteps of rows                  residuals, or refused
-                        close: ends a lease                                   -
+worker -> server    open: begins the sessions of one request (a lease)    opened, or refused
+                    step: latents and timesteps of rows                   residuals, or refused
+                    close: ends a lease                                   no answer
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class ControlMessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """The start of a session, without images and conditions. See ControlInput."""
+    """The parameters of a session, without images and conditions. See ControlInput."""
 
     number: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
     name: Annotated[str, Field(min_length=1, max_length=200)]
     digest: Annotated[str, Field(max_length=128)]
-    """Digest of the requested ControlNet."""
+    """Digest of the requested version of the ControlNet."""
     height: Annotated[int, Field(ge=1, le=1 << 14)]
     width: Annotated[int, Field(ge=1, le=1 << 14)]
     scale: Annotated[float, Field(allow_inf_nan=False)]
@@ -75,22 +75,23 @@ class _OpeningHeader:
     lease: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
     base: ControlLayout
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
-    """The halves of the conditions, in the order of the tensors."""
+    """Which halves of guidance (conditional, unconditional) have conditions in the message, in the order of the
+    tensors."""
     sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=64)]
     tenant: Annotated[str, Field(max_length=200)]
-    """Tenant whose request it is."""
+    """Tenant of the request."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    """The tenant's weight among others."""
+    """The tenant's share of the server, relative to other tenants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Opening:
-    """The sessions of one request with ControlNets of one server, which leases them together."""
+    """A lease: the sessions of one request with ControlNets of one server, which are opened and closed together."""
 
     lease: int
-    """Number of the lease."""
+    """Number that identifies the lease."""
     base: ControlLayout
-    """Layout of the model that the ControlNets must fit."""
+    """Layout of the model, which the ControlNets must fit."""
     dtype: torch.dtype
     """Element type of the worker's model."""
     sessions: tuple[SessionSpec, ...]
@@ -100,40 +101,40 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """A row of a step for a session."""
+    """A row to compute in a step: a session, a half of guidance and a latent."""
 
     session: int
     half: Half
     sample: int
-    """Index of its sample among the step's samples."""
+    """Index of the row's latent among the step's samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlStep:
-    """Rows that share a shape, for one server."""
+    """A request to a server: rows of one shape whose residuals are needed for one step."""
 
     number: int
     entries: tuple[StepEntry, ...]
     samples: Tensor
-    """[samples, channels, height, width]."""
+    """Latents, [samples, channels, height, width]."""
     timesteps: Tensor
-    """[samples]."""
+    """The timestep of each sample, [samples]."""
     alone: bool = False
-    """Whether the rows of each session are to be computed alone, without those of other sessions or steps."""
+    """Whether each session's rows are to be computed in a batch of their own, as in stock Diffusers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a lease could not be opened or a step not be computed. The field of the other one is None."""
+    """Why a lease could not be opened, or a step not be computed. Only one of `lease` and `step` is set."""
 
     lease: int | None = None
     step: int | None = None
     error: bytes
-    """A JobError as JSON."""
+    """The error, a JobError as JSON."""
 
 
 def open_message(opening: Opening) -> TensorMessage:
-    """Return an open message. All sessions of a request have the same conditions, or one half of them."""
+    """Return an open message. All sessions of a request have the same conditions, for one or both halves."""
     fullest = max(opening.controls, key=lambda control: len(control.halves))
     header = _OpeningHeader(
         lease=opening.lease,
@@ -155,7 +156,7 @@ def open_message(opening: Opening) -> TensorMessage:
 
 
 def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
-    """Return the content of an open message, with copies of its tensors. Raises ValueError."""
+    """Return the content of an open message, with copies of its tensors. Raise ValueError if it breaks a rule."""
     parts = parts_of(layout, views)
     try:
         header = _HEADER.validate_json(unpacked(parts[ControlMessageKind.OPEN.value]))
@@ -197,7 +198,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
 
 
 def step_message(step: ControlStep) -> TensorMessage:
-    """Return the message that asks for the residuals of a step."""
+    """Return the message that requests the residuals of a step."""
     entries = ([entry.session, entry.half.value, entry.sample] for entry in step.entries)
     table = [[step.number, int(step.alone), 0], *entries]
     return message_of(
@@ -231,10 +232,10 @@ def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
 
 @lru_cache(maxsize=256)
 def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> Layout:
-    """Return the layout of a step's answer.
+    """Return the layout of the message that answers a step.
 
     Its first tensor has the step's number, and 1 if any row was not computed alone (`computes_one_session`), else 0.
-    The residuals follow by point, deepest first, [rows, *shape] each.
+    The residuals follow, deepest first, [rows, *shape] each.
     """
     points = [
         TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
@@ -245,7 +246,7 @@ def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype:
 
 
 def read_residuals_head(layout: Layout, part: Part) -> tuple[int, bool]:
-    """Return the number of the answered step, and whether any of its rows was not computed alone. Raises ValueError."""
+    """Return the number of the answered step, and whether any of its rows was not computed alone. Raise ValueError."""
     spec = layout.specs[0]
     if (spec.dtype, spec.shape) != (DType.INT64, (2,)):
         raise ValueError("a residuals message does not begin with two numbers")

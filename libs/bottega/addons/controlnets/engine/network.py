@@ -1,4 +1,4 @@
-"""A ControlNet in a folder in Diffusers' layout: finding, checking, measuring, loading and running it.
+"""A ControlNet in a folder of Diffusers' layout: finding, checking, sizing, loading and running it.
 
 Only safetensors files are opened. The folder is untrusted: its configuration is checked before anything is built from
 it, and weights are read only if they match the built network.
@@ -37,23 +37,24 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetSource:
-    """A ControlNet on disk that fits the base model."""
+    """A ControlNet on disk that fits the base model, and can be loaded."""
 
     name: str
     folder: Path
     root: Path | None
-    """Folder that must contain all its files, with links followed; None if its operator put it there."""
+    """Folder that must contain all of the ControlNet's files after links are resolved; None if its operator chose the
+    folder."""
     dtype: torch.dtype
     size_bytes: int
-    """Size of its weights once loaded."""
+    """Bytes of the weights after loading."""
     layout: ControlLayout
 
 
 class LoadedControlNet:
-    """A loaded ControlNet, to be run in inference mode.
+    """A ControlNet with weights. Run it in inference mode.
 
-    `network` is Diffusers' network without `embedding`, the embedding of the control image. That is the same at every
-    step, so `embed` computes it once.
+    `network` is Diffusers' network without `embedding`, the layers that embed the control image. Their output is the
+    same at every step, so `embed` computes it once.
     """
 
     def __init__(self, source: ControlNetSource, network: ControlNetModel) -> None:
@@ -70,11 +71,11 @@ class LoadedControlNet:
 
     @torch.inference_mode()
     def embed(self, image: Tensor, *, rows: int) -> Tensor:
-        """Return the embedding of a control image, [channels, latent height, latent width].
+        """Return the embedded control image, [channels, latent height, latent width].
 
         Args:
             image: [3, height, width], 0 to 1, on the CPU.
-            rows: Number of rows of the forward whose results are reproduced.
+            rows: Number of rows of the batch whose rounding is to be reproduced.
         """
         # Measured on the CPU: the last bit differs between one row and several. It is the same for 2, 3, 4, 5, 6 and 8
         # rows.
@@ -92,7 +93,7 @@ class LoadedControlNet:
         Each is [rows, channels, height, width].
 
         Args:
-            embedded: [rows, channels, latent height, latent width], see embed.
+            embedded: Results of `embed`, [rows, channels, latent height, latent width].
         """
         skips, middle = self.network(
             inputs.sample,
@@ -108,17 +109,17 @@ class LoadedControlNet:
 def find_controlnet(
     name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype | None, root: Path | None = None
 ) -> ControlNetSource:
-    """Return a ControlNet described by its configuration and file headers, without reading its weights.
+    """Check a ControlNet by its configuration and file headers, without reading weights, and return it.
 
     Args:
-        name: Its name, for errors.
-        folder: In Diffusers' layout.
-        base: Layout that it must fit; None if that is not known yet.
-        dtype: Element type that it is loaded in; None is that of its files.
+        name: Name of the ControlNet, for errors.
+        folder: Folder in Diffusers' layout.
+        base: Layout of the model that it must fit; None if that is not known yet.
+        dtype: Element type in which it will be loaded; None for that of its files.
         root: See ControlNetSource.
 
     Raises:
-        InvalidRequest: Names the values of its configuration that are out of bounds.
+        InvalidRequest: Names the values of the configuration that are out of bounds.
         ControlNetUnusable: Says why it cannot be served or does not fit the base.
     """
     with _naming(name, "used"):
@@ -131,10 +132,10 @@ def find_controlnet(
 
 
 def check_weights(source: ControlNetSource) -> None:
-    """Compare the network that the configuration builds with the headers of its files, without reading weights.
+    """Compare the network that the configuration describes with the headers of its files, without reading weights.
 
     Raises:
-        InvalidRequest: As find_controlnet.
+        InvalidRequest: Values of the configuration are out of bounds.
         ControlNetUnusable: Says what differs.
     """
     with _naming(source.name, "used"), opened_weights(source.folder, source.root) as files:
@@ -142,7 +143,7 @@ def check_weights(source: ControlNetSource) -> None:
 
 
 def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedControlNet:
-    """Load the weights. It may run in any thread, beside forwards of other networks.
+    """Load the weights. This may run in any thread, beside forward passes of other networks.
 
     Raises:
         ControlNetUnusable: The files have changed or are incomplete.
@@ -168,7 +169,7 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
 
 
 def _built(config: NetworkConfig) -> ControlNetModel:
-    """Return the network without weights and their memory. The meta device applies to this thread only."""
+    """Return the network without memory for weights. The meta device is set for this thread only."""
     with torch.device("meta"):
         return ControlNetModel.from_config(config.fields)
 
@@ -179,7 +180,7 @@ def _check_same(network: ControlNetModel, files: Sequence[WeightsFile]) -> None:
 
 @contextmanager
 def _naming(name: str, what: str) -> Iterator[None]:
-    """Raise ControlNetUnusable for errors of a ControlNet's files in the block, including those of torch."""
+    """Convert errors about a ControlNet's files in the `with` block, also those of torch, to ControlNetUnusable."""
     with naming(name, what):
         try:
             yield
@@ -190,9 +191,9 @@ def _naming(name: str, what: str) -> Iterator[None]:
 
 
 def _read_tensor(weights: WeightsFile, entry: TensorEntry) -> Tensor:
-    """Return a copy of one of the file's tensors.
+    """Return a copy of a tensor in the file.
 
-    A mapped file could change, and end the process if it is truncated.
+    A mapped file could change, and would crash the process if it were truncated.
     """
     raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     weights.file.seek(weights.header.size_bytes + entry.begin)
@@ -210,6 +211,6 @@ def _weights_dtype(files: Sequence[WeightsFile]) -> torch.dtype:
 
 
 def _weights_bytes(files: Sequence[WeightsFile], dtype: torch.dtype) -> int:
-    """Return the size of all tensors in the element type that they are loaded in."""
+    """Return the bytes of all tensors in the element type in which they are loaded."""
     entries = (entry for weights in files for entry in weights.header.tensors)
     return sum(math.prod(entry.shape) * dtype.itemsize for entry in entries)

@@ -1,4 +1,4 @@
-"""The engine's interface to ControlNets: the input of a session, the provider of sessions, and their results."""
+"""The engine's interface to ControlNets: the input of a session, the provider of sessions, and their records."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from bottega.model.rows import Embeds, Half
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlServer:
-    """A ControlNet server."""
+    """Name and address of a ControlNet server."""
 
     name: str
-    """Name in the fleet."""
+    """Name of the server in the fleet."""
     address: str
-    """host:port."""
+    """host:port of the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlHosts:
-    """The servers of a ControlNet."""
+    """The servers that host a ControlNet."""
 
     digest: str = ""
-    """Digest of the requested version, in hex; "" means any."""
+    """Digest of the requested version, in hex; "" means any version."""
     servers: tuple[ControlServer, ...] = ()
-    """The best first."""
+    """The servers, the best first; empty if only the worker itself has the ControlNet."""
     similarity: float | None = None
-    """Cosine of its residuals between adjacent steps of such a job, from its profile; None if unknown."""
+    """Cosine between residuals of adjacent steps in such a job, from the ControlNet's profile; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,73 +41,73 @@ class ControlInput:
 
     name: str
     image: Tensor
-    """The control image, uint8, [its height, its width, 3]."""
+    """The control image, uint8, [height, width, 3] in its own size."""
     height: int
-    """Height of the drawn picture in pixels."""
+    """Height of the picture to draw, in pixels."""
     width: int
-    """Width of the drawn picture in pixels."""
+    """Width of the picture to draw, in pixels."""
     halves: Mapping[Half, Embeds]
-    """The halves that it controls, with their conditions. Guess mode does not control the unconditional half."""
+    """Prompt embeddings of the halves of guidance that the session controls; in guess mode only the conditional one."""
     scale: float = 1.0
     guess_mode: bool = False
     hosts: ControlHosts = ControlHosts()
-    """Its servers, besides this process."""
+    """The servers that can run the session; this process may be able to, as well."""
     may_be_stale: bool = False
-    """Whether its residuals may be one step old."""
+    """Whether a step may use the residuals of the step before."""
     measured: bool = False
-    """Whether its record contains the similarity of its residuals."""
+    """Whether to measure how similar the residuals of adjacent steps are."""
     share: Share = field(default_factory=Share)
-    """The tenant whose request it is."""
+    """Tenant of the request, and its share of a server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlCall:
-    """A step that a server computed."""
+    """A step that a server has computed."""
 
     server: str
     step: int
     began_s: float
-    """Time on CLOCK_MONOTONIC."""
+    """Time of the request, on CLOCK_MONOTONIC."""
     seconds: float
     """Seconds until all residuals had arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRecord:
-    """The result of a session."""
+    """What happened in a session, for the provenance."""
 
     waited_s: float = 0.0
-    """Seconds that forwards waited for it."""
+    """Seconds that forward passes waited for the session's residuals."""
     stale_steps: int = 0
-    """Number of steps that used residuals one step old."""
+    """Number of steps that used residuals of the step before."""
     pipelined: bool = False
-    """Whether the session was allowed to use residuals of the step before."""
+    """Whether steps were allowed to use residuals of the step before."""
     servers: tuple[str, ...] = ()
-    """Servers that ran it, in order; "" is this process."""
+    """Names of the servers that ran the session, in order; "" is this process."""
     similarity: float | None = None
-    """Mean cosine of its residuals between adjacent steps, if measured."""
+    """Mean cosine between residuals of adjacent steps; None if it was not measured."""
     calls: tuple[ControlCall, ...] = ()
-    """Answered calls of servers."""
+    """Steps that servers computed."""
 
 
 class ControlNetProvider(ResidualProvider, Protocol):
-    """Opens and closes the ControlNet sessions of requests. All calls come from the engine's thread."""
+    """Opens the ControlNet sessions of requests, and provides residuals. All calls come from the engine's thread."""
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         """Begin the sessions of one request, and return their handles at once; slow parts run in the background.
 
-        Raises BottegaError if that can never succeed; then none of them is begun.
+        Raises BottegaError if one of them can never be opened; then none of them is begun.
         """
         ...
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
-        """Return whether all of these sessions are open. Raises the BottegaError of a failed one."""
+        """Return whether all of these sessions are open. Raise the BottegaError of a failed one."""
         ...
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
-        """Wait until one of these, not all of which are open, has opened or failed, or until the timeout."""
+        """Wait until another of these sessions has opened or failed, or until the time-out."""
         ...
 
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
-        """End sessions, open or not, and return their records."""
+        """End sessions, whether they have opened or not, and return their records."""
         ...

@@ -1,4 +1,4 @@
-"""A request's session with one ControlNet: the values that stay the same at every step, computed once."""
+"""A request's session with one ControlNet: the tensors that are the same at every step, computed once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from bottega.model.rows import Embeds
 
 
 class ControlSession:
-    """A request's use of a ControlNet.
+    """A request's use of one ControlNet.
 
-    `scales` has the factor of its residuals for each point. `halves` are the halves that it controls. `share` is the
-    tenant whose request it is.
+    `scales` has the factor for each residual. `halves` are the halves of guidance that it controls. `share` is the
+    tenant of the request, and its share of a server.
     """
 
     def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
@@ -31,7 +31,7 @@ class ControlSession:
         self._embedded: dict[bool, Tensor] = {}
 
     def embedded(self, rows: int) -> Tensor:
-        """Return the embedded control image for a forward of `rows` rows: [channels, latent height, latent width]."""
+        """Return the embedded control image for a batch of `rows` rows: [channels, latent height, latent width]."""
         alone = rows == 1
         if alone not in self._embedded:
             self._embedded[alone] = self.net.embed(self._image, rows=rows)
@@ -42,7 +42,7 @@ def process_image(pixels: Tensor, height: int, width: int, latent_scale: int) ->
     """Return a control image as Diffusers' ControlNet pipelines process it: float32, [3, height, width], 0 to 1.
 
     Args:
-        pixels: uint8, [its height, its width, 3].
+        pixels: uint8, [height, width, 3] in the image's own size.
     """
     processor = VaeImageProcessor(vae_scale_factor=latent_scale, do_convert_rgb=True, do_normalize=False)
     image = PIL.Image.fromarray(pixels.cpu().numpy())

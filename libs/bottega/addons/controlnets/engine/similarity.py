@@ -1,6 +1,6 @@
-"""Measures how much the residuals of ControlNets change from step to step, when forwards take them.
+"""Measures how much the residuals of ControlNets change from step to step, when forward passes read them.
 
-It wraps a provider of ControlNets. Sessions that are not measured pass through unchanged.
+It wraps a ControlNetProvider. Sessions that are not measured pass through unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _Half = tuple[Hashable, Half]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """Inner products of the residuals of two adjacent steps at one point: with each other, and each with itself.
+    """Inner products of one residual at two adjacent steps: with each other, and each with itself.
 
-    They are scalars on the device, which are read when the session has ended.
+    They are scalars on the device, and are read only when the session has ended.
     """
 
     between: Tensor
@@ -32,14 +32,14 @@ class _Product:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimilarityMeter:
-    """Measures the residuals of one session. A repeated step counts once, with its last values."""
+    """Measures the residuals of one session. A step that is repeated counts once, with its last values."""
 
     _products: dict[tuple[_Half, int], dict[int, _Product]] = field(default_factory=dict)
     _newest: dict[_Half, dict[int, dict[int, Tensor]]] = field(default_factory=dict)
 
     @property
     def cosines(self) -> list[float]:
-        """Cosines between adjacent steps, for each half of each image, over all points together."""
+        """Cosines between adjacent steps over all residuals, one for each half of guidance of each image."""
         return [_cosine(products) for products in self._products.values()]
 
     @property
@@ -49,7 +49,7 @@ class SimilarityMeter:
         return math.fsum(cosines) / len(cosines) if cosines else None
 
     def observe(self, row: Row, point: int, residual: Tensor) -> None:
-        """Record the residual that a forward took at a point of the row's step."""
+        """Record the residual that a forward pass read for a row. `point` is the residual's index."""
         half = (row.owner, row.half)
         steps = self._newest.setdefault(half, {})
         for step in [step for step in steps if step < row.step - 1]:
@@ -64,7 +64,7 @@ class SimilarityMeter:
 
 
 class MeasuredControlNets:
-    """A ControlNetProvider around another one, which adds the similarity of measured controls to their records."""
+    """A ControlNetProvider around another one, which adds measured similarities to the records."""
 
     def __init__(self, controlnets: ControlNetProvider) -> None:
         self._controlnets = controlnets
@@ -119,7 +119,7 @@ class MeasuredControlNets:
 
 
 def _cosine(products: Mapping[int, _Product]) -> float:
-    """Return the cosine of all points' residuals as one vector; 0 if a step has none."""
+    """Return the cosine of all residuals as one vector; 0 if a step has none."""
     between = math.fsum(float(product.between) for product in products.values())
     lengths = math.prod(
         math.sqrt(math.fsum(float(getattr(product, name)) for product in products.values()))

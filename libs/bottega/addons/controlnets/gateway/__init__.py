@@ -1,1 +1,1 @@
-"""ControlNets in the gateway: it assigns servers to attempts, and lets servers prefetch."""
+"""ControlNets in the gateway: it assigns servers to attempts, and asks servers to prefetch."""

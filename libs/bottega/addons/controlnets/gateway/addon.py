@@ -1,6 +1,6 @@
-"""The gateway's add-on for ControlNets: it chooses eligible workers and servers, and lets servers prefetch.
+"""The gateway's add-on for ControlNets: chooses workers and servers for jobs, and asks servers to prefetch.
 
-The add-on reads from the fleet who hosts which ControlNet, and counts the sessions that it assigns.
+The fleet's reports say who hosts which ControlNet. The add-on itself counts the sessions that it assigns.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _IMAGE_TO_IMAGE_DEFAULTS: Mapping[str, float] = MappingProxyType({**_DEFAULTS, "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """The servers for one ControlNet of a job."""
+    """The servers that may run one ControlNet of a job."""
 
     name: str
     digest: str
     servers: tuple[tuple[Member, ServerCandidate], ...]
-    """Servers, best first; empty if only workers host it."""
+    """Servers, best first; empty if only workers host the ControlNet."""
     similarity: float | None
-    """See controlnet_pb2.ControlNetHosts."""
+    """Cosine between residuals of adjacent steps, from the ControlNet's profile; None if unknown."""
 
 
 def create(context: AddOnContext) -> ControlNetAddOn:
@@ -78,10 +78,10 @@ def create(context: AddOnContext) -> ControlNetAddOn:
 
 
 class ControlNetAddOn(AddOn):
-    """The gateway's part of ControlNets.
+    """The gateway's add-on for ControlNets.
 
     Args:
-        fleet: The fleet.
+        fleet: The connected services.
         connect: Makes the client of a server.
         metrics: Metrics of the gateway's add-ons.
         clock: The clock.
@@ -118,7 +118,7 @@ class ControlNetAddOn(AddOn):
         return check_controlnets(spec)
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Return the ControlNets by full names. Hosts depend on the model, so `check_model` checks them."""
+        """Return the ControlNets by full names. `check_model` checks whether services host them for the model."""
         names = tuple(self._full_name(net.name, access) for net in spec.controlnets)
         return ResolvedControlNets(names=names, access=access, hosts=self._hosts)
 
@@ -137,7 +137,7 @@ class ControlNetAddOn(AddOn):
         ]
 
     def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
-        """Return the digests of the ControlNets; None if the hosts of one have different versions."""
+        """Return the digests of the ControlNets; None if services host different versions of one."""
         found = [self._hosts.version(net.name, model) for net in spec.controlnets]
         return found if all(found) else None
 
@@ -146,7 +146,7 @@ class ControlNetAddOn(AddOn):
         return job.controlnets or None
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
-        """Return the workers that host the ControlNets that no server hosts, and the seconds to load them."""
+        """Return which workers can run the ControlNets that no server hosts, and the seconds to load them."""
         costs = NO_COSTS
         for name in dict.fromkeys(job.controlnets):
             if any(True for _ in self._servers(job, name)):
@@ -158,14 +158,14 @@ class ControlNetAddOn(AddOn):
         return costs
 
     def unavailable(self, job: AddOnJob) -> NoControlNet | None:
-        """Return an error if no member hosts one of a job's ControlNets, nor hosted it within the grace; else None."""
+        """Return an error if one of a job's ControlNets has had no host for longer than the grace period; else None."""
         model = job.bare.model
         base = self._fleet.last_seen(model).base
         gone = [name for name in job.controlnets if not self._hosts.expected(name, model, base)]
         return nobody_hosts(dict.fromkeys(gone)) if gone else None
 
     def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
-        """Let servers load ControlNets that are only on their disks."""
+        """Ask servers to load ControlNets of these jobs that are only on the servers' disks."""
         for job in itertools.islice(jobs, PREFETCHED_JOBS):
             for choice in self._choices(job, None) if job.controlnets else ():
                 for server, candidate in choice.servers[:1]:
@@ -173,7 +173,7 @@ class ControlNetAddOn(AddOn):
                         self._prefetcher.request(server, [choice.name])
 
     def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Write the hosts of each ControlNet in the spec, and count the sessions."""
+        """Write the servers of each ControlNet into the attempt, and count the new sessions."""
         if not job.controlnets:
             return
         choices = list(self._choices(job, worker))
@@ -219,12 +219,12 @@ class ControlNetAddOn(AddOn):
         await self._prefetcher.close()
 
     def _full_name(self, name: str, access: Access) -> str:
-        """Return the name of the tenant's own ControlNet if there is one, or else the name itself."""
+        """Return the full name of the tenant's own ControlNet if there is one, else the name itself."""
         own = access.own(name)
         return own if own and self._hosts.is_there(own) else name
 
     def _choices(self, job: AddOnJob, worker: Member | None) -> Iterator[_Choice]:
-        """Yield the choice for each ControlNet of a job. Each choice counts the sessions of those before it."""
+        """Yield the choice for each ControlNet of a job. Each choice counts the sessions of the earlier ones."""
         before: Counter[str] = Counter()
         versions = dict(job.versions)
         for name in job.controlnets:
@@ -254,14 +254,14 @@ class ControlNetAddOn(AddOn):
         return next((net.digest for member, net in self._workers(job, name) if member is worker), "")
 
     def _servers(self, job: AddOnJob, name: str) -> Iterator[tuple[Member, Hosted]]:
-        """Yield the ControlNet servers that accept new sessions with a ControlNet."""
+        """Yield the ControlNet servers that host a ControlNet and accept new sessions."""
         now = self._clock.monotonic()
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.kind == kinds.CONTROLNET and not member.load.draining and member.backed_off_until <= now:
                 yield member, net
 
     def _workers(self, job: AddOnJob, name: str) -> Iterator[tuple[Member, Hosted]]:
-        """Yield the workers of the job's model that host a ControlNet themselves."""
+        """Yield the workers of the job's model that can run the ControlNet themselves."""
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.serves(job.bare.model):
                 yield member, net
@@ -274,15 +274,15 @@ class ResolvedControlNets(Resolution):
     names: Sequence[str]
     """Full names, in the request's order."""
     access: Access
-    """Access of the caller."""
+    """What the caller may name."""
     hosts: ControlNetHosts
 
     def check_model(self, model: image_pb2.Model) -> None:
-        """Raise ControlNetNotFound, ControlNetUnusable or NoControlNet if the model's jobs cannot have them."""
+        """Raise ControlNetNotFound, ControlNetUnusable or NoControlNet if the model cannot use the ControlNets."""
         self.hosts.check(self.names, model, self.access)
 
     def complete(self, full: GenerationSpec) -> None:
-        """Fill in full names, scales and spans of steps."""
+        """Fill in full names, scales, and the first and last steps."""
         image_to_image = full.HasField("image") and not full.HasField("mask_image")
         values = _IMAGE_TO_IMAGE_DEFAULTS if image_to_image else _DEFAULTS
         for net, full_name in zip(full.controlnets, self.names, strict=True):
@@ -305,7 +305,7 @@ def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
 
 
 def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:
-    """Return the lowest similarity in the profiles for the worker's model that cover at most the spec's steps."""
+    """Return the lowest similarity among profiles for the worker's model with at most the spec's number of steps."""
     model_hash = next((model.model_hash for model in worker.models if model.name == spec.model), "")
     found = [
         profile.similarity
@@ -318,13 +318,13 @@ def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCandidate:
-    """A server that hosts a ControlNet."""
+    """A server that hosts a ControlNet, for choosing the best one."""
 
     server: str
     digest: str
     state: HostedState.ValueType
     sessions: int
-    """Sessions that are open or assigned there, with any ControlNet."""
+    """Number of sessions that are open or assigned at the server, with any ControlNet."""
 
 
 def best_first(
@@ -332,15 +332,15 @@ def best_first(
 ) -> list[ServerCandidate]:
     """Return the servers for a job's ControlNet, best first, all with the same version.
 
-    Servers that have loaded it come first, then those that are loading it, each group by number of sessions. Ties are
-    broken by a hash: jobs spread over servers that are ready, but all jobs choose the same server to load it, so that
-    not every server loads every ControlNet.
+    Servers that have loaded it come first, then those that are loading it, then the others; within each group, those
+    with fewer sessions. A hash breaks ties: jobs spread over servers that have loaded it, but all jobs choose the same
+    server to load it, so that not every server loads every ControlNet.
 
     Args:
         candidates: The servers that host it.
         name: Name of the ControlNet.
-        job_id: Id of the job.
-        digest: Version that the job has begun with. Another one is chosen only if no server has it.
+        job_id: ID of the job.
+        digest: Version with which the job has begun. Another one is chosen only if no server has it.
     """
 
     def rank(candidate: ServerCandidate) -> tuple[bool, int, int, bytes]:

@@ -12,7 +12,7 @@ from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 
 
 class GrpcControlNetClient:
-    """The PrefetchClient of a ControlNet server. Its channel connects and reconnects by itself."""
+    """The PrefetchClient of a ControlNet server. gRPC connects and reconnects its channel."""
 
     def __init__(self, target: Target, channels: Channels) -> None:
         self._channel = channels.open(target)
@@ -21,7 +21,7 @@ class GrpcControlNetClient:
         )
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Let the server load these ControlNets, in this order."""
+        """Ask the server to load these ControlNets, in this order."""
         try:
             await self._server.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:

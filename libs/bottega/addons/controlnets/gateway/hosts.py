@@ -1,4 +1,4 @@
-"""The hosts of ControlNets, as servers and workers report them, and ControlNets that lost their hosts a moment ago."""
+"""Which servers and workers host which ControlNets, according to their reports, or hosted them a moment ago."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LISTED_CHARACTERS = 2000
 
 
 class ControlNetHosts:
-    """The hosts of each ControlNet.
+    """The services that host each ControlNet.
 
     Args:
-        grace_s: Returns how long jobs wait for a ControlNet that a member has ceased to host.
+        grace_s: Returns how many seconds jobs wait for a ControlNet that a member has stopped hosting.
         clock: The clock.
     """
 
@@ -39,7 +39,7 @@ class ControlNetHosts:
         self._expected_until: dict[str, dict[str, float]] = {}  # by name and base
 
     def update(self, member: Member) -> None:
-        """Update the ControlNets of a member that has sent a report, or has disconnected for now."""
+        """Update the ControlNets of a member after a report, or after a disconnection that may be short."""
         if not member.connected:
             self.remove(member)
         elif member.is_worker or member.kind == kinds.CONTROLNET:
@@ -52,27 +52,27 @@ class ControlNetHosts:
             self._sessions[member] = sum(net.sessions for net in nets)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. Do nothing if it is unknown."""
+        """Remove a lost member. Do nothing if it is unknown."""
         self._forget_nets(member, self._nets.pop(member, ()))
         self._sessions.pop(member, None)
 
     def hosts(self, name: str, base: str) -> Iterator[tuple[Member, Hosted]]:
-        """Yield the hosts of a ControlNet that fits a base model."""
+        """Yield the services that host a ControlNet of this name for a base model."""
         for member, net in self._hosts.get(name, {}).items():
             if _fits(net.base, base):
                 yield member, net
 
     def version(self, name: str, model: image_pb2.Model) -> str:
-        """Return a ControlNet's digest for jobs of a model; empty without hosts, or with several versions."""
+        """Return the digest of a ControlNet for jobs of a model; empty if no service hosts it, or versions differ."""
         digests = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
         return digests.pop() if len(digests) == 1 else ""
 
     def names(self) -> list[str]:
-        """Return the names of all ControlNets that any member hosts."""
+        """Return the names of all hosted ControlNets."""
         return list(self._hosts)
 
     def versions(self, name: str, models: Sequence[image_pb2.Model]) -> dict[str, list[str]]:
-        """Return the models that each version of a ControlNet can be used with, by the version's digest."""
+        """Return the models that can use each version of a ControlNet, by the version's digest."""
         found: dict[str, list[str]] = {net.digest: [] for net in self._hosts.get(name, {}).values()}
         for model in models:
             fitting = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
@@ -81,28 +81,28 @@ class ControlNetHosts:
         return found
 
     def sessions(self, member: Member) -> int:
-        """Return the number of sessions that a member has reported, over all its ControlNets."""
+        """Return the number of sessions that a member has reported, with any ControlNet."""
         return self._sessions.get(member, 0)
 
     def expected(self, name: str, model: str, base: str) -> bool:
-        """Return whether a ControlNet is hosted for jobs of a model, or was within the grace."""
+        """Return whether a ControlNet is hosted for jobs of a model, or was hosted within the grace period."""
         if any(_fits(net.base, base) for net in self._hosted_for(name, model)):
             return True
         now, bases = self._clock.monotonic(), self._expected_until.get(name, {})
         return any(until > now and _fits(made_for, base) for made_for, until in bases.items())
 
     def is_there(self, name: str) -> bool:
-        """Return whether a ControlNet is hosted for any model, or was within the grace."""
+        """Return whether a ControlNet is hosted for any model, or was hosted within the grace period."""
         now = self._clock.monotonic()
         return name in self._hosts or any(until > now for until in self._expected_until.get(name, {}).values())
 
     def check(self, names: Iterable[str], model: image_pb2.Model, access: Access) -> None:
-        """Raise if one of a job's ControlNets is not available and will not be soon.
+        """Raise if one of a job's ControlNets is not available, and is not expected to be soon.
 
         Args:
             names: The ControlNets.
             model: The job's model.
-            access: Access of the caller. ControlNets that the caller may not use are treated as missing.
+            access: What the caller may name. Other ControlNets are treated as missing.
 
         Raises:
             ControlNetNotFound: There is no such ControlNet.
@@ -120,7 +120,7 @@ class ControlNetHosts:
         raise nobody_hosts(lacking)
 
     def count(self, state: HostedState.ValueType) -> int:
-        """Return how many ControlNets are in a state. A ControlNet counts once for each of its servers."""
+        """Return how many ControlNets are in a state. A ControlNet counts once for each server that hosts it."""
         servers = (nets for member, nets in self._nets.items() if member.kind == kinds.CONTROLNET)
         return sum(net.state == state for nets in servers for net in nets)
 
@@ -168,7 +168,7 @@ class ControlNetHosts:
 
 
 def nobody_hosts(names: Iterable[str]) -> NoControlNet:
-    """Return the error of a job with ControlNets that no service hosts."""
+    """Return the error for ControlNets that no service hosts."""
     listed = _listed(names)
     return NoControlNet(
         f"nobody hosts {listed} now", metadata={"controlnets": listed.replace(" ", "")}, retry_after_s=_RETRY_AFTER_S
@@ -178,7 +178,7 @@ def nobody_hosts(names: Iterable[str]) -> NoControlNet:
 def _fits(made_for: str, base: str) -> bool:
     """Return whether a ControlNet may fit a base model.
 
-    Return True if one of the two is unknown: loading it checks again.
+    True if either is unknown: the check is repeated when it is loaded.
     """
     return not made_for or not base or made_for == base
 

@@ -1,4 +1,4 @@
-"""ControlNets on servers, used by a worker's engine: links, sessions, residuals, and the replacement of lost servers.
+"""ControlNets on servers, for a worker's engine: connections, sessions, residuals, and moving off lost servers.
 
 `RemoteControlNets` is the engine's ControlNetProvider.
 """

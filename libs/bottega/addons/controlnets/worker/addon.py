@@ -1,4 +1,4 @@
-"""The engine's add-on for ControlNets: on servers, and in the worker itself where the configuration names folders."""
+"""The engine's add-on for ControlNets on servers, and in the worker itself where its configuration names folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bottega.v1.hosted_pb2 import Hosted
 
 
 def create(context: EngineAddOnContext) -> WorkerControlNets:
-    """Return the add-on that the manifest names."""
+    """Return the add-on for an engine. The manifest names this function."""
     config = context.section(ControlNetsConfig)
     local = ConfiguredControlNets(context.model, config, fixed_rows=context.fixed_rows)
     remote = RemoteControlNets(
@@ -50,7 +50,7 @@ class WorkerControlNets(EngineControlNets):
         self._local = local
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the ControlNets of this process, and the links to servers."""
+        """Add the ControlNets of this process, and the servers it is connected to, to the engine's periodic report."""
         beat.hosted.extend(self._local.report())
         beat.links.open += len(self._remote.servers)
 
@@ -59,24 +59,24 @@ class WorkerControlNets(EngineControlNets):
 
 
 class ConfiguredControlNets:
-    """The ControlNets that a worker runs itself if no server does: checked at the start, loaded when they are needed.
+    """The ControlNets that a worker can run itself. They are checked at its start, and loaded when they are needed.
 
     Raises:
         ControlNetUnusable: A ControlNet, which the error names, cannot be used.
-        TooLarge: The device has no room for them.
+        TooLarge: The device does not have enough memory for them.
         OSError: A file cannot be read.
     """
 
     def __init__(self, model: Model, config: ControlNetsConfig, *, fixed_rows: int) -> None:
         self.base = base_layout(model.backbone.unet.config, model.latent_scale)
-        """The layout that ControlNets of this model have."""
+        """The layout that ControlNets must have to fit this model."""
         folders = {name: Path(folder) for name, folder in config.folders.items()}
         self._sources = {
             name: find_controlnet(name, folder, base=self.base, dtype=model.dtype) for name, folder in folders.items()
         }
         self.digests = {name: controlnet_digest(folder) for name, folder in folders.items()}
         self.controlnets: LocalControlNets | None = None
-        """What runs them; None where none are configured."""
+        """The provider that runs them; None if none are configured."""
         self._cache: ControlNetCache | None = None
         if folders:
             weights_bytes = sum(source.size_bytes for source in self._sources.values())
@@ -86,7 +86,7 @@ class ConfiguredControlNets:
             self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=fixed_rows)
 
     def report(self) -> list[Hosted]:
-        """Return all of them for the fleet, by name."""
+        """Return all of them for the worker's report to the fleet, sorted by name."""
         if self._cache is None:
             return []
         popularity = self._cache.popularity

@@ -1,9 +1,9 @@
 """The engine's ControlNets on servers: requests steps, waits for residuals, and passes them to the engine.
 
-If a server is lost, its steps are requested from the next one once that has loaded the ControlNet. Until then only
+If a server is lost, its steps are requested from the next one after that has loaded the ControlNet. Until then only
 requests that use it wait. Without any server the request fails: an image is never drawn without its controls.
-Everything here runs in the engine's thread. Links have threads of their own, and notify a condition when a message
-comes.
+Everything here runs in the engine's thread. Connections have threads of their own, and wake the engine when a message
+arrives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _LOOK_S = 0.1
 class StalenessPolicy:
     """Decides whether a request waits for each step's residuals or uses those of the step before.
 
-    It measures how long a step and its encoder half take, and decides by `planning.pipelines`.
+    It measures how long a step and its first half, up to the first residual, take, and decides with
+    `planning.pipelines`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,24 +48,24 @@ class StalenessPolicy:
         self._needed = True
 
     def on_turn(self) -> None:
-        """Note that a turn has begun."""
+        """Record that a forward pass of the engine has begun."""
         now_s = self._clock()
         if self._asked_s is not None:
             self._step_s = smoothed(self._step_s, now_s - self._asked_s)
         self._asked_s, self._needed = now_s, False
 
     def on_idle(self) -> None:
-        """Note that the engine is idle, so that the time until the next turn is not counted as a step."""
+        """Record that the engine is idle, so that the time until the next forward pass does not count as a step."""
         self._asked_s = None
 
     def on_residuals_needed(self) -> None:
-        """Note that the turn has reached the first block that needs residuals."""
+        """Record that the forward pass has reached the first block that needs residuals."""
         if not self._needed and self._asked_s is not None:
             self._needed = True
             self._encoder_s = smoothed(self._encoder_s, self._clock() - self._asked_s)
 
     def allows(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
-        """Return whether steps with this ControlNet go on with the residuals of the step before.
+        """Return whether steps with this ControlNet may use the residuals of the step before instead of waiting.
 
         Args:
             answer_s: See ServerLink.
@@ -82,11 +83,11 @@ class RemoteControlNets:
     """A ControlNetProvider whose ControlNets run on servers, or in this process where no server runs them.
 
     Args:
-        base: Layout of the model's ControlNets.
+        base: Layout that ControlNets must have to fit the model.
         local: The ControlNets of this process.
-        counters: Counts all links.
-        staleness: Decides which requests go on with residuals of the step before.
-        heartbeat: Beats while a forward pass waits.
+        counters: Metrics of all connections.
+        staleness: Decides which requests use residuals of the step before.
+        heartbeat: Shows that the engine is alive while a forward pass waits.
     """
 
     def __init__(
@@ -121,12 +122,12 @@ class RemoteControlNets:
 
     @property
     def counters(self) -> LinkCounters:
-        """Counters of all links."""
+        """Metrics of all connections."""
         return self._manager.counters
 
     @property
     def servers(self) -> list[str]:
-        """Names of the servers with an open link."""
+        """Names of the connected servers."""
         return [link.server.name for link in self._manager.links if link.lost is None]
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
@@ -173,10 +174,10 @@ class RemoteControlNets:
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Request residuals ahead, from servers with enough free slots.
+        """Request residuals of the next step early, from servers with enough free slots.
 
-        An answer that is requested ahead holds its slot for longer, and a server without a free slot cannot answer at
-        all.
+        A response that is requested early occupies its slot for longer, and a server without a free slot cannot respond
+        at all.
         """
         for link in self._manager.links:
             link.spare_slots()
@@ -233,7 +234,7 @@ class RemoteControlNets:
         return any(result.shared for result in self._taken.get(row, ()))
 
     def stop(self) -> None:
-        """Close all links."""
+        """Close all connections."""
         for link in self._manager.links:
             link.end()
 
@@ -293,7 +294,7 @@ class RemoteControlNets:
         link.ask(step, result)
 
     def _compute(self) -> None:
-        """Compute in this process the residuals of sessions that run here."""
+        """Compute the residuals of sessions that run in this process."""
         if self._local is None:
             return
         rows = {}

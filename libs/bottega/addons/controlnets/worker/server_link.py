@@ -1,6 +1,7 @@
-"""The link of a worker's engine to one ControlNet server: requests leases and steps by number, and receives answers.
+"""The connection of a worker's engine to one ControlNet server: requests leases and steps, and receives responses.
 
-A server that computes nothing for `stall_s` is given up, even if it answers pings.
+A lease is the sessions that one request has at the server. A server that makes no progress for `stall_s` counts as
+lost, even if it answers pings.
 """
 
 from __future__ import annotations
@@ -52,26 +53,25 @@ _WEIGHT = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlLinkSettings(LinkClientSettings):
-    """The settings of a link to a ControlNet server."""
+    """The settings of a connection to a ControlNet server."""
 
     limits: Limits = field(default_factory=lambda: Limits(slots=8, slot_bytes=1 << 30))
     stall_s: float = 20.0
-    """Seconds without progress after which a server that owes an answer is given up.
+    """Seconds without progress after which a server with pending requests counts as lost.
 
-    It must be longer than the longest block of a network, or the embedding of a control image, takes.
-    """
+    It must be longer than the slowest block of a network, or the embedding of a control image, takes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LeaseStatus:
-    """The server's answer to a request for a lease: it is open, or refused."""
+    """The server's response to a request for a lease: opened, refused, or still pending."""
 
     opened: bool = False
     refusal: BottegaError | None = None
 
 
 class ChangeCondition:
-    """A counter of events by which the links' threads wake the engine's thread."""
+    """A counter of events with which the threads of connections wake the engine's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -95,12 +95,12 @@ class ChangeCondition:
 
 
 class ServerLink(LinkClientHandler):
-    """A link to one server, used by one thread.
+    """A connection to one server, used by one thread.
 
-    Messages may be sent right after `start`. Once the link is `lost`, it stays so.
+    Messages may be sent right after `start`. Once `lost` is set, the connection is not used again.
 
     Args:
-        link_id: Id of the link that it replaces.
+        link_id: ID of the connection that this one replaces.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ServerLink(LinkClientHandler):
         self.answer_s = 0.0
         """Recent seconds from a request to its complete response; 0 if unknown."""
         self.transfer_s = 0.0
-        """Recent seconds from an answer's beginning to its end; 0 within this host, where transfers take none."""
+        """Recent seconds from the beginning of a response to its end; 0 on the same host, where memory is shared."""
         self._changes = changes
         self._settings = settings
         self._numbers = itertools.count(1)
@@ -138,30 +138,30 @@ class ServerLink(LinkClientHandler):
 
     @property
     def lost(self) -> BottegaError | None:
-        """Why the link has ended; None while it has not."""
+        """Why the connection ended; None while it has not."""
         return self._lost or self._client.connection.cause
 
     @property
     def link_id(self) -> str:
-        """Id of the newest link."""
+        """ID of the newest connection."""
         return self._client.link_id
 
     @property
     def wants_link(self) -> bool:
-        """Whether the link has not been lost. A lost link stays closed, because its sessions move to another server."""
+        """Whether the connection should be open. A lost one stays closed: its sessions move to another server."""
         return self._lost is None
 
     @property
     def slot_bytes(self) -> int:
-        """Largest size of one response, in bytes."""
+        """Maximum bytes of one response."""
         return self._settings.limits.slot_bytes
 
     def start(self) -> None:
-        """Open the link in the background."""
+        """Open the connection in the background."""
         self._client.start()
 
     def open(self, lease: int, message: TensorMessage) -> LeaseStatus:
-        """Request a lease in the background. The returned status tells the outcome, unless the link is lost."""
+        """Request a lease in the background. The returned status has the outcome, unless the connection is lost."""
         answer = self._leases[lease] = LeaseStatus()
         self._send(message, lease=lease)
         return answer
@@ -172,7 +172,7 @@ class ServerLink(LinkClientHandler):
         self._send(number_message(ControlMessageKind.CLOSE, lease))
 
     def ask(self, step: ControlStep, result: StepResult) -> None:
-        """Request a step with a new number, in the background. The answer goes into `result`."""
+        """Request a step, under a new number, in the background. The response goes into `result`."""
         if not self._results:
             self._progress_s = time.monotonic()
         self._results[step.number] = result
@@ -180,7 +180,7 @@ class ServerLink(LinkClientHandler):
         self._send(step_message(step), step=step.number)
 
     def number(self) -> int:
-        """Return a number that no other step of the link has."""
+        """Return a number that no other step of this connection has."""
         return next(self._numbers)
 
     @property
@@ -189,9 +189,9 @@ class ServerLink(LinkClientHandler):
         return len(self._outstanding) < self._settings.limits.slots // 2
 
     def spare_slots(self) -> None:
-        """Copy answers if they hold half of the slots, because the server always needs free ones.
+        """Copy responses to free their slots if they occupy half of them, because the server always needs free ones.
 
-        Call it only while nobody reads the answers.
+        Call it only while nothing reads the responses.
         """
         self._outstanding = [result for result in self._outstanding if result.holds_memory]
         if not self.has_slots_to_spare:
@@ -201,19 +201,19 @@ class ServerLink(LinkClientHandler):
             self._outstanding = [result for result in self._outstanding if result.holds_memory]
 
     def end(self) -> None:
-        """Close the link."""
+        """Close the connection."""
         self._client.close()
         self._client.join()
 
     def on_open(self, connection: Connection) -> None:
-        """Log the backend of the link."""
+        """Log over which transport the connection runs."""
         assert connection.link is not None
         choice = connection.link.backend_choice
         facts = {"server": self.server.name, "backend": choice.backend, "why": choice.reason}
         _log.info("linked to a ControlNet server", extra=facts)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a message. Residuals are passed on point by point."""
+        """Handle a message. Residuals are passed on one by one as they arrive."""
         if kind_of(incoming.layout) == ControlMessageKind.RESIDUALS:
             self._take_residuals(connection, incoming)
             return
@@ -222,16 +222,16 @@ class ServerLink(LinkClientHandler):
         self._changes.notify()
 
     def on_pong(self, progress: int) -> None:
-        """Record the server's progress counter."""
+        """Record the server's progress counter, which pongs contain."""
         if progress != self._progress:
             self._progress, self._progress_s = progress, time.monotonic()
 
     def on_disconnect(self) -> None:
-        """Wake the engine, whose sessions move to another server at once."""
+        """Wake the engine, which moves the sessions to another server at once."""
         self._changes.notify()
 
     def on_end(self, cause: BottegaError) -> None:
-        """Mark the link as lost."""
+        """Set `lost`."""
         if not isinstance(cause, LinkClosed):
             _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": cause.message})
         self._lost = cause
@@ -259,7 +259,7 @@ class ServerLink(LinkClientHandler):
                 raise ValueError(f"a ControlNet server must not send a {kind} message")
 
     def _refuse(self, error: BottegaError, *, lease: int | None, step: int | None) -> None:
-        """Note that a lease or a step is refused."""
+        """Record that the server refused a lease or a step. The other one is None."""
         if lease is not None and (answer := self._leases.pop(lease, None)) is not None:
             answer.refusal = error
         if step is not None and (result := self._results.pop(step, None)) is not None:
@@ -273,7 +273,7 @@ class ServerLink(LinkClientHandler):
         number, shared = read_residuals_head(incoming.layout, incoming.part(0))
         result = self._results.pop(number, None)
         if result is None:
-            raise ValueError(f"an answer to step {number} came, which was not requested")
+            raise ValueError(f"an answer to step {number} arrived, which was not requested")
         if result.layout.digest != incoming.layout.digest:
             raise LayoutMismatch(f"the answer to step {number} has residuals whose shapes do not fit the model")
         result.shared = shared
@@ -292,7 +292,7 @@ class ServerLink(LinkClientHandler):
             self.transfer_s = smoothed(self.transfer_s, self._progress_s - incoming.began)
 
     def check(self) -> None:
-        """Raise DeadlineExceeded if the server answers pings but does not compute the requested steps."""
+        """Raise DeadlineExceeded if the server answers pings but makes no progress on the requested steps."""
         now_s = time.monotonic()
         late, self._checked_s = now_s - self._checked_s > _LATE_S, now_s
         if late:
@@ -305,5 +305,5 @@ class ServerLink(LinkClientHandler):
 
 
 def smoothed(before: float, now: float) -> float:
-    """Return a running average of a measurement; `before` is 0 for the first one."""
+    """Return the running average after a new measurement; `before` is 0 for the first one."""
     return now if before == 0.0 else before + _WEIGHT * (now - before)

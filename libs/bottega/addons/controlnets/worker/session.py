@@ -1,4 +1,4 @@
-"""The sessions of requests with ControlNets, local or on servers: which servers were tried, and what they answered.
+"""The sessions of requests with ControlNets: where they run, which servers were tried, and the received residuals.
 
 Only the engine's thread uses them.
 """
@@ -18,31 +18,31 @@ from bottega.model.rows import Half, Row
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionLease:
-    """The sessions that one request has, or opens, at one server."""
+    """The sessions that one request has, or is opening, at one server."""
 
     number: int
     link: ServerLink
     sessions: Sequence[PlacedSession]
     answer: LeaseStatus = field(default_factory=LeaseStatus)
     opened: bool = False
-    """Whether the sessions were told that the server has opened them."""
+    """Whether the sessions know that the server has opened them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
-    """A reference to the residuals of one row and step in a result, which may still be arriving."""
+    """A reference to the residuals of one batch row at one step, which may still be arriving."""
 
     step: int
     result: StepResult
     place: int
-    """Index among the rows of the result."""
+    """Index of the row in the result."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Answers:
-    """The residuals that a server sent, or will send, for one row: for the newest step and for the step before.
+    """The residuals for one row that a server sent or will send: of the newest step and of the step before.
 
-    A row is one half, conditional or unconditional, of one image.
+    A row is the conditional or the unconditional half of guidance, of one image.
     """
 
     newest: _Answer | None = None
@@ -51,36 +51,36 @@ class _Answers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PlacedSession:
-    """The use of one ControlNet by one request, in this process or on a server. The engine holds it as a handle."""
+    """The use of one ControlNet by one request, in this process or on a server. The engine gets it as a handle."""
 
     control: ControlInput
     number: int = 0
-    """Number of the session at the lease's server."""
+    """Number of the session within its lease."""
     tried: list[str] = field(default_factory=list)
-    """Names of the servers that were asked to run it, lost ones included."""
+    """Names of the servers that were asked to run the session, including lost ones."""
     lease: SessionLease | None = None
     local: Hashable | None = None
-    """Handle where the ControlNet runs in this process."""
+    """Handle of the session if it runs in this process; None otherwise."""
     error: BottegaError | None = None
-    """Why no server can run it any more; None while one can."""
+    """Why nothing can run the session any more; None while something can."""
     pipelined: bool = False
     """Whether a step may use the residuals of the previous step instead of waiting for its own."""
     waited_s: float = 0.0
-    """Seconds that forward passes waited for it."""
+    """Seconds that forward passes waited for the session's residuals."""
     ran: list[str] = field(default_factory=list)
-    """Names of the servers that have run it; an empty name stands for this process."""
+    """Names of the servers that have run the session; an empty name stands for this process."""
     _calls: dict[tuple[int, CallTimes], str] = field(default_factory=dict)
     _answers: dict[tuple[Hashable, Half], _Answers] = field(default_factory=dict)
     _stale: set[tuple[Hashable, int]] = field(default_factory=set)
 
     @property
     def next_server(self) -> ControlServer | None:
-        """The best server that was not tried."""
+        """The best server that was not tried; None if all were."""
         return next((server for server in self.control.hosts.servers if server.name not in self.tried), None)
 
     @property
     def record(self) -> ControlRecord:
-        """The facts for the provenance."""
+        """What happened in the session, for the provenance."""
         return ControlRecord(
             waited_s=self.waited_s,
             stale_steps=len(self._stale),
@@ -95,16 +95,16 @@ class PlacedSession:
 
     @property
     def refused(self) -> bool:
-        """Whether the server has refused a step that was requested."""
+        """Whether the server has refused a requested step."""
         return any(answers.newest is not None and answers.newest.result.refused for answers in self._answers.values())
 
     def asked(self, row: Row) -> bool:
-        """Return whether the row's step was requested, and its residuals have arrived or are pending."""
+        """Return whether the residuals for the row's step have arrived or are pending."""
         newest = self._of(row).newest
         return newest is not None and newest.step == row.step
 
     def expect(self, row: Row, result: StepResult, place: int) -> None:
-        """Note which result will have the row's residuals."""
+        """Record that `result` will have the row's residuals, at index `place`."""
         result.use()
         if self.lease is not None and len(self._calls) < MAX_SPANS:
             self._calls[row.step, result.times] = self.lease.link.server.name
@@ -119,7 +119,7 @@ class PlacedSession:
         answers.newest = _Answer(step=row.step, result=result, place=place)
 
     def answer(self, row: Row) -> tuple[StepResult, int] | None:
-        """Return the result with the row's residuals and the row's place in it.
+        """Return the result with the row's residuals, and the row's index in it; None if there is none.
 
         In pipelined mode that is the result of the step before, if it was requested.
         """
@@ -141,7 +141,7 @@ class PlacedSession:
     def give_up_answers(self) -> None:
         """Drop the residuals of a lost server.
 
-        Incomplete results are marked as void for rows that have read their first points.
+        An incomplete result becomes void, because rows may have read some of its residuals.
         """
         for answers in self._answers.values():
             for answer in (answers.newest, answers.before):

@@ -1,6 +1,6 @@
-"""Chooses where the ControlNets of requests run: in sessions on servers, or in this process.
+"""Chooses where the ControlNets of requests run: on a server, or in this process.
 
-When a server is lost, its ControlNets move to the next one of their list, then into this process if it has the weights.
+When a server is lost, its sessions move to the next server of their list, then into this process if it has the weights.
 If nothing is left, the session has an error. Only the engine's thread uses this module.
 """
 
@@ -26,13 +26,13 @@ _FINAL = (ControlNetUnusable, TooLarge)
 
 
 class SessionManager:
-    """The sessions of one engine.
+    """The ControlNet sessions of one engine.
 
     Args:
-        base: Layout of the model's ControlNets.
+        base: Layout that ControlNets must have to fit the model.
         dtype: Element type of the model.
         local: The ControlNets of this process, if it has any.
-        counters: Counts all links.
+        counters: Metrics of all connections.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class SessionManager:
 
     @property
     def links(self) -> list[ServerLink]:
-        """The links to all servers that are used or were used."""
+        """The connections to all servers that are used or were used."""
         return list(self._links.values())
 
     def assign(self, sessions: Sequence[PlacedSession], why: BottegaError | None = None) -> None:
-        """Begin the sessions of one request with the best servers that were not tried, else in this process.
+        """Begin the sessions of one request at the best servers that were not tried, else in this process.
 
         Args:
-            why: The error of the servers that were tried last.
+            why: The error of the server that was tried last; None at first.
         """
         by_server: dict[ControlServer, list[PlacedSession]] = {}
         here: list[PlacedSession] = []
@@ -94,7 +94,7 @@ class SessionManager:
             self._detach(session)
 
     def is_open(self, session: PlacedSession) -> bool:
-        """Return whether a session is open. One that failed in this process gets its error."""
+        """Return whether a session is open. If it failed in this process, set its error."""
         if session.local is not None and self._local is not None:
             try:
                 return self._local.opened([session.local])
@@ -105,7 +105,7 @@ class SessionManager:
         return session.lease is not None and session.lease.opened
 
     def take_in_news(self) -> None:
-        """Process the leases that opened or failed, and the links that were lost, since the last call."""
+        """Process the leases that opened or failed, and the connections that were lost, since the last call."""
         if self.changes.count == self._seen:
             return
         self._seen = self.changes.count
@@ -128,7 +128,7 @@ class SessionManager:
                 self._before[server] = link.link_id
 
     def _reassign(self, lease: SessionLease, why: BottegaError) -> None:
-        """Move the ControlNets of a lease that its server does not serve any more."""
+        """Move the sessions of a lease that its server does not serve any more."""
         self._leases.remove(lease)
         for session in lease.sessions:
             session.give_up_answers()
@@ -147,7 +147,10 @@ class SessionManager:
         return digest is not None and control.hosts.digest in {"", digest}
 
     def _assign_locally(self, sessions: Sequence[PlacedSession]) -> None:
-        """Open sessions in this process, together: one by one, a request could hold room that it waits for itself."""
+        """Open the sessions of one request in this process, all together.
+
+        One by one, a request could hold memory of the cache while it waits for more of the same memory.
+        """
         assert self._local is not None, "this process has the weights"
         try:
             handles = self._local.open([session.control for session in sessions])

@@ -1,4 +1,4 @@
-"""The result of one step at a ControlNet server, as it arrives: residuals by point, deepest first."""
+"""The result of one step at a ControlNet server, whose residuals arrive one by one, deepest first."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from bottega.transport import Layout
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CallTimes:
-    """The times of one request for a step."""
+    """When a step was requested, and how long the response took."""
 
     asked_s: float
-    """When the step was requested, on CLOCK_MONOTONIC."""
+    """Time of the request, on CLOCK_MONOTONIC."""
     seconds: float = 0.0
-    """Seconds until the complete response had arrived; 0 before that."""
+    """Seconds from the request to the complete response; 0 until then."""
 
 
 class StepResult:
-    """A server's answer to one step. A link's thread fills it, the engine's thread reads it.
+    """A server's response to one step. The connection's thread fills it, the engine's thread reads it.
 
     Args:
-        layout: Layout that the answer must have.
-        points: Number of points at which the network takes residuals.
+        layout: Layout that the response must have.
+        points: Number of residuals of the network.
     """
 
     def __init__(self, layout: Layout, points: int) -> None:
         self.layout = layout
         self.points = points
         self.shared = False
-        """Whether the server has not computed each of its rows alone (`computes_one_session`)."""
+        """Whether the server computed rows of other sessions or steps in the same batch (`computes_one_session`)."""
         self.refused = False
         """Whether the server has refused the step."""
         self.void = False
-        """Whether it can never become complete. Steps that used a part of it have to be repeated."""
+        """Whether the result can never become complete. Steps that used a part of it have to be repeated."""
         self.times = CallTimes(asked_s=time.monotonic())
-        """Kept by others, too, which then do not hold the result's memory."""
+        """Times of the request. They may outlive the result, whose memory they do not hold."""
         self._tensors: dict[int, Tensor] = {}
         self._users = 0
         self._given_back = False
@@ -51,7 +51,7 @@ class StepResult:
         return len(self._tensors) == self.points
 
     def has(self, points: tuple[int, ...]) -> bool:
-        """Return whether the residuals of these points have arrived."""
+        """Return whether the residuals with these indices have arrived."""
         return all(point in self._tensors for point in points)
 
     def at(self, point: int, place: int) -> Tensor:
@@ -59,28 +59,28 @@ class StepResult:
         return self._tensors[point][place]
 
     def begin(self, give_back: Callable[[], None]) -> None:
-        """Note that the result begins to arrive.
+        """Record that the result begins to arrive.
 
         Args:
-            give_back: Gives the result's memory back to the server.
+            give_back: Returns the result's memory to the server.
         """
         self._give_back = give_back
         if self._users == 0:
             self._return()
 
     def put(self, point: int, tensor: Tensor) -> None:
-        """Add the residuals of one point: [rows, channels, height, width]."""
+        """Add the residual with index `point`: [rows, channels, height, width]."""
         self._tensors[point] = tensor
         if self.whole:
             self.times.seconds = time.monotonic() - self.times.asked_s
 
     @property
     def holds_memory(self) -> bool:
-        """Whether the result lies, or will lie, in memory of the server."""
+        """Whether the result occupies, or will occupy, memory of the server."""
         return not (self._given_back or self.refused)
 
     def keep_copy(self) -> None:
-        """Copy the result, and give its memory back to the server. Call this only while nobody reads the result."""
+        """Copy the result, and return its memory to the server. Call this only while nothing reads the result."""
         self._tensors = {point: tensor.clone() for point, tensor in self._tensors.items()}
         self._return()
 
@@ -89,13 +89,13 @@ class StepResult:
         self._users += 1
 
     def drop(self) -> None:
-        """Count one row less. When no row is left, give the memory back to the server."""
+        """Count one row less. When no row is left, return the memory to the server."""
         self._users -= 1
         if self._users == 0:
             self._return()
 
     def _return(self) -> None:
-        """Give the memory back, now or when it begins to arrive."""
+        """Return the memory to the server, now or when the result begins to arrive."""
         if self._give_back is not None:
             self._given_back = True
             self._give_back()

@@ -1,6 +1,6 @@
-"""Templates of edits, which workers record and activation stores keep: calls about them, and their checks."""
+"""The client code of edits, about templates: activations that workers record of an image, for later edits of it."""
 
 COMMAND = "templates"
-"""Name of its subcommand of `bottega`."""
+"""Name of the subcommand of `bottega`."""
 HELP = "List, pin, load, drop and measure templates of edits."
-"""What `bottega --help` says of it, without an import of its module."""
+"""Help text of the subcommand. It is here so that `bottega --help` need not import the subcommand's module."""

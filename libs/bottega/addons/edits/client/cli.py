@@ -1,4 +1,4 @@
-"""`bottega templates` and the output lines and advice that recorded edits add to other commands."""
+"""`bottega templates`, and what edits add to other commands: output lines and advice."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ _LISTS = "bottega templates lists what there is."
 def command() -> None:
     """List, pin, load, drop and measure templates of edits.
 
-    A template is what the first edit of an image computed. Later edits of the image reuse it, and compute only the
-    masked part. Workers hold templates in memory; the activation store keeps them for all workers, on disk and in
-    memory.
+    A template is what the first edit of an image recorded: the activations of the model. Later edits of the image reuse
+    them, and compute only the masked part. Workers have templates in memory; the activation store keeps them for all
+    workers, on disk and in memory.
     """
 
 
@@ -69,7 +69,7 @@ def command() -> None:
 def drop(*, ids: tuple[str, ...], every: bool, yes: bool, address: str) -> None:
     """Delete templates from stores and workers.
 
-    ID is as `bottega templates` shows it.
+    `bottega templates` shows the IDs.
     """
     _check_which(ids, every)
     with connect(address) as client:
@@ -90,8 +90,8 @@ def drop(*, ids: tuple[str, ...], every: bool, yes: bool, address: str) -> None:
 def pin(*, ids: tuple[str, ...], address: str) -> None:
     """Keep templates in their store.
 
-    A pinned template stays on the store's disk until it is dropped. Workers' own memory has no pins. ID is as
-    `bottega templates` shows it.
+    A pinned template stays on the store's disk until it is dropped or unpinned. Pins do not affect the copies in
+    workers' memory. `bottega templates` shows the IDs.
     """
     number = _change(address, ids, lambda client, id: client.pin_templates(id))
     say(f"{_counted(number)} pinned")
@@ -115,8 +115,8 @@ def unpin(*, ids: tuple[str, ...], address: str) -> None:
 def warm(*, ids: tuple[str, ...], every: bool, address: str) -> None:
     """Load templates from their store's disk into its memory.
 
-    This is optional: the template of an edit is loaded when the edit is near the front of the queue. The command waits
-    at most 15 s for the loads.
+    This is optional, because the template of an edit is loaded when the edit is near the front of the queue. The
+    command waits at most 15 s.
     """
     _check_which(ids, every)
     warmed: list[WarmedTemplates] = []
@@ -137,7 +137,7 @@ def _check_which(ids: Sequence[str], every: bool) -> None:
 
 
 def _change(address: str, ids: Sequence[str], change: Callable[[Client, str], int]) -> int:
-    """Apply a change to each ID, and return how many templates changed. End the command if no store has one of them."""
+    """Apply a change to each ID, and return how many templates changed. End the command for an unknown ID."""
     with connect(address) as client:
         numbers = {id: change(client, id) for id in ids}
         missing = [id for id, number in numbers.items() if id and not number]
@@ -148,7 +148,7 @@ def _change(address: str, ids: Sequence[str], change: Callable[[Client, str], in
 
 
 def _warm(client: Client, id: str, warmed: list[WarmedTemplates]) -> int:
-    """Load templates, wait some seconds for them, and return how many there are."""
+    """Load templates, wait some seconds, and return how many are in memory or being loaded."""
     deadline = time.monotonic() + _LOAD_S
     now = client.warm_templates(id)
     while now.loading_bytes and time.monotonic() < deadline:
@@ -159,7 +159,7 @@ def _warm(client: Client, id: str, warmed: list[WarmedTemplates]) -> int:
 
 
 def _dropped(dropped: Sequence[DroppedTemplates]) -> str:
-    """Describe the result of a drop, as in "2 templates dropped, and 3 copies in workers' memory"."""
+    """Return what was dropped as text, such as "2 templates dropped, and 3 copies in workers' memory"."""
     stored, copies = sum(counts.stored for counts in dropped), sum(counts.copies for counts in dropped)
     worker_copies = f"{copies} cop{'y' if copies == 1 else 'ies'} in workers' memory"
     if not stored and copies:
@@ -207,7 +207,7 @@ def _matching(id: str, overview: TemplateOverview) -> list[FleetTemplate]:
 
 
 def _holders(ids: Sequence[str], overview: TemplateOverview, *, workers: bool = True) -> str:
-    """Return the names of the services that have these templates: stores, and workers unless they are left out."""
+    """Return the names of the stores that have these templates and, if `workers` is True, of the workers."""
     found = [template for id in ids for template in _matching(id, overview)]
     names = {name for template in found for name in (template.store, *(template.workers if workers else ())) if name}
     return ", ".join(sorted(names))
@@ -230,7 +230,7 @@ _NO_STORE = (
 
 @command.command("list")
 @click.option(
-    "-n", "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Largest number of templates."
+    "-n", "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Maximum number of templates."
 )
 @address_option
 @fleet_option
@@ -238,8 +238,8 @@ def list_command(*, limit: int, address: str) -> None:
     """List templates, and how full stores and workers are.
 
     The most recently used template comes first. "where" says whether the activation store has it in memory (or which
-    share of it) or only on disk, and which workers have it in memory. "in use" means that an edit needs it now. From
-    "75 % of the image" edits take that much; those that need more compute the rest and add it. "uses" counts the
+    share of it) or only on disk, and which workers have it in memory. "in use" means that an edit needs it now. "75 %
+    of the image" means that the template covers that part: edits compute the rest and add it. "uses" counts the
     workers' requests to the store; an edit whose worker has everything in memory makes none.
     """
     with connect(address) as client:
@@ -264,7 +264,7 @@ def _show_by_model(templates: Sequence[FleetTemplate]) -> None:
 
 
 def templates_table(templates: Sequence[FleetTemplate]) -> PlainTable:
-    """Return a table of one model's templates, which fits into 80 columns."""
+    """Return a table of one model's templates that fits into 80 columns."""
     table = PlainTable("template", "pixels", ">steps", ">size", ">uses", ">used", "where", optional=("used", "pixels"))
     for template in templates:
         table.add_row(
@@ -306,13 +306,13 @@ def _note_trouble(overview: TemplateOverview) -> None:
 
 
 def _records(overview: TemplateOverview) -> bool:
-    """Return whether any worker that answered records edits."""
+    """Return whether any of the workers records edits."""
     workers = [holder for holder in overview.holders if holder.kind == kinds.WORKER]
     return not workers or any(worker.memory_budget_bytes for worker in workers)
 
 
 def _places(template: FleetTemplate) -> Iterator[str]:
-    """Yield the places of a template: its store's memory or disk, and workers."""
+    """Yield where a template is: in its store's memory or on its disk, and at which workers."""
     if template.store:
         in_memory = template.memory_bytes / template.size_bytes if template.size_bytes else 1.0
         yield "memory" if in_memory >= _WHOLE else f"memory {_share(in_memory)}" if in_memory else "disk"
@@ -334,7 +334,7 @@ def _states(template: FleetTemplate) -> Iterator[str]:
 
 
 def _share(share: float) -> str:
-    """Return a share in whole percents; a part is never 0 % nor 100 %."""
+    """Return a share as whole percents. A share above 0 and below 1 is never shown as 0 % or 100 %."""
     return f"{min(99, max(1, round(share * 100)))} %"
 
 
@@ -352,7 +352,7 @@ def _ago(seconds: float) -> str:
 
 
 def _merge(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
-    """Drop the recording that the earlier edit used, if the command line sets again whether one may be used."""
+    """Remove the earlier edit's recording from the options if the command line decides whether one may be used."""
     if given.get("masked_blocks") is not None or given.get("fidelity") is not None:
         options.pop("recording", None)
         options.pop("masked_blocks", None)
@@ -390,7 +390,7 @@ _NOBODY_IDLE = "Try again when a worker is idle (bottega fleet), or have a busy 
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """Return what to do about an error of templates or their stores; None for other errors."""
+    """Return advice about an error of templates or activation stores; None for other errors."""
     if isinstance(error, errors.NoActivationStore):
         return _NO_STORE_ADVICE
     if isinstance(error, errors.RecordingNotKept):

@@ -1,7 +1,8 @@
-"""`bottega templates profile`: which blocks of a model are worth the bytes of their recordings.
+"""`bottega templates profile`: which blocks of a model are worth the bytes that their recorded activations take.
 
-A template has one forward pass for each step and each half of guidance. The profile says how many bytes a block's
-recording of one forward pass takes. An edit that has it computes only the masked part of the block.
+A template has activations of two forward passes for each step: the conditional and the unconditional one of guidance.
+The profile says how many bytes a block takes in one of them. An edit with a block's activations computes only the
+masked part of the block.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from bottega.client.sdk.clients import Client
 from bottega.client.types.models import ServedModel
 
 HALVES = 2
-"""Halves of guidance: with the prompt, and without it or with the negative one."""
+"""Recorded forward passes of a step: the conditional and the unconditional one of classifier-free guidance."""
 
 MASK_SHARE = 0.2
-"""Share of the image for which savings are stated: between the means of InstGenIE's traces, .11 to .35."""
+"""Share of the image in the mask for which savings are shown: between the means of InstGenIE's traces, .11 to .35."""
 
 _SIBLING = re.compile(r"\.transformer_blocks\.\d+$")
 
@@ -53,7 +54,7 @@ _PIXELS = click.IntRange(min=8)
 
 @click.command("profile")
 @click.option("--model", help="Model to measure; default: the only one that is served.")
-@click.option("--worker", metavar="NAME", help="Worker that measures; default: one that draws nothing now.")
+@click.option("--worker", metavar="NAME", help="Worker that measures; default: an idle one.")
 @click.option("--width", type=_PIXELS, help="Width of the picture in pixels; default: the model's own.")
 @click.option("--height", type=_PIXELS, help="Height of the picture in pixels; default: the model's own.")
 @click.option("--steps", type=click.IntRange(1, 1000), help="Steps of a template; default: the model's.")
@@ -80,10 +81,10 @@ def command(
     timeout_s: float,
     address: str,
 ) -> None:
-    """Measure which blocks of a model are worth keeping.
+    """Measure which blocks of a model are worth keeping in templates.
 
-    A template with every block of a large model takes many GiB. If a store or a worker has less room, it keeps the
-    blocks that save most time for their bytes; which these are depends on the model and the device. An idle worker
+    A template with every block of a large model takes many GiB. Stores and workers with a smaller budget keep the
+    blocks that save the most time per byte. Which these are depends on the model and the device. An idle worker
     measures it, which takes seconds, or minutes without a GPU, and the stores keep the result. Measure again when
     devices change; --kept shows earlier results.
     """
@@ -113,7 +114,7 @@ def command(
 
 
 def show(profile: BlockProfile, name: str, steps: int, budget_bytes: int, every: bool) -> None:
-    """Print a profile: its blocks, those worth most first, then the sums.
+    """Print a profile: its blocks, those that save the most time per byte first, then the sums.
 
     Args:
         budget_bytes: Bytes that one template may take; 0 for no limit.
@@ -166,7 +167,7 @@ def _kept(found: BlockWorth, budget_bytes: int) -> str:
 
 
 def _budget(client: Client) -> int:
-    """Return the bytes of a template that every store and worker has room for; 0 without a store, or without limits."""
+    """Return the smallest budget in bytes that a store or worker has for one template; 0 without stores or limits."""
     holders = client.templates().holders
     if not any(holder.kind == kinds.ACTIVATIONS for holder in holders):
         return 0
@@ -205,50 +206,50 @@ def _three_digits(number: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGroup:
-    """The blocks of one part of the model, such as those of a transformer, in one forward pass of one row."""
+    """The blocks of one part of the model, such as a transformer, in one forward pass of one row."""
 
     name: str
-    """Path of the part."""
+    """Path of the part in the model."""
     blocks: int
     """Number of blocks."""
     kept: int
-    """Number of blocks that the budget keeps."""
+    """Number of blocks that fit into the budget."""
     size_bytes: int
-    """Bytes of the recording."""
+    """Bytes of the blocks' recorded activations."""
     full_s: float
-    """Seconds to compute the part whole."""
+    """Seconds to compute all tokens."""
     masked_s: float
-    """Seconds to compute only a mask of about MASK_SHARE."""
+    """Seconds to compute only the tokens of a mask of about MASK_SHARE."""
 
     @property
     def saved_s(self) -> float:
-        """Seconds that the recording saves in a forward pass; negative if it costs time."""
+        """Seconds that the recorded activations save in a forward pass; negative if using them is slower."""
         return self.full_s - self.masked_s
 
     @property
     def saved_s_per_mib(self) -> float:
-        """Seconds that a MiB of the recording saves."""
+        """Seconds that one MiB of recorded activations saves."""
         return self.saved_s / max(self.size_bytes / 2**20, 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWorth:
-    """The sizes and savings of templates with a number of steps, under a budget."""
+    """The size of a model's templates, and the time that they save."""
 
     share: float
-    """Measured share of the tokens nearest to MASK_SHARE."""
+    """The measured share of masked tokens that is nearest to MASK_SHARE."""
     groups: tuple[BlockGroup, ...]
-    """Groups of blocks; those that save most for their bytes come first."""
+    """Groups of blocks, those that save the most time per byte first."""
     forward_s: float
-    """Seconds of a whole forward pass of one row."""
+    """Seconds of a complete forward pass of one row."""
     masked_s: float
-    """Seconds of a forward pass with the recordings of all blocks."""
+    """Seconds of a forward pass of one row that uses the recorded activations of all blocks."""
     template_bytes: int
     """Bytes of a template with all blocks."""
     kept_bytes: int
-    """Bytes of a template with the blocks that the budget keeps."""
+    """Bytes of a template with the blocks that fit into the budget."""
     kept_share: float
-    """Share of the seconds that all blocks save, which the kept blocks save."""
+    """Time that the blocks in the budget save, as a share of the time that all blocks would save."""
 
     @property
     def blocks(self) -> int:
@@ -257,12 +258,12 @@ class BlockWorth:
 
     @property
     def kept(self) -> int:
-        """Number of blocks that the budget keeps."""
+        """Number of blocks that fit into the budget."""
         return sum(group.kept for group in self.groups)
 
 
 def worth(profile: BlockProfile, *, steps: int, budget_bytes: int) -> BlockWorth:
-    """Return the bytes that templates of a model take, and the seconds that they save.
+    """Return how many bytes the templates of a model take, and how many seconds they save.
 
     Args:
         steps: Denoising steps of a template.
@@ -285,17 +286,17 @@ def worth(profile: BlockProfile, *, steps: int, budget_bytes: int) -> BlockWorth
 
 
 def nearest_share(profile: BlockProfile, share: float = MASK_SHARE) -> int:
-    """Return the index of the measured share nearest to this one; 0 if no share was measured."""
+    """Return the index of the measured share nearest to `share`; 0 if no share was measured."""
     return min(range(len(profile.shares)), key=lambda index: abs(profile.shares[index] - share), default=0)
 
 
 def masked_s(block: ProfiledBlock, column: int) -> float:
-    """Return the seconds of a row at the share with this index; those of the whole row if it was not measured."""
+    """Return the seconds of a block at the share with this index; those for all tokens if that was not measured."""
     return block.masked_s[column] if column < len(block.masked_s) else block.full_s
 
 
 def _kept_blocks(blocks: Sequence[ProfiledBlock], column: int, budget_bytes: int | None) -> Set[str]:
-    """Return the names of the blocks that an engine keeps within a budget for one forward pass; None is no limit."""
+    """Return the names of the blocks that fit into a budget for one forward pass; None means no limit."""
     if budget_bytes is None or sum(block.size_bytes for block in blocks) <= budget_bytes:
         return {block.name for block in blocks}
     values = [

@@ -1,7 +1,7 @@
-"""The templates of a fleet: calls to activation stores and workers, their answers merged, and the doctor's findings.
+"""The templates of a fleet: calls to stores and workers, their merged responses, and checks of `bottega doctor`.
 
-A template is a recorded image. A worker that took a template from a store uses the store's ID for it, so one template
-is one entry, wherever it is.
+A template is the recorded activations of an image. A worker that loaded a template from a store uses the store's ID, so
+one template is one entry, wherever its copies are.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub, TemplateServiceAsyncStub
 
 STORE_S = 40.0
-"""Seconds that a call to a store may take: it writes records one after the other, and deleting many files is slow."""
+"""Time-out in seconds of a call to a store, which writes records one after the other and is slow to delete many
+files."""
 WORKER_S = 20.0
-"""Seconds that a call to a worker may take: its engine process answers between two steps."""
+"""Time-out in seconds of a call to a worker, whose engine process answers only between two steps."""
 _CHECK_S = 5.0
 
 STORES: ServiceCalls[ActivationServiceAsyncStub] = ServiceCalls(
@@ -55,7 +56,7 @@ _BUDGET = "engine.edits.activations_mib in its configuration says how much memor
 
 
 def ready_workers(fleet: FleetStatus) -> Sequence[FleetMember]:
-    """Return the workers that are ready; those whose engines still start have no templates."""
+    """Return the workers that are ready. Others have no templates, because their engines are still starting."""
     return [worker for worker in fleet.of_kind(kinds.WORKER) if worker.models]
 
 
@@ -66,7 +67,7 @@ class _Listing:
 
 
 async def look_over(fleet: FleetStatus) -> TemplateOverview:
-    """Ask every store and every worker at once for its templates. Raise the first error if none of them answers."""
+    """Ask all stores and workers at once for their templates. Raise the first error if none of them answers."""
     stores, workers = fleet.of_kind(kinds.ACTIVATIONS), ready_workers(fleet)
     if not stores and not workers:
         raise NoWorker("no worker and no activation store has joined")
@@ -129,7 +130,7 @@ def _merged(listings: Iterable[_Listing]) -> tuple[FleetTemplate, ...]:
 
 
 def _merge_records(records: Sequence[tuple[TemplateHolder, pb.Template]]) -> FleetTemplate:
-    """Return a template as its store describes it, else the worker that used it last."""
+    """Merge the descriptions of one template. The store's counts most, else that of the worker which used it last."""
     ordered = sorted(records, key=lambda item: (item[0].kind != kinds.ACTIVATIONS, item[1].idle_s))
     stores = [holder.name for holder, _ in ordered if holder.kind == kinds.ACTIVATIONS]
     return template_from(
@@ -140,7 +141,7 @@ def _merge_records(records: Sequence[tuple[TemplateHolder, pb.Template]]) -> Fle
 
 
 def check_templates(fleet: FleetStatus) -> Iterator[CheckResult]:
-    """Yield whether stores and workers record edits and have room for them. Not for use in an event loop."""
+    """Yield whether stores and workers can record edits, and have space. Blocks: do not call it in an event loop."""
     workers, stores = ready_workers(fleet), fleet.of_kind(kinds.ACTIVATIONS)
     served = {model.model_hash: model for worker in workers for model in worker.models}
     answers = [asyncio.run(_answer(worker, _check_worker)) for worker in workers]
@@ -160,7 +161,7 @@ def _check_store(store: FleetMember, served: Mapping[str, ServedModel], worker_b
     """Yield the findings about one store.
 
     Args:
-        worker_bytes: The least memory that a worker has for recordings; 0 if no worker records any.
+        worker_bytes: The smallest memory budget for recordings among workers; 0 if no worker records any.
     """
     try:
         listing, profiled = asyncio.run(_ask_store_for_check(store))
@@ -174,7 +175,7 @@ def _check_store(store: FleetMember, served: Mapping[str, ServedModel], worker_b
     if holder.trouble:
         yield warn(
             f"the activation store {store.name} records nothing: {holder.trouble}",
-            "It resumes by itself once that is over. Edits are drawn meanwhile.",
+            "It resumes by itself when the problem is solved. Edits are drawn meanwhile.",
         )
     else:
         room = f"{_gib(holder.disk_bytes)} of {_gib(holder.disk_budget_bytes)} GiB"
@@ -198,7 +199,7 @@ def _check_store(store: FleetMember, served: Mapping[str, ServedModel], worker_b
 
 
 def _may_exceed(budget_bytes: int, model: ServedModel) -> bool:
-    """Return whether a template of the model may exceed this budget; 0 is no limit."""
+    """Return whether a template of the model may be larger than this budget; 0 means no limit."""
     pixels = model.default_width * model.default_height
     return 0 < budget_bytes < _MOST_BYTES_OF_A_PIXEL * pixels * model.default_steps
 
@@ -218,7 +219,7 @@ async def _check_worker(worker: FleetMember) -> _Listing:
 
 
 async def _ask_store_for_check(store: FleetMember) -> tuple[_Listing, frozenset[str]]:
-    """Return a store's listing, and the hashes of the models that it has a profile of."""
+    """Return a store's templates, and the hashes of the models for which it has a profile."""
     listing = await _ask_store(store, timeout_s=_CHECK_S)
     async with STORES.open(store) as stub:
         answer = await stub.ListBlockProfiles(pb.ListBlockProfilesRequest(), timeout=_CHECK_S)

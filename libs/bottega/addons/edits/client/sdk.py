@@ -1,7 +1,7 @@
-"""The clients' methods about templates: recorded images, whose edits compute only the masked part.
+"""The SDK's methods about templates: recorded activations of an image, with which edits compute only the masked part.
 
-Workers record templates and hold them in memory; activation stores keep them for all workers. A fleet usually has one
-store. Several stores hold different templates, and the same profiles.
+Workers record templates and have them in memory; activation stores keep them for all workers. A fleet usually has one
+store. Several stores have different templates, but the same profiles.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ StubT = TypeVar("StubT")
 AnswerT = TypeVar("AnswerT")
 
 PROFILE_S = 600.0
-"""Seconds that a measurement may take by default: it makes some hundred forward passes."""
+"""Default time-out in seconds of a measurement, which makes some hundred forward passes."""
 
 
 class AsyncTemplateMethods(AsyncGatewayClient):
     """The methods of AsyncClient about templates of edits.
 
     Methods that need a store raise NoActivationStore if none has joined, or one does not answer. The argument `id` is
-    the ID of a template, 32 hexadecimal digits, or its first 8 or more digits, which mean all templates that begin so.
+    the ID of a template, 32 hex digits, or its first digits, at least 8, which select all templates that begin with
+    them.
     """
 
     async def templates(self) -> TemplateOverview:
         """Return the templates of all stores and workers, and how much space each service has for templates.
 
-        Services that do not answer are listed as silent. Raises NoWorker or NoActivationStore if none answers.
+        The result names services that did not answer. Raises NoWorker or NoActivationStore if none answers.
         """
         return await look_over(await self.fleet())
 
@@ -96,9 +97,9 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         return sum(answer.templates for answer in answers)
 
     async def warm_templates(self, id: str = "") -> WarmedTemplates:
-        """Have stores load templates from disk into memory as far as there is room, without waiting for them.
+        """Make stores load templates from disk into memory as far as they fit, without waiting until they are loaded.
 
-        Call it again to learn how many bytes are still being loaded.
+        Call it again to see how many bytes are still being loaded.
 
         Args:
             id: The ID of a template or its first digits; empty for all templates, the most recently used first.
@@ -111,7 +112,7 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         )
 
     async def block_profiles(self) -> tuple[BlockProfile, ...]:
-        """Return the measured costs of the models' blocks. If stores differ, the first one's are returned."""
+        """Return the measured costs of the models' blocks. If stores differ, the first store's are returned."""
         found: dict[tuple[str, str, int, int], BlockProfile] = {}
         request = pb.ListBlockProfilesRequest()
         for answer in await self._ask(lambda stub: stub.ListBlockProfiles(request, timeout=STORE_S)):
@@ -142,14 +143,14 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         height: int = 0,
         timeout_s: float = PROFILE_S,
     ) -> MeasuredBlocks:
-        """Have a worker measure the costs of its model's blocks, and every store keep them.
+        """Make a worker measure the costs of its model's blocks; every store keeps the result.
 
-        If a template exceeds its budget, stores keep the blocks that save most time for their bytes; the profile says
-        which these are. Without a store in the fleet the profile is measured and returned, but nobody keeps it.
+        If a template exceeds its budget, stores keep the blocks that save the most time per byte, according to this
+        profile. Without a store the profile is measured and returned, but not kept.
 
         Args:
             model: Name of the model; None for the only one that is served.
-            worker: Name of the worker that measures; None for one that draws nothing now.
+            worker: Name of the worker that measures; None for an idle one.
             width: Width of the picture in pixels; 0 for the model's own.
             height: Height of the picture in pixels; 0 for the model's own.
             timeout_s: Seconds that the measurement may take.
@@ -174,7 +175,7 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         return replace(measured, stores=await self.set_block_profile(profile))
 
     async def _ask(self, call: Callable[[ActivationServiceAsyncStub], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
-        """Return the answers of every store. Raise the first error once all have been asked."""
+        """Return the responses of every store. Raise the first error after all have been asked."""
         return _answered(await _of_all(STORES, await self._stores(), call))
 
     async def _stores(self) -> Sequence[FleetMember]:
@@ -196,7 +197,7 @@ class TemplateMethods(GatewayClient):
 async def _of_all(
     calls: ServiceCalls[StubT], services: Sequence[FleetMember], call: Callable[[StubT], Awaitable[AnswerT]]
 ) -> Sequence[AnswerT | BottegaError]:
-    """Ask all services at once. Return the answer of each, or its error."""
+    """Call all services at once. Return the response or the error of each."""
 
     async def one(service: FleetMember) -> AnswerT | BottegaError:
         try:
@@ -209,7 +210,7 @@ async def _of_all(
 
 
 def _answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
-    """Return the answers. Raise the first error among them."""
+    """Return the responses. Raise the first error among them."""
     for answer in answers:
         if isinstance(answer, BottegaError):
             raise answer
@@ -217,7 +218,7 @@ def _answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
 
 
 def _choose_worker(fleet: FleetStatus, model: str | None, worker: str | None) -> FleetMember:
-    """Return the worker that measures. Raise NoWorker if all are busy, because drawing distorts the measurement."""
+    """Return the worker that measures. Raise NoWorker if all are busy, because drawing distorts the result."""
     workers = ready_workers(fleet)
     served = sorted({served.name for one in workers for served in one.models})
     if not workers:

@@ -1,4 +1,4 @@
-"""Templates of edits as the SDK describes them: recorded images, the services that have them, and block profiles."""
+"""Templates of edits as the SDK describes them: recorded activations, services that have them, and block profiles."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from bottega.v1 import activations_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateHolder:
-    """A service that has templates, with their sizes and its budgets. Workers have them only in memory."""
+    """A service that has templates, with their size and its budgets. Workers have templates only in memory."""
 
     name: str
     kind: str
-    """activations or worker."""
+    """Kind of service: activations or worker."""
     templates: int
-    """Number of templates that it has."""
+    """Number of templates that the service has."""
     memory_bytes: int
-    """Bytes that they take in memory."""
+    """Bytes that the templates take in memory."""
     memory_budget_bytes: int
     disk_bytes: int = 0
-    """Bytes that they take on the disk."""
+    """Bytes that the templates take on disk; 0 for workers."""
     disk_budget_bytes: int = 0
     template_budget_bytes: int = 0
     """Bytes that one template may take; 0 for no limit."""
     trouble: str = ""
-    """Why it can record nothing now; empty if recording works."""
+    """Why the service cannot record now; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTemplate:
-    """A recorded image, as its store describes it, else the worker that used it last."""
+    """A template, described by its store, else by the worker that used it last."""
 
     id: str
-    """Its ID: 32 hex digits."""
+    """ID of the template: 32 hex digits."""
     digest: str
-    """SHA-256 of the image's pixels as they were drawn, or of the latents that it was drawn with, hex."""
+    """SHA-256 of the image's pixels at the size at which it was drawn, or of the latents that drew it, hex."""
     model: str
     """Name of the model."""
     model_hash: str
@@ -48,32 +48,32 @@ class FleetTemplate:
     """Width in pixels of the part of the image that was drawn."""
     height: int
     size_bytes: int
-    """Bytes of the recording."""
+    """Bytes of the recorded activations."""
     memory_bytes: int
-    """Bytes of it that are in memory."""
+    """Bytes of the activations that are in memory."""
     steps: int
-    """Denoising steps that it has."""
+    """Number of denoising steps with activations."""
     uses: int
-    """Edits that have used it."""
+    """Number of edits that used the template."""
     idle_s: float
-    """Seconds since it was last used, by any service."""
+    """Seconds since any service last used the template."""
     in_use: bool
-    """Whether an edit uses it now."""
+    """Whether an edit uses the template now."""
     recording: bool
     """Whether the template is still being recorded."""
     valid_share: float
-    """Share of the image for which edits can reuse the recording, 0 to 1."""
+    """Share of the image that the activations cover, 0 to 1."""
     pinned: bool
-    """Whether the template is pinned, and so never evicted."""
+    """Whether the template is pinned, and so never evicted from its store."""
     store: str = ""
-    """Name of the store that has it; empty if none does."""
+    """Name of the store that has the template; empty if none has it."""
     workers: tuple[str, ...] = ()
-    """Names of the workers that have it, or a part of it, in their own memory."""
+    """Names of the workers that have the template, or a part of it, in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentService:
-    """A service that did not answer, so its templates are not listed."""
+    """A service that did not answer, so that its templates are not listed."""
 
     name: str
     kind: str
@@ -85,7 +85,7 @@ class TemplateOverview:
     """The templates of a fleet."""
 
     templates: tuple[FleetTemplate, ...]
-    """The most recently used first."""
+    """All templates, the most recently used first."""
     holders: tuple[TemplateHolder, ...]
     silent: tuple[SilentService, ...]
 
@@ -100,12 +100,12 @@ class TemplateOverview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedTemplates:
-    """Result of `drop_templates`: the numbers of dropped templates."""
+    """Result of `drop_templates`: how many templates were dropped."""
 
     stored: int
-    """Templates of stores."""
+    """Number of templates dropped from stores."""
     copies: int
-    """Templates in the memories of workers."""
+    """Number of templates dropped from the memory of workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,9 @@ class WarmedTemplates:
     """Result of `warm_templates`: the templates that stores load into memory."""
 
     templates: int
-    """Templates that are in memory, or being loaded."""
+    """Number of templates that are in memory, or being loaded."""
     loading_bytes: int
-    """Bytes that are still being loaded."""
+    """Bytes that remain to be loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,34 +123,34 @@ class ProfiledBlock:
     """The measured costs of one block of a model, for one row of a forward pass."""
 
     name: str
-    """Path of its module."""
+    """Path of the block in the model."""
     size_bytes: int
-    """Bytes of its recording."""
+    """Bytes of the block's recorded activations."""
     full_s: float
-    """Seconds to compute it whole."""
+    """Seconds to compute all tokens of the block."""
     masked_s: tuple[float, ...]
-    """Seconds to compute a share of the tokens, in the order of `BlockProfile.shares`."""
+    """Seconds to compute each share of the tokens, in the order of `BlockProfile.shares`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
-    """The measured costs of a model's blocks, by which stores and engines choose what they keep of a template."""
+    """The measured costs of a model's blocks, by which stores and engines choose which blocks of a template to keep."""
 
     model_hash: str
     """Hash of the model, hex."""
     dtype: str
     """Element type of the model."""
     width: int
-    """Width of the picture, in pixels."""
+    """Width of the measured picture in pixels."""
     height: int
     shares: tuple[float, ...] = ()
-    """Shares of the tokens that were computed, ascending; at most 8."""
+    """Shares of the tokens for which blocks were measured, ascending; at most 8."""
     blocks: tuple[ProfiledBlock, ...] = field(default=(), metadata={"kind": ProfiledBlock})
-    """The blocks in the order in which they run. A profile without blocks deletes that of its model."""
+    """The blocks in the order in which they run. Setting a profile without blocks deletes that of its model."""
     forward_s: float = 0.0
-    """Seconds of a whole forward pass of one row."""
+    """Seconds of a complete forward pass of one row."""
     about: str = ""
-    """Description of how it was measured; at most 1,000 characters."""
+    """How the profile was measured, for people; at most 1,000 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +169,11 @@ class MeasuredBlocks:
 def template_from(
     records: Sequence[activations_pb2.Template], *, store: str, workers: tuple[str, ...]
 ) -> FleetTemplate:
-    """Return a template that one or more services have recorded.
+    """Convert the descriptions of one template to a FleetTemplate.
 
     Args:
-        records: Their descriptions of it. The first one counts, except for facts that are merged from all of them.
-        store: Name of the store that has it; empty if none does.
+        records: Descriptions by one or more services. The first one counts, except for values that are merged from all.
+        store: Name of the store that has the template; empty if none has it.
         workers: Names of the workers that have it.
     """
     first = records[0]
@@ -199,12 +199,12 @@ def template_from(
 
 
 def profile_from(message: activations_pb2.BlockProfile) -> BlockProfile:
-    """Return the profile that the wire describes."""
+    """Convert a message to a BlockProfile."""
     return value_from(message, BlockProfile)
 
 
 def profile_to_wire(profile: BlockProfile) -> activations_pb2.BlockProfile:
-    """Return the contract's message of a profile."""
+    """Convert a profile to a message."""
     message = activations_pb2.BlockProfile(
         model_hash=profile.model_hash,
         dtype=profile.dtype,

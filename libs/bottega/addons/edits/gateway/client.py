@@ -15,11 +15,11 @@ from bottega.v1.activations_pb2 import PrefetchTemplatesResponse
 _MAX_SOURCES = 64
 
 OnResponse = Callable[[str, PrefetchTemplatesResponse], None]
-"""Called with the address of a store and its response, which says where templates are."""
+"""Called with the address of a store and its response, which says which templates it has."""
 
 
 class GrpcActivationsClient:
-    """The PrefetchClient of an activation store. Its channel connects and reconnects by itself."""
+    """The PrefetchClient of an activation store. gRPC connects and reconnects its channel."""
 
     def __init__(self, target: Target, channels: Channels, on_response: OnResponse) -> None:
         self._address = target.address

@@ -1,6 +1,6 @@
-"""LoRAs in the client: calls to their stores, uploads, the quarantine, and profiling."""
+"""The client code of LoRAs: calls to LoRA stores, uploads, the quarantine, and profiling."""
 
 COMMAND = "loras"
-"""Name of its subcommand of `bottega`."""
+"""Name of the subcommand of `bottega`."""
 HELP = "List, add, measure and remove LoRAs."
-"""What `bottega --help` says of it, without an import of its module."""
+"""Help text of the subcommand. It is here so that `bottega --help` need not import the subcommand's module."""

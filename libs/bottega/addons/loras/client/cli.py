@@ -1,4 +1,4 @@
-"""`bottega loras` and the options, output lines and advice that LoRAs add to other commands."""
+"""`bottega loras`, and what LoRAs add to other commands: options, output lines and advice."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command() -> None:
 def list_command(*, address: str) -> None:
     """List the LoRAs that you may use.
 
-    Operators see all; tenants see theirs.
+    Operators see all LoRAs; tenants see those that they may use.
     """
     with connect(address) as client:
         listed = ask_as_operator(client, "lora", lambda: (client.loras(), client.loras_in_quarantine()))
@@ -107,11 +107,11 @@ def show(*, name: str, address: str) -> None:
 def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:
     """Add a LoRA as NAME.
 
-    NAME@TENANT is only for that tenant, which asks for it as NAME.
+    A LoRA NAME@TENANT belongs to that tenant alone, which calls it NAME.
 
-    PATH is a .safetensors file, or a folder of Diffusers or PEFT, which may have a folder for each component. It is
-    uploaded from this machine; if it is not here, the store looks for it on its own machine, below the root that its
-    configuration allows. Adding the same LoRA with other trigger words replaces these.
+    PATH is a .safetensors file, or a folder of Diffusers or PEFT, which may have a subfolder for each component. It is
+    uploaded from this machine. If it is not here, the store looks for it on its own machine, below the root folder that
+    its configuration allows. If the same LoRA exists, its trigger words are replaced.
     """
     here = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for names that are too long
     with connect(address) as client:
@@ -134,7 +134,8 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
 def remove(*, name: str, address: str) -> None:
     """Delete the LoRA NAME.
 
-    One that the store's configuration lists is back after its next start. With `bottega up` these are the model's own.
+    A LoRA that the store's configuration lists is back when the store starts again. With `bottega up` these are the
+    model's own.
     """
     with connect(address) as client:
         client.remove_lora(name)
@@ -165,7 +166,7 @@ def pin(*, name: str, address: str) -> None:
 @address_option
 @fleet_option
 def unpin(*, name: str, address: str) -> None:
-    """Allow the LoRA NAME to leave its store's memory."""
+    """Allow the LoRA NAME to be evicted from its store's memory."""
     with connect(address) as client:
         client.pin_lora(name, pinned=False)
     say(f"{name} is not pinned any more")
@@ -176,7 +177,7 @@ for each in (quarantine_command, rebuild_command, discard_command):
 
 
 def _wait_until_loaded(client: Client, lora: StoredLora) -> StoredLora:
-    """Wait some seconds until its store has loaded a LoRA, and return its newest description."""
+    """Wait some seconds until the store has loaded a LoRA, and return the LoRA's newest description."""
     deadline = time.monotonic() + _LOAD_S
     while lora.readiness is Readiness.LOADING and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -195,7 +196,7 @@ def _trigger_words(client: Client, name: str) -> list[str] | None:
 def _register_at_store(
     client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]
 ) -> StoredLora:
-    """Have the store import a LoRA from its machine. An error says first that the path is missing here."""
+    """Make the store import a LoRA from its own machine. Errors also say that the path is missing on this machine."""
     from bottega.client.cli.error_help import exit_status
 
     try:
@@ -254,12 +255,11 @@ def _memory_state(lora: StoredLora) -> str:
 def profile(
     *, name: str, prompts: tuple[str, ...], steps: tuple[int, ...], scale: float, model: str | None, address: str
 ) -> None:
-    """Measure how late the LoRA NAME may arrive.
+    """Measure how many steps may be made before the LoRA NAME is loaded.
 
-    Two pictures of every prompt are drawn with NAME and without. Give prompts of the kind that you use it with,
-    including its trigger words. The store keeps the step after which the latents of the worst picture differ (a cosine
-    below .99). Requests that allow approximations start at once, and make at most so many steps without NAME while it
-    is not at the worker yet.
+    Two pictures of every prompt are drawn, each with and without NAME. Give prompts of the kind that you use it with,
+    including its trigger words. The store keeps the first step after which the latents of any picture differ (a cosine
+    below .99). Requests that allow approximations need not wait for NAME: they make at most so many steps without it.
     """
     with connect(address) as client:
         drawn = prompts or _captions(client, client.lora(name))
@@ -290,7 +290,7 @@ def _captions(client: Client, lora: StoredLora) -> tuple[str, ...]:
 
 
 class LoraType(click.ParamType[Lora]):
-    """A Click type for NAME[:SCALE]."""
+    """A Click type for a LoRA, given as NAME[:SCALE]."""
 
     name = "lora"
 
@@ -348,7 +348,7 @@ _BY_CLASS = {
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """Return what to do about an error of LoRAs or their store; None for other errors."""
+    """Return advice about an error of LoRAs or their stores; None for other errors."""
     if error.metadata.get("service") == "loras" and (advice := _of_the_store(error)) is not None:
         return advice
     if names := error.metadata.get("loras"):  # separated by commas; a single one if it is damaged
@@ -360,7 +360,7 @@ def advice_for(error: BottegaError) -> str | None:
 
 
 def _of_the_store(error: BottegaError) -> str | None:
-    """Return what to do about an error of the store itself, where advice for the gateway would not help."""
+    """Return advice about an error of a store itself, where advice about the gateway would not help."""
     match error:
         case errors.StorageUnavailable():
             return storage_advice(error, "LoRA store")

@@ -1,4 +1,4 @@
-"""`bottega loras quarantine`, `rebuild` and `discard`: LoRA files that their store's catalogue does not list."""
+"""`bottega loras quarantine`, `rebuild` and `discard`, for LoRA files that are missing in their store's catalogue."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _QuarantinedAtStore:
 @address_option
 @fleet_option
 def quarantine_command(*, address: str) -> None:
-    """List LoRA files that the store's catalogue does not know.
+    """List LoRA files that the store's catalogue does not contain.
 
-    A store moves such files into quarantine when it starts, and never deletes them. They count towards its disk_bytes.
+    When a store starts, it moves such files into quarantine; it never deletes them. They count towards its disk_bytes.
     """
     with connect(address) as client:
         stores = client.lora_quarantines()
@@ -68,7 +68,7 @@ def rebuild_command(*, which: tuple[str, ...], name: str | None, base: str | Non
     """Restore LoRAs from quarantine.
 
     WHICH are names or IDs, as `bottega loras quarantine` lists them; the default is all. Every file is read and checked
-    first; damaged ones stay in quarantine.
+    first; damaged files stay in quarantine.
     """
     with connect(address) as client:
         found = _choose(client, which)
@@ -127,7 +127,7 @@ def _restore(client: Client, found: _QuarantinedAtStore, *, name: str, base: str
 
 
 def _choose(client: Client, which: Sequence[str]) -> list[_QuarantinedAtStore]:
-    """Return the LoRAs with these names or IDs, by default all. End the command if one is missing."""
+    """Return the LoRAs with these names or IDs; all if none are given. End the command if one is missing."""
     quarantined = [
         _QuarantinedAtStore(store=store.store, lora=lora) for store in client.lora_quarantines() for lora in store.loras
     ]

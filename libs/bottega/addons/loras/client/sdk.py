@@ -1,4 +1,4 @@
-"""The clients' methods about LoRAs: those in the stores, their quarantine, and how late one may arrive."""
+"""The SDK's methods about LoRAs: those in the stores, the quarantine, and measuring how late one may be loaded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _QUARANTINE_S = 120.0
 _RESTORE_S = 600.0
 
 LEAST_PROMPTS = 4
-"""Least number of prompts of a profile: one picture says little about the next one."""
+"""Minimum number of prompts for a profile, because results vary between prompts."""
 
 _SEEDS = 2
 # Below this cosine between the latents with and without a LoRA, the picture without it has become another one.
@@ -60,7 +60,7 @@ _LEAST_LATENT_SIMILARITY = 0.99
 
 
 class AsyncLoraMethods(AsyncGatewayClient):
-    """The methods of AsyncClient about LoRAs. Every method raises NoLora if no store has joined, or one is silent."""
+    """The methods of AsyncClient about LoRAs. All raise NoLora if no store has joined, or if one does not answer."""
 
     async def loras(self) -> tuple[StoredLora, ...]:
         """Return the LoRAs of the suite by name. If several stores have a name, the first store's is returned."""
@@ -84,10 +84,10 @@ class AsyncLoraMethods(AsyncGatewayClient):
         """Upload a LoRA.
 
         Args:
-            name: Name to ask for it by.
+            name: Name of the LoRA in requests.
             path: A safetensors file, or a folder of PEFT or Diffusers.
-            base: Name of the model that it was made for; None if the stores serve only one.
-            trigger_words: Words that call its style. If the LoRA is there already, they replace its own.
+            base: Name of the model that it was made for; None if the stores have only one base model.
+            trigger_words: Words in a prompt that invoke its style. If the LoRA exists, they replace its trigger words.
         """
         build_message(lora_pb2.UploadLoraHead(), name=name, trigger_words=trigger_words)  # before anything is read
         files, head = await asyncio.to_thread(read_lora, path)
@@ -98,10 +98,10 @@ class AsyncLoraMethods(AsyncGatewayClient):
     async def register_lora(
         self, name: str, path: str, *, base: str | None = None, trigger_words: Sequence[str] = ()
     ) -> StoredLora:
-        """Have a store import a LoRA from its own machine.
+        """Make a store import a LoRA from the store's own machine.
 
         Args:
-            name: Name to ask for it by.
+            name: Name of the LoRA in requests.
             path: A file or folder on the store's machine, below the root that its configuration allows.
             base: As in add_lora().
             trigger_words: As in add_lora().
@@ -132,12 +132,12 @@ class AsyncLoraMethods(AsyncGatewayClient):
         model: str | None = None,
         on_prompt: Callable[[int], None] = lambda _: None,
     ) -> LoraBoundMeasured:
-        """Measure how late a LoRA may arrive, and have its store keep the result.
+        """Measure how many steps may be made before a LoRA is loaded; its store keeps the result.
 
-        Two pictures of each prompt are drawn with the LoRA and without. The bound is the first step after which the
-        cosine of the latents is below .99, in the worst picture. While the LoRA is not at the worker yet, a request may
-        make the steps before the bound without it; the bound scales with the number of steps. The request must allow
-        that, by fidelity or bounded_lora_loading.
+        Two pictures of each prompt are drawn, each with and without the LoRA. The bound is the first step after which
+        the cosine between the latents is below .99, in any picture. While the LoRA is not yet at the worker, a request
+        may make the steps before the bound without it; the bound scales with the number of steps. The request must
+        allow that, by fidelity or bounded_lora_loading.
 
         Args:
             name: Name of the LoRA.
@@ -167,7 +167,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         return measured
 
     async def lora_quarantines(self) -> tuple[StoreQuarantine, ...]:
-        """Have each store look for LoRA files that its catalogue does not list, and return them."""
+        """Make each store look for LoRA files that its catalogue does not contain, and return these."""
         found = []
         for store in await self._lora_stores():
             request, what = lora_pb2.ListQuarantineRequest(page_size=_PAGE_SIZE), f"The quarantine of {store.name}"
@@ -179,7 +179,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         return tuple(found)
 
     async def loras_in_quarantine(self) -> int:
-        """Return the number of LoRAs known to be in quarantine, without making the stores search for more."""
+        """Return the number of LoRAs known to be in quarantine, without making the stores look for more."""
         number = 0
         for store in await self._lora_stores():
             async with STORES.open(store) as stub:
@@ -190,15 +190,15 @@ class AsyncLoraMethods(AsyncGatewayClient):
         """Restore a LoRA from quarantine.
 
         Args:
-            id: Its ID in the quarantine.
-            name: Name to ask for it by; empty for its known name, else one made from its digest.
+            id: ID of the LoRA in the quarantine.
+            name: Name of the LoRA in requests; empty for its known name, else one made from its digest.
             base: Name of the model that it was made for; empty for the known one, else the only one that it fits.
 
         Raises:
             LoraNotFound: Nothing in quarantine has this ID.
             LoraExists: Another LoRA has this name.
-            DataLoss: Its files are damaged.
-            BadLora: Its files are no LoRA that can be used.
+            DataLoss: The files are damaged.
+            BadLora: The files are no LoRA that can be used.
             InvalidRequest: The name or the base is invalid.
         """
         request = build_message(lora_pb2.RestoreLoraRequest(), id=id, name=name, base=base)
@@ -206,7 +206,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         return RestoreResult(lora=stored_from(answer.lora), unknown=tuple(answer.unknown))
 
     async def discard_lora(self, id: str) -> int:
-        """Delete a LoRA in quarantine for good, and return the bytes that became free. Raise LoraNotFound."""
+        """Delete a LoRA in quarantine for good, and return how many bytes were freed. Raise LoraNotFound."""
         request = build_message(lora_pb2.DiscardLoraRequest(), id=id)
         answer = await self._call_quarantine(id, lambda stub: stub.DiscardLora(request, timeout=_QUARANTINE_S))
         return answer.freed_bytes
@@ -250,7 +250,7 @@ async def _measure(
     model: str | None,
     on_prompt: Callable[[int], None],
 ) -> LoraBoundMeasured:
-    """Draw pictures of one prompt after the other, each with two seeds, and return the bound.
+    """Draw pictures of one prompt after the other, each with two seeds, and return the measured bound.
 
     Raises:
         InvalidRequest: There are too few prompts.
@@ -290,7 +290,7 @@ def _check_prompts(prompts: object) -> Iterator[Violation]:
 
 
 def _measured_use(picture: Picture, name: str) -> LoraUse:
-    """Return the provenance's entry of the LoRA. Raise LoraUnusable if the worker measured nothing."""
+    """Return the provenance's entry of the LoRA. Raise LoraUnusable if the worker did not measure similarities."""
     if len(picture.provenance.loras) != 1:
         raise InternalError(f"the picture's provenance has no entry for {name} by itself")
     use = picture.provenance.loras[0]
@@ -307,12 +307,12 @@ ADD_ON = ClientAddOn(kind=kinds.LORAS, title="LoRA store", hosted_title="LoRAs")
 
 
 def latest_step(similarities: Sequence[float]) -> int:
-    """Return the first step at which the latent without the LoRA differs too much, or the number of steps if none does.
+    """Return the first step after which the latent without the LoRA differs too much; the number of steps if none does.
 
     Source: Katz, bounded asynchronous loading: the bound is where the latents begin to differ.
 
     Args:
-        similarities: After each step, the cosine of the latents with and without the LoRA.
+        similarities: After each step, the cosine between the latents with and without the LoRA.
     """
     return next(
         (step for step, cosine in enumerate(similarities) if not cosine >= _LEAST_LATENT_SIMILARITY), len(similarities)

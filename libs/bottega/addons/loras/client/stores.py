@@ -1,4 +1,4 @@
-"""Calls to LoRA stores: which of them has a LoRA, and the upload of files of this machine."""
+"""Calls to LoRA stores: finding the store of a LoRA, and uploading files of this machine."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ async def find_lora(stores: Sequence[FleetMember], name: str) -> tuple[FleetMemb
 
 
 async def choose_store(stores: Sequence[FleetMember], name: str, base: str | None) -> tuple[FleetMember, str]:
-    """Return the store and the base model for a new LoRA: the store that has the name, else one that knows the base.
+    """Return the store and the base model for a new LoRA: the store that has the name, else one that has the base.
 
     Args:
-        base: None if the stores know only one; InvalidRequest is raised if they know more.
+        base: None if the stores have only one base model; InvalidRequest is raised if they have more.
     """
     bases = {store.name: await _bases(store) for store in stores}
     known = sorted(set().union(*bases.values()))
@@ -80,13 +80,13 @@ class LocalLoraFile:
     path: Path
     size_bytes: int
     adapter_config: bytes = b""
-    """The configuration that PEFT wrote beside it; empty if there is none."""
+    """PEFT's configuration file from the same folder; empty if there is none."""
     component: str = ""
-    """The component of the base model that the whole file is for; empty if that is not known."""
+    """The component of the base model that the file belongs to, such as unet; empty if that is not known."""
 
 
 def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
-    """Return the files of a LoRA and the head of their upload. Raise InvalidRequest if they cannot be read."""
+    """Return the files of a LoRA and the first message of their upload. Raise InvalidRequest if they cannot be read."""
     if not isinstance(path, str | os.PathLike):
         _refuse_path(f"must be the path of a file or a folder; got {describe(path)}")
     place = Path(cast("str | os.PathLike[str]", path))
@@ -98,8 +98,8 @@ def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
 async def upload(store: FleetMember, head: UploadLoraHead, files: Sequence[LocalLoraFile]) -> StoredLora:
     """Send the files to a store, and return the imported LoRA.
 
-    This uses gRPC's blocking call, which runs in threads of its own: the one of asyncio loses the answer of a server
-    that refuses an upload before it has read everything.
+    This uses gRPC's blocking call in a thread, because the one of asyncio loses the response of a server that refuses
+    an upload before it has read everything.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -139,7 +139,7 @@ def _refuse_path(rule: str) -> None:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise InvalidRequest if the `with` block cannot read the path."""
+    """Convert an OSError about reading the path, in the `with` block, to InvalidRequest."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""LoRAs as the SDK describes them: those in the stores, their quarantine, and measurements of them."""
+"""LoRAs as the SDK describes them: those in the stores, those in quarantine, and measurements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _READINESS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraBound:
-    """A measured bound on how late a LoRA may arrive, for requests of one number of steps."""
+    """A measured bound on how late a LoRA may be loaded, for requests with one number of steps."""
 
     num_inference_steps: int
     max_step: int
-    """The step at which it must be in the weights; see Lora.max_step."""
+    """The step from which the LoRA must be in the weights; see Lora.max_step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,44 +31,44 @@ class StoredLora:
 
     name: str
     digest: str
-    """SHA-256 of its canonical form, hex."""
+    """SHA-256 of the LoRA in canonical form, hex."""
     base: str
-    """Name of the model that it was made for."""
+    """Name of the model that the LoRA was made for."""
     rank: int
-    """Highest rank of its modules."""
+    """Highest rank among the LoRA's modules."""
     modules: int
-    """Number of modules that it changes."""
+    """Number of the model's modules that the LoRA changes."""
     size_bytes: int
-    """Bytes of its canonical form."""
+    """Bytes of the LoRA in canonical form."""
     text_bytes: int
-    """Bytes of its text encoders' part; 0 if it has none."""
+    """Bytes of the layers for text encoders; 0 if there are none."""
     trigger_words: tuple[str, ...]
-    """Words that call its style in a prompt."""
+    """Words that invoke the LoRA's style when they are in the prompt."""
     format: str
-    """Format of its files: "Diffusers", "PEFT" or "kohya"; empty if that is not known."""
+    """Format of the imported files: "Diffusers", "PEFT" or "kohya"; empty if that is not known."""
     bounds: tuple[LoraBound, ...]
-    """Its profile, by number of steps; empty if it was not measured."""
+    """The LoRA's profile, one bound for each measured number of steps; empty if it was not measured."""
     pinned: bool
     """Whether the store keeps it in memory."""
     added: datetime
     readiness: Readiness
-    """Where its weights are at the store."""
+    """Whether the store has the weights in memory, is loading them, or has them on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraInQuarantine:
-    """A LoRA whose files a store has, and its catalogue does not list."""
+    """A LoRA whose files a store has, but whose entry in the store's catalogue is missing."""
 
     id: str
     """The ID to restore or discard it by."""
     digest: str
-    """SHA-256 of its canonical form, hex."""
+    """SHA-256 of the LoRA in canonical form, hex."""
     name: str
-    """Its name; empty if that is not known."""
+    """Name of the LoRA; empty if that is not known."""
     base: str
-    """Name of the model that it was made for; empty if that is not known."""
+    """Name of the model that the LoRA was made for; empty if that is not known."""
     size_bytes: int | None
-    """Bytes of its weights; None if they are missing."""
+    """Bytes of the weights; None if they are missing."""
     since: datetime
 
 
@@ -79,7 +79,7 @@ class StoreQuarantine:
     store: str
     """Name of the store."""
     folder: str
-    """Folder on the store's machine."""
+    """Folder of the quarantine on the store's machine."""
     loras: tuple[LoraInQuarantine, ...]
 
 
@@ -89,24 +89,24 @@ class RestoreResult:
 
     lora: StoredLora
     unknown: tuple[str, ...]
-    """Facts that its files do not contain, such as "its trigger words"."""
+    """Properties that the files do not contain and that were lost, such as "its trigger words"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraBoundMeasured:
-    """A measured bound on how late a LoRA may arrive; see Lora.max_step."""
+    """A measured bound on how late a LoRA may be loaded; see Lora.max_step."""
 
     digest: str
     """Hash of the version that was measured, hex."""
     num_inference_steps: int
     max_step: int
-    """The least bound of the prompts."""
+    """The lowest bound among the prompts."""
     prompts: tuple[int, ...]
-    """The bound of each prompt's own pictures."""
+    """The bound of each prompt."""
 
 
 def stored_from(message: lora_pb2.StoredLora) -> StoredLora:
-    """Return the LoRA that the wire describes."""
+    """Convert a message to a StoredLora."""
     return StoredLora(
         name=message.name,
         digest=message.digest,
@@ -125,7 +125,7 @@ def stored_from(message: lora_pb2.StoredLora) -> StoredLora:
 
 
 def quarantined_from(message: lora_pb2.QuarantinedLora) -> LoraInQuarantine:
-    """Return the LoRA in quarantine that the wire describes."""
+    """Convert a message to a LoraInQuarantine."""
     return LoraInQuarantine(
         id=message.id,
         digest=message.digest,

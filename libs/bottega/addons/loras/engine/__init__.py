@@ -1,4 +1,4 @@
-"""LoRAs in the engine: their layers, their source, and the two ways to apply them, beside the weights or merged."""
+"""LoRAs in the engine: their layers, their source, and two ways to apply them: beside the weights, or merged."""
 
 from bottega.addons.loras.engine.costs import SwapCosts
 from bottega.addons.loras.engine.lora import (

@@ -1,4 +1,4 @@
-"""LoRAs as an add-on of the engine: requested when a job arrives, and used from one step of all its images on."""
+"""The engine add-on for LoRAs: they are requested when a job arrives. All images of a job use them from one step on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EngineLoras(EngineAddOn):
         model: The model that LoRAs change.
         source: Provides LoRAs; None if the worker has no LoRAs.
         patches, merges_half, pristine_on_host, stacked_bytes: See LoraWeights.
-        timeout_s: Seconds for which a job waits for its LoRAs.
+        timeout_s: Seconds that a job waits for its LoRAs.
         clock: Monotonic time in seconds.
     """
 
@@ -93,17 +93,17 @@ class EngineLoras(EngineAddOn):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """`hits`: LoRAs that this process had when a job requested them. `misses`: LoRAs that a store had to send."""
+        """Counts of requested LoRAs: `hits` were in this process's memory, `misses` had to be fetched from a store."""
         return self._events
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the counts, and the measured cost of merging other LoRAs."""
+        """Add the counts, and the measured cost of merging other LoRAs, to the engine's periodic report."""
         add_counts(beat, self.kind, self.counts)
         if self.weights.swap_s is not None:
             beat.switch_times.add(kind=self.kind, seconds=self.weights.swap_s)
         beat.metrics.add(
             name="bottega_worker_lora_swaps",
-            text="Number of times that LoRAs were added to the UNet's weights or removed from them.",
+            text="Number of times that LoRAs were merged into the UNet's weights or removed from them.",
             value=self.weights.swaps,
             counts=True,
         )
@@ -119,7 +119,7 @@ class EngineLoras(EngineAddOn):
             self._source.set_stores(services)
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Request an order's LoRAs. Raises Unavailable if this worker has no source of LoRAs."""
+        """Request the LoRAs of a job. Raise Unavailable if this worker has no source of LoRAs."""
         spec = order.spec
         return self.ask(spec.loras, bound=spec.lora_bound, step=spec.lora_step)
 
@@ -131,7 +131,7 @@ class EngineLoras(EngineAddOn):
         Args:
             specs: The LoRAs.
             bound: The first step that must not be made without the LoRAs.
-            step: The step from which on they are used, if it is already decided.
+            step: The step from which they are used, if an earlier attempt has decided it; else None.
         """
         if not specs:
             return None
@@ -154,13 +154,16 @@ class EngineLoras(EngineAddOn):
         )
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """Request the LoRAs of an offloaded job. The leader decides for each row from which step on they are used."""
+        """Request the LoRAs of another worker's job, for which this worker computes rows.
+
+        The other worker decides for each row from which step the LoRAs are used.
+        """
         loras = self.ask(read_loras(part), step=0)
         assert loras is not None, "a part names at least one"
         return RemoteLoras(loras)
 
     def before_prompt(self, part: JobAddOn | None) -> None:
-        """Make the text encoders use this job's LoRAs, or none. Raises LoraUnusable."""
+        """Make the text encoders use this job's LoRAs, or none. Raise LoraUnusable if a layer does not fit."""
         text = part.text_set() if isinstance(part, JobLoras) else None
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
@@ -168,13 +171,13 @@ class EngineLoras(EngineAddOn):
             part.in_text = True
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Wait until more of the jobs' LoRAs has arrived or one has failed, or until the timeout."""
+        """Wait until more of the jobs' LoRAs has arrived or one has failed, or until the time-out."""
         if self._source is not None:
             handles = [handle for part in parts if isinstance(part, JobLoras) for handle in part.handles]
             self._source.settle(handles, timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Merge LoRAs into the UNet's weights, or restore the weights, as is best for all running requests."""
+        """Merge LoRAs into the UNet's weights, or restore the weights, whichever is best for all running requests."""
         if not self.weights.patched and not any(request.loras_now or request.key.weights for request in requests):
             return False
         seconds = self.weights.choose(
@@ -191,7 +194,7 @@ class EngineLoras(EngineAddOn):
         return bool(moved)
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
-        """Measure the cost of unmerged LoRAs by the time of a forward that is not masked."""
+        """Measure the cost of unmerged LoRAs from the time of a forward pass without masked rows."""
         return masked or self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
 
     def probes(self, model: Model) -> Mapping[str, Probe]:
@@ -211,16 +214,16 @@ class EngineLoras(EngineAddOn):
         return self._clock()
 
     def attach(self, part: JobLoras, requests: Sequence[Request]) -> None:
-        """Map these requests to their job's LoRAs, until `detach`."""
+        """Associate these requests with their job's LoRAs, until `detach`."""
         self._parts |= dict.fromkeys(requests, part)
 
     def detach(self, requests: Sequence[Request]) -> None:
-        """Forget requests that have ended. Unknown ones are ignored."""
+        """Drop requests that have ended. Unknown ones are ignored."""
         for request in requests:
             self._parts.pop(request, None)
 
     def shadows(self, order: EngineOrder, conditions: Conditions) -> Sequence[Request]:
-        """Return additional requests, without LoRAs in the UNet, for an order that measures a LoRA's effect."""
+        """Return additional requests without LoRAs in the UNet, if the order asks to measure a LoRA's effect."""
         return (
             new_requests(self._model, order, [conditions] * order.spec.num_images) if order.spec.loras_measured else ()
         )
@@ -228,7 +231,7 @@ class EngineLoras(EngineAddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnlikeStock:
-    """Ways in which stock Diffusers' loader may read a LoRA differently."""
+    """How stock Diffusers' loader may read a LoRA differently."""
 
     mixed_alphas: bool
     left_out: tuple[str, ...]
@@ -243,21 +246,21 @@ class JobLoras(JobAddOn):
     specs: tuple[LoraSpec, ...]
     handles: tuple[LoraHandle, ...]
     since_s: float
-    """Time at which they were requested."""
+    """Time at which the LoRAs were requested."""
     timeout_s: float
-    """Maximum time until they arrive."""
+    """Seconds that the job waits for the LoRAs."""
     bound: int = 0
     """The first step that must not be made without the LoRAs."""
     step: int | None = None
-    """The step from which on the LoRAs are used, once it is decided."""
+    """The step from which the LoRAs are used; None until it is decided."""
     loras: LoraSet | None = None
-    """Their factors, once all have arrived."""
+    """The LoRAs as one set of factors; None until all have arrived."""
     in_text: bool = False
-    """Whether the prompt was encoded with them."""
+    """Whether the prompt was encoded with the LoRAs."""
     wait_s: float = 0.0
-    """Seconds for which the job waited for its LoRAs."""
+    """Seconds that the job waited for its LoRAs."""
     patch_s: float = 0.0
-    """Seconds for patching weights; 0 if the weights had the LoRAs already, or were never patched."""
+    """Seconds spent on merging; 0 if the weights already had the LoRAs, or if they were never merged."""
     _requests: Sequence[Request] = ()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
@@ -274,7 +277,7 @@ class JobLoras(JobAddOn):
 
     @property
     def resumable(self) -> bool:
-        """Whether the job can resume from a checkpoint: not if it measures a LoRA, which checkpoints do not record."""
+        """Whether the job can resume from a checkpoint. Not if it measures a LoRA, which checkpoints do not record."""
         return not any(spec.measured for spec in self.specs)
 
     @property
@@ -283,18 +286,18 @@ class JobLoras(JobAddOn):
         return self.in_text
 
     def prompt_ready(self, now_s: float) -> bool:
-        """Return whether the text encoders' layers have arrived. Raises NoLora after the timeout."""
+        """Return whether the text encoders' layers have arrived. Raise NoLora after the time-out."""
         ready = self._all_arrived([handle.text_ready for handle in self.handles], now_s)
         self._note_wait(not ready, now_s)
         return ready
 
     def text_set(self) -> LoraSet | None:
-        """Return the factors of the text encoders; None if these are not changed. Raises LoraUnusable."""
+        """Return the factors for the text encoders; None if they are not changed. Raise LoraUnusable."""
         made = self.addon.weights.text_set(self._scaled(TEXT_ENCODERS))
         return made if any(made.of(name) for name in TEXT_ENCODERS) else None
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Take the job's requests, and the step that an earlier attempt decided. Raises InvalidRequest."""
+        """Set the job's requests, and the step that an earlier attempt decided. Raise InvalidRequest."""
         self._requests = job.requests
         if kinds.LORAS in job.pinned:
             self.step = _pinned_step(job.pinned[kinds.LORAS], job.order.spec)
@@ -303,10 +306,10 @@ class JobLoras(JobAddOn):
         self.addon.attach(self, job.requests)
 
     def update(self, now_s: float) -> None:
-        """Give the LoRAs to the requests once all have arrived.
+        """Make the requests use the LoRAs once all have arrived.
 
-        All images use them from the same step on: the pinned one, or the first that none of them has begun. Raises the
-        BottegaError of LoRAs that cannot be brought or used, such as LoraUnusable or NoLora.
+        All images use them from the same step: the one that an earlier attempt decided, or the first that none of them
+        has begun. Raises the BottegaError of LoRAs that cannot be fetched or used, such as LoraUnusable or NoLora.
         """
         if self.loras is not None:
             return
@@ -322,7 +325,7 @@ class JobLoras(JobAddOn):
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
 
     def blocks(self, request: Request) -> bool:
-        """Return whether the request waits for the LoRAs: at the bound, or because it is a shadow that measures them.
+        """Return whether the request waits for the LoRAs: it has reached `bound`, or it is a shadow that measures them.
 
         The request's present step counts, because a cached latent may have moved it since the last update.
         """
@@ -331,20 +334,20 @@ class JobLoras(JobAddOn):
 
     @property
     def decision(self) -> bytes | None:
-        """The step from which on they are used, as a LoraDecision."""
+        """The step from which the LoRAs are used, as a serialized LoraDecision; None while undecided."""
         if self.loras is None or self.step is None:
             return None
         return LoraDecision(step=self.step).SerializeToString()
 
     def note_patch(self, what: str, seconds: float) -> None:
-        """Record that merging them, described by `what`, took `seconds` and has just ended."""
+        """Record that merging the LoRAs took `seconds` and has just ended. `what` names the weights, for the trace."""
         self.patch_s += seconds
         if len(self._patches) < MAX_SPANS:
             begin_s = self.addon.now_s() - seconds
             self._patches.append(TracedSpan(name=what, track="LoRAs into weights", begin_s=begin_s, seconds=seconds))
 
     def spans(self) -> Iterator[TracedSpan]:
-        """Yield the spans of loading each LoRA, of the stores' work for it, of merging, and of waiting."""
+        """Yield trace spans of loading each LoRA, of the stores' work for it, of merging, and of waiting."""
         for spec, load_s, work in zip(self.specs, self._load_s, self._works, strict=False):
             track = f"LoRA {spec.name}"
             yield TracedSpan(name=f"load {spec.name}", track=track, begin_s=self.since_s, seconds=load_s)
@@ -354,19 +357,19 @@ class JobLoras(JobAddOn):
         yield from self._waits
 
     def after_step(self, request: Request) -> None:
-        """Compare the latents with and without LoRAs, if that is measured."""
+        """Compare the latents with and without LoRAs, if the job measures that."""
         self._meter.observe(request)
 
     def offload(self) -> OffloadedPart | None:
-        """Return the message from which the pair's other worker fetches the LoRAs itself."""
+        """Return the message with which a second worker fetches the LoRAs itself."""
         return loras_part(self.specs)
 
     def active_in(self, row: Row) -> int:
-        """Return 1 if the row uses them, else 0."""
+        """Return 1 if the batch row uses the LoRAs, else 0."""
         return int(row.loras is not None)
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """Add the use of each LoRA to the record, if they were used."""
+        """Add the use of each LoRA to the record, if the LoRAs were used."""
         record = replace(record, seconds={**record.seconds, LORAS: self.wait_s + self.patch_s})
         if self.step is None or self.loras is None:
             return record
@@ -390,7 +393,7 @@ class JobLoras(JobAddOn):
         return replace(record, loras=loras, exact=record.exact and exact)
 
     def close(self) -> None:
-        """Release the handles and forget the requests."""
+        """Release the handles and drop the requests."""
         self._release()
         self.addon.detach(self._requests)
 
@@ -447,7 +450,7 @@ def _is_ready(handle: LoraHandle) -> bool:
 
 
 def _pinned_step(decision: bytes, spec: ResolvedSpec) -> int:
-    """Return the step that an earlier attempt has decided. Raises InvalidRequest."""
+    """Return the step that an earlier attempt decided. Raise InvalidRequest if it is not one of the spec's steps."""
     try:
         step = LoraDecision.FromString(decision).step
     except DecodeError:

@@ -1,4 +1,4 @@
-"""Decides whether to merge a set of LoRAs, by the measured costs of unmerged LoRAs per step and of merging."""
+"""Decides whether to merge a set of LoRAs: compares the cost of unmerged LoRAs in each step with that of merging."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class SwapCosts:
         return self._shares.get(key, self._share)
 
     def swap_s(self, touched_bytes: int) -> float:
-        """Return the seconds to merge into `touched_bytes` of weights and to restore them."""
+        """Return the seconds to merge LoRAs into `touched_bytes` of weights and to restore these."""
         per_byte = _FIRST_S_PER_BYTE if self._s_per_byte is None else self._s_per_byte
         return touched_bytes * per_byte
 
     def observe_step(self, key: SetKey, seconds: float, plain_s: float) -> None:
-        """Learn the cost of an unmerged set from a step in which all rows used it.
+        """Update the cost of an unmerged set from a step in which all rows used it.
 
         Args:
             key: The set of LoRAs.
@@ -53,7 +53,7 @@ class SwapCosts:
             del self._shares[next(iter(self._shares))]
 
     def observe_patch(self, touched_bytes: int, seconds: float) -> None:
-        """Learn the cost per byte from a merge. Restoring the weights takes about half as long as merging."""
+        """Update the cost of merging per byte. Restoring the weights is taken to cost half as much."""
         if touched_bytes:
             measured = 1.5 * seconds / touched_bytes
             before = measured if self._s_per_byte is None else self._s_per_byte
@@ -61,9 +61,9 @@ class SwapCosts:
             self._patched_bytes = touched_bytes
 
     def expect_patch(self, touched_bytes: int) -> None:
-        """Assume that sets change `touched_bytes` of weights, until one has been merged."""
+        """Assume that sets change `touched_bytes` of weights, until the first one is merged."""
         self._patched_bytes = touched_bytes
 
     def pays(self, key: SetKey, *, steps: int, step_s: float, touched_bytes: int) -> bool:
-        """Return whether merging pays for a set that all rows will share for `steps` steps of `step_s` seconds."""
+        """Return whether merging saves time for a set that all rows use for `steps` more steps of `step_s` seconds."""
         return steps * step_s * self.share(key) > self.swap_s(touched_bytes)

@@ -22,21 +22,21 @@ class LoraLayer:
     """The change of one module: scale * up(down(x))."""
 
     down: Tensor
-    """[rank, in], or [rank, in, kernel, kernel] for a convolution."""
+    """Weight of the first product: [rank, in], or [rank, in, kernel, kernel] for a convolution."""
     up: Tensor
-    """[out, rank], or [out, rank, 1, 1] for a convolution."""
+    """Weight of the second product: [out, rank], or [out, rank, 1, 1] for a convolution."""
     scale: float
-    """alpha / rank."""
+    """Factor of the product: alpha / rank."""
 
 
 Layers = Mapping[str, LoraLayer]
-"""Layers of one component, by module path below it."""
+"""Layers of one component, by the path of the module in it."""
 
 
 def has_mixed_alphas(layers: Layers) -> bool:
     """Return whether modules of one component have different alphas (scale times rank).
 
-    From kohya's files, stock Diffusers takes the most frequent alpha for all modules.
+    For kohya's files, stock Diffusers uses the most frequent alpha for all modules.
     """
     alphas = [layer.scale * layer.down.shape[0] for layer in layers.values()]
     # The tolerance is needed because scales are stored in single precision.
@@ -44,7 +44,7 @@ def has_mixed_alphas(layers: Layers) -> bool:
 
 
 def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:
-    """Yield the names of parts of a component that stock Diffusers' loader ignores in kohya's files.
+    """Yield the names of modules of a component that stock Diffusers' loader ignores in kohya's files.
 
     Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., and a text encoder's attention without an
     out_proj.
@@ -63,7 +63,7 @@ class LoraAtScale:
     """A LoRA's layers, with the scale at which they are used."""
 
     digest: str
-    """SHA-256 of its canonical file, in hex."""
+    """SHA-256 of the LoRA's canonical file, in hex."""
     scale: float
     layers: Mapping[str, Layers]
     """Layers by component."""
@@ -71,12 +71,12 @@ class LoraAtScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRef:
-    """A reference to a LoRA."""
+    """The name and digest of a LoRA in a store."""
 
     name: str
     """Name in the store, for messages."""
     digest: str
-    """SHA-256 of its canonical file, in hex."""
+    """SHA-256 of the LoRA's canonical file, in hex."""
 
 
 class LoraHandle(Protocol):
@@ -84,7 +84,7 @@ class LoraHandle(Protocol):
 
     @property
     def text_ready(self) -> bool:
-        """Whether the text encoders' layers have arrived, which come first."""
+        """Whether the layers of the text encoders have arrived. They are sent first."""
         ...
 
     @property
@@ -99,11 +99,11 @@ class LoraHandle(Protocol):
 
     @property
     def work(self) -> StoreWork | None:
-        """The store's work to send it, perhaps earlier for another job; None if it was already in memory."""
+        """Time that the store spent on sending it, perhaps for an earlier job; None if it was already in memory."""
         ...
 
     def layers(self, component: str) -> Layers:
-        """Return the layers of one component: the UNet's when `ready`, the text encoders' when `text_ready`.
+        """Return the layers of one component. Those of the UNet need `ready`, those of the text encoders `text_ready`.
 
         They may be read until the handle is closed. They should be on the model's device, in its element type.
         """
@@ -111,18 +111,18 @@ class LoraHandle(Protocol):
 
 
 class LoraSource(Protocol):
-    """A source of LoRAs. All calls come from the engine's thread, and only `settle` waits."""
+    """A source of LoRAs. All calls come from the engine's thread, and only `settle` blocks."""
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """Set the present stores, best first. Requests wait while there is no store."""
+        """Set the present stores, best first. While there is none, requests wait for one."""
         ...
 
     def begin(self, ref: LoraRef) -> LoraHandle:
-        """Request a LoRA, and load it in the background. The handle reports failures."""
+        """Request a LoRA and return its handle; it is loaded in the background. The handle reports failures."""
         ...
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
-        """Wait until more of one of these has arrived or one has failed, or until the timeout."""
+        """Wait until more of one of these LoRAs has arrived or one has failed, or until the time-out."""
         ...
 
     def close(self, handles: Sequence[LoraHandle]) -> None:

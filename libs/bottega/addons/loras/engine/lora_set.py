@@ -1,10 +1,11 @@
 """Combines the LoRAs of one request into one set of factors.
 
 The sum of B A over several LoRAs is one product of wider factors, with every scale folded in, so a request costs the
-same however its rank is divided. Merging into weights and products beside them both start from here.
+same however its rank is divided among LoRAs. Both merging and computing beside the weights start from such a set.
 
-In half precision that sum rounds differently from PEFT, which stock Diffusers uses: it computes one product after the
-other and rounds each, and its scaling, and its sum. Sets made `as_peft` keep each LoRA's scale and order for that.
+In half precision that product rounds differently from PEFT, which stock Diffusers uses: PEFT computes one product after
+the other and rounds each of them, its scaling and the sum. Sets made `as_peft` keep each LoRA's factors and scale
+separate, in order ("terms"), so that the same roundings can be made.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def make_set(
     *,
     as_peft: bool = False,
 ) -> LoraSet:
-    """Return the factors of these components, by the paths that the networks' own modules have.
+    """Return the factors for these components, by the paths of the networks' own modules.
 
     A text encoder's layer may be named with or without `text_model.`, whichever the network has.
 
@@ -35,7 +36,7 @@ def make_set(
         uses: The LoRAs of a request.
         networks: Networks by component; their weights are not changed.
         components: Components to make factors for.
-        as_peft: Keep the LoRAs' order and scales, so that products can be computed one by one.
+        as_peft: Keep the LoRAs separate, so that products can be computed one by one.
 
     Raises:
         LoraUnusable: A layer has no module that it fits.

@@ -1,4 +1,4 @@
-"""LoRAs of offloaded rows: the message that names them for the pair's other worker, and their use there."""
+"""LoRAs of rows that a second worker computes: the message that names them, and their use in that worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lora:
-    """A LoRA of a job, see LoraSpec. The leader decides row by row from which step on it is used."""
+    """A LoRA of a job in the message, see LoraSpec. The first worker decides row by row from which step it is used."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     digest: Annotated[str, Field(max_length=128)]
@@ -29,7 +29,7 @@ _LORAS = TypeAdapter(Annotated[tuple[_Lora, ...], Field(min_length=1, max_length
 
 
 class RemoteLoras:
-    """The LoRAs of a job of the other worker, fetched by this one. A RemoteAddOn."""
+    """A RemoteAddOn: the LoRAs of another worker's job, which this worker has fetched itself."""
 
     def __init__(self, loras: JobLoras) -> None:
         self._loras = loras
@@ -48,12 +48,12 @@ class RemoteLoras:
 
 
 def loras_part(specs: Sequence[LoraSpec]) -> OffloadedPart:
-    """Return the message about these LoRAs for the other worker."""
+    """Return the message about these LoRAs for the second worker."""
     messages = tuple(_Lora(name=spec.name, digest=spec.digest, scale=spec.scale) for spec in specs)
     return OffloadedPart(header=_LORAS.dump_json(messages))
 
 
 def read_loras(part: OffloadedPart) -> tuple[LoraSpec, ...]:
-    """Return the LoRAs of a message. Raises ValueError if it breaks a rule."""
+    """Return the LoRAs in a message. Raise ValueError if it breaks a rule."""
     messages = _LORAS.validate_json(part.header)
     return tuple(LoraSpec(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in messages)

@@ -1,7 +1,7 @@
 """Merges LoRAs into weights in place, W = W0 + up @ down, and restores the weights from copies of the changed layers.
 
 Restoring from copies keeps the weights equal bit for bit after any number of swaps, in every element type. The copies
-are kept for the next set, because making them costs more than the sums. Parameters keep their addresses in memory.
+stay for the next set, because making them costs more than the sums. Parameters keep their addresses in memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MIN_THREADED_BYTES = 4 << 20
 
 
 class Patcher:
-    """The weights of one component, with one set of LoRAs merged into them or none.
+    """The weights of one component, with one set of LoRAs merged into them, or none.
 
-    Call it between two forwards: nothing may read the weights during a call.
+    Call it between two forward passes: nothing may read the weights during a call.
 
     Args:
         network: The component.
-        component: Its name in `LoraSet`.
-        keep_on: Device of the pristine copies; None keeps them on the weights' device.
+        component: Name of the component in `LoraSet`.
+        keep_on: Device of the copies of original ("pristine") weights; None for the weights' own device.
         operations: Kernels that write the sums.
     """
 
@@ -50,21 +50,21 @@ class Patcher:
 
     @property
     def patched(self) -> LoraSet | None:
-        """The merged set; None if the weights are pristine."""
+        """The merged set; None if the weights are the original ones."""
         return self._patched
 
     @property
     def pristine_bytes(self) -> int:
-        """Size of the pristine copies, which are those of the last set's layers, until `restore`."""
+        """Bytes of the copies of original weights, which cover the layers of the last set until `restore`."""
         return sum(copy.nbytes for copy in self._pristine.values())
 
     def touched_bytes(self, loras: LoraSet) -> int:
-        """Return the size of the weights that a set changes."""
+        """Return the bytes of the weights that a set changes."""
         return sum(self._weight(path).nbytes for path in loras.of(self._component))
 
     @torch.inference_mode()
     def patch(self, loras: LoraSet) -> None:
-        """Merge a set in place of the merged one."""
+        """Merge a set, in place of the set that is merged now."""
         if loras is self._patched:
             return
         factors = loras.of(self._component)
@@ -75,14 +75,14 @@ class Patcher:
 
     @torch.inference_mode()
     def put_back(self) -> None:
-        """Restore the pristine weights, bit for bit, if a set is merged, and keep the copies."""
+        """If a set is merged, restore the original weights, bit for bit, and keep the copies."""
         if self._patched is not None:
             self._copy_back(list(self._pristine))
         self._patched = None
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Restore the pristine weights, and free the copies."""
+        """Restore the original weights, and free the copies."""
         self.put_back()
         self._pristine.clear()
 
@@ -93,7 +93,7 @@ class Patcher:
             del self._pristine[path]
 
     def _write(self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]) -> None:
-        """Write the sums of these layers. `changed` names the layers into which a set is already merged."""
+        """Write the sums of these layers. `changed` has the layers into which a set is merged now."""
         write = self._operations.write_sums or _write_sums
         write(self._sums(paths, factors, changed))
 
@@ -116,10 +116,10 @@ class Patcher:
             torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
 
     def _share_out(self, work: Callable[[Sequence[str]], None], paths: Sequence[str]) -> None:
-        """Divide work by layers among as many threads as torch uses here.
+        """Divide the layers among as many threads as torch uses here, and run `work` in each.
 
-        Threads that share one layer after the other would wake each other for each layer, which takes as long as a
-        small layer.
+        If threads shared one layer after the other, waking each other for each layer would take as long as a small
+        layer.
         """
         weights = [self._weight(path) for path in paths]
         if any(weight.is_cuda for weight in weights):
@@ -141,7 +141,7 @@ class Patcher:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Return threads that are kept, because a new thread's first product takes milliseconds longer than the next."""
+    """Return a pool of threads that is kept, because the first product in a new thread takes milliseconds longer."""
     return ThreadPoolExecutor(thread_name_prefix="patch", initializer=compute_alone)
 
 

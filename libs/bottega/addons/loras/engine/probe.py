@@ -1,4 +1,4 @@
-"""A probe of patching, with layers of the model's own sizes and the model's current operations."""
+"""A self-check of merging, with layers of the model's own sizes and the model's current kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPARED_LAYERS = 4
 
 
 def patch_probe(model: Model) -> Probe:
-    """Return a probe that patches a LoRA and restores the weights bit for bit."""
+    """Return a probe that merges a LoRA and restores the weights bit for bit."""
     unet = model.backbone.unet
     layers = dict(_layers(unet))
     generator = torch.Generator("cpu").manual_seed(0)
@@ -40,7 +40,7 @@ def patch_probe(model: Model) -> Probe:
 
 
 def _layers(unet: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield projections of attention, which most LoRAs patch, up to a total size."""
+    """Yield projections of attention, which most LoRAs change, up to a total size."""
     size_bytes = 0
     for path, module in unet.named_modules():
         if isinstance(module, nn.Linear) and path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):

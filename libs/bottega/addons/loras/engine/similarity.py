@@ -1,7 +1,7 @@
 """Measures how much a job's LoRAs change its latents at each step, by denoising its images a second time without them.
 
-Such a shadow has the same prompt, encoded with the same text encoders, and the same seed and sampler. It lacks only the
-UNet's LoRAs, as an image lacks them whose LoRAs are late.
+The second request is called a shadow. It has the same prompt, encoded with the same text encoders, and the same seed
+and sampler. It only lacks the LoRAs in the UNet, like an image whose LoRAs have not arrived.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.engine.request import Request
 class LatentMeter:
     """The similarities of a job's latents with and without its LoRAs.
 
-    Latents of the request that is ahead are kept, at most one for each step.
+    The latents of whichever request is ahead are kept, at most one for each step.
 
     Args:
         shadows: One for each image, with the image's index. Without shadows, nothing is measured.
@@ -35,7 +35,7 @@ class LatentMeter:
 
     @property
     def similarities(self) -> tuple[float, ...]:
-        """Cosine of the latents with and without LoRAs after each step; the lowest of several images.
+        """Cosine between the latents with and without LoRAs after each step; for several images, the lowest.
 
         It waits for the device, so read it after the job has ended.
         """
@@ -54,7 +54,7 @@ class LatentMeter:
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Return a scalar on the device; 0 if one of the tensors is zero."""
+    """Return the cosine as a scalar on the device; 0 if one of the tensors is zero."""
     one, other = one.flatten().double(), other.flatten().double()
     lengths = torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other)
     return torch.where(lengths > 0, (one @ other) / lengths, 0.0).clamp(-1.0, 1.0)

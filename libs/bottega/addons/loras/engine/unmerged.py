@@ -1,8 +1,8 @@
-"""Unmerged LoRAs: low-rank products per row, added to the output of untouched weights.
+"""Unmerged LoRAs: low-rank products for each batch row, added to the output of unchanged weights.
 
-Rows with different LoRAs, or none, share one forward pass this way (after S-LoRA). Neighbouring rows of one set are one
-product; sets that have equally many such rows are one batched product. Factors with terms are computed LoRA by LoRA
-instead, with the operations of PEFT in its order, so that half precision rounds as in stock Diffusers.
+This way rows with different LoRAs, or none, can share one forward pass (as in S-LoRA). Adjacent rows with the same set
+are one product; sets with equally many adjacent rows are one batched product. Factors with terms are computed LoRA by
+LoRA instead, with PEFT's operations in PEFT's order, so that half precision rounds as in stock Diffusers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from bottega.model.backbone import RowSpans
 from bottega.model.rows import Factors, LoraSet, SetKey
 
 STACKED_BYTES = 512 << 20
-"""Bytes of plans that are kept for groups that take turns. A plan holds the factors, or a stacked copy of them."""
+"""Maximum bytes of plans that are kept for batches that alternate. A plan holds the factors, or a stacked copy of
+them."""
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 _Offsets = Callable[[], tuple[int, ...] | None]
@@ -31,15 +32,16 @@ _Arrangement = tuple[SetKey | None, ...]
 
 
 class UnmergedLoras:
-    """Adds each row's LoRAs to the outputs of the modules they touch, for one forward pass at a time.
+    """Adds each row's LoRAs to the outputs of the modules they change, for one forward pass at a time.
 
-    Dimension 0 of a module's input holds the rows, or what `spans` says: packed tokens of all rows, or tiles.
+    Dimension 0 of a module's input has the rows or, according to `spans`, the packed tokens or tiles of all rows.
 
     Args:
-        network: The component that the LoRAs belong to; its weights are not touched.
+        network: The component that the LoRAs belong to; its weights are not changed.
         component: Name of the component in `LoraSet`.
-        row_by_row: Compute every row by itself, so that its last bits do not depend on its neighbours.
-        stacked_bytes: Bound on plans kept for later groups of the same sets. The plan in use is always kept.
+        row_by_row: Compute every row by itself, so that its last bits do not depend on other rows.
+        stacked_bytes: Maximum bytes of plans that are kept for later batches with the same sets, besides the one in
+            use.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class UnmergedLoras:
         """Make row i use sets[i], in place of the sets that were entered before.
 
         Args:
-            sets: LoRAs of each row. Rows of one set should be neighbours.
-            spans: Where rows lie in each call; None if every call has them in dimension 0.
+            sets: LoRAs of each row; None for none. Rows with the same set should be adjacent.
+            spans: Where the rows are in dimension 0 of each call; None if they are its elements.
         """
         self.leave()
         self._spans = spans
@@ -71,7 +73,7 @@ class UnmergedLoras:
             self._hook(self._plan(sets).hooks)
 
     def enter_all(self, loras: LoraSet) -> None:
-        """Let every row of every call use `loras`, whose factors have terms."""
+        """Make every row of every call use `loras`, whose factors have terms."""
         self.leave()
         self._hook((path, _as_peft([(factors, None)])) for path, factors in loras.of(self._component).items())
 
@@ -86,7 +88,7 @@ class UnmergedLoras:
         self._handles += [self._modules[path].register_forward_hook(hook) for path, hook in hooks]
 
     def _offsets(self) -> tuple[int, ...] | None:
-        """Return the row offsets of the current call."""
+        """Return where each row begins in dimension 0 of the current call; None if the rows are its elements."""
         return None if self._spans is None else self._spans.offsets
 
     def _plan(self, sets: Sequence[LoraSet | None]) -> _Plan:
@@ -128,16 +130,16 @@ class UnmergedLoras:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """The hooks of all changed modules, for one arrangement of sets."""
+    """The hooks of all changed modules, for one sequence of sets."""
 
     hooks: Sequence[tuple[str, _Hook]]
-    """By path of the module, in the order in which they run."""
+    """Pairs of module path and hook, in the order in which the hooks run."""
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """Rows [first, first + rows) of one set."""
+    """The adjacent rows [first, first + rows), which use the same set."""
 
     first: int
     rows: int
@@ -158,9 +160,9 @@ class _Stack:
     """
 
     first: int
-    """First row."""
+    """Index of the first row."""
     last: int
-    """Row behind the last one."""
+    """Index after the last row."""
     sets: int
     """Number of runs."""
     down: Tensor
@@ -173,7 +175,7 @@ class _Stack:
         return self.down.nbytes + self.up.nbytes
 
     def bounds(self, offsets: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return where each set's part of dimension 0 begins, and where the last one ends.
+        """Return where each set's rows begin in dimension 0, and where the last set's end.
 
         Args:
             offsets: See RowSpans.
@@ -183,7 +185,7 @@ class _Stack:
         return tuple(edges) if offsets is None else tuple(offsets[edge] for edge in edges)
 
     def of_set(self, place: int) -> tuple[Tensor, Tensor]:
-        """Return down and up of one set of a convolution."""
+        """Return the down and up weights of the set with index `place`, for a convolution."""
         rank = self.up.shape[-1]
         downs = self.down.view(-1, rank, *self.down.shape[1:])
         first = place * (len(downs) // self.sets)
@@ -191,7 +193,7 @@ class _Stack:
 
 
 def _has_terms(factors: Mapping[str, Factors]) -> bool:
-    """Return whether factors are computed LoRA by LoRA; those of a set all are, or none."""
+    """Return whether factors are computed LoRA by LoRA. All factors of a set are, or none."""
     return any(factor.terms for factor in islice(factors.values(), 1))
 
 
@@ -208,7 +210,7 @@ def _runs(sets: Sequence[LoraSet | None], component: str, *, row_by_row: bool) -
 
 
 def _alike(runs: Sequence[_Run], *, row_by_row: bool) -> list[list[_Run]]:
-    """Return groups of runs that can be one batched product: adjacent ones with equally many rows."""
+    """Return groups of runs that can be one batched product: adjacent runs with equally many rows."""
     groups: list[list[_Run]] = []
     for run in runs:
         before = groups[-1][-1] if groups else None
@@ -256,15 +258,15 @@ def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _mixes_layouts(path: str, module: nn.Module) -> bool:
-    """Return whether a linear layer's input is not contiguous: `proj_in` gets feature maps as tokens."""
+    """Return whether a linear layer's input is not contiguous, as in `proj_in`, which gets feature maps as tokens."""
     return isinstance(module, nn.Linear) and path.rpartition(".")[2] == "proj_in"
 
 
 def _as_frozen(rows: Sequence[_Bounds]) -> _Hook:
     """Return a hook that computes a linear layer again for rows with LoRAs, as PEFT does.
 
-    PEFT's base weights require no gradients. torch chooses by that how it multiplies input that is not contiguous, and
-    half precision rounds differently. Rows without LoRAs keep the product of weights that require gradients.
+    PEFT's base weights do not require gradients. That determines how torch multiplies input that is not contiguous, and
+    half precision rounds differently. Rows without LoRAs keep the output of weights that require gradients.
 
     Args:
         rows: Bounds of the rows with LoRAs in dimension 0.
@@ -289,7 +291,7 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
 
 
 def _as_peft(uses: Sequence[tuple[Factors, _Bounds | None]]) -> _Hook:
-    """Return a hook that adds LoRA by LoRA what PEFT's layers add, with every intermediate result rounded as there.
+    """Return a hook that adds the same terms as PEFT's layers, LoRA by LoRA, with every intermediate result rounded.
 
     Args:
         uses: Factors with the bounds of their rows in dimension 0; None for all rows.

@@ -1,7 +1,7 @@
-"""Keeps the weights of one model: which LoRA set is merged into them, and which sets are computed beside them.
+"""The weights of one model: which LoRA set is merged into them, and which sets are computed beside them.
 
-Weights change only between two forward passes. In single precision LoRAs are merged into text encoders, for one prompt
-at a time, and into the UNet when all of its rows share one set for long enough. In half precision both would round
+Weights change only between two forward passes. In single precision LoRAs are merged into the text encoders, for one
+prompt at a time, and into the UNet when all rows use the same set for long enough. In half precision merging rounds
 differently from stock Diffusers, so that LoRAs are computed beside the weights as PEFT does, unless merging is allowed.
 """
 
@@ -38,12 +38,12 @@ _COPIES = "pristine copies"
 
 
 class LoraWeights:
-    """The weights of a model's networks, with the LoRAs that its rows need.
+    """The weights of a model's networks, with the LoRAs that its batch rows need.
 
     Args:
         model: The model; its weights change in place.
         patches: Whether sets may be merged into the UNet's weights. If not, all are computed beside them, row by row,
-            so that the last bits of a picture depend neither on its neighbours nor on measurements.
+            so that the last bits of a picture depend neither on other rows nor on measurements.
         merges_half: Whether sets may be merged into float16 and bfloat16 weights, which rounds differently from stock.
         pristine_on_host: Keep the copies that restore merged weights in host memory.
         stacked_bytes: See UnmergedLoras.
@@ -81,23 +81,23 @@ class LoraWeights:
 
     @property
     def rounds_as_stock(self) -> bool:
-        """Whether LoRAs round as in stock Diffusers, to the precision that the model computes in."""
+        """Whether results with LoRAs are rounded as in stock Diffusers, in the model's precision."""
         return self._as_peft or not self._half
 
     @property
     def patched(self) -> LoraSet | None:
-        """The set that is merged into the UNet's weights, or None."""
+        """The set that is merged into the UNet's weights; None without one."""
         return self._patchers[UNET].patched
 
     @property
     def patched_key(self) -> SetKey:
-        """Key of the set that is merged into the UNet's weights; empty if they are pristine."""
+        """Key of the set that is merged into the UNet's weights; empty without one."""
         patched = self.patched
         return patched.key if patched else ()
 
     @property
     def pristine_bytes(self) -> int:
-        """Size of the pristine copies of all components, which are kept for the next set."""
+        """Bytes of the copies of original weights of all components, which are kept for the next set."""
         return sum(patcher.pristine_bytes for patcher in self._patchers.values())
 
     @property
@@ -106,7 +106,7 @@ class LoraWeights:
         return self.costs.last_swap_s if self._patches else 0.0
 
     def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
-        """Return the factors of the text encoders. Raises LoraUnusable, also for one that the model lacks."""
+        """Return the factors for the text encoders. Raise LoraUnusable, also if the model lacks one of them."""
         for component in (name for use in uses for name, layers in use.layers.items() if layers):
             if component not in self._networks:
                 raise LoraUnusable(
@@ -115,7 +115,7 @@ class LoraWeights:
         return make_set(uses, self._networks, tuple(self._unmerged_text), as_peft=self._as_peft)
 
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
-        """Return the factors of the UNet, the same object for the same set while it is used. Raises LoraUnusable."""
+        """Return the factors for the UNet, as the same object while a set is used. Raise LoraUnusable."""
         key = set_key(uses, as_peft=self._as_peft)
         known = self._sets.get(key)
         if known is None:
@@ -126,7 +126,7 @@ class LoraWeights:
         """Make the text encoders use these LoRAs, or none, for the next prompt.
 
         Returns:
-            The seconds it took, after waiting for the device; 0 without LoRAs and if nothing is merged.
+            The seconds it took, after waiting for the device; 0 without LoRAs, and if nothing is merged.
         """
         if self._as_peft:
             for unmerged in self._unmerged_text.values():
@@ -161,11 +161,11 @@ class LoraWeights:
         return seconds
 
     def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
-        """Merge or restore the UNet's weights for the next turns, and return the seconds it took.
+        """Merge or restore the UNet's weights for the next steps, if that saves time. Return the seconds it took.
 
         Args:
-            sets: Sets of all running requests.
-            steps: Steps that the longest of them still has.
+            sets: Sets of all running requests; None for a request without LoRAs.
+            steps: Number of remaining steps of the request that has the most.
             step_s: Seconds of a step.
         """
         wanted = sets[0] if sets and all(request_set is sets[0] for request_set in sets) else None
@@ -180,7 +180,7 @@ class LoraWeights:
             self._memory.release(_COPIES)
             self._patches = False
             _log.warning(
-                "the device has no memory for copies of weights; LoRAs are not merged from now on",
+                "the device has no memory for copies of weights; LoRAs are computed beside the weights from now on",
                 extra={"pristine_mib": self._patchers[UNET].touched_bytes(wanted) >> 20, "why": str(error)},
             )
             return 0.0
@@ -188,22 +188,22 @@ class LoraWeights:
         return seconds
 
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
-        """Let row i of the forward that begins, or continues with fewer rows, use sets[i]. See UnmergedLoras.enter."""
+        """Make row i of the forward pass that begins, or continues with fewer rows, use sets[i]; see UnmergedLoras."""
         if self.patched is not None and any(row_set is not self.patched for row_set in sets):
             self.put_in_unet(None)
         self._unmerged.enter([None if row_set is self.patched else row_set for row_set in sets], spans)
 
     def leave(self) -> None:
-        """End the forward."""
+        """End the forward pass."""
         self._unmerged.leave()
 
     def observe_forward(self, sets: Sequence[LoraSet | None], seconds: float, plain_s: float | None) -> bool:
-        """Learn the cost of unmerged LoRAs from a forward; return whether a plain forward would take as long.
+        """Update the cost of unmerged LoRAs. Return whether the forward pass took no longer than without LoRAs.
 
         Args:
-            sets: Sets of its rows.
-            seconds: Its duration.
-            plain_s: Duration of a plain forward of as many rows, if it is known.
+            sets: Sets of the rows.
+            seconds: Duration of the forward pass.
+            plain_s: Duration of a forward pass of as many rows without LoRAs; None if it is not known.
         """
         unmerged = {row_set for row_set in sets if row_set is not None and row_set is not self.patched}
         if len(unmerged) == 1 and plain_s and all(row_set is not None for row_set in sets):
@@ -211,7 +211,7 @@ class LoraWeights:
         return not unmerged
 
     def probe(self, *, max_bytes: int | None = None) -> LoraSet:
-        """Return a set that changes nothing, for measurements, on at most `max_bytes` of weights."""
+        """Return a set that changes nothing, for measurements, for at most `max_bytes` of weights; None for all."""
         layers: dict[str, LoraLayer] = {}
         touched_bytes = 0
         for path, module in self._networks[UNET].named_modules():
@@ -227,7 +227,7 @@ class LoraWeights:
     def measure_swap(self) -> None:
         """Measure a swap by merging the probe into a part of the UNet and restoring it, twice.
 
-        The second time the copies exist already. A swap's cost is proportional to the bytes that it changes.
+        The second time the copies already exist. The cost of a swap is proportional to the bytes that it changes.
         """
         if not self._patches:
             return
@@ -239,7 +239,7 @@ class LoraWeights:
         self._patchers[UNET].restore()
 
     def restore(self) -> None:
-        """Restore all weights, and drop the copies."""
+        """Restore all weights, and free the copies."""
         for unmerged in self._unmerged_text.values():
             unmerged.leave()
         for patcher in self._patchers.values():
@@ -247,11 +247,11 @@ class LoraWeights:
         self._memory.release(_COPIES)
 
     def _log_copies(self) -> None:
-        """Log the size of the pristine copies when it reaches a new maximum."""
+        """Log the bytes of the copies of original weights when they reach a new maximum."""
         if self.pristine_bytes > self._logged_bytes:
             self._logged_bytes = self.pristine_bytes
             facts = {"pristine_mib": round(self._logged_bytes / (1 << 20), 1), "kept_on": self._kept_on}
-            _log.info("copies are kept of the weights that LoRAs were merged into", extra=facts)
+            _log.info("copies of the weights that LoRAs were merged into take memory", extra=facts)
 
     def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
         touched = self._patchers[UNET].touched_bytes(wanted)
@@ -259,7 +259,7 @@ class LoraWeights:
 
 
 def _put(patcher: Patcher, loras: LoraSet | None) -> None:
-    """Merge a set or restore the weights; restore them if merging fails halfway."""
+    """Merge a set, or restore the weights if it is None or if merging fails halfway."""
     if loras is None:
         patcher.put_back()
         return

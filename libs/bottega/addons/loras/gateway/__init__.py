@@ -1,1 +1,1 @@
-"""LoRAs in the gateway: it resolves names, estimates each worker's loading time, and lets stores prefetch."""
+"""LoRAs in the gateway: it resolves names, estimates each worker's loading time, and asks stores to prefetch."""

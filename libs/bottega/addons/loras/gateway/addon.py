@@ -1,4 +1,4 @@
-"""The gateway's add-on for LoRAs: it resolves names, decides how late LoRAs may come, and estimates loading times."""
+"""The gateway's add-on for LoRAs: it resolves names, decides how late LoRAs may be loaded, and estimates load times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def create(context: AddOnContext) -> LoraAddOn:
 
 
 class LoraAddOn(AddOn):
-    """The gateway's part of LoRAs."""
+    """The gateway's add-on for LoRAs."""
 
     adapter_kind = image_pb2.ADAPTER_KIND_LORA
     decides_model = True
@@ -78,11 +78,11 @@ class LoraAddOn(AddOn):
         yield from check_lateness(spec)
 
     def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
-        """Yield violations for LoRAs that would be applied after the last step, or later than the request allows."""
+        """Yield violations for LoRAs that would be used only after the last step, or later than the request allows."""
         return check_lora_steps(spec, steps, strength, waits=waits_for_loras(spec))
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Ask the stores for the LoRAs. Raises LoraNotFound, LoraUnusable, NoLora."""
+        """Look up the LoRAs in the stores. Raise LoraNotFound, LoraUnusable or NoLora if that fails."""
         stored = await self._resolver.resolve(spec.loras, access)
         self._sizes.record(stored)
         return ResolvedLoras(stored=stored)
@@ -104,20 +104,20 @@ class LoraAddOn(AddOn):
         ]
 
     def cost_key(self, job: AddOnJob) -> _LoraSetKey:
-        """Return the job's set. A job without LoRAs also has costs, at workers that have a set in their weights."""
+        """Return the job's set of LoRAs, also if it is empty: restoring a worker's merged weights costs time, too."""
         return job.lora_set
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
-        """Return the time that workers need to fetch LoRAs and to change their weights."""
+        """Return the seconds that workers need to fetch LoRAs and to change their weights."""
         return WorkerCosts(load_s=lora_costs(job.lora_set, workers, self._sizes))
 
     def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Make the stores load the LoRAs that a worker will fetch soon."""
+        """Ask the stores to load the LoRAs that a worker will soon fetch."""
         for store in self._resolver.stores() if job.loras and admitted else ():
             self._prefetcher.request(store, job.loras)
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
-        """Write the step at which each LoRA was applied."""
+        """Write the first step that used each LoRA into the provenance's parameters."""
         for lora, use in zip(provenance.parameters.loras, provenance.loras, strict=False):
             lora.from_step = use.from_step
 
@@ -137,13 +137,13 @@ class LoraAddOn(AddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedLoras(Resolution):
-    """The LoRAs of a request, as the stores have them."""
+    """The LoRAs of a request, as stores describe them."""
 
     stored: Sequence[StoredLora]
 
     @property
     def required_model(self) -> RequiredModel | None:
-        """The base model of the first LoRA; all of them must have the same."""
+        """The base model of the first LoRA. All LoRAs of a request must have the same."""
         return RequiredModel(name=self.stored[0].base, needed_by=self.stored[0].name)
 
     def check_model(self, model: image_pb2.Model) -> None:
@@ -156,7 +156,7 @@ class ResolvedLoras(Resolution):
                 )
 
     def complete(self, full: GenerationSpec) -> None:
-        """Fill in weights, scales, and the latest steps at which LoRAs may be applied."""
+        """Fill in digests, scales, and the latest steps at which LoRAs may be applied."""
         steps = steps_to_run(full.num_inference_steps, full.strength if full.HasField("strength") else None)
         first = full.num_inference_steps - steps
         some_may_be_late = any(_is_late(lora, first) for lora in full.loras)
@@ -176,7 +176,7 @@ def _complete(lora: Lora, stored: StoredLora, *, latest_step: int) -> None:
 
 
 def _is_late(lora: Lora, first: int) -> bool:
-    """Return whether a LoRA's own fields allow steps without it. `first` is the first step that is made."""
+    """Return whether a LoRA's own fields allow steps without it. `first` is the request's first step."""
     return lora.from_step > first if lora.HasField("from_step") else lora.max_step > 0
 
 
@@ -188,7 +188,7 @@ def _may_be_late(spec: GenerationSpec) -> bool:
 
 
 def _latest_step(stored: StoredLora, steps: int) -> int:
-    """Return the bound in a LoRA's profile for the nearest number of steps, scaled to `steps` that are made."""
+    """Return the bound in a LoRA's profile for the nearest number of steps, scaled to `steps` steps."""
     if not stored.bounds:
         return int(steps * _LATE_SHARE)
     nearest = min(stored.bounds, key=lambda bound: abs(bound.num_inference_steps - steps))
@@ -196,13 +196,13 @@ def _latest_step(stored: StoredLora, steps: int) -> int:
 
 
 class LoraSizes:
-    """The sizes of LoRAs by digest, as stores reported them for requests."""
+    """The sizes of LoRAs by digest, as stores reported them."""
 
     def __init__(self) -> None:
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     def record(self, loras: Iterable[StoredLora]) -> None:
-        """Remember the sizes of a request's LoRAs."""
+        """Record the sizes of a request's LoRAs."""
         for lora in loras:
             self._sizes[lora.digest] = lora.size_bytes
             self._sizes.move_to_end(lora.digest)
@@ -210,15 +210,15 @@ class LoraSizes:
             self._sizes.popitem(last=False)
 
     def fetch_s(self, digests: Iterable[str]) -> float:
-        """Return the seconds that fetching these LoRAs takes."""
+        """Return the estimated seconds to fetch these LoRAs."""
         return sum(self._sizes.get(digest, _USUAL_BYTES) for digest in digests) / _FETCHED_BYTES_PER_S
 
 
 def lora_costs(loras: _LoraSetKey, members: Mapping[str, Member], sizes: LoraSizes) -> Mapping[str, float]:
-    """Return the seconds that workers need for a job's set, or for a job without LoRAs; missing workers need none.
+    """Return the seconds that workers need to apply a job's set, which may be empty. Missing workers need none.
 
-    With these costs, of workers that would finish at the same time, one that has the set in its weights gets the job,
-    or else one that has the LoRAs in memory.
+    With these costs, the scheduler prefers workers that have the set in their weights, then workers that have the LoRAs
+    in memory, among those that would finish at the same time.
     """
     if not loras:
         # Computed for all workers at every look at the queue, and most have no LoRAs.
@@ -233,7 +233,7 @@ def lora_costs(loras: _LoraSetKey, members: Mapping[str, Member], sizes: LoraSiz
 
 
 def _restore_s(member: Member) -> float:
-    """Return the seconds that a worker needs to restore its weights; 0 if no set is merged."""
+    """Return the seconds that a worker needs to restore its original weights; 0 if no set is merged."""
     hosted = member.hosts(kinds.LORAS)
     return _OUT_SHARE * hosted.switch_s if hosted.applied else 0.0
 

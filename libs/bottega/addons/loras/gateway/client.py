@@ -17,14 +17,14 @@ _MAX_PAGES = 100
 
 
 class GrpcLoraClient:
-    """A client of one LoRA store, also the PrefetchClient. Its channel connects and reconnects by itself."""
+    """The client of one LoRA store, which is also its PrefetchClient. gRPC connects and reconnects its channel."""
 
     def __init__(self, target: Target, channels: Channels) -> None:
         self._channel = channels.open(target)
         self._store: lora_pb2_grpc.LoraServiceAsyncStub = lora_pb2_grpc.LoraServiceStub(self._channel)
 
     async def get(self, name: str, *, deadline_s: float) -> StoredLora:
-        """Return the store's LoRA of a name. Raises LoraNotFound among others."""
+        """Return the store's LoRA of this name. Raise LoraNotFound if the store has none."""
         try:
             response = await self._store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
@@ -34,7 +34,7 @@ class GrpcLoraClient:
         return response.lora
 
     async def list_all(self, *, deadline_s: float) -> list[StoredLora]:
-        """Return all LoRAs of the store. Raises InternalError for a list that does not end.
+        """Return all LoRAs of the store. Raise InternalError if the list does not end.
 
         Args:
             deadline_s: Deadline of each page.
@@ -53,15 +53,15 @@ class GrpcLoraClient:
         raise InternalError(f"the store lists more than {_MAX_PAGES * _PAGE_SIZE} LoRAs, or its list does not end")
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Let the store load LoRAs by digest, in this order, and protect them from deletion for a while."""
+        """Ask the store to load LoRAs by digest, in this order, and to protect them from deletion for a while."""
         await self._prefetch(lora_pb2.PrefetchLorasRequest(digests=names), deadline_s)
 
     async def protect(self, digests: Sequence[str], *, deadline_s: float) -> None:
-        """Let the store protect LoRAs from deletion for a while, without loading them."""
+        """Ask the store to protect LoRAs from deletion for a while, without loading them."""
         await self._prefetch(lora_pb2.PrefetchLorasRequest(digests=digests, only_keep=True), deadline_s)
 
     async def close(self, *, grace_s: float = 0.0) -> None:
-        """End all calls that do not end by themselves within the grace."""
+        """End all calls that do not end by themselves within `grace_s`."""
         await self._channel.close(grace_s or None)
 
     async def _prefetch(self, request: lora_pb2.PrefetchLorasRequest, deadline_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Asks the fleet's LoRA stores which weights a name stands for, and protects the LoRAs that jobs need from deletion."""
+"""Looks up names of LoRAs in the fleet's stores, and protects LoRAs that jobs need from deletion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LoraResolver:
     """A client of all LoRA stores in the fleet.
 
     Args:
-        fleet: The fleet.
+        fleet: The connected services.
         channels: Channels of the gateway's process.
     """
 
@@ -56,14 +56,14 @@ class LoraResolver:
         self._calls.start(self._protect_all(needed))
 
     async def resolve(self, loras: Sequence[Lora], access: Access) -> list[StoredLora]:
-        """Return the stored LoRA for each LoRA of a request. A tenant's own LoRA comes before a shared one.
+        """Return the stored LoRA for each LoRA of a request. A tenant's own LoRA takes precedence over a shared one.
 
-        Raises LoraNotFound naming all LoRAs that no store has, LoraUnusable if weights differ from the pinned ones, and
-        NoLora if the stores do not respond.
+        Raises LoraNotFound naming all LoRAs that no store has, LoraUnusable if weights differ from the requested ones,
+        and NoLora if the stores do not respond.
 
         Args:
             loras: The request's LoRAs.
-            access: Access of the caller.
+            access: What the caller may name.
         """
         names = list(dict.fromkeys(lora.name for lora in loras))
         found = dict(zip(names, await asyncio.gather(*(self._find_any(name, access) for name in names)), strict=True))
@@ -81,7 +81,7 @@ class LoraResolver:
         return stored
 
     async def list_all(self) -> Sequence[StoredLora]:
-        """Return the LoRAs of all stores, at most 2 s old. The first store that has a name wins.
+        """Return the LoRAs of all stores, at most 2 s old. If stores share a name, the first store's LoRA counts.
 
         Raises NoLora if a store does not respond.
         """
@@ -117,7 +117,7 @@ class LoraResolver:
     async def _find(self, name: str) -> StoredLora | None:
         """Return a LoRA from the first store that has it; None if no store has it.
 
-        Raises NoLora if it was not found and a store did not respond, or there is no store.
+        Raises NoLora if there is no store, or if the LoRA was not found and a store did not respond.
         """
         failed: BottegaError | None = None
         answered = False
@@ -169,4 +169,6 @@ class LoraResolver:
                 await self._client(store).protect(digests[first : first + _MAX_DIGESTS], deadline_s=_KEEP_S)
         except BottegaError as error:
             # The LoRAs are lost only if somebody deletes them before the next try.
-            _log.info("LoRAs could not be protected from deletion", extra={"member": store.name, "text": error.message})
+            _log.info(
+                "a store could not protect LoRAs from deletion", extra={"member": store.name, "text": error.message}
+            )

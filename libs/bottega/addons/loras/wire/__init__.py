@@ -1,1 +1,1 @@
-"""LoRAs as files, in the canonical form that the suite stores and sends."""
+"""LoRAs as files, in the canonical form in which the suite stores and sends them, and as messages."""

@@ -54,51 +54,51 @@ _TEXT_MODEL = "text_model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """The change of one module: scale * up(down(x)).
+    """One module that a LoRA changes: scale * up(down(x)) is added to its output.
 
-    The entries' begin and end are bytes in the component's section.
+    The entries' `begin` and `end` are byte offsets in the component's section.
     """
 
     component: str
-    """One of COMPONENTS."""
+    """Component of the model: one of COMPONENTS."""
     path: str
-    """Path of the module in its component."""
+    """Path of the module in the component."""
     scale: TensorEntry
     down: TensorEntry
     up: TensorEntry
 
     @property
     def rank(self) -> int:
-        """Rank of this module's change."""
+        """Rank of the change."""
         return self.down.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalLora:
-    """The content of a canonical header."""
+    """The parsed header of a canonical file."""
 
     header_bytes: int
     text_bytes: int
-    """Size of the text encoders' section."""
+    """Bytes of the text encoders' section."""
     unet_bytes: int
-    """Size of the UNet's section."""
+    """Bytes of the UNet's section."""
     modules: tuple[Module, ...]
-    """Modules in the order of their scales."""
+    """The modules, in the order of their scales in the file."""
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole file."""
+        """Bytes of the whole file."""
         return self.header_bytes + self.text_bytes + self.unet_bytes
 
     @property
     def rank(self) -> int:
-        """The highest rank of its modules."""
+        """The highest rank among the modules."""
         return max(module.rank for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleWeights:
-    """The weights of one module of a LoRA that is to be written."""
+    """The weights of one module, for writing a canonical file."""
 
     component: str
     path: str
@@ -112,15 +112,15 @@ class TensorData:
     """A tensor's row-major, little-endian elements."""
 
     dtype: str
-    """One of DTYPES."""
+    """Element type: one of DTYPES."""
     shape: tuple[int, ...]
     data: bytes | memoryview
 
 
 def spellings(component: str, path: str) -> tuple[str, ...]:
-    """Return the paths that may mean the same module of a component, the given one first.
+    """Return the paths that may mean the same module of a component, the given path first.
 
-    Transformers 5 dropped `text_model.` from CLIPTextModel's modules and kept it in CLIPTextModelWithProjection, so
+    Transformers 5 dropped `text_model.` from CLIPTextModel's modules but kept it in CLIPTextModelWithProjection, so
     model folders, LoRA files and loaded networks each may or may not have it.
     """
     if component == BACKBONE:
@@ -132,7 +132,7 @@ def spellings(component: str, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def headers_of_loras() -> Iterator[None]:
-    """Turn errors of safetensors headers in the block into BadLora."""
+    """Convert errors about safetensors headers in the `with` block to BadLora."""
     try:
         yield
     except HeaderError as error:
@@ -140,26 +140,26 @@ def headers_of_loras() -> Iterator[None]:
 
 
 def read(file: BinaryIO) -> CanonicalLora:
-    """Return the content of an open file's header. Raises BadLora that names the broken rule, and OSError."""
+    """Parse the header of an open file. Raise BadLora that names the broken rule, or OSError."""
     with headers_of_loras():
         return _checked(read_header(file))
 
 
 def parse(head: bytes, *, file_bytes: int) -> CanonicalLora:
-    """Return the content of a header that came over a link. Raises BadLora that names the broken rule.
+    """Parse a header that arrived over a connection. Raise BadLora that names the broken rule.
 
     Args:
         head: A copy, not memory that the sender may still change.
-        file_bytes: Size of header and sections together.
+        file_bytes: Bytes of header and sections together.
     """
     with headers_of_loras():
         return _checked(parse_header(head, file_bytes=file_bytes))
 
 
 def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
-    """Write a LoRA from the file's beginning. The same modules give the same bytes in any order.
+    """Write a LoRA from the beginning of the file. The same modules give the same bytes, whatever their order.
 
-    Raises BadLora for content that `read` would refuse, and OSError.
+    Raises BadLora for content that `read` would refuse, or OSError.
     """
     pieces = sorted(_pieces(modules), key=lambda piece: _order(piece.name, piece.weights.dtype))
     head = _head(pieces)
@@ -250,7 +250,7 @@ def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
 
 
 def _name(name: str) -> tuple[str, str, str]:
-    """Return component, module path and part."""
+    """Split a tensor's name into component, module path and the last word: scale, down or up."""
     component, _, rest = name.partition(".")
     path, _, part = rest.rpartition(".")
     if component not in COMPONENTS or part not in _PARTS or not _PATH.fullmatch(path) or len(name) > MAX_NAME_BYTES:

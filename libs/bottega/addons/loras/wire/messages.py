@@ -1,16 +1,16 @@
-"""The messages between a worker's engine and a LoRA store over a link, each as tensors.
+"""The messages between a worker's engine and a LoRA store over a tensor connection.
 
-The first tensor is named after the message's kind and holds a number. The receiver checks a message here, from a copy,
-before it uses it. A message that breaks a rule raises ValueError.
+A message is a list of tensors. The first is named after the message's kind and holds a number, which identifies the
+fetch. The receiver checks a copy of the message here before it uses it. A message that breaks a rule raises ValueError.
 
-    worker -> store    fetch: the LoRA of a digest          whole, or lora and its pieces in order, or refused
-                       cancel: by the fetch's number        nothing; messages under way may still arrive
+worker -> store    fetch: the LoRA of a digest          whole; or lora and its pieces in order; or refused
+                   cancel: ends a fetch                 no answer; messages already sent may still arrive
 
 A whole or lora message also reports the time that the store has spent on the fetch.
 
 A whole message carries the sealed canonical file as the store has it in memory, so no byte is copied within a host.
-Other messages may come between the pieces of a LoRA, so that a prompt never waits for a LoRA that it does not need. If
-a LoRA is refused after its first messages, those are discarded.
+Messages about other LoRAs may come between the pieces of a LoRA, so that a prompt never waits for a LoRA that it does
+not need. If a LoRA is refused after its first messages, those are discarded.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class LoraMessageKind(StrEnum):
 
 
 def fetch_message(number: int, digest: str) -> BytesMessage:
-    """Return a fetch. `digest` is a SHA-256 in hex."""
+    """Return a fetch message. `digest` is a SHA-256 in hex."""
     layout = Layout.of(number_spec(LoraMessageKind.FETCH), _bytes("digest", DIGEST_BYTES), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), bytes.fromhex(digest)))
 
 
 def whole_message(number: int, times: StoreTimes) -> BytesMessage:
-    """Return the message that a file accompanies."""
+    """Return a whole message. The file is sent beside it."""
     layout = Layout.of(number_spec(LoraMessageKind.WHOLE), _bytes("times", _TIMES_BYTES), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), pack_times(times)))
 
 
 def refused_message(number: int, error: bytes) -> BytesMessage:
-    """Return a refusal. `error` is a JobError as JSON."""
+    """Return a refused message. `error` is a JobError as JSON."""
     return BytesMessage(
         layout=Layout.of(number_spec(LoraMessageKind.REFUSED), _bytes("error", len(error)), headers=2),
         buffers=(pack_number(number), error),
@@ -71,7 +71,7 @@ def refused_message(number: int, error: bytes) -> BytesMessage:
 
 
 def lora_layout(lora: CanonicalLora) -> Layout:
-    """Return the layout of a lora message, which begins the answer to a fetch.
+    """Return the layout of a lora message, which begins the response to a fetch.
 
     It has the number, the size of the UNet's section, the store times, the file's header and the text encoders'
     section, which is one zero byte if it is empty.
@@ -87,18 +87,18 @@ def lora_layout(lora: CanonicalLora) -> Layout:
 
 
 def piece_layout(size_bytes: int) -> Layout:
-    """Return the layout of a piece: its LoRA's number, and bytes of the UNet's section."""
+    """Return the layout of a piece: the number of the fetch, and bytes of the UNet's section."""
     return Layout.of(number_spec(LoraMessageKind.PIECE), _bytes("bytes", size_bytes), headers=1)
 
 
 def pack_times(times: StoreTimes) -> bytes:
-    """Return the bytes of a message's times."""
+    """Return store times as bytes for a message."""
     encoded = times.SerializeToString()
     return (bytes([len(encoded)]) + encoded).ljust(_TIMES_BYTES, b"\0")
 
 
 def read_times(view: memoryview) -> StoreTimes:
-    """Return the times of a message. Raises ValueError."""
+    """Return the store times in a message. Raise ValueError if they cannot be decoded."""
     packed = bytes(view)
     try:
         return check_times(StoreTimes.FromString(packed[1 : 1 + packed[0]]))
@@ -133,7 +133,7 @@ def check_lora(layout: Layout, *, max_bytes: int) -> None:
 
 
 def read_unet_bytes(view: memoryview, *, max_bytes: int) -> int:
-    """Return the size of the pieces that a lora message announces in its tensor UNET_BYTES. Raises ValueError."""
+    """Return the total bytes of the pieces, from the tensor UNET_BYTES of a lora message. Raise ValueError."""
     size_bytes = int.from_bytes(bytes(view), "little", signed=True)
     if not 0 <= size_bytes <= max_bytes:
         raise ValueError(f"a LoRA's pieces cannot have {size_bytes} bytes")
@@ -146,7 +146,7 @@ def check_piece(layout: Layout, *, max_bytes: int) -> None:
 
 
 def _check(layout: Layout, rest: dict[str, int], behind: int = 0) -> None:
-    """Raise ValueError unless the tensors after index `behind` have the names of `rest` and at most those sizes."""
+    """Raise ValueError unless the tensors after index `behind` have the names in `rest`, and at most those sizes."""
     specs = layout.specs[behind + 1 :]
     if [spec.name for spec in specs] != list(rest):
         raise ValueError(f"a {layout.specs[0].name} message has other tensors than {', '.join(rest)}")

@@ -20,15 +20,15 @@ class LoraFile:
 
     path: Path
     component: str | None = None
-    """The only component that the file is for, if its folder names one."""
+    """The only component that the file is for, if its folder is named after one; else None."""
     config: Path | None = None
-    """PEFT's configuration beside the file."""
+    """PEFT's configuration in the same folder; None without one."""
 
 
 def find_weights(path: Path) -> list[LoraFile]:
-    """Return the files of the LoRA at a path, a safetensors file or a folder. No file is opened.
+    """Return the files of the LoRA at a path, which is a safetensors file or a folder. Files are not opened.
 
-    Raises BadLora for a folder that holds no LoRA, or more than one.
+    Raises BadLora for a folder that has no LoRA, or more than one.
     """
     if not path.is_dir():
         config = path.with_name(PEFT_CONFIG)
@@ -58,7 +58,7 @@ def _whole(folder: Path, files: Sequence[Path]) -> LoraFile:
 
 
 def _parts(folder: Path) -> Iterator[LoraFile]:
-    """Yield PEFT's files for components, if any component has one."""
+    """Yield PEFT's files of single components, if there are any."""
     named = [component for component in COMPONENTS if (folder / component).is_dir()]
     if not any((folder / component / name).exists() for component in named for name in (PEFT_WEIGHTS, PEFT_CONFIG)):
         return

@@ -1,4 +1,4 @@
-"""The LoRAs of a worker's engine: fetched from stores by digest, over links, and kept within a budget of bytes."""
+"""The LoRAs of a worker's engine: fetched from stores by digest over tensor connections, and cached in memory."""
 
 from bottega.addons.loras.worker.cache import LoraCache
 from bottega.addons.loras.worker.store_link import LoraLinkSettings

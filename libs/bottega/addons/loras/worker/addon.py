@@ -18,7 +18,7 @@ _MAX_HOSTED = 256
 
 
 def create(context: EngineAddOnContext) -> WorkerLoras:
-    """Return the add-on that the manifest names."""
+    """Return the add-on for an engine. The manifest names this function."""
     return WorkerLoras(context)
 
 
@@ -51,7 +51,7 @@ class WorkerLoras(EngineLoras):
         )
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the newest LoRAs in memory, and those in the weights."""
+        """Add the most recently used LoRAs in memory, and those in the weights, to the engine's periodic report."""
         super().fill_beat(beat)
         for digest in self._cache.resident[-_MAX_HOSTED:]:
             beat.hosted.add(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_LOADED)

@@ -1,7 +1,7 @@
-"""The LoraSource of a worker's engine: a cache in front of the fleet's LoRA stores.
+"""The LoraSource of a worker's engine: a memory cache of LoRAs from the fleet's stores.
 
-Requests for the same LoRA share one download. While the engine waits, a LoRA of a lost store is asked for again, there
-or at another store. The engine gives up and reports it when its time is over.
+Requests for the same LoRA share one download. If a store is lost while the engine waits, the LoRA is requested again,
+from the same or another store. The engine decides when to give up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LoraCache:
     Args:
         device: Device of the model.
         dtype: Element type of the model.
-        budget_bytes: Bytes of LoRAs that no job uses. Those in use are as many as the engine's jobs need.
+        budget_bytes: Maximum bytes of LoRAs that no job uses. Those in use have no limit.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LoraCache:
 
     @property
     def linked(self) -> int:
-        """Number of open links."""
+        """Number of connected stores."""
         return sum(link.linked for link in list(self._links.values()))
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
@@ -115,12 +115,12 @@ class LoraCache:
             self._downloads.trim_idle()
 
     def stop(self) -> None:
-        """Close all links."""
+        """Close all connections."""
         for link in list(self._links.values()):
             link.close()
 
     def _ask(self, download: LoraDownload) -> None:
-        """Ask the best store that has not refused it. Call it under the lock."""
+        """Request a LoRA from the best store that has not refused it. Call it under the lock."""
         store = self._next_store(download)
         if store is not None:
             self._link_to(store).fetch(download)
@@ -128,10 +128,10 @@ class LoraCache:
             self._without_store.append(download)
 
     def _next_store(self, download: LoraDownload, *, but: str = "") -> ServiceAddress | None:
-        """Return the best store that has not refused it.
+        """Return the best store that has not refused a LoRA; None if there is none.
 
         Args:
-            but: Address of a store to leave out as well.
+            but: Address of a store to exclude as well.
         """
         passed = {but, *self._refusals.get(download, ())}
         return next((store for store in self._stores if store.address not in passed), None)
@@ -155,7 +155,7 @@ class LoraCache:
         return link
 
     def _refused(self, link: StoreLink, download: LoraDownload, error: BottegaError) -> None:
-        """Ask another store, or fail, because a store refused the LoRA. Called in a thread of the link."""
+        """Request a LoRA that a store refused from another store, or fail. Called in a thread of the connection."""
         if isinstance(error, DataLoss):  # the operator must know, whether or not another store has it undamaged
             facts = {"store": link.store.name, "lora": download.ref.name, "text": error.message}
             _log.warning("a LoRA is damaged in its store; upload it again", extra=facts)
@@ -173,7 +173,7 @@ class LoraCache:
                 self._ask(download)
 
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
-        """Fetch the pending LoRAs of a lost store from other stores. Without another store, its link asks again."""
+        """Fetch the pending LoRAs of a lost store from other stores, or again over its connection if there are none."""
         with self._changed:
             for download in link.wanted():
                 if (other := self._next_store(download, but=link.store.address)) is not None:
@@ -181,10 +181,10 @@ class LoraCache:
                     self._link_to(other).fetch(download)
 
     def _give_up(self, download: LoraDownload) -> None:
-        """Forget a download that no job waits for. The next request starts it from the beginning.
+        """Drop a download that no job waits for. The next request starts it from the beginning.
 
-        If it were kept until it is complete, short requests would fill the memory and delay others on the link. Call it
-        under the lock.
+        If it were completed, short requests would fill the memory and delay others on the connection. Call it under the
+        lock.
         """
         download.given_up = True
         self._refusals.pop(download, None)
@@ -209,7 +209,7 @@ class LoraCache:
 
 
 def _settled(handle: LoraHandle) -> bool:
-    """Return whether there is nothing more to wait for."""
+    """Return whether the LoRA has arrived or failed."""
     try:
         return handle.ready
     except BottegaError:

@@ -1,8 +1,8 @@
 """The download of a LoRA from a store: its layers as tensors once they have arrived, or the error of the download.
 
-The thread that receives fills it, the thread that checks may fail it, and the engine's thread reads it. What is here
-never changes again. Within a host the layers are views of the store's own sealed memory (bottega.transport, files),
-where the model's element type and device allow it: what is hashed and used is then no copy, and cannot change.
+The connection's thread fills it, the checking thread may fail it, and the engine's thread reads it. Layers that have
+arrived never change. Within a host they are views of the store's own sealed memory (bottega.transport, files), where
+the model's element type and device allow it: then no byte is copied, and the hashed bytes cannot change.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class LoraDownload:
     def __init__(self, ref: LoraRef, *, device: torch.device, dtype: torch.dtype) -> None:
         self.ref = ref
         self.requested_s = time.monotonic()
-        """When a store was asked last, on CLOCK_MONOTONIC."""
+        """Time at which a store was asked last, on CLOCK_MONOTONIC."""
         self.arrived_s: float | None = None
         self.work: StoreWork | None = None
-        """Work of the store that has answered."""
+        """Time that the store spent on it; None before it has responded."""
         self.error: BottegaError | None = None
         self.users = 0
         self.given_up = False
-        """Whether its last user went before it was ready. A later request for the LoRA makes another download."""
+        """Whether its last user left before it was complete. A later request for the LoRA makes a new download."""
         self.size_bytes = 0
-        """Bytes of the layers. Shared memory counts: the store may have freed its own use of it."""
+        """Bytes of the layers. Shared memory counts, because the store may have freed its own reference to it."""
         self._device = device
         self._dtype = dtype
         self._hash = hashlib.sha256()
@@ -63,7 +63,7 @@ class LoraDownload:
         self._filled = 0
         self._layers: dict[str, Layers] = {}
         self.beginning = ""
-        """Hash of the header and the first section, which the layers of the text encoders come from."""
+        """Hash of the header and the first section, which has the layers of the text encoders."""
 
     @property
     def text_ready(self) -> bool:
@@ -72,7 +72,7 @@ class LoraDownload:
 
     @property
     def ready(self) -> bool:
-        """Whether all of it has arrived and has the requested digest."""
+        """Whether all of the LoRA has arrived and has the requested digest."""
         return self.arrived_s is not None
 
     @property
@@ -91,7 +91,7 @@ class LoraDownload:
         self.size_bytes = 0
 
     def note_answer(self, store: str, times: StoreTimes) -> None:
-        """Note that the store has begun to respond.
+        """Record that the store has begun to respond.
 
         Args:
             times: Seconds that the store has spent until then.
@@ -102,7 +102,7 @@ class LoraDownload:
         """Read the header and the first section.
 
         Args:
-            unet_bytes: Size of the second section, which comes in pieces.
+            unet_bytes: Bytes of the second section, which arrives in pieces.
 
         Raises:
             DataLoss: They are not those of a LoRA, or differ from what the header says.
@@ -121,7 +121,7 @@ class LoraDownload:
             self._complete(lora)
 
     def take_whole(self, file: memoryview) -> None:
-        """Use the whole file in the store's own memory. Call `check` next. Raises DataLoss if it is not a LoRA."""
+        """Use the whole file in the store's own memory. Call `check` next. Raise DataLoss if it is not a LoRA."""
         self.restart()
         try:
             head = bytes(file[: header_bytes(bytes(file[:LENGTH_BYTES]))])
@@ -136,7 +136,7 @@ class LoraDownload:
         self._unet = _shared(file[middle:])
 
     def check(self) -> None:
-        """Hash the file that `take_whole` got, and complete the download. Raises DataLoss for a wrong digest."""
+        """Hash the file from `take_whole`, and complete the download. Raise DataLoss for a wrong digest."""
         assert self._lora is not None, "take_whole comes first"
         for first in range(0, len(self._unet), _PIECE_BYTES):
             self._hash.update(self._unet[first : first + _PIECE_BYTES].numpy().data)
@@ -146,8 +146,8 @@ class LoraDownload:
         """Read the next bytes of the second section.
 
         Raises:
-            DataLoss: The LoRA is complete but has another digest than was asked for.
-            ValueError: No more bytes were to come.
+            DataLoss: The LoRA is complete but does not have the requested digest.
+            ValueError: No more bytes were expected.
         """
         end = self._filled + len(piece)
         if self._lora is None or end > len(self._unet):
@@ -160,7 +160,7 @@ class LoraDownload:
             self._complete(self._lora)
 
     def _begin(self, lora: CanonicalLora, text: Tensor) -> None:
-        """Read the layers of the first section, which is hashed."""
+        """Read the layers in the first section, and hash it."""
         self._layers = self._read(lora, text, [c for c in COMPONENTS if c != BACKBONE])
         self.beginning = self._hash.hexdigest()  # last: a thread that has seen it sees no earlier layers
         self._lora = lora
@@ -183,7 +183,7 @@ class LoraDownload:
         self._hash.update(section.numpy().data)
 
     def _read(self, lora: CanonicalLora, section: Tensor, components: list[str]) -> dict[str, Layers]:
-        """Return the layers of a section."""
+        """Return the layers in a section."""
         if section.data_ptr() % _ALIGNMENT_BYTES:  # behind an odd number of half-precision items
             section = section.clone()
         on_device = load_bytes(open_device(self._device), section)
@@ -199,8 +199,8 @@ class LoraDownload:
         """Return one layer.
 
         Args:
-            section: The section in memory of the host.
-            on_device: The section on the device that needs the layers.
+            section: The section in host memory.
+            on_device: The section on the model's device.
         """
         scale = float(_tensor(module.scale, section))
         if not math.isfinite(scale):
@@ -210,9 +210,9 @@ class LoraDownload:
 
 
 class DownloadHandle:
-    """A handle by which one user reads a download.
+    """One user's handle on a download.
 
-    The text encoders' layers are used before the whole LoRA can be checked. If another store then sent different
+    The text encoders' layers are used before the whole LoRA can be checked. If another store then sends different
     layers, the user has read damaged ones, and gets an error.
     """
 
@@ -261,7 +261,7 @@ class DownloadHandle:
 
 
 def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> CanonicalLora:
-    """Return the parsed header. An empty first section is sent as one byte, and no section has one byte otherwise."""
+    """Return the parsed header. One byte means an empty first section, because no other section has one byte."""
     section_bytes = text_bytes if text_bytes > 1 else 0
     lora = canonical.parse(head, file_bytes=len(head) + section_bytes + unet_bytes)
     if (lora.text_bytes, lora.unet_bytes) != (section_bytes, unet_bytes):
@@ -270,7 +270,7 @@ def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> CanonicalLora:
 
 
 def _shared(view: memoryview) -> Tensor:
-    """Return a view of memory that nobody changes."""
+    """Return a tensor view of memory that nothing changes."""
     return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""The link of a worker's engine to one LoRA store: fetches LoRAs, and is opened again after a loss.
+"""The connection of a worker's engine to one LoRA store: fetches LoRAs, and reconnects after a loss.
 
-A LoRA that comes whole is hashed in a thread of its own, so that a prompt that waits for the text encoders' layers of
-one LoRA does not wait for another one's hash. The link knows LoRAs by number, and keeps none.
+A LoRA that arrives as a whole file is hashed in a thread of its own, so that a prompt that waits for one LoRA does not
+wait for the hash of another. The connection identifies LoRAs by number, and does not keep them.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraLinkSettings(LinkClientSettings):
-    """The settings of a link whose slots grow to the largest message: a header or a piece.
+    """The settings of a connection whose slots grow to the largest message: a header or a piece.
 
-    A whole LoRA comes as a file beside its message.
+    A whole LoRA is sent as a file beside its message.
     """
 
     limits: Limits = field(default_factory=lambda: Limits(slots=messages.SLOTS, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
 
 
 class StoreLink(LinkClientHandler):
-    """A link to one store. It requests the LoRAs of `fetch` until they have arrived. Any thread may call it.
+    """A connection to one store. It requests the LoRAs of `fetch` until they have arrived. Any thread may call it.
 
     Args:
         on_progress: Called when more of a LoRA has arrived.
@@ -92,16 +92,16 @@ class StoreLink(LinkClientHandler):
 
     @property
     def linked(self) -> bool:
-        """Whether the link is open."""
+        """Whether the connection is open."""
         return self._connection is not None
 
     @property
     def wants_link(self) -> bool:
-        """Whether any LoRA is still to be fetched."""
+        """Whether any LoRA is still to be fetched, so that the connection should be open."""
         return bool(self._wanted)
 
     def fetch(self, download: LoraDownload) -> None:
-        """Ask for a LoRA, in the background."""
+        """Request a LoRA, in the background."""
         with self._lock:
             number = next(self._numbers)
             self._wanted[number] = download
@@ -110,7 +110,7 @@ class StoreLink(LinkClientHandler):
         self._client.wake()
 
     def give_up(self, download: LoraDownload) -> None:
-        """Drop a download that another store sends or that no job needs. Late parts of it are ignored."""
+        """Drop a download that another store sends or that no job needs. Parts that arrive later are ignored."""
         with self._lock:
             for number in [number for number, wanted in self._wanted.items() if wanted is download]:
                 del self._wanted[number]
@@ -123,14 +123,14 @@ class StoreLink(LinkClientHandler):
             return list(self._wanted.values())
 
     def close(self) -> None:
-        """Close the link."""
+        """Close the connection."""
         with self._lock:
             self._closed = True
         self._client.close()
         self._checks.shutdown(wait=False)  # checks that wait still run, because a job may need them
 
     def on_open(self, connection: Connection) -> None:
-        """Request all pending downloads on the new link."""
+        """Request all pending downloads over the new connection."""
         with self._lock:
             self._connection = connection
             for number, download in self._wanted.items():
@@ -141,7 +141,7 @@ class StoreLink(LinkClientHandler):
         _log.info("linked to a LoRA store", extra=facts)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Report the loss. Pending downloads are requested again, on a new link or from another store."""
+        """Report the loss. Pending downloads are requested again, over a new connection or from another store."""
         with self._lock:
             self._connection = None
         _log.warning("a LoRA store is lost", extra={"store": self.store.name, "text": cause.message})
@@ -150,7 +150,7 @@ class StoreLink(LinkClientHandler):
         self._on_lost(self, cause)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a message. Sizes of a header or a piece are checked before its bytes are received."""
+        """Handle a message. The size of a header or a piece is checked before its bytes are received."""
         layout = incoming.layout
         with incoming:
             match LoraMessageKind(kind_of(layout)):
@@ -201,7 +201,7 @@ class StoreLink(LinkClientHandler):
             self._on_progress()
 
     def _take_whole(self, number: int, times: StoreTimes, file: memoryview | None) -> None:
-        """Take a whole LoRA. It does not need the link any more, and the text encoders' layers can be read."""
+        """Pass a whole LoRA to its download, which needs the connection no more, and let its hash be checked."""
         if file is None:
             raise ValueError("a whole LoRA arrived without its file")
         download = self._wanted.get(number)
