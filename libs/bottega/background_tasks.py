@@ -1,4 +1,4 @@
-"""Background tasks that end with their owner, work that runs to its end whatever its caller does, work in threads."""
+"""Background tasks that end with their owner, work that goes on if its caller is cancelled, and work in threads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class BackgroundTasks:
     """A set of tasks that run beside the code that starts them.
 
     The owner ends them with `join`, which waits for all of them, or with `cancel`. A task is cancelled only after it
-    has begun, so that it can release what it was given. A task that is started while `cancel` waits is cancelled as
-    well.
+    has begun, so that it can release what it was given. A task that is started while `cancel` waits is cancelled, too.
 
     Args:
         name: What the tasks do, for the log.
-        max_tasks: Tasks that may run at once; None is without a limit.
+        max_tasks: Maximum number of concurrent tasks; None for no limit.
     """
 
     def __init__(self, name: str, *, max_tasks: int | None = None) -> None:
@@ -43,7 +42,7 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-        """Start a task and log its failure, if it fails. Raises QueueFull if too many tasks run."""
+        """Start a task. If it fails, that is logged. Raise QueueFull if too many tasks run."""
         task = self._run(work)
         task.add_done_callback(self._log_failure)
         return task
@@ -51,7 +50,7 @@ class BackgroundTasks:
     async def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run `work` as a task, and return its result.
 
-        It is cancelled with its caller. Raises QueueFull for too many.
+        It is cancelled with its caller. Raises QueueFull if too many tasks run.
         """
         return await self._run(work)
 
@@ -74,7 +73,7 @@ class BackgroundTasks:
             raise
 
     async def join(self, timeout_s: float | None = None) -> None:
-        """Wait until all tasks have ended, including those started meanwhile, or until the timeout."""
+        """Wait until all tasks have ended, including those started meanwhile, or until the time-out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while others := self._others():
@@ -117,7 +116,7 @@ class BackgroundTasks:
 
 @contextlib.asynccontextmanager
 async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Run `work` beside the block, and cancel it at the end of the block."""
+    """Run `work` during the `with` block, and cancel it at the end of the block."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -127,7 +126,7 @@ async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 
 
 def _cancel_when_begun(task: asyncio.Task[Any]) -> None:
-    """Cancel a task after it has begun. If it were cancelled earlier, none of its code would run, nor any `finally`."""
+    """Cancel a task after it has begun. Otherwise none of its code would run, not even a `finally`."""
     work = task.get_coro()
     if isinstance(work, Coroutine) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
         task.get_loop().call_soon(task.cancel)  # its first step is scheduled already, so it runs before this
@@ -136,7 +135,7 @@ def _cancel_when_begun(task: asyncio.Task[Any]) -> None:
 
 
 async def run_until_first_ends(*works: Coroutine[Any, Any, object]) -> None:
-    """Run all of them until the first ends, then cancel the others. Raises what the first raised."""
+    """Run all of `works` until the first ends, then cancel the others. Raise the first one's error, if any."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +155,7 @@ def _hand_over(receiver: Callable[[ResultT], None], task: asyncio.Task[ResultT])
 async def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Run `work` to its end, and return its result. If the caller is cancelled, raise CancelledError after that.
 
-    It is for work that must not stop halfway, such as creating or removing a file.
+    Use it for work that must not stop halfway, such as creating or removing a file.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -174,7 +173,7 @@ async def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 @contextlib.asynccontextmanager
 async def acquired(make: Callable[[], ResultT], unmake: Callable[[ResultT], object]) -> AsyncIterator[ResultT]:
-    """Yield the result of `make`, and pass it to `unmake` after the block, even if the caller is cancelled.
+    """Yield the result of `make`, and pass it to `unmake` after the `with` block, even if the caller is cancelled.
 
     Both run in threads, and may raise.
     """
@@ -188,9 +187,9 @@ async def acquired(make: Callable[[], ResultT], unmake: Callable[[ResultT], obje
 
 
 async def copied(size_bytes: int, work: Callable[[], ResultT]) -> ResultT:
-    """Return the result of `work`, run on the event loop if it is small and in a thread if it is large.
+    """Return the result of `work`, run on the event loop if it is short, or in a thread if it is long.
 
     Args:
-        size_bytes: Bytes that `work` passes over once or twice. It must not block otherwise.
+        size_bytes: Bytes that `work` reads or copies once or twice. It must not block otherwise.
     """
     return work() if size_bytes <= LARGE_BYTES else await asyncio.to_thread(work)

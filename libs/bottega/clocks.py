@@ -1,4 +1,4 @@
-"""Clocks: those of a service, which tests can fake; a steady clock; and one that counts only while the process runs."""
+"""Clocks: a service's clocks, which tests can fake; a clock that never jumps; and one that stops with the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the id of the machine's boot, from which the monotonic clock counts; empty if it is unknown."""
+    """Return the ID of the machine's boot, from which the monotonic clock counts; empty if it is unknown."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -26,26 +26,26 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """The clocks of a service."""
+    """The clocks that a service uses."""
 
     monotonic: Callable[[], float] = time.monotonic
     """Seconds, for durations and deadlines."""
     wall: Callable[[], float] = time.time
     """Unix time in seconds, for display."""
     boot: Callable[[], str] = boot_id
-    """Returns the id of the machine's boot."""
+    """Returns the ID of the machine's boot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMark:
-    """A stored state of a steady clock, with which a later process continues it."""
+    """A stored state of a SteadyClock, from which a later process continues."""
 
     boot: str
-    """Id of the machine's boot."""
+    """ID of the machine's boot."""
     ahead_s: float
     """Seconds by which the steady clock is ahead of the monotonic one."""
     steady: float
-    """The steady clock's time when the mark was made, in seconds."""
+    """Time of the steady clock, in seconds, when the mark was made."""
 
     @classmethod
     def read(cls, path: Path) -> ClockMark | None:
@@ -66,7 +66,7 @@ class ClockMark:
 
 
 class SteadyClock:
-    """A clock of Unix time that never jumps, whatever the machine's clock is set to. It measures ages.
+    """A clock of Unix time that never jumps, even if the machine's clock is set. Use it to measure ages.
 
     It starts at the wall clock's time, or continues the clock of an earlier process (`resume`).
     """
@@ -76,7 +76,7 @@ class SteadyClock:
         self._ahead_s = clock.wall() - clock.monotonic()
 
     def __call__(self) -> float:
-        """Return the time now, which never goes back."""
+        """Return the current time, which never goes back."""
         return self._clock.monotonic() + self._ahead_s
 
     def go_on_from(self, steady: float) -> None:
@@ -84,7 +84,7 @@ class SteadyClock:
         self._ahead_s = max(self._ahead_s, steady - self._clock.monotonic())
 
     def mark(self) -> ClockMark:
-        """Return the state with which a later process continues."""
+        """Return the state from which a later process continues."""
         return ClockMark(boot=self._clock.boot(), ahead_s=self._ahead_s, steady=self())
 
     def resume(self, mark: ClockMark) -> None:
@@ -100,10 +100,10 @@ class SteadyClock:
 
 
 def seconds_until_tick(period_s: float, *, monotonic: Callable[[], float] = time.monotonic) -> float:
-    """Return the seconds until the monotonic clock's next multiple of a period, but at least half a period.
+    """Return the seconds until the monotonic clock's next multiple of a period that is at least half a period away.
 
-    Timers of one process that are set by it fire together, so that a process at rest is woken once for all of them: a
-    wake-up costs more than what most of them do.
+    Timers of one process that use it expire together, so that an idle process is woken once for all of them: waking up
+    costs more than what most of them do.
     """
     now = monotonic()
     left_s = period_s - now % period_s
@@ -111,7 +111,7 @@ def seconds_until_tick(period_s: float, *, monotonic: Callable[[], float] = time
 
 
 class AwakeClock:
-    """A clock of the seconds in which this process was awake. It decides whether a peer was silent for too long.
+    """A clock that only counts while this process is running, to tell whether a peer was silent for too long.
 
     While the process is stopped (SIGSTOP, a suspended machine, a blocked event loop) it cannot receive what peers send,
     so such a period counts as one interval. It has one reader.
@@ -127,7 +127,7 @@ class AwakeClock:
         self._seconds = 0.0
 
     def __call__(self) -> float:
-        """Return the seconds so far."""
+        """Return the seconds counted so far."""
         now = self._monotonic()
         passed_s, self._read_at = now - self._read_at, now
         self._seconds += passed_s if passed_s <= _LATE * self.every_s else self.every_s

@@ -1,4 +1,4 @@
-"""The script `bottega`. It says which package is missing if the command cannot be imported."""
+"""The script `bottega`, which says which package is missing if the command cannot be imported."""
 
 from __future__ import annotations
 

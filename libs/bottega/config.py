@@ -1,7 +1,8 @@
 """Reads a YAML configuration file into a service's frozen dataclass.
 
 Unknown keys, duplicate keys and invalid values are errors that name the key. A section without keys is ignored. Files
-are plain YAML: anchors, aliases, merges, and files that are too long, deep or large are refused before they are loaded.
+must be plain YAML: anchors, aliases, merges, and files that are too long, deep or large are refused before they are
+loaded.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def load(kind: type[ConfigT], path: Path | None) -> ConfigT:
-    """Return the configuration in a file as a dataclass of type `kind`; the defaults without a path.
+    """Return the configuration in a file as a dataclass of type `kind`; the defaults if `path` is None.
 
-    Raises ConfigError that names the file and, for every wrong key, the rule.
+    Raises ConfigError, which names the file and, for every wrong key, the rule.
     """
     return parse(kind, _read(path) if path else {}, source=str(path or "defaults"))
 
 
 def parse(kind: type[ConfigT], values: object, *, source: str) -> ConfigT:
-    """Return values, as loaded from YAML, as a dataclass of type `kind`. Raises ConfigError that names every wrong key.
+    """Convert values, as loaded from YAML, to a dataclass of type `kind`. Raise ConfigError that names every wrong key.
 
     Args:
-        source: Name of the values' origin, for errors.
+        source: Where the values are from, for errors.
     """
     try:
         return pydantic.TypeAdapter(kind).validate_python(_without_empty_sections(kind, values))
@@ -74,7 +75,7 @@ def _read(path: Path) -> object:
 
 
 def _check_events(path: Path, text: str) -> None:
-    """Raise ConfigError for YAML that could expand to far more than its size, before it is loaded."""
+    """Raise ConfigError for YAML that could take far more memory than its size, before it is loaded."""
     depth = 0
     for number, event in enumerate(yaml.parse(text, yaml.SafeLoader), 1):
         line = event.start_mark.line + 1 if event.start_mark else 0
@@ -93,7 +94,7 @@ def _check_events(path: Path, text: str) -> None:
 
 
 def _check_for_doubles(path: Path, node: yaml.Node | None, section: KeyPath) -> None:
-    """Raise ConfigError for a duplicate key: YAML would use the last, and an edit of the first would have no effect."""
+    """Raise ConfigError for a duplicate key: YAML would use the last one, and an edit of the first have no effect."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check_for_doubles(path, item, section)
@@ -170,7 +171,7 @@ def _new_name(kind: type[object], sections: Sequence[int | str], name: str) -> s
 
 
 def _section(kind: type[object], sections: Sequence[int | str]) -> object:
-    """Return the type of the innermost section; None if it is no section."""
+    """Return the type of the innermost section; None if it is not a section."""
     inner: object = kind
     for name in sections:
         inner = get_type_hints(inner).get(str(name)) if isinstance(inner, type) else None
@@ -178,7 +179,7 @@ def _section(kind: type[object], sections: Sequence[int | str]) -> object:
 
 
 def _known(kind: type[object], sections: Sequence[int | str]) -> str:
-    """Return the known keys of the innermost section, or of the top level if it is no dataclass."""
+    """Return the known keys of the innermost section as text; those of the top level if it is not a dataclass."""
     inner = _section(kind, sections)
     where = f"in {_key(tuple(sections))}" if sections and dataclasses.is_dataclass(inner) else "at the top level"
     keys = ", ".join(field.name for field in dataclasses.fields(inner if where.startswith("in ") else kind))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Lists the keys of a configuration with values, explanations and lines in a file, and masks secrets in them."""
+"""Lists the keys of a configuration with value, explanation and line in the file, and masks secrets."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class ConfigKey:
     """A key of a configuration with its value."""
 
     path: KeyPath
-    """Names from the top level to the key."""
+    """Names of the sections and the key, from the top level."""
     value: object
     explanation: str
-    """Attribute docstring in one line; empty if the field has none."""
+    """The field's docstring in one line; empty if the field has none."""
 
     @property
     def name(self) -> str:
-        """Sections and key, joined by dots."""
+        """Names of the sections and the key, joined by dots."""
         return ".".join(self.path)
 
     def shown(self) -> object:
-        """Return the value to print: secrets are masked."""
+        """Return the value to print, with secrets masked."""
         return masked(self.path, self.value)
 
 
 def keys_of(config: object, section: KeyPath = ()) -> Iterator[ConfigKey]:
-    """Yield every key in the order of the fields; the keys of a nested dataclass have its name before theirs."""
+    """Yield every key in the order of the fields, with the keys of nested dataclasses."""
     texts = explanations(type(config))
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
@@ -53,7 +53,7 @@ def keys_of(config: object, section: KeyPath = ()) -> Iterator[ConfigKey]:
 
 
 def explanations(kind: type[object]) -> dict[str, str]:
-    """Return the attribute docstring of each field of a dataclass, in one line; a class inherits those of its bases."""
+    """Return the docstring of each field of a dataclass, in one line, including inherited fields."""
     found: dict[str, str] = {}
     for ancestor in reversed(kind.__mro__):
         if dataclasses.is_dataclass(ancestor):
@@ -78,7 +78,7 @@ def masked(path: KeyPath, value: object) -> object:
     """Return `value`, with secrets in it replaced by `MASK`.
 
     Args:
-        path: Names from the top level to the key; they decide what is secret.
+        path: Names of the sections and the key, which determine what is secret.
     """
     if any(_SECRET.search(part) for part in path):
         return MASK if value else value

@@ -1,4 +1,4 @@
-"""Device names in configurations. Imports no torch: the engine finds out whether the device exists."""
+"""Names of devices in configurations. Imports no torch, so that it does not know which devices exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OTHERS = {"mps": "Apple's GPUs", "xpu": "Intel's GPUs", "hip": "AMD's GPUs by t
 
 
 def check_device_name(name: str) -> str:
-    """Return the name. Raise ValueError with a sentence if the suite cannot compute on such a device."""
+    """Return the name. Raise ValueError with a sentence for users if Bottega cannot compute on such a device."""
     if _SERVED.fullmatch(name):
         return name
     kind = name.partition(":")[0]
@@ -23,4 +23,4 @@ def check_device_name(name: str) -> str:
 
 
 DeviceName = Annotated[str, AfterValidator(check_device_name)]
-"""auto, cpu, cuda or cuda:N."""
+"""Name of a device: auto, cpu, cuda or cuda:N."""

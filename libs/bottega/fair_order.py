@@ -1,9 +1,9 @@
-"""Fair order of tenants' work: each tenant gets its share by weight, however much the others request.
+"""Fair queueing of tenants' work: each tenant gets its share by weight, however much the others request.
 
 It is start-time fair queueing. A piece of work is tagged with the virtual time at which its tenant's earlier work would
 be done, and the lowest tag is served first. A tenant that requests little waits for at most one piece of each other
-tenant. A tenant that was idle gets at most `credit` for it. Source: Goyal, Vin and Cheng, "Start-time Fair Queuing",
-SIGCOMM 1996.
+tenant. A tenant that was idle gets an advantage of at most `credit`. Source: Goyal, Vin and Cheng, "Start-time Fair
+Queuing", SIGCOMM 1996.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A tenant and its weight relative to others, above 0. Without tenants, all work belongs to ""."""
+    """A tenant and its weight relative to others, above 0. Where there are no tenants, all work belongs to ""."""
 
     tenant: str = ""
     weight: float = 1.0
@@ -22,7 +22,7 @@ class Share:
 class FairOrder:
     """The tags of one queue.
 
-    With one tenant they are in the order of arrival. It keeps a number for each tenant with work.
+    With one tenant they are in the order of arrival. It stores one value for each tenant that has work.
 
     Attributes:
         credit: How much a tenant that used less than its share may catch up, as cost over weight. A new tenant gets the
@@ -35,7 +35,7 @@ class FairOrder:
         self._done_at: dict[str, float] = {}
 
     def charge(self, tenant: str, *, cost: float, weight: float = 1.0) -> None:
-        """Charge a tenant for work that begins, or correct what it was charged for work that has ended.
+        """Charge a tenant for work that begins, or correct the charge for work that has ended.
 
         Args:
             cost: Cost in any unit, the same for all. Negative to correct a charge that was too high.
@@ -60,13 +60,13 @@ class FairOrder:
             self._done_at = {tenant: at for tenant, at in self._done_at.items() if at > least}
 
     def idle(self) -> None:
-        """Record that the queue is empty, which resets the tenants' usage."""
+        """Reset the usage of all tenants, because the queue is empty."""
         self._now = max(self._done_at.values(), default=self._now)
         self._done_at.clear()
 
 
 def fair_room(*, free: float, held: int, share: float) -> float:
-    """Return how many more places a peer or tenant with `held` places may take while `free` are free; 0 or less: none.
+    """Return how many more places a tenant or peer may take that has `held`, while `free` are free; 0 or less for none.
 
     The more places are taken, the fewer each may have, so that a newcomer finds some.
 

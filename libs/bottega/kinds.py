@@ -1,6 +1,6 @@
-"""Kinds of services: the names that several packages refer to.
+"""Names of the kinds of services that several packages refer to.
 
-A service states its kind when it joins the fleet; a kind needs no entry here.
+A service states its kind when it joins the fleet. Kinds that only one package refers to need no entry here.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ _KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 def is_kind(text: str) -> bool:
-    """Return whether the text can be the name of a kind."""
+    """Return whether the text is a valid name of a kind."""
     return _KIND.fullmatch(text) is not None

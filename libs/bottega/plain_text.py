@@ -1,10 +1,10 @@
-"""Formats text for users: excerpts of untrusted text, and progress."""
+"""Formats text for users: excerpts of untrusted text, and the progress of a stage."""
 
 from __future__ import annotations
 
 
 def excerpt(text: str, most: int) -> str:
-    """Return at most `most` characters of a text, then `...`. All but printable ASCII is escaped."""
+    """Return at most `most` characters of a text, then `...` if it was cut. All but printable ASCII is escaped."""
     shown = text[:most].encode("unicode_escape").decode()
     return f"{shown}..." if len(text) > most else shown
 

@@ -1,4 +1,4 @@
-"""Rules of the contract that the gateway and the worker check: ranges and lengths in a spec.
+"""Rules of requests that the gateway and the worker both check: ranges and lengths in a spec.
 
 Rules that depend on the model, an image or defaults are in the gateway (gateway/api). A `check_...` function yields a
 Violation for each broken rule.
@@ -44,9 +44,9 @@ MAX_KEPT_BYTES = 12 << 20
 MAX_PAGE = 100
 
 MAX_LEFT_OUT = 64
-"""Largest number of items that a service reports as not hosted."""
+"""Maximum number of items that a service reports as not hosted."""
 MAX_REASON_CHARACTERS = 512
-"""Largest length of a reason, in characters, that a service reports to the fleet."""
+"""Maximum length, in characters, of a reason that a service reports to the fleet."""
 
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200
@@ -77,7 +77,7 @@ RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "mask_feather": (0, 256),
     }
 )
-"""Lowest and highest value of every number of a spec whose range has both ends."""
+"""Lowest and highest value of each field of a spec that has both limits."""
 # All known values of the enums. Asking the enum each time would take longer than the other rules.
 _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
     {
@@ -89,7 +89,7 @@ _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
 
 
 def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check that no text is too long: a tokenizer reads all of it, even though few tokens count."""
+    """Check that no text is too long. A tokenizer would read all of it, even though few tokens count."""
     texts = {name: getattr(spec, name) for name in _TEXTS}
     texts |= {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts[:MAX_IMAGES])}
     for name, text in texts.items():
@@ -100,7 +100,7 @@ def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_prompts(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check the list of prompts, and that no field beside it excludes several prompts."""
+    """Check the list of prompts, and that no other field excludes several prompts."""
     if not spec.prompts:
         return
     if len(spec.prompts) > MAX_IMAGES:
@@ -134,7 +134,7 @@ def check_model_name(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check the numbers and enum values that are set."""
+    """Check numbers and enum values, as far as they are set."""
     # Written so that NaN breaks the rules.
     for name, (low, high) in RANGES.items():
         if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def takes_karras_sigmas(sampler: Sampler.ValueType) -> bool:
 
 
 def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[Violation]:
-    """Check that Karras sigmas are only requested of a sampler that can use them.
+    """Check that Karras sigmas are only requested with a sampler that can use them.
 
     Yields nothing if `check_ranges` finds the spec's sampler unknown.
 
@@ -164,7 +164,7 @@ def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[V
 
 
 def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check the switches for single techniques, each by itself."""
+    """Check the fields of `techniques`, each by itself."""
     if spec.techniques.HasField("cache_entry") and not _CACHE_ENTRY.fullmatch(spec.techniques.cache_entry):
         rule = "must be ENTRY@STEP as a provenance reported it: 32 hexadecimal digits, @ and a step"
         yield Violation(field="spec.techniques.cache_entry", description=rule)
@@ -174,7 +174,7 @@ def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check that fields fit the mask of a spec, or its absence. Ranges and images are not checked."""
+    """Check that fields fit the presence or absence of a mask. Ranges and images are not checked."""
     present = {field.name for field, _ in spec.ListFields()}
     masked = "mask_image" in present
     if masked and "image" not in present:
@@ -193,7 +193,7 @@ def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
-    """Check that image-to-image, which starts at a later step, has steps left; Diffusers refuses it otherwise.
+    """Check that image-to-image, which skips the first steps, has steps left. Diffusers refuses it otherwise.
 
     Yields nothing if `check_ranges` refuses one of the two values.
     """
@@ -204,14 +204,14 @@ def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
 
 
 def report_left_out(kind: str, reasons: Mapping[str, str]) -> list[LeftOut]:
-    """Return a service's report of items that it does not host, within the bounds of the contract.
+    """Return a service's report of items that it does not host, within the limits of the contract.
 
     Args:
-        kind: Kind of the things, as in Hosted.
-        reasons: Reasons by name.
+        kind: Kind of the items, as in Hosted.
+        reasons: Reasons by name of the item.
 
     Returns:
-        At most MAX_LEFT_OUT items. If there are more things, the last item counts the others.
+        At most MAX_LEFT_OUT items. If there are more, the last one says how many others there are.
     """
     items = [
         LeftOut(kind=kind, name=_shortened(name, MAX_ADAPTER_CHARACTERS), reason=_shortened(reason))
@@ -225,7 +225,7 @@ def report_left_out(kind: str, reasons: Mapping[str, str]) -> list[LeftOut]:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Return whether a LoRA or ControlNet may have that name.
+    """Return whether the name is valid for a LoRA or a ControlNet.
 
     NAME is for all tenants; NAME@TENANT belongs to that tenant.
     """
@@ -260,7 +260,7 @@ def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
 def check_lora_steps(
     spec: GenerationSpec, steps: int, strength: float | None, *, waits: str = ""
 ) -> Iterator[Violation]:
-    """Check that no LoRA is applied after the last step, nor too late for the caller or for a measurement.
+    """Check that no LoRA is applied after the last step, or too late for the caller or for a measurement.
 
     Yields nothing if other rules refuse the step or the strength.
 
@@ -287,9 +287,10 @@ def check_lora_steps(
 
 
 def waits_for_loras(spec: GenerationSpec) -> str:
-    """Return the request field that forbids steps without LoRAs, for error messages; empty if none does.
+    """Return the field of a request that forbids steps without LoRAs, for error messages; empty if none does.
 
-    A default fidelity of EXACT, which a seed brings, does not forbid them: the fields of a single LoRA override it.
+    EXACT as the default fidelity of a request with a seed does not forbid them: the fields of a single LoRA override
+    it.
 
     Args:
         spec: The spec as the caller sent it.
@@ -302,9 +303,9 @@ def waits_for_loras(spec: GenerationSpec) -> str:
 
 
 def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check that a caller does not both allow and forbid late LoRAs.
+    """Check that a request does not both allow and forbid steps without its LoRAs.
 
-    If `from_step` is set, nothing depends on when the LoRA arrives; see `check_lora_steps`.
+    If `from_step` is set, nothing depends on when the LoRA is loaded; see `check_lora_steps`.
     """
     why = waits_for_loras(spec)
     for index, lora in enumerate(spec.loras[:MAX_ADAPTERS] if why else ()):
@@ -314,17 +315,17 @@ def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether the text has the form of a SHA-256 in hexadecimal."""
+    """Return whether the text has the form of a SHA-256 in hex."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def is_cosine(number: float) -> bool:
-    """Return whether a number can be the cosine of two vectors; NaN cannot."""
+    """Return whether a number can be a cosine; NaN cannot."""
     return -1 <= number <= 1
 
 
 def check_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
-    """Check a ControlNet's profile."""
+    """Check a ControlNet's profile. `path` is the field's path for violations."""
     if not 0 < len(profile.model_hash) <= _MAX_HASH_CHARACTERS:
         yield Violation(field=f"{path}.model_hash", description=f"must be 1 to {_MAX_HASH_CHARACTERS} characters")
     if not 1 <= profile.num_inference_steps <= MAX_STEPS:

@@ -1,6 +1,6 @@
 """Reads and checks headers of untrusted safetensors files, before anything is mapped.
 
-It knows the format (https://huggingface.co/docs/safetensors, "Format"), not what the tensors are for.
+It knows the format (https://huggingface.co/docs/safetensors, "Format"), but not what the tensors are for.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
 
 
 class HeaderError(ValueError):
-    """The error for a file that is not an acceptable safetensors file. Its text names the broken rule."""
+    """The error that a file is not an acceptable safetensors file. Its text names the broken rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a file."""
+    """The description of a tensor in a file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Offset of the first byte after the header."""
+    """Offset of the tensor's first byte, counted from the end of the header."""
     end: int
-    """Offset of the end, exclusive."""
+    """Offset of the byte after the tensor's last, counted from the end of the header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +69,19 @@ class Header:
     """The header of a file."""
 
     size_bytes: int
-    """Size of the header with its length field."""
+    """Bytes of the header, including its length field."""
     metadata: Mapping[str, str]
     tensors: tuple[TensorEntry, ...]
     """Tensors in the order of their bytes."""
 
     @property
     def data_bytes(self) -> int:
-        """Bytes after the header."""
+        """Number of bytes after the header."""
         return self.tensors[-1].end if self.tensors else 0
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Return the header of an open file. Raises HeaderError, OSError."""
+    """Return the header of an open file. Raise HeaderError or OSError."""
     file_bytes = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = header_bytes(file.read(LENGTH_BYTES))
@@ -92,7 +92,7 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def header_bytes(beginning: bytes) -> int:
-    """Return the size of the header with its length field, from the first 8 bytes of a file. Raises HeaderError."""
+    """Return the bytes of the header, including its length field, from a file's first 8 bytes. Raise HeaderError."""
     if len(beginning) < LENGTH_BYTES:
         _refuse("it is shorter than the length of a header")
     length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
@@ -102,11 +102,11 @@ def header_bytes(beginning: bytes) -> int:
 
 
 def parse_header(head: bytes, *, file_bytes: int) -> Header:
-    """Return the header in the first bytes of a file. Raises HeaderError.
+    """Parse the header in the first bytes of a file. Raise HeaderError if it breaks a rule.
 
     Args:
         head: The header with its length field.
-        file_bytes: Size of the whole file, which the tensors must fill completely.
+        file_bytes: Bytes of the whole file, which the tensors must fill completely.
     """
     size_bytes = header_bytes(head)
     if len(head) != size_bytes or file_bytes < size_bytes or file_bytes > _MAX_FILE_BYTES:
@@ -136,7 +136,7 @@ def _decoded(text: bytes) -> dict[str, object]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name occurs twice")
     return fields
 
 
@@ -169,12 +169,12 @@ def _entry(name: str, value: object) -> TensorEntry:
 
 
 def _counts(value: object) -> bool:
-    """Return whether a value is a list of integers that can be sizes in a file."""
+    """Return whether a value is a list of integers that are possible sizes or offsets in a file."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MAX_FILE_BYTES for item in value)
 
 
 def _check_spans(tensors: tuple[TensorEntry, ...], data_bytes: int) -> None:
-    """Check that the tensors have no overlap, no gap, and nothing after the last."""
+    """Check that the tensors do not overlap, leave no gap, and end with the file."""
     if tensors and tensors[0].begin != 0:
         _refuse(f"tensor {tensors[0].name[:80]} leaves a gap behind the header")
     for before, after in pairwise(tensors):

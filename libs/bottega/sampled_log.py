@@ -1,4 +1,4 @@
-"""A sampled log for lines that callers can cause at will.
+"""A sampled log, for lines that callers can cause as often as they like.
 
 It writes the first lines of a kind in each second, and one line with the number of the others. Otherwise callers could
 cause so many lines that journald, which keeps 10,000 in 30 s, drops the service's errors. It is thread-safe.
@@ -22,11 +22,11 @@ _Kind = tuple[tuple[str, str], ...]
 
 
 class SampledLog:
-    """A log of one event. Call `log_event` each time, and `sum_up` at the end; meanwhile it sums up by itself.
+    """The log of one event. Call `log_event` each time, and `sum_up` at the end; in between it sums up by itself.
 
     Args:
         event: Text of a line.
-        more: Text of the line that says how many lines were left out.
+        more: Text of the line that says how many lines were suppressed.
         counted: Field of that line which has the number.
     """
 
@@ -52,7 +52,7 @@ class SampledLog:
         """Log the event, or count it. The line has the fields that are bound in this context.
 
         Args:
-            kind: Fields by which events are counted separately. They must have few values.
+            kind: Fields by whose values events are counted separately. They must have few values.
             details: Fields of this event alone.
             error: Error whose traceback is logged.
         """
@@ -68,9 +68,9 @@ class SampledLog:
             self._log.log(self._level, self._event, exc_info=error, extra={**dict(facts), **(details or {})})
 
     def _begun_timer(self) -> threading.Timer | None:
-        """Return a timer that sums up after a second, or None if the machine has no thread left.
+        """Start and return a timer that sums up after a second; None if the machine has no thread left.
 
-        Nothing is bound in its thread, so that the sum has no fields of one call.
+        Its thread has no bound fields, because the sum does not belong to one call.
         """
         timer = threading.Timer(_SECOND_S, self.sum_up)
         timer.daemon = True
@@ -81,7 +81,7 @@ class SampledLog:
         return timer
 
     def sum_up(self) -> None:
-        """Write, for each kind, how many lines were left out since the last time, if any."""
+        """Write, for each kind, how many lines were suppressed since the last call, if any were."""
         with self._lock:
             kinds, self._kinds = self._kinds, Counter()
             if self._timer is not None:

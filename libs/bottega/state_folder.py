@@ -1,8 +1,8 @@
-"""The folders in which services, the command and trainings keep state, their permissions, and whole writes of files.
+"""The folders in which services, the command and trainings keep state, their permissions, and atomic writes.
 
-Tenants and certificates that an operator writes for the units of a machine are beside the units' configurations. State
-contains prompts and pictures, so folders and files are readable by their owner only. Imports little, so that commands
-start fast.
+On a machine with systemd units, an operator's tenants and certificates are beside the units' configurations. State
+contains prompts and pictures, so only their owner can read folders and files. Imports little, so that commands start
+fast.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 STATE_VARIABLE = "BOTTEGA_STATE"
 CONFIG_VARIABLE = "BOTTEGA_CONFIG"
-"""Variable with the folder of the units' configurations, if it is not UNITS_CONFIG_FOLDER."""
+"""Environment variable with the folder of the units' configurations, if it is not UNITS_CONFIG_FOLDER."""
 UNITS_CONFIG_FOLDER = "/etc/bottega"
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def state_folder() -> Path:
-    """Return $BOTTEGA_STATE, or else bottega in $XDG_STATE_HOME or ~/.local/state."""
+    """Return $BOTTEGA_STATE if it is set, else the folder bottega in $XDG_STATE_HOME or ~/.local/state."""
     if chosen := os.environ.get(STATE_VARIABLE):
         return Path(chosen)
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
@@ -39,7 +39,7 @@ def operator_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and its missing parents for their owner only. An existing folder of ours becomes private too.
+    """Create a folder and its missing parents, private to the user. Make an existing folder of this user private, too.
 
     A folder with the sticky bit, such as /tmp, is shared and stays as it is. Raises OSError.
     """
@@ -51,14 +51,14 @@ def make_private(folder: Path) -> None:
 
 
 def make_missing(folder: Path) -> None:
-    """Make a folder and its missing parents for their owner only. Raises OSError."""
+    """Create a folder and its missing parents, private to the user, if it does not exist. Raise OSError."""
     if not folder.is_dir():
         make_missing(folder.parent)
         folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
 
 
 def owner_of(path: Path) -> str:
-    """Return the name of the owner of a path, or of its nearest visible parent; empty if it is unknown."""
+    """Return the name of the user that owns a path, or its nearest visible parent; empty if it is unknown."""
     import pwd
 
     for place in (path, *path.absolute().parents):
@@ -74,13 +74,13 @@ def owner_of(path: Path) -> str:
 
 
 def keep_files_private() -> int:
-    """Make this process and its children create files for their owner only. Return the old umask."""
+    """Make this process and its children create files that only their owner can read. Return the old umask."""
     return os.umask(_OTHERS)
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Create files for their owner only in the block."""
+    """Create files that only their owner can read, in the `with` block."""
     before = keep_files_private()
     try:
         yield
@@ -89,7 +89,7 @@ def private_files() -> Iterator[None]:
 
 
 def write_whole(target: Path, data: bytes) -> None:
-    """Replace a file in one step, so that a reader never sees a part of it."""
+    """Replace a file atomically, so that readers see either the old or the new content."""
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_bytes(data)

@@ -1,4 +1,4 @@
-"""The seconds that a store spent on the parts of a request; see StoreTimes of the contract."""
+"""Timing of the parts of a request in a store; see StoreTimes in the contract."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _MOST_S = 86_400.0
 
 
 class LapTimer:
-    """A stopwatch for parts that follow one another."""
+    """A stopwatch for parts that follow each other."""
 
     def __init__(self) -> None:
         self._last_s = time.monotonic()
 
     def lap(self) -> float:
-        """Return the seconds since the last lap, or since the beginning."""
+        """Return the seconds since the last call, or since the timer was made."""
         last_s, self._last_s = self._last_s, time.monotonic()
         return self._last_s - last_s
 
 
 def check_times(times: StoreTimes) -> StoreTimes:
-    """Return a store's times. Raise ValueError if they are impossible."""
+    """Return a store's times unchanged. Raise ValueError if they are impossible."""
     # Written so that NaN breaks the rule.
     if not all(0.0 <= seconds <= _MOST_S for _, seconds in times.ListFields()):
         raise ValueError(f"a store reported times of its work that are not 0 to {_MOST_S:g} s")

@@ -1,4 +1,4 @@
-"""Pydantic's settings for every configuration dataclass.
+"""Pydantic's settings for all configuration dataclasses.
 
 The module does not import pydantic, which takes a quarter of a second that most commands do not need.
 """
@@ -11,4 +11,4 @@ if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 STRICT: ConfigDict = {"extra": "forbid", "allow_inf_nan": False, "use_attribute_docstrings": True}
-"""Value of `__pydantic_config__`, also of nested dataclasses."""
+"""Value of `__pydantic_config__` in configuration dataclasses and nested ones."""

@@ -1,4 +1,4 @@
-"""The files and records of a store on the disk, with the pending deletions and changes."""
+"""The files and records of a store on disk, with the pending deletions and changes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ _STRAYS_AFTER = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The usable part of a record that was read: the files that it still needs, and its parts without a file."""
+    """What remains of a record that was read at the start: its files, and the parts whose file is missing."""
 
     files: Iterable[str] = ()
-    """Names of the record's files; none if the record is useless and is to be deleted."""
+    """Names of the record's files to keep; empty if the record is useless and is to be deleted."""
     missing: Iterable[Values] = ()
     """Keys of parts whose file is missing."""
 
 
 class BlobDisk:
-    """The disk of a store, for one process at a time.
+    """The files and records of a store in one folder, which only one process uses at a time.
 
     One thread at a time calls it; other threads may read `files` meanwhile. Calls wait for the disk and raise
-    StorageUnavailable, or DataLoss for damaged records, after which they can be called again.
+    StorageUnavailable, or DataLoss for damaged records, after which they can be repeated.
 
     Args:
         folder: Contains the records, and the folder of files.
         files: Name of the folder of files.
         names: Matches a file's whole name; see BlobFiles.
-        min_free_bytes: Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as
-            5 %.
+        min_free_bytes: Bytes of disk space to leave to other programs. A value above 5 % of the disk counts as 5 %.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class BlobDisk:
         self._removed = 0
 
     def lock(self) -> None:
-        """Create the folder and lock it. Raises Unavailable if another process uses it, and StorageUnavailable."""
+        """Create the folder and lock it. Raise Unavailable if another process uses it, or StorageUnavailable."""
         with os_errors.translated():
             folders.make_own(self._folder)
             try:
@@ -66,15 +65,15 @@ class BlobDisk:
         self._lock.release()
 
     def open(self) -> bool:
-        """Open the records, again or for the first time; return whether they and the files are the same as before.
+        """Open the records, for the first time or again. Return whether records and files are the same as before.
 
-        Raises ConfigError if the records are another program's.
+        Raises ConfigError if the records belong to another program.
         """
         was_in_place = self.records.in_place and self.files.in_place
         return self.records.open() and was_in_place
 
     def load(self, complete: Callable[[StoredRecord, set[str]], Completion], *, suffix: str = "") -> None:
-        """Pass each record to `complete`, with the names of existing files. The next `tidy` deletes the rest.
+        """Pass each record to `complete`, with the names of existing files. The next `tidy` deletes everything else.
 
         Args:
             suffix: See BlobRecords.read.
@@ -111,13 +110,13 @@ class BlobDisk:
             self._removed = 0
 
     def make_room(self) -> None:
-        """Delete the discarded files, to free space."""
+        """Delete the discarded files now, to free space."""
         while self._garbage:
             self.files.remove(self._garbage[-1:])
             self._garbage.pop()
 
     def write(self, changes: RecordChanges, new: NewRows | None = None) -> None:
-        """Write the changes and new rows, whose files exist, in one transaction."""
+        """Write changes and new rows in one transaction. The files of the new rows must exist."""
         new = new or NewRows()
         self._changes.add(changes)
         if new or self._changes:

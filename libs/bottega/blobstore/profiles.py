@@ -1,6 +1,6 @@
-"""Measured profiles of models in a folder, a file each, with a checksum.
+"""Measured profiles of models in a folder, one file each, with a checksum.
 
-    <folder>/<SHA-256 of the profile's key>.json    {"checksum": ..., "profile": a protobuf message as JSON}
+<folder>/<SHA-256 of the profile's key>.json    {"checksum": ..., "profile": a protobuf message as JSON}
 
 A damaged file is ignored. All calls are thread-safe.
 """
@@ -38,9 +38,9 @@ class ProfileFolder(Generic[ProfileT]):
     Args:
         folder: Created with the first profile.
         message: The class of the profiles.
-        key: Returns the key of a profile: a string, or a tuple of values that JSON can hold.
+        key: Returns the key of a profile: a string, or a tuple of values that JSON can represent.
         check: Yields the violations of a profile.
-        is_empty: Returns whether a profile has only its key, and so means deletion.
+        is_empty: Returns whether a profile has no content besides its key; setting such a profile deletes the old one.
         remedy: Advice in the log: how to replace a damaged profile.
         max_file_bytes: Larger files count as damaged.
     """
@@ -87,7 +87,7 @@ class ProfileFolder(Generic[ProfileT]):
         return [profiles[key] for key in sorted(profiles)]
 
     def get(self, key: Any) -> ProfileT | None:
-        """Return the profile with this key, or None."""
+        """Return the profile with this key; None if there is none."""
         return self._profiles.get(key)
 
     def set(self, profile: ProfileT) -> None:

@@ -1,6 +1,6 @@
 """The records of a store in one SQLite file: numbered records, each with parts that have files.
 
-Their rows carry a checksum, so that damaged rows are noticed and never served.
+Rows have a checksum, so that damaged rows are detected and never served.
 
 Calls must come from one thread at a time. They wait for the disk and raise StorageUnavailable, or DataLoss for a
 damaged file.
@@ -29,31 +29,32 @@ class StoredRow:
     key: tuple[Any, ...]
     """Values of the key's columns."""
     values: tuple[Any, ...]
-    """Values of all fixed columns, the key's first."""
+    """Values of all fixed columns, those of the key first."""
     use: tuple[Any, ...]
-    """Values of the changing columns, which may be damaged even if the row is intact."""
+    """Values of the changing columns. They may be damaged even if the row is intact, because no checksum covers
+    them."""
     intact: bool
-    """Whether the fixed columns have their checksum."""
+    """Whether the fixed columns match their checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordTable:
     """A table: fixed columns, their checksum, and columns that change while a row exists.
 
-    The checksum leaves the changing columns out. They count uses: damage to them only makes something stay too long or
-    go too early.
+    The checksum does not cover the changing columns. They count uses, and damage to them only makes something be
+    evicted too late or too early.
     """
 
     name: str
     fixed: tuple[str, ...]
-    """Columns with their types, such as "number INTEGER". The first ones are the key."""
+    """Columns with their types, such as "number INTEGER". The first ones form the key."""
     key_columns: int = 1
     """Number of columns of the primary key."""
     changing: tuple[str, ...] = ()
 
     @property
     def statement(self) -> str:
-        """The statement that creates the table."""
+        """The SQL statement that creates the table."""
         columns = ", ".join(f"{column} NOT NULL" for column in (*self.fixed, "checksum INTEGER", *self.changing))
         key = ", ".join(_names(self.fixed[: self.key_columns]))
         # A single integer as the key is the row's own id; other keys save an index without one.
@@ -75,21 +76,21 @@ class RecordTable:
             yield StoredRow(key=fixed[: self.key_columns], values=fixed, use=use, intact=checksum(fixed) == expected)
 
     def add(self, connection: sqlite3.Connection, rows: Iterable[tuple[Values, Values]]) -> None:
-        """Add or replace rows, each given by the values of its fixed and of its changing columns."""
+        """Add or replace rows. Each has the values of its fixed columns and those of its changing columns."""
         places = ", ".join("?" * (len(self.fixed) + 1 + len(self.changing)))
         connection.executemany(
             f"REPLACE INTO {self.name} VALUES ({places})", ((*fixed, checksum(fixed), *use) for fixed, use in rows)
         )
 
     def change(self, connection: sqlite3.Connection, uses: Iterable[tuple[Values, Values]]) -> None:
-        """Set the changing columns of rows, each given by its key and their values."""
+        """Set the changing columns of rows. Each row is given by its key and the new values."""
         if self.changing:
             columns = ", ".join(f"{name} = ?" for name in _names(self.changing))
             statement = f"UPDATE {self.name} SET {columns} WHERE {self._where}"
             connection.executemany(statement, ((*use, *key) for key, use in uses))
 
     def delete(self, connection: sqlite3.Connection, keys: Iterable[Values]) -> None:
-        """Delete the rows of these keys that exist."""
+        """Delete the rows with these keys, as far as they exist."""
         connection.executemany(f"DELETE FROM {self.name} WHERE {self._where}", keys)
 
     @property
@@ -110,7 +111,7 @@ def _names(columns: Sequence[str]) -> list[str]:
 ResultT = TypeVar("ResultT")
 
 SharedValues = Callable[[str], bytes | None]
-"""Returns a shared value by digest; None if it is missing or damaged."""
+"""Returns a shared value by its digest; None if it is missing or damaged."""
 
 # Shared values that are cached while reading; records of one model share most of them.
 _SHARED_AT_HAND = 256
@@ -118,7 +119,7 @@ _SHARED_AT_HAND = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSchema:
-    """The content of a store's SQLite file."""
+    """The tables of a store's SQLite file."""
 
     what: str
     """Name of the file in error messages, such as "the records of pictures"."""
@@ -126,15 +127,15 @@ class RecordSchema:
     """Value of PRAGMA application_id."""
     version: int
     remedy: str
-    """Advice in error messages: how the content of a damaged file is restored."""
+    """Advice in error messages: how to restore the content of a damaged file."""
     records: RecordTable
-    """Its key is the record's number."""
+    """The table of records. Its key is the record's number."""
     parts: RecordTable
-    """Its key begins with the number of the part's record."""
+    """The table of parts. Its key begins with the number of the part's record."""
     indexes: tuple[str, ...] = ()
-    """Statements that create further indexes."""
+    """SQL statements that create further indexes."""
     shared: tuple[str, ...] = ()
-    """Columns of the parts that hold digests of values which several parts share. Each value is stored once."""
+    """Columns of the parts with digests of values that several parts share. Each such value is stored once."""
 
     @property
     def sqlite(self) -> SqliteSchema:
@@ -153,7 +154,7 @@ class RecordSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecord:
-    """A record that was read, with its intact parts."""
+    """A record that was read, with those of its parts that are intact."""
 
     row: StoredRow
     parts: tuple[StoredRow, ...]
@@ -162,16 +163,16 @@ class StoredRecord:
 
 @dataclass(slots=True, kw_only=True)
 class RecordChanges:
-    """Changes of records that are to be written. Values are those of the tables' columns."""
+    """Changes of records that remain to be written. Values are those of the tables' columns."""
 
     gone: set[int] = field(default_factory=set)
     """Numbers of records to delete, with their parts."""
     gone_parts: set[Values] = field(default_factory=set)
     """Keys of parts to delete."""
     uses: dict[int, Values] = field(default_factory=dict)
-    """New uses of records, by number."""
+    """New values of the changing columns of records, by number."""
     part_uses: dict[Values, Values] = field(default_factory=dict)
-    """New uses of parts, by key."""
+    """New values of the changing columns of parts, by key."""
 
     def __bool__(self) -> bool:
         return bool(self.gone or self.gone_parts or self.uses or self.part_uses)
@@ -186,7 +187,7 @@ class RecordChanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRows:
-    """Rows to add or replace, each given by the values of its fixed and of its changing columns."""
+    """Rows to add or replace. Each has the values of its fixed columns and those of its changing columns."""
 
     records: tuple[tuple[Values, Values], ...] = ()
     parts: tuple[tuple[Values, Values], ...] = ()
@@ -208,14 +209,14 @@ class BlobRecords:
 
     @property
     def shares_values(self) -> bool:
-        """Whether the parts' tables have columns with digests of shared values."""
+        """Whether parts have columns with digests of shared values."""
         return bool(self._schema.shared)
 
     def open(self) -> bool:
-        """Create or open the file, and return whether it is the same file as before. A damaged one is set aside.
+        """Create or open the file. Return whether it is the same file as before. A damaged one is renamed and replaced.
 
-        Open it again after the disk failed: a file that was opened on a read-only disk stays read-only. Raises
-        ConfigError if the file is another program's.
+        After the disk failed, open it again: a file that was opened on a read-only disk stays read-only. Raises
+        ConfigError if the file belongs to another program.
         """
         self._file.close()
         self._file.open()
@@ -228,7 +229,7 @@ class BlobRecords:
 
     @property
     def in_place(self) -> bool:
-        """Whether the open file is still the one in the folder."""
+        """Whether the open file is still the one at its path."""
         return self._inode != 0 and self._found_inode() == self._inode
 
     def read(self, take: Callable[[StoredRecord], None], *, suffix: str = "") -> RecordChanges:
@@ -244,11 +245,11 @@ class BlobRecords:
         return self._file.transact(operation)
 
     def write(self, changes: RecordChanges, new: NewRows) -> None:
-        """Write everything to the disk, or nothing."""
+        """Write all of this to the disk in one transaction."""
         self._file.transact(lambda connection: self._write(connection, changes, new))
 
     def drop_strays(self) -> None:
-        """Delete parts without a record, which damaged rows leave behind, and shared values without a part."""
+        """Delete parts without a record, which damaged rows leave behind, and shared values that no part uses."""
         records, parts = self._schema.records, self._schema.parts
         number = records.fixed[0].split()[0]
         statements = [f"DELETE FROM {parts.name} WHERE {number} NOT IN (SELECT {number} FROM {records.name})"]

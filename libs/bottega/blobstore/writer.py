@@ -1,7 +1,7 @@
 """The writing thread of a store, which survives a full or failing disk, and the store's counters.
 
-Such a disk makes the store read-only: new items are dropped, stored ones are served, and the disk is retried every
-`retry_s` seconds. The same thread reads what the disk has at the start.
+Such a disk makes the store read-only: new items are dropped, stored ones are served, and writing is tried again every
+`retry_s` seconds. At the start, the same thread reads the contents of the disk.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _log = logging.getLogger(__name__)
 
 
 class StoreClosing(Exception):
-    """Stops the reading of earlier records, because the store is being closed."""
+    """An exception that stops reading records at the start, because the store is being closed."""
 
 
 class BlobWriter(abc.ABC):
-    """The writer of a store. Start it with `start`, end it with `close`. Any thread may call its public methods.
+    """The base class of a store's writer. Start it with `start`, end it with `close`. Public methods are thread-safe.
 
     Args:
         name: The store's name in the log, such as "the activation store".
-        retry_s: Seconds after which a failed disk is tried again, and after which changes are written at the latest.
-        loads_in_background: Whether `start` returns before earlier records were read.
+        retry_s: Seconds between tries to write to a failed disk, and maximum seconds until changes are written.
+        loads_in_background: Whether `start` returns before all records are read.
     """
 
     def __init__(self, disk: BlobDisk, *, name: str, retry_s: float, loads_in_background: bool = False) -> None:
@@ -52,14 +52,14 @@ class BlobWriter(abc.ABC):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether all earlier records have been read."""
+        """Whether all records have been read."""
         return self._loaded
 
     def start(self) -> None:
         """Lock the folder and read the disk. A failing disk is reported as `trouble` and tried again.
 
         Raises Unavailable if another process uses the folder, StorageUnavailable if it cannot be created, and
-        ConfigError if its records are another program's.
+        ConfigError if its records belong to another program.
         """
         self._disk.lock()
         self._thread.call(self._open)
@@ -79,7 +79,7 @@ class BlobWriter(abc.ABC):
         self._disk.unlock()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all work that was queued before is written. Return False at the timeout."""
+        """Wait until all work that was queued before is written. Return False after the time-out."""
         try:
             self._thread.call(self._tidy, wait_s=timeout_s)
         except StorageUnavailable:
@@ -90,11 +90,11 @@ class BlobWriter(abc.ABC):
 
     @abc.abstractmethod
     def _read(self) -> None:
-        """Replace the store's contents in memory by the records on the disk, read with `BlobDisk.load`."""
+        """Replace the store's contents in memory with the records on disk, which `BlobDisk.load` reads."""
 
     @abc.abstractmethod
     def _take_changes(self) -> RecordChanges:
-        """Return and clear the changes that are to be written."""
+        """Return and clear the changes that remain to be written."""
 
     def _probe(self) -> None:
         """Test that the disk can be written. Raise StorageUnavailable if not."""
@@ -191,7 +191,7 @@ class StoreCounts(Generic[ReasonT]):
         return self._totals[name]
 
     def drop(self, reason: ReasonT, number: int = 1) -> None:
-        """Count dropped items."""
+        """Count dropped items, by reason."""
         with self._lock:
             self._dropped[reason.value] += number
 

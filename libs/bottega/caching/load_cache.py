@@ -1,6 +1,6 @@
-"""A cache of values, such as adapter weights, that one thread loads within a budget of bytes and many callers lease.
+"""A cache of values, such as adapter weights: one thread loads them within a byte budget, and many callers lease them.
 
-LoadPlan decides what is loaded and evicted, and when; this module carries it out.
+LoadPlan decides what is loaded and evicted, and when; this module executes the decisions.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ _STOP_S = 30.0
 
 
 class Loader(Protocol[LoadedT_co]):
-    """A loader of values. `what` is the noun for a value in error messages."""
+    """Loads values for a LoadCache. `what` is what a value is called in error messages."""
 
     what: str
 
     def size_bytes(self, name: str) -> int:
-        """Return a value's size in memory. Raises BottegaError if there is no such value. Any thread may call it."""
+        """Return a value's bytes in memory. Raise BottegaError if there is no such value. Thread-safe."""
         ...
 
     def load(self, name: str) -> LoadedT_co:
-        """Load a value, in the cache's thread. Raises BottegaError with the reason if it cannot be loaded."""
+        """Load a value, in the cache's thread. Raise BottegaError with the reason if it cannot be loaded."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease(Generic[ValueT]):
-    """The values that one request leases. `values` gets them as its result, in the requested order.
+    """The values that one request has leased, so that they are not evicted.
 
-    If a value cannot be loaded, `values` gets the BottegaError.
+    `values` is a future, whose result is the values in the requested order, or the BottegaError if one cannot be
+    loaded.
     """
 
     claim: LoadClaim
@@ -50,7 +51,7 @@ class Lease(Generic[ValueT]):
 
 
 class LoadCache(Generic[ValueT]):
-    """A cache that loads values on demand. Any thread may call it, and no call waits for a load.
+    """A cache that loads values on demand. Calls are thread-safe and do not wait for loads.
 
     Args:
         popularity: Determines the order of eviction.
@@ -87,18 +88,18 @@ class LoadCache(Generic[ValueT]):
 
     @property
     def coming(self) -> list[str]:
-        """Names of values that are being loaded, or that a caller has requested."""
+        """Names of values that are being loaded or wait to be loaded for a lease."""
         with self._changed:
             return self._plan.coming
 
     @property
     def used_bytes(self) -> int:
-        """Size of the values that are loaded or being loaded."""
+        """Bytes of the values that are loaded or being loaded."""
         with self._changed:
             return self._plan.used_bytes
 
     def borrow(self, names: Sequence[str]) -> Lease[ValueT]:
-        """Begin a lease of these values together.
+        """Lease these values together. The lease's future completes when all are loaded.
 
         Raises the loader's errors, TooLarge if they do not fit together, and Draining once the cache is closed.
         """
@@ -113,7 +114,7 @@ class LoadCache(Generic[ValueT]):
         return lease
 
     def give_back(self, lease: Lease[ValueT]) -> None:
-        """End a lease. It does nothing if the lease has ended."""
+        """End a lease. Do nothing if it has ended."""
         with self._changed:
             if lease in self._leases:
                 self._leases.remove(lease)
@@ -123,7 +124,7 @@ class LoadCache(Generic[ValueT]):
         lease.values.cancel()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Announce values that queued requests will lease, so that they are loaded ahead. Ignore unknown names."""
+        """Announce values that queued requests will lease, so that they are loaded early. Unknown names are ignored."""
         items = []
         for name in names:
             try:
@@ -135,7 +136,7 @@ class LoadCache(Generic[ValueT]):
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop loading and fail the leases that wait for a load."""
+        """Stop loading, and fail the leases that wait for a load."""
         with self._changed:
             self._closed = True
             for lease in [lease for lease in self._leases if not lease.values.done()]:
@@ -156,7 +157,7 @@ class LoadCache(Generic[ValueT]):
             self._load(command.name)
 
     def _load(self, name: str) -> None:
-        """Load one value, in a function of its own so that no reference to it is left during the next load."""
+        """Load one value. A function of its own, so that no reference to the value remains during the next load."""
         try:
             value = self._loader.load(name)
         except Exception as error:  # noqa: BLE001 - the boundary of a load: those that wait get its error
@@ -165,7 +166,7 @@ class LoadCache(Generic[ValueT]):
             self._on_loaded(name, value)
 
     def _next(self) -> LoadCommand | None:
-        """Wait for the next load and drop the values evicted for it; return None once the cache is closed."""
+        """Wait for the next load, and drop the values that are evicted for it. Return None once the cache is closed."""
         with self._changed:
             while not self._closed:
                 command = self._plan.next_load()

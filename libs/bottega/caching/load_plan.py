@@ -1,8 +1,8 @@
-"""Decides which adapters to load and evict for the claims of requests, within a byte budget.
+"""Decides which adapters to load and evict for requests, within a byte budget.
 
 It is a state machine that loads nothing itself: the owner of the memory executes `next_load`, and reports with
-`finished` or `failed`. By default items are evicted by popularity over a sliding window of uses, with the last use as
-the tie-break. There is no clock.
+`finished` or `failed`. By default the item that was used least, among a fixed number of recent uses, is evicted first,
+and of equals the least recently used. No clock is involved.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class EvictionOrder(Protocol):
         ...
 
     def worth_replacing(self, absent: str, others: Sequence[str]) -> bool:
-        """Return whether to load `absent` ahead of any request, in place of the unused items `others`."""
+        """Return whether to load `absent` before any request needs it, in place of the unused items `others`."""
         ...
 
 
 class Popularity:
-    """The number of uses among the last `window` ones. Of equals, the least recently used goes first."""
+    """An EvictionOrder by the number of uses among the last `window` uses of all items, then by the last use."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._recent: deque[str] = deque(maxlen=window)
@@ -57,7 +57,7 @@ class Popularity:
         return dict(self._counts.most_common())
 
     def used(self, name: str) -> None:
-        """Count a use, and forget the oldest one if the window is full."""
+        """Count a use, and drop the oldest one if the window is full."""
         if len(self._recent) == self._recent.maxlen:
             self._forget(self._recent[0])
         self._recent.append(name)
@@ -70,7 +70,7 @@ class Popularity:
         return self._counts[name], self._last_use.get(name, 0)
 
     def worth_replacing(self, absent: str, others: Sequence[str]) -> bool:
-        """Return whether it is used twice as often as all others together."""
+        """Return whether `absent` is used at least twice as often as all others together."""
         return self._counts[absent] >= _WORTH_REPLACING * max(1, sum(self._counts[name] for name in others))
 
     def _forget(self, name: str) -> None:
@@ -90,7 +90,7 @@ class CacheItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCommand:
-    """A command to the owner of the memory: first drop `evicted`, then load `name`."""
+    """What the owner of the memory has to do: drop `evicted`, then load `name`."""
 
     name: str
     evicted: tuple[str, ...]
@@ -98,7 +98,7 @@ class LoadCommand:
 
 @dataclass(slots=True, kw_only=True)
 class LoadCounts:
-    """Counters since the start. Hits and misses are uses that found the item loaded, or did not."""
+    """Counters since the start. A hit is a use that found the item loaded, a miss one that did not."""
 
     hits: int = 0
     misses: int = 0
@@ -113,7 +113,7 @@ class LoadClaim:
 
     items: tuple[CacheItem, ...]
     granted: bool = False
-    """Whether the items stay in memory, and are loaded if they are not yet."""
+    """Whether the items are kept in memory, and loaded if they are not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class _KnownItem:
 
     size_bytes: int
     expected_until: int = 0
-    """Number of claims until which it counts as expected."""
+    """Number of claims after which the item no longer counts as expected."""
     broken: bool = False
     """Whether its last load failed."""
 
@@ -130,9 +130,9 @@ class _KnownItem:
 class LoadPlan:
     """The plan for items within `budget_bytes`, with one load at a time.
 
-    Items of a granted claim are never evicted. Claims are granted in their order, each with all its items at once, so
-    that two requests never wait for each other's items. `order` decides which other items are evicted first. When no
-    claim waits, expected items are loaded ahead, and items that are far more popular than loaded ones come back: an
+    Items of a granted claim are never evicted. Claims are granted in order, each with all of its items at once, so that
+    two requests never wait for each other's items. `order` decides which other items are evicted first. While no claim
+    waits, expected items are loaded early, and items that are far more popular than loaded ones are loaded again: an
     unpopular item replaces a popular one only while it is used.
     """
 
@@ -154,7 +154,7 @@ class LoadPlan:
 
     @property
     def coming(self) -> list[str]:
-        """Names of items that are being loaded, or will be as soon as possible because they were claimed."""
+        """Names of items that are being loaded or wait to be loaded for a claim."""
         wanted = dict.fromkeys(item.name for claim in self._waiting for item in claim.items) | dict.fromkeys(
             self._users
         )
@@ -163,11 +163,11 @@ class LoadPlan:
 
     @property
     def used_bytes(self) -> int:
-        """Size of the items that are loaded or being loaded."""
+        """Bytes of the items that are loaded or being loaded."""
         return sum(self._known[name].size_bytes for name in self._present)
 
     def claim(self, items: Sequence[CacheItem]) -> LoadClaim:
-        """Count a use of each item, and claim all of them. Raises TooLarge if they do not fit together."""
+        """Count a use of each item, and claim all of them. Raise TooLarge if they do not fit together."""
         together = sum({item.name: item.size_bytes for item in items}.values())
         if together > self._budget_bytes:
             names = ", ".join(dict.fromkeys(item.name for item in items))
@@ -196,7 +196,7 @@ class LoadPlan:
     def expect(self, items: Iterable[CacheItem]) -> None:
         """Announce items that queued requests will claim.
 
-        They are loaded ahead while no claim waits here.
+        They are loaded early, while no claim waits.
         """
         for item in items:
             if item.size_bytes <= self._budget_bytes:
@@ -221,7 +221,7 @@ class LoadPlan:
         self.counts.loads += 1
 
     def failed(self, name: str) -> None:
-        """Record that the load failed. It is retried only for a new claim, so the caller releases its claims."""
+        """Record that the load failed. The caller releases its claims, because it is retried only for a new claim."""
         del self._present[name]
         self._known[name].broken = True
         self._loading = None
@@ -258,7 +258,7 @@ class LoadPlan:
         return self._known[name].expected_until > self._claims
 
     def _victims(self, name: str, candidates: Sequence[str]) -> list[str] | None:
-        """Return the candidates, in order, that the item must replace; None if it does not fit even then."""
+        """Return the first candidates that must be evicted so that the item fits; None if all do not suffice."""
         lack = self.used_bytes + self._known[name].size_bytes - self._budget_bytes
         victims: list[str] = []
         for candidate in candidates:
@@ -277,7 +277,7 @@ class LoadPlan:
         return LoadCommand(name=name, evicted=tuple(victims))
 
     def _ahead(self) -> LoadCommand | None:
-        """Return an item to load ahead of any claim: an expected one, else a popular one."""
+        """Return an item to load before it is claimed: an expected one, else a popular one; None if there is none."""
         if self._waiting:
             return None  # the waiting claims will need the room
         absent = [

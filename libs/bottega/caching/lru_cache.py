@@ -1,4 +1,4 @@
-"""A cache of entries by key, bounded in bytes and number, which evicts the least recently used idle entry first.
+"""A cache of entries by key, limited in bytes and number, which evicts the least recently used idle entry first.
 
 The owner calls it under its own lock. It loads nothing, and does not know what an entry is.
 """
@@ -11,11 +11,11 @@ from typing import Generic, Protocol, TypeVar
 
 
 class LruEntry(Protocol):
-    """An entry that may be cached. Its size may change meanwhile."""
+    """The interface of a cached entry. Its size may change."""
 
     @property
     def size_bytes(self) -> int:
-        """Size that counts against the budget."""
+        """Bytes that count against the budget."""
         ...
 
     @property
@@ -28,17 +28,17 @@ EntryT = TypeVar("EntryT", bound=LruEntry)
 
 
 def _ignore(_key: str, _entry: object) -> None:
-    """Ignore the eviction of an entry that holds only memory."""
+    """Do nothing: the default for `on_evict`."""
 
 
 class LruCache(Generic[EntryT]):
     """A cache that evicts the least recently used idle entry first. Entries with keys in `pinned` are never evicted.
 
     Args:
-        budget_bytes: Maximum size of all entries together.
+        budget_bytes: Maximum bytes of all entries together.
         max_entries: Maximum number of entries.
         on_evict: Called with every evicted entry.
-        order: Returns the keys of all entries in eviction order, instead of the last use.
+        order: Returns the keys of all entries in eviction order, which replaces the order of last use.
     """
 
     def __init__(
@@ -59,50 +59,50 @@ class LruCache(Generic[EntryT]):
 
     @property
     def used_bytes(self) -> int:
-        """Size of all entries. Any thread may read it."""
+        """Bytes of all entries. Thread-safe."""
         return sum(entry.size_bytes for entry in list(self._entries.values()))
 
     def items(self) -> Iterator[tuple[str, EntryT]]:
-        """Return all entries, the least recently used first. Any thread may call it."""
+        """Return all entries, the least recently used first. Thread-safe."""
         return iter(list(self._entries.items()))
 
     def get(self, key: str) -> EntryT | None:
-        """Return the entry without marking it as used."""
+        """Return the entry without marking it as used; None if there is none."""
         return self._entries.get(key)
 
     def use(self, key: str) -> EntryT | None:
-        """Return the entry and mark it as the most recently used."""
+        """Return the entry, marked as the most recently used; None if there is none."""
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
         return found
 
     def add(self, key: str, entry: EntryT) -> None:
-        """Add an entry as the most recently used. If its size is known, call `make_room` before."""
+        """Add an entry as the most recently used. If its size is known, call `make_room` first."""
         self._entries[key] = entry
         self._entries.move_to_end(key)
 
     def remove(self, key: str) -> EntryT | None:
-        """Remove an entry, without a call of on_evict."""
+        """Remove an entry without calling `on_evict`. Return it, or None if there is none."""
         return self._entries.pop(key, None)
 
     def make_room(self, size_bytes: int) -> int | None:
-        """Evict idle entries until one of that size fits; return how many were evicted.
+        """Evict idle entries until an entry of `size_bytes` fits. Return how many were evicted.
 
-        If it cannot fit, evict none and return None.
+        If evicting all idle entries does not suffice, evict none and return None.
         """
         lack = len(self._entries) + 1 - self._max_entries if self._max_entries is not None else 0
         return self._evict_idle(self.used_bytes + size_bytes - self._budget_bytes, lack)
 
     def free(self, size_bytes: int) -> int | None:
-        """Evict idle entries with at least `size_bytes` in total, whatever is left of the budget; return how many.
+        """Evict idle entries of at least `size_bytes` in total, even if the budget is not used up. Return how many.
 
-        If all of them have less, evict none and return None.
+        If all idle entries together have less, evict none and return None.
         """
         return self._evict_idle(size_bytes, 0)
 
     def trim_idle(self) -> None:
-        """Evict idle entries beyond the budget. Entries in use do not count against it."""
+        """Evict idle entries until those that remain fit into the budget. Entries in use do not count."""
         idle = list(self._idle())
         excess_bytes = sum(entry.size_bytes for _, entry in idle) - self._budget_bytes
         for key, entry in idle:

@@ -15,13 +15,15 @@ _PIECE_BYTES = 4 << 20
 
 
 def load(source: int, target: int, size_bytes: int, *, digest: str | None, what: str) -> float:
-    """Copy the file `source` into the new file `target` and seal it; return the seconds that the checksum took.
+    """Copy the file `source` into the new file `target` and seal it. Return the seconds that the checksum took.
 
-    Raises DataLoss, StorageUnavailable.
+    Raises DataLoss or StorageUnavailable.
 
     Args:
+        source: File descriptor.
+        target: File descriptor of an anonymous file (memfd).
         digest: Expected SHA-256; None skips the check.
-        what: Name of such a file in texts for users.
+        what: What such a file is called in texts for users.
     """
     _take_memory(target, size_bytes, what)
     with os_errors.translated():
@@ -31,14 +33,14 @@ def load(source: int, target: int, size_bytes: int, *, digest: str | None, what:
 
 
 def check(source: int, digest: str, *, what: str) -> None:
-    """Read the whole file. Raises DataLoss if it does not have this SHA-256, and StorageUnavailable."""
+    """Read the whole file. Raise DataLoss if it does not have this SHA-256, or StorageUnavailable."""
     with os_errors.translated():
         if digest_of(source) != digest:
             raise _damaged(what)
 
 
 def digest_of(source: int) -> str:
-    """Return the SHA-256 of a file in hex. Raises OSError."""
+    """Return the SHA-256 of a file in hex. Raise OSError if it cannot be read."""
     hashed, buffer, place = hashlib.sha256(), bytearray(_PIECE_BYTES), 0
     while got := os.preadv(source, [buffer], place):
         hashed.update(memoryview(buffer)[:got])

@@ -2,13 +2,13 @@
 
 The memory tier consists of anonymous files (memfd) that are sealed once they are loaded. Other processes of this host
 get the same files, and can only read them. When the cache drops a file that other processes have, its pages count in
-their budgets from then on. Loads run in parallel, one for each file. If pinned and leased files leave no room for a
-file, it is read from the disk. Files on disk are never passed to other processes, because a process that reads such a
-file crashes if it is shortened. Pinned files are loaded as soon as there is room. Keys are SHA-256 digests, by which a
-file is checked when it is first loaded, or whenever it is read from the disk.
+their budgets from then on. Files are loaded in parallel, one load for each file. If pinned and leased files leave no
+space for a file, it is read from the disk. Files on disk are never passed to other processes, because a process that
+reads such a file crashes if it is shortened. Pinned files are loaded as soon as they fit. Keys are SHA-256 digests, by
+which a file is checked when it is first loaded, or whenever it is read from the disk.
 
-Files of one group are used together. The least recently used group is evicted first, and its last used file first, so
-that the remaining files are those with which its next use begins. No call waits for the disk under the lock.
+Files of one group are used together, in order. The least recently used group is evicted first, and its last used file
+first, so that the remaining files are those with which its next use begins. No call waits for the disk under the lock.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _log = logging.getLogger(__name__)
 
 
 class TieredCache:
-    """A cache of files in host memory over the disk. Any thread may call it.
+    """A cache of files in host memory over the disk. Thread-safe.
 
     Args:
         path: Returns the path of a digest's file.
-        what: Noun for a file in error messages.
+        what: What a file is called in error messages.
         missing: Returns the error for a digest without a file.
         budget_bytes: Budget of the memory tier.
         max_entries: Maximum number of files in memory; each holds a file descriptor.
-        max_loads: Number of loads that run at once.
+        max_loads: Maximum number of concurrent loads.
         on_damaged: Called with the digest of a damaged file by the thread that read it. If given, files are checked
             whenever they are read from the disk, including those that do not fit into memory.
         spared: Returns the groups to evict last; called under the lock.
@@ -86,7 +86,7 @@ class TieredCache:
 
     @property
     def used_bytes(self) -> int:
-        """Size of the files in memory, including those being loaded."""
+        """Bytes of the files in memory, including those being loaded."""
         with self._lock:
             return self._memory.used_bytes
 
@@ -96,18 +96,18 @@ class TieredCache:
         return None if entry is None else entry.loaded.done()
 
     def leases(self, digest: str) -> int:
-        """Return the number of its open leases."""
+        """Return the number of open leases of a file."""
         return self._leases[digest]
 
     def wait_idle(self, seconds: float) -> bool:
-        """Wait until there are no leases; return whether that happened within `seconds`. It blocks."""
+        """Block until there are no leases, for at most `seconds`. Return whether there are none."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._leases, seconds)
 
     def pin(self, digests: Iterable[str]) -> None:
-        """Pin exactly these files: they are loaded as soon as there is room, and then stay in memory.
+        """Pin exactly these files: they are loaded as soon as they fit, and then stay in memory.
 
-        A digest without a file is not loaded: pin it again when it has one.
+        A digest without a file is not loaded. Pin it again when the file exists.
         """
         pinned = {digest: self._look_at(digest) for digest in digests}
         with self._lock:
@@ -119,15 +119,15 @@ class TieredCache:
             }
 
     def prefetch(self, digest: str, file: KnownFile | None = None) -> bool:
-        """Load a file ahead if there is room; return whether there was."""
+        """Load a file before it is needed, if it fits. Return whether it does."""
         known = file or self._look_at(digest)
         with self._lock:
             return self._entry(digest, known) is not None
 
     def adopt(self, digest: str, descriptor: int, file: KnownFile) -> bool:
-        """Adopt a sealed file that is in memory already and has this digest; return whether there was room.
+        """Add a sealed file that is already in memory and has this digest. Return whether it fits.
 
-        The cache owns the descriptor from then on, and closes it if there is no room.
+        The cache owns the descriptor from then on, and closes it if the file does not fit.
         """
         with self._lock:
             there = self._memory.get(digest)
@@ -146,7 +146,7 @@ class TieredCache:
             return True
 
     def borrow(self, digest: str, file: KnownFile | None = None) -> Future[CacheLease]:
-        """Return a future lease of the file's bytes.
+        """Lease the bytes of a file. Return the lease as a future.
 
         The future fails with `missing`, DataLoss or StorageUnavailable.
         """
@@ -201,7 +201,7 @@ class TieredCache:
             self._memory.clear()
 
     def _look_at(self, digest: str) -> KnownFile | None:
-        """Look up a file on the disk. Return None if it is in memory or does not exist."""
+        """Look up a file on the disk. Return None if the file is in memory or does not exist."""
         if self._memory.get(digest) is not None:
             return None
         try:
@@ -210,13 +210,13 @@ class TieredCache:
             return None  # the read from the disk raises the reason
 
     def _entry(self, digest: str, file: KnownFile | None, *, awaits_fetch: bool = True) -> CacheEntry | None:
-        """Return the entry of a file in memory, starting its load if needed; None if it has no room or no file.
+        """Return the entry of a file in memory, after starting its load if needed; None if it does not fit or exist.
 
         Call it under the lock.
 
         Args:
             file: None if nothing is known about the file. It is not loaded then.
-            awaits_fetch: Whether a new load is for a fetch that is still to come.
+            awaits_fetch: Whether a new load is for a request that is expected soon.
         """
         found = self._memory.get(digest)
         if found is not None:
@@ -278,7 +278,7 @@ class TieredCache:
             self._memory.evict([digest])
 
     def _load_awaited(self) -> None:
-        """Start the loads of pinned files that now have room. Call it under the lock."""
+        """Start the loads of pinned files that fit now. Call it under the lock."""
         self._awaited = {
             digest: file
             for digest, file in self._awaited.items()
@@ -313,7 +313,7 @@ class TieredCache:
             self._load_awaited()
 
     def _copy(self, digest: str, entry: CacheEntry) -> float:
-        """Copy the file into memory; return the seconds that the checksum took."""
+        """Copy the file into memory. Return the seconds that the checksum took."""
         source = self._open(digest)
         try:
             # Checked once since the start, which also detects for all workers that a disk has changed a bit.
@@ -328,14 +328,14 @@ class TieredCache:
     def _lend(
         self, digest: str, lease: Callable[[], CacheLease], loaded: Future[None], outcome: Future[CacheLease]
     ) -> None:
-        """Complete a lease of a file in memory, after its load."""
+        """Complete the lease of a file in memory after it is loaded."""
         if (error := loaded.exception()) is not None:
             self._refuse(digest, error, outcome)
         else:
             outcome.set_result(lease())
 
     def _lease_from_disk(self, digest: str, outcome: Future[CacheLease], *, asked_s: float) -> None:
-        """Complete a lease with a file on disk. Runs in a thread of the pool."""
+        """Complete the lease of a file on disk. Runs in a thread of the pool."""
         began_s = time.monotonic()
         try:
             descriptor = self._open_checked(digest)

@@ -1,4 +1,4 @@
-"""The tiers of a TieredCache, its entries in memory, and its leases."""
+"""Values of a TieredCache: its tiers, its entries in memory, and its leases."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Tier(StrEnum):
     """The place from which a request for a file was served."""
 
     MEMORY = "memory"
-    """The file was in memory already, for another reason than this request."""
+    """The file was already in memory, and had been used before."""
     LOADED = "loaded"
-    """The file was loaded for this request: it was being loaded, or was loaded ahead and is used for the first time."""
+    """The file was still being loaded, or was loaded early for this request."""
     DISK = "disk"
     """The file is read from disk, because memory had no room for it."""
 
@@ -27,11 +27,11 @@ class TierStatistics:
     """Counters since the start."""
 
     by_tier: Counter[Tier]
-    """Number of leases by the tier of their file."""
+    """Number of leases, by the tier that served them."""
     loads: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
-    """Seconds of loading."""
+    """Seconds of loading, summed over loads."""
     failures: int = 0
     evictions: int = 0
 
@@ -48,14 +48,14 @@ class CacheLease:
     size_bytes: int
     tier: Tier
     resident: bool
-    """Whether they are in sealed memory."""
+    """Whether the bytes are in sealed memory."""
     times: StoreTimes
-    """Store times from the request until the lease began."""
+    """Times of the store from the request until the lease began."""
     begun_s: float = field(default_factory=time.monotonic)
-    """When the lease began, on the monotonic clock."""
+    """Time at which the lease began, on the monotonic clock."""
 
     def times_until_now(self) -> StoreTimes:
-        """Return the store times including the wait to be sent until now."""
+        """Return the times of the store, with the time since the lease began as waiting to be sent."""
         times = StoreTimes(send_wait_s=time.monotonic() - self.begun_s)
         times.MergeFrom(self.times)
         return times
@@ -63,7 +63,7 @@ class CacheLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFile:
-    """Facts about a file that a caller knows, which save a look-up on the disk."""
+    """Properties of a file that a caller knows, which save a lookup on the disk."""
 
     size_bytes: int
     group: str = ""
@@ -72,10 +72,10 @@ class KnownFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadParts:
-    """The durations of a file's load."""
+    """How long each part of a file's load took."""
 
     began_s: float
-    """Start on the monotonic clock."""
+    """Time of the start, on the monotonic clock."""
     read_s: float
     check_s: float
 
@@ -88,15 +88,15 @@ class CacheEntry:
     size_bytes: int
     loaded: Future[None] = field(default_factory=Future)
     awaits_fetch: bool
-    """Whether the file was loaded for a fetch that is expected soon."""
+    """Whether the file was loaded for a request that is expected soon."""
     leases: int = 0
     """Number of open leases."""
     load: LoadParts | None = None
-    """Durations of its load, if it was read from the disk."""
+    """Durations of the load; None if the file was not read from the disk."""
     group: str = ""
     """Group of files that are used together."""
     forgotten: bool = False
-    """Whether the entry is evicted as soon as it is idle."""
+    """Whether the file was deleted, so that the entry is evicted as soon as it is idle."""
 
     @property
     def is_idle(self) -> bool:
@@ -104,7 +104,7 @@ class CacheEntry:
         return self.loaded.done() and not self.leases
 
     def lease(self, digest: str, tier: Tier, asked_s: float) -> CacheLease:
-        """Return a lease that begins now, for a request at `asked_s` on the monotonic clock."""
+        """Return a lease that begins now, for a request at the time `asked_s` on the monotonic clock."""
         return CacheLease(
             digest=digest,
             descriptor=self.descriptor,
@@ -115,7 +115,7 @@ class CacheEntry:
         )
 
     def _times(self, asked_s: float) -> StoreTimes:
-        """Return the times of a lease that begins now. A load that ran before the request counts only as waiting."""
+        """Return the times of a lease that begins now. The part of a load before the request does not count."""
         if self.load is None or self.load.began_s < asked_s:
             return StoreTimes(wait_s=time.monotonic() - asked_s)
         return StoreTimes(wait_s=self.load.began_s - asked_s, read_s=self.load.read_s, check_s=self.load.check_s)

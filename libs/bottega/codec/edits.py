@@ -1,11 +1,10 @@
 """Reads masks of edits, crops the image to the part that is drawn, and pastes the drawn pixels back.
 
-The functions are pure, and run in a codec process. Pillow visits the pixels; no Python loop does. As in Diffusers'
-inpainting pipelines, a mask is cropped to the part of the image that is drawn, resized, made grey and then binarized.
-There are two differences: a mask whose size is not the image's is first resized to it (Diffusers cannot crop it), and a
-mask that redraws nothing is refused.
-Sources: diffusers/image_processor.py (VaeImageProcessor.preprocess, _resize_and_crop, apply_overlay),
-pipeline_stable_diffusion_xl_inpaint.py.
+The functions are pure, and run in a codec process. Only Pillow iterates over pixels. As in Diffusers' inpainting
+pipelines, a mask is cropped to the part of the image that is drawn, resized, made grey and then binarized. There are
+two differences: a mask whose size is not the image's is first resized to it (Diffusers cannot crop it), and a mask that
+redraws nothing is refused. Sources: diffusers/image_processor.py (VaeImageProcessor.preprocess, _resize_and_crop,
+apply_overlay), pipeline_stable_diffusion_xl_inpaint.py.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ class DrawnMask:
     """A mask at the size at which the image is drawn."""
 
     use: MaskUse
-    """Facts about the mask, without its digest."""
+    """Properties of the mask, without its digest."""
     pixels: bytes
     """uint8 [height, width], row-major: 1 where the image is redrawn, else 0."""
     crop: Box | None
-    """The part of the image that is drawn, in its pixels; None draws all of it."""
+    """The part of the image that is drawn, in pixels of the image; None for the whole image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMask:
-    """A mask at its own size."""
+    """A mask in its own size."""
 
     image: Image.Image
-    """White where the image is redrawn."""
+    """The mask: white where the image is redrawn."""
     converted: bool = False
-    """Whether several channels become one."""
+    """Whether the mask has several channels, which become one."""
     transparency_unread: bool = False
-    """Whether some pixels are transparent although the edit does not read transparency."""
+    """Whether some pixels are transparent, but the edit does not use transparency."""
 
 
 def draw(data: bytes, order: MaskOrder) -> DrawnMask:
     """Return a mask at the size at which the image is drawn.
 
-    Raises BadImage, also if the mask redraws no pixel or no element of the latent.
+    Raises BadImage, also if the mask selects no pixel or no element of the latent.
     """
     try:
         found = read(data, alpha=order.alpha)
@@ -86,12 +85,12 @@ def draw(data: bytes, order: MaskOrder) -> DrawnMask:
 
 
 def inspect(data: bytes, order: MaskOrder) -> MaskUse:
-    """Return which part of the image a mask redraws, without the mask's digest. Raises BadImage like `draw`."""
+    """Return which part of the image a mask redraws, without the mask's digest. Raise BadImage as `draw` does."""
     return draw(data, order).use
 
 
 def read(data: bytes, *, alpha: bool) -> ReadMask:
-    """Return the mask: grey if it is read from transparency, else RGB. Raises BadImage."""
+    """Decode a mask: grey if it is read from transparency, else RGB. Raise BadImage if that is impossible."""
     image, mode = load(data, "RGBA" if alpha else None)
     if alpha:
         return ReadMask(image=ImageOps.invert(image.getchannel("A")))
@@ -111,13 +110,14 @@ def fitted(image: Image.Image, size: ImageSize) -> Image.Image:
 
 
 def crop_region(mask: Image.Image, width: int, height: int, *, padding: int) -> Box | None:
-    """Return the part of an image around the redrawn pixels, widened to the aspect ratio of width x height.
+    """Return the part of an image to draw: around the redrawn pixels, with the aspect ratio of width x height.
 
-    The part lies inside the image as far as possible. Diffusers instead takes the part around all pixels that are not
+    The part is inside the image as far as possible. Diffusers instead uses the part around all pixels that are not
     black, which is too large for a mask with a background of 1 or with the ringing of a resize.
 
     Args:
         mask: Grey mask of the image's size.
+        padding: Pixels around the redrawn pixels that are drawn, too.
 
     Returns:
         The part, or None if nothing is redrawn.
@@ -138,7 +138,7 @@ def crop_region(mask: Image.Image, width: int, height: int, *, padding: int) -> 
 
 
 def filled(image: Image.Image, width: int, height: int) -> Image.Image:
-    """Return the image fitted into width x height, aspect ratio kept; the rest is filled with the colours of its edges.
+    """Return the image fitted into width x height without distortion, and filled up with the colours of its edges.
 
     Raises BadImage if the image is so narrow that nothing would be left of it.
     Source: VaeImageProcessor._resize_and_fill.
@@ -165,9 +165,10 @@ def filled(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def computed_share(pixels: bytes, order: MaskOrder) -> float:
-    """Return the share, in (0, 1], of tokens of the finest attention level that masked blocks compute, with the margin.
+    """Return the share of tokens, in (0, 1], that an edit computes if it reuses activations, including the margin.
 
-    As in the engine, an element of the latent is redrawn if its first pixel is, and a token if any of its elements is.
+    Tokens are those of the finest attention level. As in the engine, an element of the latent is redrawn if its first
+    pixel is, and a token if any of its elements is.
 
     Args:
         pixels: See DrawnMask.
@@ -188,7 +189,7 @@ def _any(tokens: Image.Image) -> Image.Image:
 
 
 def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
-    """Return a span that is `by` pixels wider, and inside [0, end] if possible."""
+    """Return the span from `low` to `high` made `by` pixels wider, inside [0, end] if possible."""
     low, high = low - by // 2, high + by - by // 2
     if high >= end:
         low, high = low - (high - end), end
@@ -203,7 +204,7 @@ def _is_transparent(image: Image.Image) -> bool:
 
 
 def _check_latent(pixels: bytes, order: MaskOrder) -> None:
-    """Raise BadImage if no element of the latent is redrawn: as in torch, the first pixel of an element counts."""
+    """Raise BadImage if no element of the latent is redrawn. As in torch, the first pixel of an element decides."""
     scale, width = order.latent_scale, order.width
     rows = range(0, len(pixels), width * scale)
     if not any(1 in pixels[row : row + width : scale] for row in rows):
@@ -234,7 +235,7 @@ def _use(own: ImageSize, pixels: bytes, order: MaskOrder, crop: Box | None) -> M
 
 
 def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
-    """Return the image and the mask of an edit at the size at which it is drawn. Raises BadImage like `draw`."""
+    """Return the image and the mask of an edit at the size at which it is drawn. Raise BadImage as `draw` does."""
     whole = load_image(image)
     drawn = draw(mask, replace(order, image_size=whole.facts.size))
     pixels = _pixels(_cut(whole.colours, order.width, order.height, drawn.crop))
@@ -242,10 +243,10 @@ def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
 
 
 def decode_part(image: bytes, width: int, height: int, crop: Crop) -> DecodedImage:
-    """Return a part of an image, resized: the part of a control image that belongs to a cropped edit.
+    """Return a part of an image, resized: for example, the part of a control image that belongs to a cropped edit.
 
-    An image whose size is not `crop.image_size` is first resized to it. (Diffusers would crop it in another place.)
-    Raises BadImage.
+    An image whose size is not `crop.image_size` is first resized to it. (Diffusers would crop another part.) Raises
+    BadImage.
     """
     whole = load_image(image)
     box = (crop.x, crop.y, crop.x + crop.width, crop.y + crop.height)
@@ -257,11 +258,11 @@ def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
     """Return the edited image: the drawn pixels, pasted into the overlay's image.
 
     If the edit was cropped, the result has the image's own size. With `keep_unmasked`, only the drawn pixels count
-    inside the mask, and only the image's own farther outside than the feather; the result is then RGBA if some
+    inside the mask, and only the image's own pixels outside of mask and feather. The result is RGBA if some
     transparency is left, else RGB. Its `info` has the image's colour profile and nothing else. Raises BadImage.
 
     Args:
-        drawn: The drawn pixels, of the order's size.
+        drawn: The drawn pixels, in the size of the overlay's order.
     """
     image = load_image(overlay.image)
     whole = image.colours
@@ -315,7 +316,7 @@ def feathered(mask: Image.Image, feather: int) -> Image.Image:
 def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box, feather: int) -> Image.Image:
     """Return the image, RGB or RGBA, with the drawn pixels pasted where the mask is 255.
 
-    Where the drawn part ends inside the image, the fade ends before it: a fade that is cut off would leave a seam.
+    If the drawn part ends inside the image, the fade ends before it: a fade that is cut off would leave a seam.
     """
     found = mask.getbbox()
     if found is None:
@@ -352,7 +353,7 @@ def _overlaid(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Bo
 
 
 def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
-    """Return the image resized to cover width x height, aspect ratio kept, and cropped. Source: _resize_and_crop."""
+    """Return the image resized without distortion to cover width x height, and cropped. Source: _resize_and_crop."""
     # Comparisons and arithmetic as in Diffusers: another rounding would give another picture.
     ratio, own_ratio = width / height, image.width / image.height
     covering_width = width if ratio > own_ratio else image.width * height // image.height
@@ -376,7 +377,7 @@ def _cut(image: Image.Image, width: int, height: int, crop: Box | None) -> Image
 
 
 def _shifted(image: Image.Image, x: int, y: int) -> Image.Image:
-    """Return the image moved by x pixels to the right and y down; the rest is black."""
+    """Return the image moved by x pixels to the right and y down; the uncovered area is black."""
     return image.crop((-x, -y, image.width - x, image.height - y))
 
 

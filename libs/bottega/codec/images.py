@@ -1,4 +1,4 @@
-"""Decode and encode images, as Diffusers would, with Pillow.
+"""Decodes and encodes images with Pillow, as Diffusers would.
 
 The functions are pure, and run in a codec process. Their errors never repeat the text of a library.
 """
@@ -40,17 +40,17 @@ _WEBP_LOSSLESS_METHOD = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedImage:
-    """A decoded image, turned as its EXIF says."""
+    """A decoded image, after the rotation in its EXIF data."""
 
     colours: Image.Image
-    """RGB without regard to transparency, like diffusers.utils.load_image."""
+    """RGB colours, as if all pixels were opaque, like diffusers.utils.load_image."""
     alpha: Image.Image | None
     """Opacity in mode L, from a channel or from a transparent colour; None if every pixel is opaque."""
     facts: ImageFacts
 
 
 def inspect(data: bytes) -> ImageSize:
-    """Decode the image completely and return its size. Raises BadImage."""
+    """Decode the image completely and return its size. Raise BadImage if that is impossible."""
     image, _mode = load(data, "RGB")
     return ImageSize(width=image.width, height=image.height)
 
@@ -58,15 +58,15 @@ def inspect(data: bytes) -> ImageSize:
 def decode(data: bytes, width: int, height: int) -> DecodedImage:
     """Decode an image as diffusers.utils.load_image does, and resize it as Diffusers' VaeImageProcessor does.
 
-    It is rotated as its EXIF says; transparency is ignored, and the aspect ratio is not kept. One difference to
-    Diffusers: 16-bit grey is scaled to 8 bits, where Pillow's convert clips it to white.
+    The rotation in its EXIF data is applied, transparency is ignored, and the aspect ratio is not kept. One difference
+    from Diffusers: 16-bit grey is scaled to 8 bits, where Pillow's convert clips it to white.
 
     Args:
-        width: In pixels; 0 keeps the image's own.
-        height: The same.
+        width: Width in pixels; 0 keeps the image's own.
+        height: Height in pixels; 0 keeps the image's own.
 
     Raises:
-        BadImage: It cannot be decoded.
+        BadImage: The image cannot be decoded.
     """
     loaded = load_image(data)
     image = loaded.colours
@@ -88,12 +88,12 @@ def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, te
 def encode_image(
     image: Image.Image, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]
 ) -> bytes:
-    """Encode as PNG (also for UNSPECIFIED), JPEG or WebP; the same arguments give the same bytes.
+    """Encode an image as PNG (also for UNSPECIFIED), JPEG or WebP; the same arguments give the same bytes.
 
     Args:
         image: RGB or RGBA; JPEG drops the opacity. The colour profile in its `info` is kept.
         quality: Quality of JPEG and WebP, 1 to 100; 100 makes WebP lossless.
-        text: Texts of a PNG by keyword (latin-1, 1 to 79 characters). Other formats carry none.
+        text: Texts of a PNG by keyword (latin-1, 1 to 79 characters). Other formats cannot contain them.
     """
     out, profile = io.BytesIO(), image.info.get("icc_profile")
     if image_format == generation_pb2.IMAGE_FORMAT_JPEG:
@@ -110,13 +110,13 @@ def encode_image(
 
 
 def load(data: bytes, mode: str | None) -> tuple[Image.Image, str]:
-    """Return the image, rotated as its EXIF says and converted, and its own mode of Pillow's (L for 16-bit grey).
+    """Return the decoded image, rotated and converted, and its original Pillow mode (L for 16-bit grey).
 
     Args:
         mode: Mode to convert to. None is RGBA if the file has transparency, in a channel or as a colour, else RGB.
 
     Raises:
-        BadImage: It cannot be decoded.
+        BadImage: The image cannot be decoded.
     """
     with _decoding(data) as image:
         mode = mode or ("RGBA" if image.has_transparency_data else "RGB")
@@ -125,10 +125,10 @@ def load(data: bytes, mode: str | None) -> tuple[Image.Image, str]:
 
 
 def load_image(data: bytes) -> LoadedImage:
-    """Return the colours, the opacity and the facts of an image.
+    """Return the colours, the opacity and the properties of an image.
 
     Raises:
-        BadImage: It cannot be decoded.
+        BadImage: The image cannot be decoded.
     """
     with _decoding(data) as image:
         turned = _turned(image)
@@ -164,7 +164,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _check(image: Image.Image) -> None:
-    """Check the size and format in the header, before the pixels are decoded."""
+    """Check the size and the format in the header, before pixels are decoded."""
     check_pixels(image.width, image.height)
     if max(image.size) > MAX_IMAGE_SIDE:
         raise BadImage(
@@ -176,7 +176,7 @@ def _check(image: Image.Image) -> None:
 
 @contextmanager
 def _decoding(data: bytes) -> Iterator[Image.Image]:
-    """Yield an image whose pixels are decoded. Errors in the block become BadImage as well."""
+    """Yield an image whose pixels are decoded. Convert errors in the `with` block to BadImage as well."""
     check_number(len(data), MAX_IMAGE_BYTES, "bytes")
     structure.check(data)
     with warnings.catch_warnings():
@@ -196,7 +196,7 @@ def _decoding(data: bytes) -> Iterator[Image.Image]:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    """Return the image rotated as its EXIF says, with 8 bits per channel."""
+    """Return the image after the rotation in its EXIF data, with 8 bits per channel."""
     if _has_16_bits(image):
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     return ImageOps.exif_transpose(image)
@@ -207,7 +207,7 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def _check_exif(image: Image.Image) -> None:
-    """Check EXIF that a PNG has as text: plain, or deflated with two digits per byte. `structure` does not see it."""
+    """Check EXIF data that a PNG has as text, plain or deflated with two digits per byte, which `structure` misses."""
     plain = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     size = len(plain) or len(image.info.get("Raw profile type exif", "")) // 2
     check_number(size, MAX_EXIF_BYTES, "bytes of EXIF")

@@ -9,7 +9,7 @@ from bottega.v1.generation_pb2 import MaskUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSize:
-    """The size of an image in pixels, after its EXIF orientation is applied."""
+    """The size of an image in pixels, after the rotation in its EXIF data."""
 
     width: int
     height: int
@@ -30,7 +30,7 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
-    """Facts about an image file besides its colours; see the protobuf message of the same name."""
+    """Properties of an image file besides its colours; see the protobuf message of the same name."""
 
     size: ImageSize
     transparent: bool = False
@@ -40,7 +40,7 @@ class ImageFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedImage:
-    """An image, decoded at the requested size, with facts about its file."""
+    """An image, decoded in the requested size, and the properties of its file."""
 
     pixels: Pixels
     facts: ImageFacts
@@ -48,28 +48,28 @@ class DecodedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskOrder:
-    """Parameters by which an edit reads its mask."""
+    """Parameters that say how an edit uses its mask."""
 
     width: int
     """Width at which the image is drawn, in pixels."""
     height: int
     latent_scale: int
-    """Pixels per element of the latent, along a side."""
+    """Pixels per element of the latent, along each side."""
     alpha: bool = False
     """Whether the transparent part is redrawn, instead of the white part."""
     padding: int | None = None
-    """Pixels of the image around the mask that are drawn with it; None draws the whole image."""
+    """Pixels of the image around the mask that are drawn, too; None draws the whole image."""
     image_size: ImageSize | None = None
-    """Size of the image. Required if `padding` is set."""
+    """Size of the image; required if `padding` is set."""
     token: int = 0
-    """Elements of the latent per token of the finest attention level, along a side; 0 leaves out `computed_share`."""
+    """Side length, in elements of the latent, of a token at the finest attention level; 0 to omit `computed_share`."""
     margin: int = 0
-    """Tokens around the mask that masked blocks compute as well."""
+    """Width, in tokens, of the margin around the mask that is computed, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crop:
-    """A part of an image of size `image_size`, in pixels."""
+    """A part of an image, in pixels. The whole image has the size `image_size`."""
 
     x: int
     y: int
@@ -86,7 +86,7 @@ class DecodedEdit:
     mask: bytes = field(repr=False)
     """uint8 [height, width], row-major: 1 where the pixels are redrawn, else 0."""
     use: MaskUse
-    """Facts about the mask, without its digest."""
+    """Properties of the mask, without its digest."""
     facts: ImageFacts
 
     @property
@@ -109,10 +109,9 @@ class Overlay:
     mask: bytes = field(repr=False)
     """The encoded mask."""
     order: MaskOrder
-    """Parameters by which the mask is read; `image_size` is ignored."""
+    """Parameters that say how the mask is used; `image_size` is ignored."""
     keep_unmasked: bool = True
-    """Whether the image's pixels and their transparency are kept outside the mask. Otherwise only a crop is pasted
-    back, as in Diffusers.
-    """
+    """Whether pixels outside the mask are those of the image, with their transparency. If False, only a cropped part is
+    pasted into the image, as in Diffusers."""
     feather: int = 0
-    """Pixels over which the drawn pixels, which are opaque, fade into kept ones."""
+    """Width in pixels of the border in which the drawn pixels, which are opaque, fade into those of the image."""

@@ -1,6 +1,6 @@
-"""A pool of codec processes: it sends them images, and decides whether the image caused the loss of a process.
+"""A pool of codec processes: sends them images, and decides whether an image caused the loss of a process.
 
-The image is to blame if the process used up the CPU time of a call, or died twice in it. If the process made no
+The image is the cause if the process used up the CPU time of a call, or died twice in it. If the process made no
 progress, it was stopped or the machine was busy. This module decodes nothing itself.
 """
 
@@ -37,17 +37,17 @@ _LIMITS = {resource.RLIMIT_AS: ADDRESS_SPACE_BYTES, resource.RLIMIT_CORE: 0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
-    """An encoded image, with the time of its encoding."""
+    """An encoded image, and when it was encoded."""
 
     data: bytes
     began_s: float
-    """CLOCK_MONOTONIC, in seconds, when a codec process began to encode it."""
+    """Time on CLOCK_MONOTONIC when a codec process began to encode it."""
     seconds: float
     """Seconds that the process took."""
 
 
 class CodecPool(ProcessPool):
-    """A pool of codec processes, which tenants share by the seconds that their images take.
+    """A pool of codec processes, whose time tenants share.
 
     See `bottega.process.process_pool`. Call `start` before the first call and `stop` after the last. Each call gets the
     share of the tenant that owns the images.
@@ -56,10 +56,10 @@ class CodecPool(ProcessPool):
         processes: Number of codec processes.
         deadline_s: Seconds that a process may take for one call. A call whose process made no progress for so long, or
             died, gets a second process with the same deadline.
-        max_waiting: Calls that may wait, half of them with large images. A further call raises QueueFull with the time
-            after which to retry. One tenant may have fewer, so that others find room.
-        max_wait_s: Seconds after which a call that waits for its turn raises QueueFull. None: it waits as long as its
-            caller.
+        max_waiting: Maximum number of waiting calls, half of them with large images. A further call raises QueueFull
+            with
+            the time after which to retry. The limit for one tenant may be lower, so that others can call, too.
+        max_wait_s: Seconds after which a waiting call raises QueueFull; None lets it wait as long as its caller does.
         idle_s: See PoolLimits.
     """
 
@@ -91,7 +91,7 @@ class CodecPool(ProcessPool):
         super().__init__(spec, limits)
 
     async def inspect(self, image: bytes, *, share: Share = _DEFAULT_SHARE) -> ImageSize:
-        """Decode the image completely and return its size. Raises BadImage, QueueFull, Unavailable."""
+        """Decode the image completely and return its size. Raise BadImage, QueueFull or Unavailable."""
         need = _decoding_need(share, image)
         answer = await self._ask(lambda: _inspect_call(image), len(image), need=need, blame=BadImage)
         return ImageSize(width=answer.width, height=answer.height)
@@ -99,7 +99,7 @@ class CodecPool(ProcessPool):
     async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share = _DEFAULT_SHARE) -> MaskUse:
         """Decode the mask of an edit and return what it redraws, without its digest.
 
-        Raises BadImage, also if the mask redraws nothing; QueueFull, Unavailable.
+        Raises BadImage, also if the mask redraws nothing, QueueFull or Unavailable.
         """
         need = _decoding_need(share, mask, made_pixels=order.width * order.height)
         answer = await self._ask(lambda: _inspect_mask_call(mask, order), len(mask), need=need, blame=BadImage)
@@ -116,7 +116,7 @@ class CodecPool(ProcessPool):
     ) -> DecodedImage:
         """Decode and resize an image or a part of it. Width and height 0 keep the size; a crop needs both.
 
-        Raises BadImage, QueueFull, Unavailable.
+        Raises BadImage, QueueFull or Unavailable.
         """
         need = _decoding_need(share, image, made_pixels=width * height)
         call = partial(_decode_call, image, width, height, crop)
@@ -128,7 +128,7 @@ class CodecPool(ProcessPool):
     ) -> DecodedEdit:
         """Decode an edit's image and mask at the size at which it is drawn. `order.image_size` is ignored.
 
-        Raises BadImage, also if the mask redraws nothing; QueueFull, Unavailable.
+        Raises BadImage, also if the mask redraws nothing, QueueFull or Unavailable.
         """
         need = _decoding_need(share, image, mask, made_pixels=order.width * order.height)
         size_bytes = len(image) + len(mask)
@@ -154,8 +154,8 @@ class CodecPool(ProcessPool):
 
         Raises:
             InternalError: Encoding failed.
-            QueueFull: No call may wait now.
-            Unavailable: No process answered in time.
+            QueueFull: No further call may wait now.
+            Unavailable: No process responded in time.
         """
         overlay_files = () if overlay is None else (overlay.image, overlay.mask)
         answer = await self._ask(
@@ -195,7 +195,7 @@ class CodecPool(ProcessPool):
 
 
 def _decoding_need(share: Share, *images: bytes, made_pixels: int = 0) -> CallNeed:
-    """Estimate the seconds that decoding images takes, from their headers.
+    """Return the estimated cost of decoding images, from their headers.
 
     Args:
         made_pixels: Pixels of the result.
@@ -207,7 +207,7 @@ def _decoding_need(share: Share, *images: bytes, made_pixels: int = 0) -> CallNe
 def _encoding_need(
     share: Share, pixels: Pixels, image_format: ImageFormat.ValueType, overlay_files: Sequence[bytes]
 ) -> CallNeed:
-    """Return the expected cost of encoding pixels and of decoding the files of an overlay."""
+    """Return the estimated cost of encoding pixels, and of decoding the files of an overlay."""
     decoding = _decoding_need(share, *overlay_files)
     made = pixels.width * pixels.height
     per_pixel_s = _ENCODED_PIXEL_S.get(image_format, _DECODED_PIXEL_S)
@@ -225,7 +225,7 @@ def _inspect_mask_call(mask: bytes, order: MaskOrder) -> codec_pb2.CodecCall:
 
 
 def mask_order_to_wire(order: MaskOrder) -> codec_pb2.MaskOrder:
-    """Return an order as the message of a codec call."""
+    """Convert an order to the message of a codec call."""
     size = order.image_size or ImageSize(width=0, height=0)
     return codec_pb2.MaskOrder(
         width=order.width,

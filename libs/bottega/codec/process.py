@@ -1,8 +1,8 @@
 """The codec process: `python -m bottega.codec.process --fd N` answers CodecCall frames until its pipe closes.
 
-It decodes untrusted files, so that a crash, a hang or excessive memory ends only this process. The parent sets the
+It decodes untrusted files, so that a crash, a hang or excessive memory affects only this process. The parent sets the
 limit on memory and the deadline. The process itself limits the CPU seconds of a call, so that the limit holds even if
-the parent has died. The first answer, number 0, says that the process is ready.
+the parent has died. The first answer, with number 0, means that the process is ready.
 """
 
 from __future__ import annotations

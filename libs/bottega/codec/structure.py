@@ -95,10 +95,10 @@ _EXTENDED, _LOSSY, _LOSSLESS, _ANIMATION_FRAME, _WEBP_EXIF = b"VP8X", b"VP8 ", b
 
 
 def check_number(found: int, most: int, what: str) -> None:
-    """Raise BadImage if an image has more of something than is accepted.
+    """Raise BadImage if an image has more than `most` of something.
 
     Args:
-        what: Noun in the plural for the error, such as "pixels".
+        what: What is counted, in the plural, for the error, such as "pixels".
     """
     if found > most:
         raise BadImage(f"the image has {found} {what}; at most {most} are accepted")
@@ -118,9 +118,10 @@ def check(data: bytes) -> None:
 
 
 def claimed_pixels(data: bytes) -> int:
-    """Return how many pixels decoding visits, by the header alone; 0 for a file that `check` refuses, or no image.
+    """Return how many pixels a decoder would process, from the header; 0 for a file that `check` refuses.
 
-    Takes some milliseconds at most. A progressive JPEG counts four times: every scan visits its pixels.
+    This takes some milliseconds at most. The pixels of a progressive JPEG count four times, because every scan visits
+    them.
     """
     for image_format in _FORMATS:
         if data.startswith(image_format.signature):
@@ -182,7 +183,7 @@ class _JpegFrame:
 
 
 def _jpeg_pixels(data: bytes) -> int:
-    """Return `claimed_pixels` of a JPEG; 0 if the header has no frame. Raises BadImage."""
+    """Return `claimed_pixels` of a JPEG; 0 if the header has no frame. Raise BadImage if it is malformed."""
     for segment in _jpeg_segments(data):
         if segment.marker in _ACCEPTED_FRAMES:
             frame = _jpeg_frame(segment)
@@ -211,7 +212,7 @@ def _check_jpeg(data: bytes) -> None:
 
 
 def _jpeg_segments(data: bytes) -> Iterator[_JpegSegment]:
-    """Yield the segments up to the end of the image, as libjpeg and Pillow find them. Raises BadImage."""
+    """Yield the segments up to the end of the image, as libjpeg and Pillow find them. Raise BadImage."""
     at, stray, header = len(_JPEG_SIGNATURE) - 1, 0, True
     for _ in range(MAX_JPEG_SEGMENTS):
         # In the header, Pillow reads stray bytes one by one. After it, all pixels would count as stray bytes.

@@ -83,7 +83,7 @@ class BottegaError(Exception):
     reason: ClassVar[ErrorReason.ValueType] = error_pb2.ERROR_REASON_UNSPECIFIED
 
     def __init_subclass__(cls, *, code: Code | None = None, reason: ErrorReason.ValueType | None = None) -> None:
-        """Set the code and the reason; those that are not given are the parent's.
+        """Set the subclass's code and reason; those that are not given are inherited.
 
         A client can only raise classes that have a reason of their own.
         """
@@ -109,47 +109,48 @@ class BottegaError(Exception):
 
     @property
     def reason_name(self) -> str:
-        """Return the reason as ErrorInfo carries it: without the enum's prefix."""
+        """The reason as it is sent in ErrorInfo: without the enum's prefix."""
         return ErrorReason.Name(self.reason).removeprefix("ERROR_REASON_")
 
 
 class InternalError(BottegaError, code=Code.INTERNAL, reason=error_pb2.ERROR_REASON_INTERNAL):
-    """A bug or failure in the suite. The log has details under the same request_id."""
+    """A bug or a failure in the suite. The service's log has details under the same request_id."""
 
 
 class ConfigError(BottegaError, code=Code.FAILED_PRECONDITION):
-    """A configuration, or something that it names, cannot be used. Never on the wire."""
+    """A configuration cannot be used, or something that it names. Never on the wire."""
 
     exit_status: ClassVar[int] = 2
-    """Exit status of a process that ends with this error. Supervisors do not restart it: it would fail again."""
+    """Exit status of a process that ends with this error. Supervisors do not restart it, because it would fail
+    again."""
 
 
 class ServicesMissing(ConfigError):
-    """The SDK was installed without the services, which a command needs."""
+    """A command needs bottega-services, but only the SDK is installed."""
 
 
 class InvalidRequest(BottegaError, code=Code.INVALID_ARGUMENT, reason=error_pb2.ERROR_REASON_INVALID_REQUEST):
-    """A field breaks a rule; `violations` lists all of them."""
+    """Fields of the request break rules; `violations` lists all of them."""
 
 
 class BadImage(InvalidRequest, reason=error_pb2.ERROR_REASON_BAD_IMAGE):
-    """An input image cannot be decoded, or is beyond the limits."""
+    """An input image cannot be decoded, or exceeds a limit."""
 
 
 class FieldNotServed(BottegaError, code=Code.UNIMPLEMENTED, reason=error_pb2.ERROR_REASON_FIELD_NOT_SERVED):
-    """A field is designed but not served yet; metadata["field"] names it, several with commas between."""
+    """A field is defined but not supported yet; metadata["field"] names it, or several with commas between."""
 
 
 class MethodNotServed(BottegaError, code=Code.UNIMPLEMENTED, reason=error_pb2.ERROR_REASON_METHOD_NOT_SERVED):
-    """The service has no such method: it is another service, or another version."""
+    """The service does not have this method, because it is another service or another version."""
 
 
 class RequestIdReused(BottegaError, code=Code.ALREADY_EXISTS, reason=error_pb2.ERROR_REASON_REQUEST_ID_REUSED):
-    """The request_id was used for another request."""
+    """The request_id was already used for a different request."""
 
 
 class TooLarge(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_TOO_LARGE):
-    """The request cannot fit; metadata names the limit."""
+    """The request exceeds a limit; metadata names the limit."""
 
 
 class ModelNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_MODEL_NOT_FOUND):
@@ -157,7 +158,7 @@ class ModelNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_RE
 
 
 class Unauthenticated(BottegaError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_UNAUTHENTICATED):
-    """The service asks callers to identify themselves, and the call has no key, or one that it does not know."""
+    """The service requires an API key or certificate, and the call has none, or an unknown one."""
 
 
 class Forbidden(BottegaError, code=Code.PERMISSION_DENIED, reason=error_pb2.ERROR_REASON_FORBIDDEN):
@@ -177,7 +178,7 @@ class ImageNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_RE
 
 
 class TraceNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_TRACE_NOT_FOUND):
-    """No attempt at the job has ended yet, or its trace was forgotten."""
+    """No attempt at the job has ended yet, or its trace was evicted."""
 
 
 class JobNotFinished(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_JOB_NOT_FINISHED):
@@ -185,7 +186,7 @@ class JobNotFinished(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_p
 
 
 class StaleAttempt(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_ATTEMPT):
-    """The attempt is superseded by a later one."""
+    """A later attempt at the job has replaced this one."""
 
 
 class Poisoned(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_POISONED):
@@ -217,7 +218,7 @@ class ModelMismatch(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb
 
 
 class FleetFull(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_FLEET_FULL):
-    """The fleet has no room for another member; metadata["max_members"] is the limit."""
+    """The fleet has the maximum number of members; metadata["max_members"] is the limit."""
 
 
 class Unavailable(BottegaError, code=Code.UNAVAILABLE):
@@ -247,16 +248,16 @@ class ReaderStalled(Unavailable, reason=error_pb2.ERROR_REASON_READER_STALLED):
 class StorageUnavailable(Unavailable, reason=error_pb2.ERROR_REASON_STORAGE_UNAVAILABLE):
     """Data cannot be stored now: the disk is full, or cannot be written or read.
 
-    metadata["cause"] is the system's name for the error, such as ENOSPC. The operation may still have happened, as when
-    an answer is lost.
+    metadata["cause"] is the system's name for the error, such as ENOSPC. The operation may still have been executed,
+    for example if only the response was lost.
     """
 
 
 class TooManyOpenFiles(StorageUnavailable, reason=error_pb2.ERROR_REASON_TOO_MANY_OPEN_FILES):
     """The service or its machine has no file descriptors left; the message says which limit to raise.
 
-    Nothing can be stored or read meanwhile: callers that retry when a disk is unavailable should retry here as well.
-    metadata["cause"] is EMFILE or ENFILE; metadata["limit"] is the service's limit.
+    Until some are closed nothing can be stored or read, so callers that retry when a disk is unavailable should retry
+    here as well. metadata["cause"] is EMFILE or ENFILE; metadata["limit"] is the service's limit.
     """
 
 
@@ -265,18 +266,18 @@ class DataLoss(BottegaError, code=Code.DATA_LOSS, reason=error_pb2.ERROR_REASON_
 
 
 class LinkError(BottegaError, code=Code.UNAVAILABLE):
-    """A tensor link failed. Others are not affected."""
+    """A tensor connection failed. Others are not affected."""
 
 
 class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):
-    """A service has no room for another tensor link, or for another offer of one.
+    """A service has the maximum number of tensor connections, or of offers to open one.
 
     metadata["limit"] is "links" or "offers".
     """
 
 
 class EngineStarting(Unavailable, reason=error_pb2.ERROR_REASON_ENGINE_STARTING):
-    """The service runs, but the engine that serves its links is still starting. Retry."""
+    """The service runs, but its engine, which accepts tensor connections, is still starting. Retry."""
 
 
 class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
@@ -284,7 +285,7 @@ class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
 
 
 class LinkClosed(LinkError, reason=error_pb2.ERROR_REASON_LINK_CLOSED):
-    """The link was closed by one of its ends."""
+    """One of its ends has closed the tensor connection."""
 
 
 class DeadlineExceeded(LinkError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2.ERROR_REASON_LINK_DEADLINE_EXCEEDED):
@@ -292,34 +293,34 @@ class DeadlineExceeded(LinkError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2.
 
 
 class NoCredit(LinkError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_NO_CREDIT):
-    """The receiver holds every slot, and released none before the deadline. The link stays usable."""
+    """The receiver uses every slot, and released none before the deadline. The connection stays usable."""
 
 
 class NoSharedMemory(LinkError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_NO_SHARED_MEMORY):
-    """The system has no memory for a slot, or allows no file of its size. The link stays usable.
+    """The system has no memory for a slot, or does not allow a file of its size. The connection stays usable.
 
     metadata["cause"] is the system's name for the error, such as ENOSPC.
     """
 
 
 class AuthFailed(LinkError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_LINK_AUTH_FAILED):
-    """The token of a link's offer is wrong, already used or too old. Request a new offer."""
+    """The token in the offer of a tensor connection is wrong, already used or too old. Request a new offer."""
 
 
 class StaleEpoch(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_EPOCH):
-    """The link has been reopened; only the newest epoch is served."""
+    """The tensor connection has been reopened; only the newest epoch is served."""
 
 
 class LayoutMismatch(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LAYOUT_MISMATCH):
-    """A message has another layout than its receiver expects; none of its bytes were read."""
+    """A message does not have the layout that its receiver expects; none of its bytes were read."""
 
 
 class LeaseExpired(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LEASE_EXPIRED):
-    """A received message was released, or was kept too long after its link had died."""
+    """A received message was already released, or was kept too long after its connection had ended."""
 
 
 class MessageAborted(LinkError, code=Code.ABORTED, reason=error_pb2.ERROR_REASON_MESSAGE_ABORTED):
-    """The sender withdrew a message before it was complete. The link stays usable."""
+    """The sender withdrew a message before it was complete. The connection stays usable."""
 
 
 class BadFrame(LinkError, code=Code.DATA_LOSS, reason=error_pb2.ERROR_REASON_BAD_FRAME):
@@ -350,7 +351,7 @@ class LoraInUse(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ER
 
 
 class NoLora(Unavailable, reason=error_pb2.ERROR_REASON_NO_LORA):
-    """The LoRA store cannot be reached, or is too slow; metadata["loras"] names the LoRAs that were requested."""
+    """No LoRA store can be reached, or it is too slow; metadata["loras"] names the requested LoRAs."""
 
 
 class ControlNetNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_CONTROLNET_NOT_FOUND):
@@ -379,7 +380,7 @@ class CacheEntryNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERR
 
 
 class CacheEntryGone(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_CACHE_ENTRY_GONE):
-    """The cached latent that a request names is gone, or belongs to a request of another kind.
+    """The cached latent that a request names does not exist any more, or was recorded with other settings.
 
     metadata["entry"] is "ENTRY@STEP".
     """
@@ -390,8 +391,8 @@ class NoCache(Unavailable, reason=error_pb2.ERROR_REASON_NO_CACHE):
 
 
 class RecordingNotKept(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_RECORDING_NOT_KEPT):
-    """An edit cannot be repeated exactly: the recording that it used is not kept; metadata["recording"] names it."""
+    """An edit cannot be repeated exactly: the recording that it used is gone; metadata["recording"] names it."""
 
 
 class NoActivationStore(Unavailable, reason=error_pb2.ERROR_REASON_NO_ACTIVATION_STORE):
-    """No activation store can be reached. Edits are drawn without recordings, and compute everything."""
+    """No activation store can be reached. Edits are drawn without recorded activations, and compute everything."""

@@ -1,8 +1,8 @@
-"""The manifest of services, in the order in which they start, and what each declares of itself as a `ServiceSpec`.
+"""The manifest of services, in the order in which they start, with a `ServiceSpec` for each.
 
-A line of `services.txt` names a Python module with a `SPEC` in it; "#" begins a comment. Services that are not part of
+A line of `services.txt` names a Python module that has a `SPEC`; "#" begins a comment. Services that are not part of
 Bottega are listed in manifests of their own, whose paths are in BOTTEGA_SERVICES. `bottega up`, its supervisor, doctor
-and systemd start and watch a service by its spec.
+and systemd start and watch a service according to its spec.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServiceOption:
     """A numeric option of `bottega up` for a service, such as the number of its processes."""
 
     name: str
-    """An identifier; the command line shows it with dashes."""
+    """Name of the option, an identifier; the command line shows it with dashes."""
     help: str
     default: int
     least: int = 0
@@ -43,7 +43,7 @@ class SuiteSettings:
     """Settings that all processes of a suite on one machine share."""
 
     address: str
-    """host:port of the gateway, like metrics_address and fleet_address."""
+    """host:port of the gateway."""
     metrics_address: str
     fleet_address: str
     """The address at which services join the fleet."""
@@ -52,110 +52,105 @@ class SuiteSettings:
     model_name: str
     """Name under which workers serve the model."""
     model_folder: Path
-    """Folder of the model, also of the embedded one."""
+    """Folder of the model, also if it is the embedded one."""
     device: str
     dtype: str
     threads: int
-    """Requested threads of each worker; 0 divides `cores` among the workers."""
+    """CPU threads of each worker; 0 divides `cores` among the workers."""
     cores: int
     drain_grace_s: float
     state: Path
-    """Folder below which services keep persistent files."""
+    """Folder in which each service has a folder for persistent files."""
     options: Mapping[str, int]
     """The options of all services, by name."""
 
     @property
     def server(self) -> dict[str, object]:
-        """The `server` section of a service's configuration."""
+        """The `server` section of every service's configuration."""
         return {"drain_grace_s": self.drain_grace_s}
 
     def threads_of(self, processes: int, *, beside: int = 0) -> int:
-        """Return the threads of each of `processes` that share the cores with `beside` times as many others."""
+        """Return the CPU threads of each of `processes` processes, if `beside` times as many others share the cores."""
         return self.threads or max(1, self.cores // (1 + beside) // max(1, processes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSettings:
-    """The parts of a service's systemd unit that not all services have."""
+    """Properties of a service's systemd unit that differ between services."""
 
     on_device: bool = False
-    """Whether it computes with torch, on a device."""
+    """Whether the service computes with torch, on a CPU or GPU."""
     links: bool = False
-    """Whether services of the same machine that run as other users open links to it."""
+    """Whether services on the same machine, which run as other users, open tensor connections to this one."""
     tenants: bool = False
-    """Whether it reads the tenants file, which only root may write.
+    """Whether the service reads the file of tenants, which only root may write.
 
-    Must not be set together with `links`: each needs its own group, and a unit has only one.
-    """
+    Must not be set together with `links`: each needs its own group, and a unit has only one."""
     reads_models: bool = False
-    """Whether it reads models, which may lie in a home folder."""
+    """Whether the service reads models, which may be in a home folder."""
     start_s: int = 0
-    """Seconds in which it must become ready or extend its start; 0 for systemd's default."""
+    """Seconds in which the service must become ready or extend its start; 0 for systemd's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """A service of the suite."""
+    """The declaration of a service: how it is started, configured and installed, and which add-ons it has."""
 
     kind: str
-    """Kind with which it joins the fleet; also the name of its process, its state folder and its unit."""
+    """Kind of the service in the fleet; also the name of its process, its state folder and its unit."""
     title: str
-    """Name for users."""
+    """What the service is called in texts for users, such as "LoRA store"."""
     module: str
-    """`python -m MODULE --config FILE` starts it."""
+    """Module that starts the service: `python -m MODULE --config FILE`."""
     configure: Callable[[SuiteSettings, str], Mapping[str, object]]
-    """Returns its configuration in a suite on one machine, given the process's name."""
+    """Returns the configuration for a suite on one machine. The second argument is the name of the process."""
     config: str = ""
-    """Its configuration's dataclass, "MODULE:CLASS"; "" hides it from `bottega config`."""
+    """Dataclass of the configuration, "MODULE:CLASS"; "" hides the service from `bottega config`."""
     config_check: str = ""
-    """"MODULE:FUNCTION", or "".
+    """Function that checks a configuration, "MODULE:FUNCTION"; "" for none.
 
-    It raises ConfigError for a configuration that names something unusable on this machine.
-    """
+    It raises ConfigError for a configuration that names something unusable on this machine."""
     example: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the configuration that is installed with its unit. The other keys appear there as comments."""
+    """Settings in the configuration file that is installed with the unit. The file shows other keys as comments."""
     count: ServiceOption | None = None
-    """The option with the number of its processes, whose names are numbered; None means exactly one."""
+    """Option with the number of processes, whose names are numbered; None if there is exactly one."""
     options: tuple[ServiceOption, ...] = ()
     """Further options."""
     joins: bool = True
-    """Whether it is ready only when it has joined the fleet, instead of as soon as it serves."""
+    """Whether the service is ready only after it has joined the fleet, and not as soon as it serves."""
     folders: tuple[str, ...] = ()
-    """Names of folders below the state that it uses besides its own."""
+    """Names of folders in the state folder that the service uses besides its own."""
     requires: tuple[str, ...] = ()
-    """Distributions that it imports, and that a machine without it need not have."""
+    """Distributions that the service imports, and that machines without the service need not have."""
     install: str = ""
-    """The requirement that makes `pip install` install all of them."""
+    """Requirement for `pip install` that installs all of `requires`."""
     add_on: str = ""
-    """"MODULE:FUNCTION" of the gateway's part, or "".
+    """Function that makes the gateway's add-on, "MODULE:FUNCTION"; "" for none.
 
-    It makes an AddOn from an AddOnContext (bottega.addons.interface.gateway_addon), for jobs that use this service.
-    """
+    It makes an AddOn from an AddOnContext (bottega.addons.interface.gateway_addon), for jobs that use this service."""
     engine_add_on: str = ""
-    """"MODULE:FUNCTION" of the part in workers' engines, or "".
+    """Function that makes the add-on of workers' engines, "MODULE:FUNCTION"; "" for none.
 
-    It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.addons.interface.engine_context).
-    """
+    It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.addons.interface.engine_context)."""
     front_add_on: str = ""
-    """"MODULE:CLASS" of the part in workers' fronts, or "".
+    """Class of the add-on of workers' front processes, "MODULE:CLASS"; "" for none.
 
-    It is a FrontAddOn of this kind (bottega.addons.interface.front_addon).
-    """
+    It is a FrontAddOn of this kind (bottega.addons.interface.front_addon)."""
     unit: UnitSettings = field(default_factory=UnitSettings)
 
     def names(self, options: Mapping[str, int]) -> list[str]:
-        """Return the names of its processes."""
+        """Return the names of the service's processes."""
         if self.count is None:
             return [self.kind]
         return [f"{self.kind}-{number}" for number in range(options[self.count.name])]
 
 
 def read_services() -> tuple[ServiceSpec, ...]:
-    """Return the services that a suite of this machine has.
+    """Return the services of the manifests on this machine.
 
     Raises:
-        ServicesMissing: Bottega's own are not installed.
-        ConfigError: A manifest cannot be used; it names the line.
+        ServicesMissing: Bottega's own services are not installed.
+        ConfigError: A manifest cannot be used; the error names the line.
     """
     others = os.environ.get(VARIABLE, "").split(os.pathsep)
     return _read((MANIFEST, *(Path(path) for path in others if path)))
@@ -175,7 +170,7 @@ def missing_packages(service: ServiceSpec) -> list[str]:
 
 
 def load_object(path: str) -> Any:
-    """Return the object that a spec names as "MODULE:NAME". Raises ConfigError."""
+    """Return the object that a spec names as "MODULE:NAME". Raise ConfigError if it cannot be imported."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The embedded default model family: scenes, the prompts that describe them, and where the weights are."""
+"""The embedded model, called miniature: the scenes that it draws, their prompts, and where its weights are."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 def _folder() -> Path:
     """Return the folder of the weights, which are a distribution of their own, bottega-miniature.
 
-    In a checkout they lie beside this one, installed or not.
+    In a source checkout they are beside this distribution, installed or not.
     """
     in_checkout = Path(__file__).parents[2] / "weights/bottega/miniature_weights"
     if not in_checkout.is_dir() and (found := find_spec("bottega.miniature_weights")) is not None:
@@ -16,4 +16,4 @@ def _folder() -> Path:
 
 
 WEIGHTS = _folder()
-"""Folder of the embedded model, in Diffusers' layout; it is not there where bottega-miniature is not installed."""
+"""Folder of the embedded model, in Diffusers' layout. It does not exist where bottega-miniature is not installed."""

@@ -1,4 +1,4 @@
-"""The measured seconds of a turn by latent shape and rows, and the cost of rows that compute only some tokens."""
+"""Measured seconds of forward passes by latent shape and batch rows, and the cost of rows that compute few tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Shape = tuple[int, int]
 """Latent height and width."""
 
 MAX_SHAPES = 32
-"""Maximum number of remembered shapes. Callers choose shapes, and every report to the gateway carries all of them."""
+"""Maximum number of shapes with measurements. Callers choose shapes, and every report to the gateway contains all of
+them."""
 
 # Turns after which a new measurement weighs a tenth. It is large enough to absorb a busy neighbour, and small enough to
 # follow a change of clock speed within about twenty turns.
@@ -33,13 +34,13 @@ _LEAST = 0.02
 
 
 class StepTimes:
-    """Seconds of one turn as a function of shape and rows, learnt from turns that ran.
+    """Estimates the seconds of one forward pass ("turn") from shape and number of batch rows, from passes that ran.
 
-    It interpolates between measured row counts and extends the last slope beyond them. The function never falls with
-    rows: a turn that took longer than one of more rows was delayed. A shape that never ran uses the times of the
+    It interpolates between measured row counts and extends the last slope beyond them. The estimate never falls as rows
+    grow: a turn that took longer than one of more rows was delayed. A shape that never ran uses the times of the
     nearest shape in proportion to the area; once it has run with one row count, it only uses that shape's growth with
     rows. A shape without area is unknown and uses the times unchanged. Of more than MAX_SHAPES shapes, the one that ran
-    longest ago is forgotten.
+    longest ago is dropped.
 
     A row count that seems too slow is not chosen, so its time would never be corrected. `outdated` tells which row
     count to try again. It changes nothing else: seconds are always measured.
@@ -55,9 +56,9 @@ class StepTimes:
         """Record the duration of one turn.
 
         An outlier, for example of a paused machine, counts as at most twice the expected time. The first turns of a row
-        count are averaged; later, old ones fade. An outdated row count that was faster than before is learnt anew. One
-        that was slower is averaged, because the first turn after a long time is often slow. If fewer rows now take
-        longer than an outdated row count, that count is raised to their time.
+        count are averaged; later, the weight of old ones decays. An outdated row count that was faster than before is
+        measured anew. One that was slower is averaged, because the first turn after a long time is often slow. If fewer
+        rows now take longer than an outdated row count, that count is raised to their time.
 
         Args:
             fewest_rows: The smallest row count that takes as long as `rows`, because it is padded to `rows`.
@@ -84,7 +85,7 @@ class StepTimes:
         self._curves.pop(shape, None)
 
     def seconds(self, shape: Shape, rows: float) -> float | None:
-        """Return the expected seconds of a turn of `rows` (possibly fractional) rows; None if nothing was measured."""
+        """Return the expected seconds of a turn of `rows` rows, which may be a fraction; None without measurements."""
         if rows <= 0:
             return 0.0
         curve = self._curves.get(shape)
@@ -99,8 +100,8 @@ class StepTimes:
         """Return whether a turn of `rows` rows should be tried although it seems too slow.
 
         That is so if its time was measured at least OUTDATED_TURNS ago and the last trial was at least
-        TRIAL_PAUSE_TURNS ago. It never holds for more rows than the shape, or the shape whose times it uses, ever ran
-        with.
+        TRIAL_PAUSE_TURNS ago. Row counts are never tried that are higher than all with which the shape, or the shape
+        whose times it uses, ever ran.
         """
         if self._turns - self._tried_at < TRIAL_PAUSE_TURNS:
             return False
@@ -125,7 +126,7 @@ class StepTimes:
     ) -> StepTimes:
         """Rebuild a table from the entries that another process sent.
 
-        It leaves out entries without rows, time or area, and shapes beyond MAX_SHAPES.
+        It ignores entries without rows, time or area, and shapes beyond MAX_SHAPES.
 
         Args:
             outdated: Shapes and rows of the entries that are outdated.
@@ -152,7 +153,7 @@ class StepTimes:
         return seconds * _along(growth, rows) / _along(growth, count)
 
     def _nearest(self, shape: Shape, *, row_counts: int) -> Shape | None:
-        """Return the shape of the nearest area that ran with at least `row_counts` different row counts."""
+        """Return the shape of the nearest area that ran with at least `row_counts` different row counts, or None."""
         able = (other for other, known in self._means.items() if len(known) >= row_counts)
         return min(able, key=lambda other: abs(_area(other) - _area(shape)), default=None)
 
@@ -164,12 +165,12 @@ class StepTimes:
 
 @dataclass(slots=True, kw_only=True)
 class _Mean:
-    """Mean seconds of the turns so far; once there are enough, old ones fade."""
+    """Mean seconds of turns. Once there are enough, the weight of old ones decays."""
 
     seconds: float
     turns: int = 1
     measured_at: int = 0
-    """The table's turn of the last measurement."""
+    """Number of the table's turn in which it was last updated."""
 
     def add(self, seconds: float) -> None:
         self.turns = min(self.turns + 1, _SETTLED)
@@ -180,7 +181,7 @@ _Curve = list[tuple[float, float]]
 
 
 def _rising(known: dict[int, _Mean]) -> _Curve:
-    """Return row counts and seconds in order, with each time at most as long as the later ones."""
+    """Return row counts and seconds in order, where each time is lowered to the later ones if it is longer."""
     curve: _Curve = []
     least = math.inf
     for rows in sorted(known, reverse=True):
@@ -203,9 +204,9 @@ def _along(curve: _Curve, rows: float) -> float:
 
 
 def _below(curve: _Curve, rows: float) -> float:
-    """Return the seconds of fewer rows than ever ran: on the first slope, but at least in proportion.
+    """Return the seconds of fewer rows than ever ran: on the first slope, but at least in proportion to rows.
 
-    Masked rows are fractions of rows, and the gain of running them together decides how many do.
+    Masked rows count as fractions of rows, and the gain of running them together determines how many do.
     """
     count, seconds = curve[0]
     if len(curve) == 1:
@@ -224,29 +225,29 @@ def _ratio(shape: Shape, lender: Shape) -> float:
 
 
 class RowFractions:
-    """The fixed part of a row's cost, by latent shape.
+    """The fixed part of a row's cost, as a fraction, by latent shape.
 
     The rest is proportional to the share of tokens that is computed.
 
-    A shape that never ran costs as much as the one that ran last. Of more than MAX_SHAPES, the one that ran longest ago
-    is forgotten.
+    A shape that never ran is assumed to be like the one that ran last. Of more than MAX_SHAPES, the one that ran
+    longest ago is dropped.
     """
 
     def __init__(self) -> None:
         self._fixed: dict[Shape, float] = {}
 
     def fraction(self, shape: Shape, share: float) -> float:
-        """Return the cost of a row that computes this share of its tokens, in plain rows; in (0, 1]."""
+        """Return the cost of a row that computes this share of its tokens, relative to all of them; in (0, 1]."""
         fixed = self._known(shape)
         return min(1.0, max(_LEAST, fixed + (1.0 - fixed) * share))
 
     def observe(self, times: StepTimes, shape: Shape, *, rows: int, shares: Sequence[float], seconds: float) -> None:
         """Record a turn of `rows` rows, some of which computed only these shares of their tokens.
 
-        A turn without information changes nothing.
+        A turn that says nothing about the fixed part changes nothing.
 
         Args:
-            times: Times of plain rows, from which the time of the same turn without masks is estimated.
+            times: Times of rows that compute all tokens, to estimate the time of the same turn without masks.
         """
         saved = sum(1.0 - share for share in shares)
         measured = rows_in(times, shape, seconds, most=rows)
@@ -265,7 +266,7 @@ class RowFractions:
 
     @classmethod
     def from_entries(cls, entries: Iterable[tuple[Shape, float]]) -> RowFractions:
-        """Rebuild the object from entries that another process sent, without invalid ones or more than MAX_SHAPES."""
+        """Rebuild the object from another process's entries, ignoring invalid ones and those beyond MAX_SHAPES."""
         fractions = cls()
         for shape, fixed in entries:
             if math.isfinite(fixed) and 0.0 <= fixed <= 1.0 and len(fractions._fixed) < MAX_SHAPES:
@@ -284,7 +285,7 @@ def rounded_share(share: float) -> float:
 
 
 def rows_in(times: StepTimes, shape: Shape, seconds: float, *, most: int) -> float | None:
-    """Return how many plain rows, up to `most`, take `seconds`; None if nothing was measured."""
+    """Return how many rows that compute all tokens, up to `most`, take `seconds`; None without measurements."""
     if times.seconds(shape, most) is None:
         return None
     low, high = 0.0, float(most)

@@ -1,4 +1,4 @@
-"""The planned seconds of a step by its size, in a table that is small enough to be part of a worker's reports."""
+"""The planned seconds of a step by its number of rows, in a table that is small enough for a worker's reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from bottega.planning.cost import MAX_SHAPES, Shape
 
 MAX_POINTS = 12
-"""Maximum number of points of one shape."""
+"""Maximum number of points in the table of one shape."""
 
 # Row counts within this ratio are about the same. It is small, because a turn's time grows with its rows.
 _NEAR = 1.1
@@ -23,11 +23,11 @@ _Planned = tuple[float, int]
 class StepTable:
     """Seconds of one step as the worker plans it, as a function of latent shape and row-equivalents.
 
-    A row-equivalent is the cost of a plain row; fractions are usual. The table interpolates between two points, extends
-    the last slope, and below the first point goes half-way between proportional and constant, as StepTimes does. A plan
-    replaces those of about as many rows, because the speed of loads may have changed. Of more than MAX_POINTS points of
-    a shape, one is dropped: the oldest if it is old, else the one that its neighbours predict best. Of more than
-    MAX_SHAPES shapes, the one planned longest ago is dropped.
+    A row-equivalent is the cost of a row that computes all tokens; fractions are usual. The table interpolates between
+    two points, extends the last slope, and below the first point goes half-way between proportional and constant, as
+    StepTimes does. A plan replaces those of about as many rows, because the speed of loads may have changed. Of more
+    than MAX_POINTS points of a shape, one is dropped: the oldest if it is old, else the one that its neighbours predict
+    best. Of more than MAX_SHAPES shapes, the one planned longest ago is dropped.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class StepTable:
 
     @classmethod
     def from_entries(cls, entries: Iterable[tuple[Shape, float, float]]) -> StepTable:
-        """Rebuild a table from the entries that another process sent, within the same bounds."""
+        """Rebuild a table from the entries that another process sent, within the same limits."""
         table = cls()
         for shape, row_equivalents, seconds in entries:
             table.note(shape, row_equivalents, seconds)

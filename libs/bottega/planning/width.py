@@ -1,6 +1,7 @@
-"""Decisions that follow from the cost of a turn: how many requests run together, and on which worker.
+"""Decides how many requests run together in a batch and on which worker, from the cost of forward passes.
 
-Only this module computes the work of a request: its rows and steps with guidance, image-to-image and ControlNets.
+This module alone computes the work of a request: its rows and steps with guidance, image-to-image and ControlNets. A
+turn is one forward pass of a batch; each request in it makes one step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 _HORIZON = 32
 
 MAX_BACKLOG = 16
-"""Largest number of queued requests that decisions consider. Callers need not report a longer queue."""
+"""Maximum number of queued requests that decisions consider. Callers need not report a longer queue."""
 
 # How much worse the mean may get for a wider group. A wider group is fairer, because its last member ends earlier, and
 # it can admit the next arrival, which the sum does not count.
@@ -26,7 +27,7 @@ _MOST_TOLERANCE = 0.15
 _LEAST_GAIN = 0.05
 
 Seconds = Callable[[float], float | None]
-"""Seconds of a forward by its number of rows; None if nothing was measured."""
+"""Returns the seconds of a forward pass from its number of rows; None without measurements."""
 
 
 class RemainingWork(NamedTuple):
@@ -35,16 +36,16 @@ class RemainingWork(NamedTuple):
     steps: int
     """Remaining turns."""
     rows: float
-    """Rows that it puts into each turn (two per image if guided), in row-equivalents of plain rows."""
+    """Batch rows of the request (two per image if guided), in multiples of a row that computes all tokens."""
 
 
 def rows_per_image(guidance_scale: float) -> int:
-    """Return the rows of an image in a turn: classifier-free guidance needs a second one."""
+    """Return the batch rows of an image: 2 with classifier-free guidance, else 1."""
     return 2 if guidance_scale > 1.0 else 1
 
 
 def steps_to_run(num_inference_steps: int, strength: float | None) -> int:
-    """Return the denoising steps of one image. A strength means image-to-image, which starts later.
+    """Return the number of denoising steps of one image. A strength means image-to-image, which skips the first steps.
 
     Source: get_timesteps of Diffusers' StableDiffusionXLImg2ImgPipeline.
     """
@@ -54,23 +55,23 @@ def steps_to_run(num_inference_steps: int, strength: float | None) -> int:
 
 
 def control_steps(start: float, end: float, steps: int) -> tuple[int, int]:
-    """Return the steps [first, last) of `steps` in which a ControlNet is active, or (0, 0) if there are none.
+    """Return the steps [first, last) of `steps` in which a ControlNet is active; (0, 0) if there are none.
 
     Source: controlnet_keep of Diffusers' StableDiffusionXLControlNetPipeline, with the same divisions.
 
     Args:
         start: control_guidance_start, a fraction of the steps that run.
-        end: control_guidance_end, likewise.
+        end: control_guidance_end, a fraction of the steps that run.
     """
     active = [step for step in range(steps) if step / steps >= start and (step + 1) / steps <= end]
     return (active[0], active[-1] + 1) if active else (0, 0)
 
 
 def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> list[float]:
-    """Return the seconds until each of `works` ends, first come first served, with at most `width` at once.
+    """Return the seconds until each of `works` ends, first come first served, with at most `width` in a batch.
 
     Args:
-        seconds: Cost of one turn by its number of rows.
+        seconds: Returns the seconds of a turn from its number of rows.
     """
     ends = [0.0] * len(works)
     # The turn after which each work ends, and its place in `works`.
@@ -96,7 +97,7 @@ def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], 
 
 
 def _sum_of_completions(works: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> float:
-    """Return the sum of `completion_times`, which alone decides the width."""
+    """Return the sum of `completion_times`, which is all that the choice of a width needs."""
     # The turn after which each work ends, and its rows.
     running: list[tuple[int, float]] = list(works[:width])
     heapify(running)
@@ -122,7 +123,7 @@ def _sum_of_completions(works: Sequence[RemainingWork], seconds: Callable[[float
 
 
 def most_on_trial(width: int) -> int:
-    """Return how many may run together in a trial turn, if `width` pay off.
+    """Return how many requests may run together in a trial turn, if `width` of them are known to pay off.
 
     It is twice as many: if that still does not pay, the first request is delayed by little more than one turn.
     """
@@ -133,11 +134,11 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
     """Return how many of `works`, first come first served, should run together: 1 to 32, or 0 if there are none.
 
     It is the largest width whose mean completion time is within 5 % of the best, and within 15 % of a work's own time.
-    If doubling a group doubles its turn, as with a large model, that is 1 for works of equal length. It is more if a
+    If doubling a batch doubles its time, as with a large model, that is 1 for works of equal length. It is more if a
     turn has a fixed cost to share, or if a short work would wait for a long one.
 
     Args:
-        max_rows: Bound on the rows of one turn. A first work beyond it still runs, alone.
+        max_rows: Maximum rows of one turn. A first work beyond it still runs, alone.
     """
     seen = works[:_HORIZON]
     cost = cache(seconds)
@@ -160,17 +161,18 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
 def rows_to_offload(
     rows: int, offloadable: int, *, own: Seconds, theirs: Seconds, backlog: int, saved: float = 0.0
 ) -> int:
-    """Return how many of `rows` rows the other worker should compute, so that the turn ends earliest.
+    """Return how many of `rows` rows a second worker should compute, so that the turn ends earliest.
 
     It returns 0 if sharing saves less than 5 % of the turn.
 
     Args:
-        offloadable: How many rows may be offloaded.
-        own: Seconds of a local forward.
-        theirs: Seconds of a forward at the peer, with transfer.
-        backlog: Requests that wait for a worker. Nothing is offloaded then: two workers that share a request achieve
-            less than two that have one each, because half the rows take more than half the time.
-        saved: Time that local rows save by computing only part of their tokens, in plain rows.
+        offloadable: Maximum number of rows that may be offloaded.
+        own: Seconds of a forward pass on this worker.
+        theirs: Seconds of a forward pass on the other worker, with transfer.
+        backlog: Requests that wait for a worker. If there are any, nothing is offloaded: two workers that share a
+            request
+            achieve less than two that have one each, because half the rows take more than half the time.
+        saved: Time that rows on this worker save by computing only part of their tokens, in plain rows.
     """
     if backlog > 0 or offloadable < 1 or rows < 2:
         return 0

@@ -1,5 +1,5 @@
 """Picture quality: how well a picture shows what its prompt asks for.
 
-`oracle` reads pictures of the miniature back (numpy, no torch). `clip` scores pictures of any model with a CLIP
+`oracle` parses pictures of the embedded model (numpy, no torch). `clip` scores pictures of any model with a CLIP model
 (torch). `python -m bottega.quality --fd N` scores pictures for a process that imports neither.
 """

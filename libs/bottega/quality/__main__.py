@@ -19,14 +19,14 @@ Score = Callable[[str, PIL.Image.Image], float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until the other end of the pipe closes.
+    """Answer requests until the other end of the pipe closes.
 
     The first answer says that the process is ready, or why it cannot score.
     """
     parser = argparse.ArgumentParser(description="Bottega's scoring process; other processes start it")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument(
-        "--clip", type=Path, help="folder of a CLIP for transformers; without it, the miniature's oracle scores"
+        "--clip", type=Path, help="folder of a CLIP model of transformers; default: the embedded model's own scorer"
     )
     options = parser.parse_args(arguments)
     with closing(FramedPipe.from_fd(options.fd)) as pipe:
@@ -52,7 +52,7 @@ def _answer(score: Score, question: ScoreQuestion) -> ScoreAnswer:
 
 
 def _by_oracle() -> Score:
-    """Return a score: the share of the prompt's statements that the picture shows, 0 to 1."""
+    """Return a scorer for the embedded model: the share of the prompt's statements that the picture shows, 0 to 1."""
     from bottega.quality import oracle
 
     def score(prompt: str, picture: PIL.Image.Image) -> float:
@@ -65,7 +65,7 @@ def _by_oracle() -> Score:
 
 
 def _by_clip(folder: Path) -> Score:
-    """Return a score: 100 times the cosine of picture and prompt, at least 0."""
+    """Return a scorer for any model: 100 times the cosine of the embeddings of picture and prompt, at least 0."""
     if not (folder / "config.json").is_file():  # checked before torch is imported
         raise ValueError(f"{folder} is not a CLIP for transformers: it has no config.json")
     import transformers

@@ -1,4 +1,4 @@
-"""Two towers that embed pictures and texts: the miniature's own, or any CLIP in transformers' folder layout; torch."""
+"""CLIP models that embed pictures and texts: the embedded model's own, or any in transformers' folder layout; torch."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """A CLIP, with its two towers in one model or in two."""
+    """A CLIP model, whose two towers are one module or two."""
 
     vision: Any
-    """Has vision_model and visual_projection."""
+    """A module with vision_model and visual_projection."""
     text: Any
-    """Has text_model and text_projection."""
+    """A module with text_model and text_projection."""
     tokenizer: Any
     mean: tuple[float, ...]
-    """Mean of the pictures' red, green and blue, each in 0 to 1."""
+    """Mean of red, green and blue by which pictures are normalised, each in 0 to 1."""
     std: tuple[float, ...]
-    """Their standard deviation."""
+    """Standard deviation of red, green and blue by which pictures are normalised."""
 
     @torch.no_grad()
     def embed_pictures(self, pictures: Sequence[PIL.Image.Image]) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Clip:
 
     @torch.no_grad()
     def layers(self, pictures: Sequence[PIL.Image.Image]) -> list[torch.Tensor]:
-        """Return each layer's output for each patch, one tensor [pictures, patches, width] for each layer."""
+        """Return the output of each layer, [pictures, patches, width]."""
         batches = [self._look(pixels).hidden_states[1:] for pixels in self._batches(pictures)]
         return [torch.cat(layer)[:, 1:] for layer in zip(*batches, strict=True)]
 
@@ -67,9 +67,9 @@ class Clip:
         return list(torch.split(pixels, _ROWS))
 
     def _pixels(self, picture: PIL.Image.Image) -> torch.Tensor:
-        """Return the input [3, side, side].
+        """Return a picture as input tensor, [3, side, side].
 
-        A picture that is not square is stretched, never cropped: all of it counts.
+        A picture that is not square is stretched, never cropped, so that all of it counts.
         """
         side = self.vision.vision_model.config.image_size
         sized = picture.convert("RGB")
@@ -80,7 +80,7 @@ class Clip:
 
 
 def load_miniature(folder: Path = WEIGHTS) -> Clip:
-    """Return the vision tower kept from the training, with the second text encoder."""
+    """Return the embedded model's CLIP: the vision tower kept from training, with the second text encoder."""
     return Clip(
         vision=_load(CLIPVisionModelWithProjection, folder / "clip_vision"),
         text=_load(CLIPTextModelWithProjection, folder / "text_encoder_2"),
@@ -91,7 +91,7 @@ def load_miniature(folder: Path = WEIGHTS) -> Clip:
 
 
 def load_clip(folder: Path) -> Clip:
-    """Return a whole CLIP from a folder as transformers saves it: both towers, tokenizer, preprocessor_config.json.
+    """Load a CLIP model from a folder in transformers' layout: both towers, tokenizer, preprocessor_config.json.
 
     Only safetensors files are read.
     """
@@ -109,8 +109,9 @@ def load_clip(folder: Path) -> Clip:
 def clip_scores(clip: Clip, pictures: Sequence[PIL.Image.Image], texts: Sequence[str]) -> torch.Tensor:
     """Return how well each picture fits its text: 100 times the cosine of their features, at least 0.
 
-    With the miniature's towers it does not show which thing has which colour: see load.miniature.quality. Source:
-    CLIPScore (Hessel et al., 2021), with the factor 100 of torchmetrics.
+    With the embedded model's towers the score does not reflect which thing has which colour: see
+    load.miniature.quality.
+    Source: CLIPScore (Hessel et al., 2021), with the factor 100 of torchmetrics.
     """
     cosines = cosine_similarity(clip.embed_pictures(pictures), clip.embed_texts(texts), dim=-1)
     return 100.0 * cosines.clamp(min=0.0)

@@ -29,31 +29,31 @@ class ScoreQuestion:
     picture: bytes
 
     def packed(self) -> bytes:
-        """Return the question as a frame."""
+        """Serialize the request as a frame."""
         return json.dumps({"prompt": self.prompt, "picture": base64.b64encode(self.picture).decode()}).encode()
 
     @classmethod
     def unpacked(cls, frame: bytes) -> ScoreQuestion:
-        """Return the question of a frame."""
+        """Parse the request in a frame."""
         fields = json.loads(frame)
         return cls(prompt=fields["prompt"], picture=base64.b64decode(fields["picture"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreAnswer:
-    """A score; more is better."""
+    """The response: a score, of which more is better."""
 
     score: float = 0.0
     error: str = ""
     """Why there is no score; "" if there is one."""
 
     def packed(self) -> bytes:
-        """Return the answer as a frame."""
+        """Serialize the response as a frame."""
         return json.dumps({"score": self.score, "error": self.error}).encode()
 
     @classmethod
     def unpacked(cls, frame: bytes) -> ScoreAnswer:
-        """Return the answer of a frame."""
+        """Parse the response in a frame."""
         fields = json.loads(frame)
         return cls(score=fields["score"], error=fields["error"])
 
@@ -61,8 +61,8 @@ class ScoreAnswer:
 class Scorer:
     """A running scoring process, which answers one call at a time.
 
-    If an answer does not come, or its caller stops waiting, the scorer is unusable: a late answer could be taken for
-    that of the next call.
+    If an answer does not arrive, or its caller stops waiting, the scorer becomes unusable, because a late answer could
+    be taken for that of the next call.
     """
 
     def __init__(self, child: ChildProcess) -> None:
@@ -71,12 +71,12 @@ class Scorer:
         self._in_step = True
 
     async def begin(self) -> None:
-        """Wait for the process. Raises InvalidRequest if it cannot score, and Unavailable."""
+        """Wait until the process is ready. Raise InvalidRequest if it cannot score, or Unavailable."""
         if error := (await self._receive(_START_S)).error:
             raise InvalidRequest(f"pictures cannot be scored: {error}")
 
     async def score(self, prompt: str, picture: bytes) -> float:
-        """Return a score. Raises InvalidRequest if the prompt has none, and Unavailable if the process is lost."""
+        """Return a score. Raise InvalidRequest if the prompt has none, or Unavailable if the process is lost."""
         async with self._turn:
             if not self._in_step:
                 raise Unavailable("the scoring process did not answer an earlier question")
@@ -101,9 +101,9 @@ class Scorer:
 
 @asynccontextmanager
 async def scorer(clip: Path | None) -> AsyncIterator[Scorer]:
-    """Yield a scorer with the CLIP in a folder, or with the miniature's oracle. It is stopped in the end.
+    """Yield a scorer with the CLIP model in a folder, or the embedded model's own scorer. It is stopped at the end.
 
-    Raises InvalidRequest if the CLIP, or the software that it needs, is missing.
+    Raises InvalidRequest if the CLIP model, or the software that it needs, is missing.
     """
     arguments = ["--clip", str(clip)] if clip else []
     child = await ChildProcess.start(_MODULE, *arguments, env={"OMP_WAIT_POLICY": "PASSIVE"})

@@ -1,4 +1,4 @@
-"""Data that outlives a process: files by content hash, SQLite files, and the thread that does blocking work."""
+"""Storage that outlives a process: files by content hash, SQLite files, and a thread that does blocking work."""
 
 from bottega.storage.blob_files import BlobFiles
 from bottega.storage.content import ContentStore

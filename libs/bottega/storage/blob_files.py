@@ -1,7 +1,7 @@
 """The files of a store in one folder, named by the store, most of them by the SHA-256 of their content.
 
-    <folder>/incoming/<name>    being written; what is here at the start was interrupted
-    <folder>/ab/ab...           complete
+<folder>/incoming/<name>    files being written; those that are here at the start were interrupted <folder>/ab/ab...
+complete files
 
 A partial file never has its final name, even if the process is killed. Calls may wait for the disk and raise
 StorageUnavailable.
@@ -38,10 +38,9 @@ class BlobFiles:
     Args:
         folder: Created if it does not exist.
         names: Matches a file's whole name. Names begin with two hex digits.
-        min_free_bytes: Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as
-            5 %.
-        synced: Whether files and their names are on the disk when a call that writes returns. Otherwise nothing waits
-            for that: a file that a power cut damaged fails its checksum, which counts as missing.
+        min_free_bytes: Bytes of disk space to leave to other programs. A value above 5 % of the disk counts as 5 %.
+        synced: Whether files and their names are on the disk when a call that writes returns. If False, a power cut may
+            damage a file; its checksum then fails, which counts as missing.
     """
 
     def __init__(self, folder: Path, *, names: re.Pattern[str], min_free_bytes: int = 0, synced: bool = False) -> None:
@@ -84,7 +83,7 @@ class BlobFiles:
         return self._incoming.is_dir()
 
     def path(self, name: str) -> Path:
-        """Return the path of a file. Raises ValueError for an invalid name, so that only valid names become paths."""
+        """Return the path of a file. Raise ValueError for an invalid name, so that only valid names become paths."""
         if not self._names.fullmatch(name):
             raise ValueError("not the name of a file of this store")
         return self._folder / name[:2] / name
@@ -105,7 +104,7 @@ class BlobFiles:
         return Path(name)
 
     def adopt(self, name: str, source: Path) -> None:
-        """Move a complete file of the same disk into place. An existing file is replaced."""
+        """Move a complete file on the same disk into place. An existing file is replaced."""
         final = self.path(name)
         with os_errors.translated():
             self._make_shard(final.parent)
@@ -114,19 +113,19 @@ class BlobFiles:
                 folders.sync(final.parent)
 
     def write(self, name: str, data: bytes, *, time: float | None = None) -> None:
-        """Write a file. After an error there is none.
+        """Write a file. If an error is raised, there is no such file.
 
         Args:
-            time: Unix time that the file gets; None is now.
+            time: Modification time of the file, in Unix time; None is now.
         """
         self._write(name, [memoryview(data)], time)
 
     def copy(self, name: str, source: int, size_bytes: int) -> None:
-        """Write a file with the first bytes of the open file `source`. After an error there is none."""
+        """Write a file with the first bytes of the open file `source`. If an error is raised, there is no such file."""
         self._write(name, _pieces(source, size_bytes), None)
 
     def open_file(self, name: str) -> int:
-        """Return a descriptor that reads the file, even after its removal. Raises OSError."""
+        """Return a descriptor that reads the file, even after its removal. Raise OSError if it cannot be opened."""
         return os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def read(self, name: str, *, digest: bytes, size_bytes: int) -> bytes | None:
@@ -141,10 +140,10 @@ class BlobFiles:
         return data if hashlib.sha256(data).digest() == digest else None
 
     def remove(self, names: Iterable[str], *, synced: bool = False) -> None:
-        """Remove files that may not exist.
+        """Remove files. Ignore those that do not exist.
 
         Args:
-            synced: Whether to wait until they are gone from the disk.
+            synced: Whether to wait until they are removed from the disk.
         """
         with os_errors.translated():
             for name in names:
@@ -155,11 +154,11 @@ class BlobFiles:
                         folders.sync(path.parent)
 
     def check_room(self, size_bytes: int) -> None:
-        """Raise StorageUnavailable if that many more bytes would leave too little of the disk to others."""
+        """Raise StorageUnavailable if writing this many bytes would leave too little free space to other programs."""
         free_space.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def lack(self, size_bytes: int) -> int:
-        """Return how many bytes must be freed before that many more may be written."""
+        """Return how many bytes must be freed before `size_bytes` more may be written."""
         return free_space.lack(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def probe(self) -> None:
@@ -229,7 +228,7 @@ class BlobFiles:
 
 
 def _sync_or_remove(final: Path) -> None:
-    """Return when a new file's name is on the disk. If that fails, remove it: it could be gone after a power cut."""
+    """Wait until a new file's name is on the disk. If that fails, remove the file, because a power cut could."""
     try:
         folders.sync(final.parent)
     except OSError:

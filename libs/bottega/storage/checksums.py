@@ -1,4 +1,4 @@
-"""Checksums of stored values, to detect flipped bits that SQLite and the disk do not report."""
+"""Checksums of stored values, to detect damage that neither SQLite nor the disk reports."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Paths that callers choose, which must lie below a folder that an operator allows, after links are resolved.
+"""Paths that callers choose, and that must be below a folder that an operator allows, after links are resolved.
 
-A path is checked before it is used, for a clear refusal. `open_below` checks the opened file, so that a link that
-replaces the file after the check is noticed. A path that leads out of the root raises OSError with EXDEV, as with
-Linux's openat2.
+A path is checked before it is used, for a clear error. `open_below` also checks the opened file, so that a link that
+replaces the file after the first check is detected. A path outside of the root raises OSError with EXDEV, as Linux's
+openat2 does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 def resolved_below(path: Path, root: Path) -> Path:
     """Return a path, which may be relative to the root, with its links resolved.
 
-    Raises OSError if it leads out of the root or cannot be resolved.
+    Raises OSError if it is outside of the root or cannot be resolved.
 
     Args:
         root: A resolved path.
@@ -33,7 +33,7 @@ def resolved_below(path: Path, root: Path) -> Path:
 
 
 def check_below(files: Iterable[Path], root: Path) -> None:
-    """Raise OSError if a file leads out of the root; its `filename` is the name of the first such file."""
+    """Raise OSError if a file is outside of the root; its `filename` is the name of the first such file."""
     for file in files:
         try:
             resolved_below(file, root)
@@ -42,11 +42,11 @@ def check_below(files: Iterable[Path], root: Path) -> None:
 
 
 def listed(folder: Path, suffix: str, *, most: int, deep: bool) -> Iterator[Path]:
-    """Yield the files of a folder whose names end with `suffix`.
+    """Yield the files in a folder whose names end with `suffix`.
 
     Args:
         most: Maximum number of entries of any kind; more raise OSError.
-        deep: Whether to search the folders in it as well, except those that are links.
+        deep: Whether to search subfolders as well, except those that are links.
     """
     folders, seen = [folder], 0
     while folders:
@@ -63,12 +63,12 @@ def listed(folder: Path, suffix: str, *, most: int, deep: bool) -> Iterator[Path
 
 
 def open_below(path: Path, root: Path | None) -> BufferedReader:
-    """Open a regular file for reading, which must lie below the root after links are resolved.
+    """Open a regular file for reading, which must be below the root after links are resolved.
 
     Raises OSError, also if it is not a regular file: opening a device or pipe could hang or have side effects.
 
     Args:
-        root: None allows any place.
+        root: The allowed folder; None allows any place.
     """
     # O_PATH finds the file without opening it. The descriptor is then opened, so the checked file is the opened one.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)

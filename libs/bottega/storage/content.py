@@ -1,4 +1,4 @@
-"""Finished images by content hash, on the disk, within a budget of bytes and time.
+"""Finished images by content hash, on disk, limited in bytes and age.
 
 One thread changes files and another one reads them, so that neither blocks the event loop, and readers do not wait for
 writes.
@@ -41,16 +41,16 @@ class _Entry:
     """An image in the index."""
 
     owners: set[str]
-    """Owners that stored the image. It is deleted when all of them have released it."""
+    """Owners that stored the image. The image is deleted when all of them have released it."""
     size_bytes: int
     time: float
-    """When it was last put or renewed, on the store's steady clock."""
+    """Time of the last put or renewal, on the store's steady clock."""
     trusted: bool
-    """Whether the file was written or checked since the start, and not found damaged."""
+    """Whether the file was written or checked since the start, and was not damaged."""
     damaged: bool = False
     """Whether the file was found damaged."""
     checked: tuple[int, ...] = ()
-    """Version of the file whose hash a reader has checked: inode, size and times in ns."""
+    """Version of the file whose hash a reader has checked, as inode, size and times in ns; empty if none was."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class _Owned:
     """The images of an owner."""
 
     digests: dict[str, None] = field(default_factory=dict)
-    """Oldest first."""
+    """Digests of the images, the oldest first; the values are unused."""
     size_bytes: int = 0
 
 
@@ -69,12 +69,12 @@ class ContentStore:
     more than its share, which is the budget divided by the number of owners, loses none to others. An image that
     several owners have put counts for each of them.
 
-    Call `open` before anything else. Every method may raise StorageUnavailable, and works again when the disk does.
-    One process at a time may have a folder open.
+    Call `open` before anything else. Every method may raise StorageUnavailable, and works again when the disk does. One
+    process at a time may have a folder open.
 
     Args:
-        budget_bytes: Maximum size of all images together.
-        ttl_s: Seconds from the last put or renewal of an image to its expiry.
+        budget_bytes: Maximum bytes of all images together.
+        ttl_s: Seconds from the last put or renewal of an image until it expires.
     """
 
     def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Clock | None = None) -> None:
@@ -84,9 +84,8 @@ class ContentStore:
         self._files = BlobFiles(folder, names=_DIGEST, synced=True)
         self._ttl_s = ttl_s
         self.steady = SteadyClock(clock or Clock())
-        """The clock by which images age, whatever the machine's clock is set to. Resume it before `open`: otherwise the
-        machine's clock tells how long the store was closed.
-        """
+        """Clock for the age of images, which does not jump with the machine's clock. Resume it before `open`: otherwise
+        the machine's clock determines how long the store was closed."""
         self._pinned: Counter[str] = Counter()
         # Oldest first. The writer changes it, the reader only looks entries up.
         self._entries: dict[str, _Entry] = {}
@@ -111,9 +110,9 @@ class ContentStore:
 
     @contextlib.contextmanager
     def pinned(self, digests: Collection[str]) -> Iterator[None]:
-        """Evict none of these images during the block, so that several that belong together can be put.
+        """Do not evict these images during the `with` block, so that several that belong together can be stored.
 
-        All images that are pinned at one time must fit into the budget together.
+        All images that are pinned at the same time must fit into the budget together.
         """
         self._pinned.update(digests)
         try:
@@ -123,22 +122,22 @@ class ContentStore:
 
     @property
     def pins(self) -> frozenset[str]:
-        """The digests that are pinned now."""
+        """Digests of the images that are pinned now."""
         return frozenset(self._pinned)
 
     async def assign(self, owners: Mapping[str, Collection[str]]) -> None:
         """Assign owners to the images that were found at the start.
 
         Args:
-            owners: Owners by digest.
+            owners: Owners of each image, by digest.
         """
         await self._writer.run(lambda: self._assign(owners))
 
     async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
         """Store an image, and return when all of it is on the disk.
 
-        The time of an existing image is renewed, and it is not written again; after a start it is checked once. Raises
-        TooLarge if the image exceeds the whole budget.
+        An existing image is renewed instead, after its file was checked once since the start. Raises TooLarge if the
+        image exceeds the whole budget.
 
         Args:
             digest: The SHA-256 of the image.
@@ -149,7 +148,7 @@ class ContentStore:
         await self._writer.run(lambda: self._put(digest, data, owner))
 
     async def renew(self, digest: str) -> bool:
-        """Extend the time until an image expires, as another `put` would. Return False if it is missing or damaged."""
+        """Extend the time until an image expires, as `put` would. Return False if it is missing or damaged."""
         return await self._writer.run(lambda: self._renew(digest))
 
     async def release(self, digest: str, *, owner: str, put_before: float) -> None:
@@ -161,7 +160,7 @@ class ContentStore:
         await self._writer.run(lambda: self._release(digest, owner, put_before))
 
     async def get(self, digest: str) -> bytes | None:
-        """Return an image; None if it does not exist. Raises DataLoss if it is damaged."""
+        """Return an image; None if it does not exist. Raise DataLoss if it is damaged."""
         reader = await self.reader(digest)
         if reader is None:
             return None
@@ -169,7 +168,7 @@ class ContentStore:
             return await reader.read(0, reader.size_bytes)
 
     async def reader(self, digest: str, *, owner: str = "") -> ContentReader | None:
-        """Return a reader of an image, which the caller closes; None if the image is gone. Owners take turns.
+        """Return a reader of an image, which the caller closes; None if the image is gone. Owners are served in turns.
 
         The hash of the whole file is checked first, because a caller cannot take back what it has sent; that takes
         about a millisecond per MiB, once for each version of the file. Damage during the reading is noticed only if the
@@ -178,7 +177,7 @@ class ContentStore:
         return await self._reader.run(lambda: self._read(digest, owner), owner=owner)
 
     def holds(self, digest: str) -> bool:
-        """Return whether the image is in the index, without a look-up on the disk."""
+        """Return whether the image is in the index. This does not look at the disk."""
         entry = self._entries.get(digest)
         return entry is not None and not entry.damaged and entry.time + self._ttl_s > self.steady()
 
@@ -187,7 +186,7 @@ class ContentStore:
         await self._writer.run(self._probe)
 
     async def sweep(self) -> bool:
-        """Delete expired images for a few milliseconds, oldest first; return whether there are more."""
+        """Delete expired images for a few milliseconds, oldest first. Return whether there are more."""
         return await self._writer.run(self._sweep)
 
     def _open(self) -> None:
@@ -277,7 +276,7 @@ class ContentStore:
             return reader
 
     def _is_there(self, digest: str, size_bytes: int, *, checked: bool, synced: bool) -> bool:
-        """Return whether a file exists with this size; if `checked`, with its hash; if `synced`, also on the disk."""
+        """Return whether a file has this size and, if `checked`, its hash. If `synced`, also sync it to the disk."""
         try:
             descriptor = self._files.open_file(digest)
         except FileNotFoundError:
@@ -322,7 +321,7 @@ class ContentStore:
             pass
 
     def _evict_one(self, owner: str, size_bytes: int) -> bool:
-        """Take the oldest image from the owner with the most bytes, counting `size_bytes` that `owner` wants to add.
+        """Remove the oldest image of the owner with the most bytes, where `owner` counts with `size_bytes` more.
 
         Return False if all remaining images are pinned.
         """
@@ -354,7 +353,7 @@ class ContentStore:
             raise
 
     def _enter(self, digest: str, entry: _Entry, *, oldest: bool = False) -> None:
-        """Add an image to the index, as the newest one, or as the oldest of its owners."""
+        """Add an image to the index, as the newest of its owners or, with `oldest`, as the oldest."""
         self._entries[digest] = entry
         self.size_bytes += entry.size_bytes
         for owner in entry.owners:
@@ -366,7 +365,7 @@ class ContentStore:
             owned.size_bytes += entry.size_bytes
 
     def _leave(self, digest: str) -> set[str]:
-        """Remove an image from the index, if it is there, and return its owners."""
+        """Remove an image from the index and return its owners; none if it is not there."""
         entry = self._entries.pop(digest, None)
         if entry is None:
             return set()

@@ -26,7 +26,7 @@ class ContentReader:
     async def read(self, offset: int, size_bytes: int) -> bytes:
         """Return up to `size_bytes` bytes from `offset` on.
 
-        Raises DataLoss if the file has become shorter, and StorageUnavailable if it cannot be read.
+        Raises DataLoss if the file has become shorter, or StorageUnavailable if it cannot be read.
         """
         size_bytes = max(0, min(size_bytes, self.size_bytes - offset))
         return await self._thread.run(lambda: self._read(offset, size_bytes), owner=self._owner)
@@ -58,7 +58,7 @@ class ContentReader:
 
 
 def check(descriptor: int, digest: str) -> None:
-    """Read the whole file. Raises DataLoss if it does not have its hash."""
+    """Read the whole file. Raise DataLoss if its SHA-256 is not `digest`."""
     found, offset = hashlib.sha256(), 0
     while block := os.pread(descriptor, _BLOCK_BYTES, offset):
         found.update(block)
@@ -68,5 +68,5 @@ def check(descriptor: int, digest: str) -> None:
 
 
 def damaged(digest: str) -> DataLoss:
-    """Return the error for a file whose content does not have its hash."""
+    """Return the error for a file whose content does not match its hash."""
     return DataLoss(f"the stored image {digest} is damaged", metadata={"digest": digest})

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def make(folder: Path) -> None:
-    """Create the folder and its parents for the owner alone, if they do not exist."""
+    """Create the folder and its parents, private to the user, if they do not exist."""
     if not folder.is_dir():
         make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -22,7 +22,7 @@ def make(folder: Path) -> None:
 
 
 def make_own(folder: Path) -> None:
-    """Create the folder as `make` does; revoke other users' access if it exists already.
+    """Create the folder as `make` does. If it exists already, make it private to the user.
 
     If that is impossible, because of another owner or a read-only disk, it is logged, and the folder is used anyway.
     """
@@ -36,7 +36,7 @@ def make_own(folder: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Return when the names in the folder are on the disk."""
+    """Wait until the names in the folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -12,10 +12,10 @@ _FREE_SHARE = 0.05
 
 
 def measure(folder: Path, *, min_free_bytes: int) -> tuple[int, int]:
-    """Return the free bytes of the folder's disk, and how many of them must stay free. Raises StorageUnavailable.
+    """Return the free bytes of the folder's disk, and how many of them to leave. Raise StorageUnavailable.
 
     Args:
-        min_free_bytes: Bytes that stay free. A value above 5 % of the disk counts as 5 %.
+        min_free_bytes: Bytes to leave to other programs. A value above 5 % of the disk counts as 5 %.
     """
     with os_errors.translated():
         disk = os.statvfs(folder)
@@ -23,15 +23,15 @@ def measure(folder: Path, *, min_free_bytes: int) -> tuple[int, int]:
 
 
 def lack(folder: Path, size_bytes: int, *, min_free_bytes: int) -> int:
-    """Return how many bytes must be freed before `size_bytes` more may be written. Raises StorageUnavailable."""
+    """Return how many bytes must be freed before `size_bytes` more may be written. Raise StorageUnavailable."""
     free_bytes, kept_bytes = measure(folder, min_free_bytes=min_free_bytes)
     return max(0, size_bytes + kept_bytes - free_bytes)
 
 
 def check(folder: Path, size_bytes: int, *, min_free_bytes: int) -> None:
-    """Raise StorageUnavailable if `size_bytes` more would leave less than `min_free_bytes` to others.
+    """Raise StorageUnavailable if writing `size_bytes` would leave less than `min_free_bytes` to other programs.
 
-    If nothing has to stay free, it checks nothing: the system reports a full disk.
+    Do nothing if `min_free_bytes` is 0: then the system reports a full disk.
     """
     if not min_free_bytes:
         return

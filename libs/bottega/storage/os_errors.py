@@ -26,10 +26,10 @@ _LACK_OF_ROOM = frozenset({"ENOSPC", "EDQUOT", "SQLITE_FULL"})
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Turn every OSError of the block into StorageUnavailable; the OSError is its cause.
+    """Convert every OSError in the `with` block to StorageUnavailable, with the OSError as its cause.
 
-    Unexpected ones are included, because after them, too, the work was not done and may be retried. Too many open
-    files become TooManyOpenFiles, a StorageUnavailable that does not blame the disk.
+    Unexpected ones are included, because after them, too, the work was not done and may be retried. Too many open files
+    become TooManyOpenFiles, a StorageUnavailable that does not blame the disk.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def unavailable(what: str, *, cause: str) -> StorageUnavailable:
     """Return a StorageUnavailable.
 
     Args:
-        what: Text for people, such as "the disk is full".
+        what: What happened, for people, such as "the disk is full".
         cause: The system's name of the error, such as ENOSPC.
     """
     return StorageUnavailable(what, metadata={"cause": cause}, retry_after_s=RETRY_AFTER_S)

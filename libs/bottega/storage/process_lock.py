@@ -1,6 +1,6 @@
 """A lock on a folder or a file for one process at a time, which also tells which process holds it.
 
-The system releases the lock of a process that dies, so that no stale lock is left.
+The system releases the lock of a process that dies, so that no stale lock remains.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _PROCESSES = Path("/proc")
 
 
 class HeldElsewhere(BlockingIOError):
-    """The error for a lock that another process holds. Its text is a sentence for an operator."""
+    """The error that another process holds a lock. Its text is a sentence for an operator."""
 
     def __init__(self, path: Path, pid: int | None, error: OSError) -> None:
         super().__init__(error.errno, error.strerror)
         self.path = path
         self.pid = pid
-        """Process id of the holder; None if it is unknown."""
+        """PID of the process that holds the lock; None if it is unknown."""
 
     def __str__(self) -> str:
         who = "another process" if self.pid is None else f"process {self.pid}"
@@ -29,11 +29,11 @@ class HeldElsewhere(BlockingIOError):
 
 
 class ProcessLock:
-    """A lock. Two locks of one process exclude each other as well.
+    """A lock. Two locks in one process exclude each other as well.
 
     Args:
         path: An existing folder, or a file, which is created if it does not exist and is never replaced.
-        of: What the lock protects, for the text of a refusal; the path by default.
+        of: What the lock protects, for the text of the error; the path by default.
     """
 
     def __init__(self, path: Path, *, of: Path | None = None) -> None:
@@ -42,7 +42,7 @@ class ProcessLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Acquire the lock without waiting. It does nothing if it is held. Raises HeldElsewhere, OSError."""
+        """Acquire the lock without waiting. Do nothing if it is held already. Raise HeldElsewhere or OSError."""
         if self._descriptor is not None:
             return
         made = 0 if self._path.is_dir() else os.O_CREAT
@@ -60,7 +60,7 @@ class ProcessLock:
 
     @property
     def in_place(self) -> bool:
-        """Whether the lock is held, and its folder or file was not replaced since."""
+        """Whether the lock is held, and its folder or file was not replaced since then."""
         if self._descriptor is None:
             return False
         held = os.fstat(self._descriptor)
@@ -71,14 +71,14 @@ class ProcessLock:
         return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     def release(self) -> None:
-        """Release the lock. It does nothing if the lock is not held."""
+        """Release the lock. Do nothing if it is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
 
 def _holder(descriptor: int) -> int | None:
-    """Return the process that holds the lock of this file; None if this user cannot see it.
+    """Return the PID of the process that holds the lock of this file; None if this user cannot see it.
 
     The system lists the locks of each descriptor, see proc_pid_fdinfo(5).
     """

@@ -1,8 +1,8 @@
-"""A SQLite file: it is created, or opened, or set aside if it is damaged.
+"""A SQLite file that is created, opened or, if it is damaged, renamed and replaced.
 
-A damaged file gets another name, and a new one takes its place, so that the service starts. Damage to a single row is
-noticed by the checksum that the table's owner keeps in it. Files have no write-ahead log, because SQLite would map its
-index: a process that reads a mapped file after another one has truncated it is killed by SIGBUS.
+So the service can start in spite of damage. Damage to a single row is detected by a checksum, which the table's owner
+stores in the row. Files have no write-ahead log, because SQLite would map its index into memory: a process that reads a
+mapped file after another process has truncated it is killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SqliteSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenFile:
-    """The identity and size of a file at the last transaction."""
+    """Identity and size of a file after the last transaction."""
 
     device: int
     inode: int
@@ -82,21 +82,21 @@ class SqliteFile:
         self._seen: _SeenFile | None = None
 
     def open(self) -> None:
-        """Open the file, or create it. A damaged one is set aside.
+        """Open the file, or create it. A damaged file is renamed and replaced.
 
-        Raises ConfigError if it is another program's or of another version, and DataLoss if too many were damaged.
+        Raises ConfigError if it belongs to another program or version, and DataLoss if too many damaged files remain.
         """
         with self._typed_errors(), os_errors.translated():
             self._use(open_file(self.path, self._schema))
 
     def close(self) -> None:
-        """Close the file. It does nothing if it is not open."""
+        """Close the file. Do nothing if it is not open."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        """Return the result of `operation`, after its transaction is on the disk. Roll back if it raises."""
+        """Return the result of `operation` after its transaction is on the disk. Roll back if it raises."""
         if self._connection is None:
             raise os_errors.unavailable(f"{self._schema.what} is not open", cause=os_errors.NOT_OPEN)
         with self._typed_errors():
@@ -110,7 +110,7 @@ class SqliteFile:
     def _return_to_place(self) -> None:
         """Restore the file if it was deleted or replaced, because SQLite would continue without it.
 
-        Raises StorageUnavailable if its content is lost; a new file has taken its place then.
+        Raises StorageUnavailable if its content is lost; then a new file has replaced it.
         """
         if not self._keeps_place or self._seen is None or self._connection is None:
             return
@@ -130,7 +130,7 @@ class SqliteFile:
         raise os_errors.unavailable(f"{text}: {self._schema.remedy}", cause="ESTALE")
 
     def _put_back(self, connection: sqlite3.Connection) -> bool:
-        """Restore the file from the open connection; return False if not everything can be read."""
+        """Restore the file from the open connection. Return False if not everything can be read."""
         copy = self.path.with_name(f"{self.path.name}-copy")
         if not sqlite_files.copy_whole(connection, copy, lambda target: _is_whole(target, self.path, self._schema)):
             return False
@@ -146,7 +146,7 @@ class SqliteFile:
         self._use(open_file(self.path, self._schema))
 
     def _make_room(self) -> None:
-        """Rename another file that has taken the name of our file, or remove it if it is empty."""
+        """Rename another file that has this file's name, or remove it if it is empty."""
         found = _SeenFile.at(self.path)
         if found is not None and found.size_bytes:
             kept = _put_aside(self.path)
@@ -181,7 +181,7 @@ class SqliteFile:
 
 
 class SqliteDatabase:
-    """A SqliteFile for an event loop, in a thread of its own. It restores a file that is deleted or replaced."""
+    """A SqliteFile for an event loop, which runs in its own thread. It restores a file that is deleted or replaced."""
 
     def __init__(self, path: Path, schema: SqliteSchema) -> None:
         self.path = path
@@ -189,7 +189,7 @@ class SqliteDatabase:
         self._thread = SerialThread(path.stem)
 
     async def open(self) -> None:
-        """Open the file, see SqliteFile.open."""
+        """Open the file; see SqliteFile.open."""
         await self._thread.run(self._file.open)
 
     async def close(self) -> None:
@@ -203,9 +203,9 @@ class SqliteDatabase:
 
 
 def open_file(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
-    """Return a connection to the file, or to a new one if it is damaged. A commit returns when its data is on the disk.
+    """Return a connection to the file, or to a new one if it is damaged. A commit waits until its data is on the disk.
 
-    Raises what SqliteFile.open raises, and OSError, sqlite3.Error.
+    Raises the errors of SqliteFile.open, OSError and sqlite3.Error.
     """
     sqlite_files.create_file(path)
     try:
@@ -268,7 +268,7 @@ def _keep_aside(path: Path, schema: SqliteSchema) -> None:
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a file and return its new path. Raises DataLoss if there are too many damaged files already."""
+    """Rename a damaged file and return its new path. Raise DataLoss if there are too many damaged files already."""
     others = sorted(path.parent.glob(f"{path.stem}.damaged-*{path.suffix}"))
     if len(others) >= _MOST_ASIDE:
         raise DataLoss(

@@ -1,4 +1,4 @@
-"""Functions for SQLite files: they create, open, check and copy them, and set them aside."""
+"""Functions that create, open, check, copy and rename SQLite files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHANGED_SCHEMA = ("no such column", "no such table")
 
 
 def create_file(path: Path) -> None:
-    """Create an empty file for its owner alone, if there is none. Raises OSError."""
+    """Create an empty file, private to the user, if there is none. Raise OSError if that fails."""
     if path.exists():
         return
     folders.make_own(path.parent)
@@ -32,7 +32,7 @@ def create_file(path: Path) -> None:
 
 
 def connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
-    """Return a connection for one thread at a time, with explicit transactions. Raises sqlite3.Error.
+    """Return a connection for one thread at a time, with explicit transactions. Raise sqlite3.Error if that fails.
 
     Args:
         path: A path, or a URI as a string.
@@ -52,16 +52,16 @@ def connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
 
 
 def connect_alone(path: Path, *pragmas: str) -> sqlite3.Connection:
-    """Return a connection to a file that this process alone uses; the file has to be there. Otherwise as `connect`.
+    """Return a connection to an existing file that only this process uses. Otherwise the same as `connect`.
 
-    Connections of this process share the index of the log in its memory. Without that SQLite maps a file beside the
-    database, and a process that reads a mapped file which somebody has truncated is ended by SIGBUS.
+    Connections of this process share the index of the write-ahead log in its memory. Otherwise SQLite would map a file
+    beside the database, and a process that reads a mapped file which another process has truncated is killed by SIGBUS.
     """
     return connect(f"file:{urllib.parse.quote(str(path))}?mode=rw&vfs=unix-excl", *pragmas)
 
 
 def connect_as_left(path: Path) -> sqlite3.Connection:
-    """Return a connection that reads a file and its log where nothing can be written, not even a lock.
+    """Return a connection that reads a file and its log on a read-only disk, where not even a lock can be written.
 
     No process may write to them meanwhile. Raises sqlite3.Error.
     """
@@ -71,17 +71,17 @@ def connect_as_left(path: Path) -> sqlite3.Connection:
 
 
 def connect_without_log(path: Path) -> sqlite3.Connection:
-    """Return a connection that reads a file as if it had no log. Raises sqlite3.Error."""
+    """Return a connection that reads a file and ignores its log. Raise sqlite3.Error if that fails."""
     return connect(f"file:{urllib.parse.quote(str(path))}?immutable=1")
 
 
 def has_tables(connection: sqlite3.Connection, path: Path, *, application_id: int, version: int, what: str) -> bool:
     """Return whether the file has this program's tables; False means that it is empty.
 
-    Raises ConfigError if the file is another program's or of another version, and sqlite3.Error.
+    Raises ConfigError if the file belongs to another program or version, and sqlite3.Error.
 
     Args:
-        what: Names the file for people.
+        what: What the file is called in texts for people.
     """
     ((found,),) = connection.execute("PRAGMA application_id")
     ((written,),) = connection.execute("PRAGMA user_version")
@@ -101,7 +101,7 @@ def has_tables(connection: sqlite3.Connection, path: Path, *, application_id: in
 
 
 def is_whole(connection: sqlite3.Connection) -> bool:
-    """Return whether tables and indexes are intact, as far as a check of one second shows. Raises sqlite3.Error."""
+    """Return whether a check of at most one second finds tables and indexes intact. Raise sqlite3.Error."""
     timer = threading.Timer(_CHECK_S, connection.interrupt)
     timer.start()
     try:
@@ -117,7 +117,7 @@ def is_whole(connection: sqlite3.Connection) -> bool:
 
 
 def schema_of(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Return the SQL of tables, indexes and triggers, sorted by name. Raises sqlite3.Error."""
+    """Return name and SQL of tables, indexes and triggers, sorted by name. Raise sqlite3.Error if that fails."""
     return connection.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall()
 
 
@@ -130,7 +130,7 @@ def says_damage(error: sqlite3.Error) -> bool:
 
 
 def copy_whole(connection: sqlite3.Connection, copy: Path, is_whole: Callable[[sqlite3.Connection], bool]) -> bool:
-    """Copy everything that an open connection reads to a new file; return False if not everything can be read.
+    """Copy everything that an open connection can read to a new file. Return False if not everything can be read.
 
     A connection can still read a file that was deleted or replaced. Raises OSError and sqlite3.Error if the copy cannot
     be written.
@@ -166,7 +166,7 @@ def log_of(path: Path) -> Path:
 
 
 def put_aside(path: Path, aside: Path) -> None:
-    """Rename a file, with its log and journal, so that its name is free. Raises OSError."""
+    """Rename a file, with its log and journal, so that its name is free. Raise OSError if that fails."""
     for end in ("-wal", "-shm", "-journal", ""):
         part = path.with_name(path.name + end)
         if part.exists():

@@ -1,6 +1,6 @@
 """One thread that runs blocking work in the order in which it was queued, or in turns by owner.
 
-State that only such a thread touches needs no lock. An event loop awaits `run`; threads use `call`, or `post` if nobody
+State that only such a thread uses needs no lock. An event loop awaits `run`; threads use `call`, or `post` if nothing
 waits for the result.
 """
 
@@ -42,11 +42,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SerialTask:
-    """A piece of work and its result, which the thread delivers after it has served the whole group."""
+    """A piece of work and its result, which is delivered after the whole group of the task is done."""
 
     do: Callable[[], Any]
     outcome: asyncio.Future[Any] | Future[Any] | None = None
-    """Future of the caller; None if no caller waits for the result."""
+    """Future that the caller waits for; None if no caller waits for the result."""
     size_bytes: int = 0
     """Approximate number of bytes that the task writes."""
     result: Any = None
@@ -58,7 +58,7 @@ class SerialTask:
         return self.outcome is None or not self.outcome.done()
 
     def deliver(self) -> None:
-        """Complete the caller's future, in its event loop if it has one; log the error of work without a caller."""
+        """Complete the caller's future, in its event loop if it has one. Log the error if no caller waits."""
         if self.outcome is None:
             if self.error is not None:
                 _log.error("work in the background failed", exc_info=self.error)
@@ -71,7 +71,7 @@ class SerialTask:
 
 
 def one_by_one(group: Sequence[SerialTask]) -> None:
-    """Do each piece of work on its own."""
+    """Run each piece of work on its own."""
     for task in group:
         if task.wanted:
             try:
@@ -82,26 +82,26 @@ def one_by_one(group: Sequence[SerialTask]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGroups:
-    """Groups of waiting tasks that are done together."""
+    """How waiting tasks form groups that are run together."""
 
     serve: Callable[[Sequence[SerialTask]], None] = one_by_one
-    """Does a group and sets the result or error of each task; must not raise."""
+    """Runs a group and sets the result or error of each task; must not raise."""
     max_tasks: int = 1
     """Maximum number of tasks in a group."""
     max_bytes: int = 1
-    """Size from which a group takes no more tasks."""
+    """Bytes from which a group accepts no more tasks."""
 
 
 class SerialThread:
     """A thread that runs queued work in order. It starts with the first work; end it with `close` or `end`.
 
     Args:
-        groups: How waiting tasks form groups; by default each is done on its own.
-        max_waiting: Maximum number of tasks of `run` that may wait. Callers of `post` bound what they queue.
+        groups: How waiting tasks form groups; by default each is run on its own.
+        max_waiting: Maximum number of tasks of `run` that may wait. Callers of `post` must limit what they queue.
         wait_s: Seconds after which callers give up.
-        tick: Called between other work, however much of that waits.
+        tick: Called regularly between other work, even if work waits.
         tick_s: Seconds between calls of `tick`.
-        niceness: Added to the thread's nice value on Linux, so that other threads go first on the same core.
+        niceness: Added to the thread's nice value on Linux, so that other threads run first on the same core.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class SerialThread:
             raise unavailable("the disk does not answer", cause="ETIMEDOUT")
 
     def end(self, *, wait_s: float | None = None, drop_waiting: bool = False) -> bool:
-        """End the thread after the work that waits, or without that; return whether it has ended in time."""
+        """End the thread after the waiting work, or before it with `drop_waiting`. Return whether it ended in time."""
         with self._lock:
             if not self._started:
                 self._closed = True
@@ -231,7 +231,7 @@ class SerialThread:
                 return
 
     def _next(self) -> SerialTask | None:
-        """Return `tick` if it is due, even if tasks wait; else the next task. None means the end."""
+        """Return `tick` if it is due, even if tasks wait, else the next task. None means that the thread ends."""
         if self._tick is None:
             return self._queue.get()
         left_s = self._tick_due_s - time.monotonic()
@@ -248,7 +248,7 @@ class SerialThread:
             self._tick_due_s = time.monotonic() + self._tick_s
 
     def _group(self, first: SerialTask) -> tuple[list[SerialTask], bool]:
-        """Return `first` and further waiting tasks within the bounds, and whether the end was among them."""
+        """Return `first` with further waiting tasks within the limits, and whether the end of the queue was reached."""
         group, size_bytes = [first], first.size_bytes
         with contextlib.suppress(queue.Empty):
             while len(group) < self._groups.max_tasks and size_bytes < self._groups.max_bytes:
@@ -261,7 +261,7 @@ class SerialThread:
 
 
 def _deliver(group: Sequence[SerialTask]) -> None:
-    """Deliver a group's results, those of an event loop at once: waking it costs as much as a small piece of work."""
+    """Deliver the results of a group. Those for one event loop go together, because waking it is expensive."""
     awaited = [task for task in group if isinstance(task.outcome, asyncio.Future)]
     for task in group:
         if not isinstance(task.outcome, asyncio.Future):
@@ -279,7 +279,7 @@ def _deliver(group: Sequence[SerialTask]) -> None:
 
 
 class FairThread:
-    """A thread that runs blocking work of several owners in turns. It is used from one event loop."""
+    """A thread that runs blocking work of several owners in turns. It is used by one event loop."""
 
     def __init__(self, name: str) -> None:
         self._thread = SerialThread(name)
@@ -288,7 +288,7 @@ class FairThread:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, do: Callable[[], ResultT], *, owner: str) -> ResultT:
-        """Run `do` in the owner's turn, and return its result. Raises StorageUnavailable as SerialThread.run does."""
+        """Run `do` in the owner's turn, and return its result. Raise StorageUnavailable as SerialThread.run does."""
         await self._wait_for_turn(owner)
         try:
             return await self._thread.run(do)
@@ -296,7 +296,7 @@ class FairThread:
             self._end_turn()
 
     async def close(self) -> None:
-        """End the thread after the work that it has begun."""
+        """End the thread after the work that has begun."""
         await self._thread.close()
 
     async def _wait_for_turn(self, owner: str) -> None:

@@ -116,13 +116,13 @@ async def test_the_command_says_what_is_there_shows_one_and_empties_it(
     # As the table shows the hash of a model that is not served any more.
     assert (await _run(gateway, "clear", "--yes", "--model", MODEL_HASH[:12])).stdout == "2 entries deleted\n"
     assert (await _run(gateway, "clear", "--yes", "--model", "miniature")).stdout == "0 entries deleted\n"
-    assert "It is empty" in (await _run(gateway, "stats")).stderr
+    assert "The cache is empty" in (await _run(gateway, "stats")).stderr
     gone = await _run(gateway, "inspect", newest.entry)
     assert (gone.exit_code, "It was evicted or cleared" in gone.stderr) == (1, True)
 
 
 async def test_the_command_lists_profiles(gateway: RunningGateway, cache: Running, client: AsyncClient) -> None:
-    assert "nothing is reused" in (await _run(gateway, "profiles")).stderr
+    assert "reuses nothing" in (await _run(gateway, "profiles")).stderr
     await client.set_cache_profile(profile_from(profile(about="200 pairs")))
     listed = await _run(gateway, "profiles")
     rows = [line.split() for line in listed.stdout.splitlines() if "miniature" in line]

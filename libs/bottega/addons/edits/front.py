@@ -1,4 +1,4 @@
-"""Edits in the front process of a worker: RPCs about templates, and the recordings in the pictures' parameters."""
+"""Edits in the front process of a worker: RPCs about templates, and the used recordings in pictures' parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EditsFront(FrontAddOn):
-    """The edits of attempts, and the templates, in the front of a worker."""
+    """The FrontAddOn for edits."""
 
     kind = kinds.ACTIVATIONS
 
@@ -46,10 +46,10 @@ class EditsFront(FrontAddOn):
 
 
 class TemplateService(TemplateServiceServicer):
-    """The servicer of bottega.v1.TemplateService: it checks requests and passes them to the engine's add-on.
+    """The servicer of bottega.v1.TemplateService, which checks requests and passes them to the engine's add-on.
 
     Args:
-        ask: Asks the engine's add-on for edits.
+        ask: Sends a query to the engine's add-on for edits.
     """
 
     def __init__(self, ask: Ask) -> None:

@@ -46,7 +46,7 @@ _SHORT_HELP = {
     "models": "List the models that are served.",
     "fleet": "Show the services and their load, live.",
     "top": "Show what the services do now, live.",
-    "trace": "Show where the time of a job went, in all services.",
+    "trace": "Show where the time of a job was spent, in all services.",
     "logs": "Show the last log lines of SERVICE, or of all services.",
     "config": "Check configurations, and show the values that services use.",
     "tenants": "Manage the tenants of a gateway and their API keys.",

@@ -36,7 +36,7 @@ def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPart:
-    """What one add-on contributes to `bottega generate` and `bottega edit`."""
+    """The contribution of one add-on to `bottega generate` and `bottega edit`."""
 
     options: tuple[Callable[[Any], Any], ...]
     """Decorators that add Click options to the command."""

@@ -76,7 +76,7 @@ def command() -> None:
 def init(*, days: int, folder: Path) -> None:
     """Make a certificate authority.
 
-    Whoever has its key can make certificates that all services trust.
+    Anybody who has its key can make certificates that all services trust.
     """
     made = _certificates(folder)
     if made.has_authority:

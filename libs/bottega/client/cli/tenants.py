@@ -86,7 +86,7 @@ def add(*, name: str, weight: float, file: Path) -> None:
 @command.command("list")
 @_file_option
 def list_tenants(*, file: Path) -> None:
-    """List tenants with the public parts of their keys, their quotas and what they may use."""
+    """List tenants with key IDs, quotas and grants."""
     from bottega.rpc.security.tenant_file import read_tenants
 
     tenants = read_tenants(file)

@@ -1,4 +1,4 @@
-"""The scenes that the miniature draws: their grammar, captions, layouts and pictures. No torch here."""
+"""The scenes that the embedded model draws: their grammar, captions, layouts and pictures. No torch here."""
 
 from bottega.miniature.scenes.grammar import (
     COLOURS,

@@ -1,7 +1,7 @@
-"""The grammar of the miniature: shapes, colours, sizes, places, grounds, relations; held-out scenes; captions.
+"""The grammar of the embedded model's scenes: shapes, colours, sizes, places, backgrounds, relations, and captions.
 
-Captions are full sentences for prompts, which can be read back, and other phrasings for training. Nearly every word is
-one token of the miniature's tokenizers, and every sentence fits their 24.
+Captions are full sentences for prompts, which can be parsed, and other phrasings for training. Nearly every word is one
+token of the model's tokenizers, and every sentence fits into their 24 tokens. Some scenes are held out from training.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HELD_OUT_SHARE = 10
 _OTHER_WORDS = ("a", "an", "and", "at", "background", "image", "in", "of", "on", "the", "to", "with")
 
 WORDS = frozenset(" ".join((*COLOURS, *SHAPES, *SIZES, *PLACES, *RELATIONS, *_OTHER_WORDS)).split())
-"""All words that captions have, and so all that the miniature was trained on."""
+"""All words in captions, which are all words that the model was trained on."""
 _COLOUR, _SHAPE = "|".join(COLOURS), "|".join(SHAPES)
 _ONE = re.compile(
     rf"an? ({'|'.join(SIZES)}) ({_COLOUR}) ({_SHAPE}) (?:on|at|in) the ({'|'.join(PLACES)})"
@@ -56,7 +56,7 @@ _RELATIONS = {"on the left and": "left of", "at the top and": "above"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thing:
-    """A shape in a colour."""
+    """A shape in a colour, one of the one or two objects of a scene."""
 
     shape: str
     colour: str
@@ -64,7 +64,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A scene: one thing with a size and a place, or two with a relation, on a ground of another colour.
+    """A scene: one thing with a size and a place, or two with a relation, on a background ("ground") of another colour.
 
     "Right of" and "below" are "left of" and "above" with the things exchanged, so that a scene has only one form.
     """
@@ -72,13 +72,13 @@ class Scene:
     things: tuple[Thing, ...]
     ground: str
     size: str = ""
-    """Size of a single thing, "" with two; place likewise."""
+    """Size of a single thing; "" if there are two."""
     place: str = ""
     relation: str = ""
-    """Relation of the first of two things to the second, "" with one."""
+    """Relation of the first of two things to the second; "" if there is one."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the parts do not fit together."""
+        """Raise ValueError if the values do not fit together."""
         known = self.ground in COLOURS and all(t.shape in SHAPES and t.colour in COLOURS for t in self.things)
         one = len(self.things) == 1 and self.size in SIZES and self.place in PLACES and not self.relation
         two = len(set(self.things)) == 2 and self.relation in RELATIONS and not (self.size or self.place)
@@ -87,14 +87,14 @@ class Scene:
 
     @property
     def held_out(self) -> bool:
-        """Whether training never sees this scene. It is the same on every machine."""
+        """Whether training never sees this scene. The same scenes are held out on every machine."""
         names = [f"{thing.colour} {thing.shape}" for thing in self.things]
         name = "|".join([*names, self.size, self.place, self.relation, self.ground])
         return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
 def near_miss(scene: Scene, rng: random.Random) -> Scene:
-    """Return a scene with one difference. With two things, mostly their attributes or their places are exchanged."""
+    """Return a scene with one difference. Of two things, mostly the attributes or the places are exchanged."""
     while True:
         changed = rng.choice((_exchanged, _turned, _other_thing) if scene.relation else _CHANGES)(scene, rng)
         if changed is not None and changed != scene:
@@ -104,7 +104,8 @@ def near_miss(scene: Scene, rng: random.Random) -> Scene:
 def elsewhere(scene: Scene) -> list[Scene]:
     """Return the scenes with the same things in other places and no other difference.
 
-    Two things of one shape are only turned, because silhouettes do not show whether they were exchanged.
+    If both things have the same shape, they change only between side by side and one above the other, because
+    silhouettes do not show whether they were exchanged.
     """
     if not scene.relation:
         return [replace(scene, place=place) for place in PLACES if place != scene.place]
@@ -114,7 +115,7 @@ def elsewhere(scene: Scene) -> list[Scene]:
 
 
 def random_scene(rng: random.Random, *, things: int) -> Scene:
-    """Return any scene of one or two things, held out or not, all equally likely."""
+    """Return a scene of one or two things, chosen uniformly, held out or not."""
     ground = rng.choice(tuple(COLOURS))
     colours = tuple(colour for colour in COLOURS if colour != ground)
     drawn = _thing(rng, colours)
@@ -132,7 +133,7 @@ def training_scene(rng: random.Random, *, things: int) -> Scene:
 
 
 def held_out_scenes(count: int, *, things: int, seed: int = 0) -> list[Scene]:
-    """Return distinct scenes that training never saw. With one thing there are about 720.
+    """Return distinct scenes that training never saw. There are about 720 with one thing.
 
     Args:
         seed: Selects the scenes.
@@ -159,7 +160,7 @@ def _exchanged(scene: Scene, rng: random.Random) -> Scene | None:
 
 
 def _turned(scene: Scene, rng: random.Random) -> Scene | None:
-    """Return the scene with the other relation."""
+    """Return the scene with the other relation; None if there is only one thing."""
     return replace(scene, relation=next(relation for relation in RELATIONS if relation != scene.relation))
 
 
@@ -189,7 +190,7 @@ def _thing(rng: random.Random, colours: tuple[str, ...]) -> Thing:
 
 
 def refine(scene: Scene, rng: random.Random) -> Scene:
-    """Return a scene that differs in one part: a shape, a colour, the ground, the place or relation, or the size."""
+    """Return a scene that differs in one property: a shape, a colour, the background, the place, relation or size."""
     parts = [(name, at) for at in range(len(scene.things)) for name in ("shape", "colour")]
     parts += [(name, 0) for name in (("ground", "relation") if scene.relation else ("ground", "size", "place"))]
     while True:
@@ -241,7 +242,7 @@ def placed_caption(scene: Scene) -> str:
 
 
 def unplaced_caption(scene: Scene) -> str:
-    """Return a sentence that describes all of the scene but the places: "a big red star on a blue background"."""
+    """Return a sentence that describes all of the scene except for places: "a big red star on a blue background"."""
     if len(scene.things) == 1:
         return f"{_a(f'{scene.size} {_name(scene.things[0])}')} on {_ground(scene)}"
     first, second = (_a(_name(thing)) for thing in scene.things)
@@ -249,7 +250,7 @@ def unplaced_caption(scene: Scene) -> str:
 
 
 def any_caption(scene: Scene, rng: random.Random) -> str:
-    """Return one of the scene's phrasings, all of which are true of it."""
+    """Return one of the phrasings that describe the scene, chosen at random."""
     if len(scene.things) == 1:
         return _any_of_one(scene, rng)
     return _any_of_two(scene, rng)
@@ -297,7 +298,7 @@ def _any_of_two(scene: Scene, rng: random.Random) -> str:
 
 
 def unknown_words(text: str) -> list[str]:
-    """Return the words of a prompt that the miniature was not trained on, in their order."""
+    """Return the words of a prompt that the model was not trained on, in their order."""
     return [word for word in re.findall(r"[^\W_]+", text.casefold()) if word not in WORDS]
 
 

@@ -1,7 +1,7 @@
-"""Layouts: the exact places and sizes of a scene's things, which a caption leaves open, and the outlines of the shapes.
+"""Layouts: the exact places and sizes of a scene's things, which a caption does not say, and outlines of the shapes.
 
-All lengths of a layout are in sides of the picture; (0, 0) is its top left corner. Outlines are polygons around the
-origin that fit a circle of radius 1; y points down.
+The unit of length in a layout is the side of the picture; (0, 0) is its top left corner. Outlines are polygons around
+the origin inside a circle of radius 1; y points down.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SceneLayout:
-    """The things of a picture with their exact places, on a ground."""
+    """The things of a picture with their exact places, on a background."""
 
     placed: tuple[Placed, ...]
     ground: str
 
 
 def random_layout(scene: Scene, rng: random.Random) -> SceneLayout:
-    """Return one of the layouts that the scene's caption describes."""
+    """Return a random layout that fits the scene's caption."""
     if len(scene.things) == 1:
         return SceneLayout(placed=(_one(scene, rng),), ground=scene.ground)
     return SceneLayout(placed=_two(scene, rng), ground=scene.ground)

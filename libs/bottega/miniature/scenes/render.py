@@ -1,9 +1,9 @@
-"""Draws layouts as pictures, in the styles that a LoRA of the miniature learns, and as control images for ControlNets.
+"""Draws layouts as pictures, in the styles for which the embedded model has LoRAs, and as images for its ControlNets.
 
 Pictures have flat colours and smooth edges. The same layout always gives the same pixels. In each style, every word of
-the caption stays true. A style changes shades, not colours: the oracle takes anything that differs more from its ground
-for a thing. Control images are thin outlines, or silhouettes of the things, drawn from a layout or found in a picture.
-They are RGB, white on black, so that users can draw them by hand, too.
+the caption stays true. A style changes shades, not colours: `quality.oracle` takes anything that differs more from its
+background for a thing. Control images are thin outlines, or silhouettes of the things, drawn from a layout or found in
+a picture. They are RGB, white on black, so that users can draw them by hand, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THICK = 1.25
 _NO_EDGE, _WHITE_EDGE = 12, 36
 SIDE = 64
 FINE = 4
-"""Pixels drawn per side of a shown pixel."""
+"""Supersampling factor: pixels drawn along each side of a pixel of the result."""
 
 
 def render(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
@@ -53,7 +53,7 @@ def render(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
 
 
 def coverage(placed: Placed, side: int = SIDE) -> PIL.Image.Image:
-    """Return how much of each pixel the thing covers: a grey picture, 255 is all of it."""
+    """Return how much of each pixel the thing covers, as a grey picture in which 255 is all of it."""
     fine = PIL.Image.new("L", (side * FINE, side * FINE), 0)
     pen = PIL.ImageDraw.Draw(fine)
     for polygon, value in zip(outline(placed.thing.shape), (255, 0), strict=False):
@@ -62,7 +62,7 @@ def coverage(placed: Placed, side: int = SIDE) -> PIL.Image.Image:
 
 
 def points(polygon: tuple[tuple[float, float], ...], placed: Placed, side: int) -> list[tuple[float, float]]:
-    """Return a thing's polygon in fine pixels."""
+    """Return a thing's polygon in pixels of the supersampled picture."""
     # Pillow fills the pixels whose centres lie inside, with centres at whole numbers: half a fine pixel off.
     scale = side * FINE
     return [
@@ -71,7 +71,7 @@ def points(polygon: tuple[tuple[float, float], ...], placed: Placed, side: int) 
 
 
 def draw_edges(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
-    """Return the outlines of all things, about a pixel thick."""
+    """Return the outlines of all things, about one pixel thick."""
     fine = PIL.Image.new("L", (side * FINE, side * FINE), 0)
     pen = PIL.ImageDraw.Draw(fine)
     for placed in layout.placed:
@@ -92,7 +92,7 @@ def draw_layout(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
 def find_edges(picture: PIL.Image.Image, side: int = SIDE) -> PIL.Image.Image:
     """Return the edges of any picture, one to two pixels thick.
 
-    A picture that is not square is stretched. Fine texture becomes edges, too: blur it first.
+    A picture that is not square is stretched. Fine texture becomes edges, too; blur the picture first to avoid that.
     """
     sized = picture.convert("RGB").resize((side, side), PIL.Image.Resampling.BOX)
     steep = PIL.ImageChops.lighter(_differences(sized, 1, 0), _differences(sized, 0, 1))
@@ -103,23 +103,23 @@ def find_edges(picture: PIL.Image.Image, side: int = SIDE) -> PIL.Image.Image:
 
 
 DRAWN: dict[str, Callable[[SceneLayout], PIL.Image.Image]] = {"edges": draw_edges, "layout": draw_layout}
-"""Functions that draw the control images for each of the miniature's ControlNets."""
+"""Functions that draw control images, by the name of the embedded model's ControlNet."""
 
 
 def _differences(picture: PIL.Image.Image, across: int, down: int) -> PIL.Image.Image:
-    """Return the difference of each pixel from its neighbour; 0 at the border without a neighbour."""
+    """Return the difference of each pixel from its neighbour; 0 at the border, where there is none."""
     moved = picture.copy()
     moved.paste(picture.crop((across, down, *picture.size)), (0, 0))
     return PIL.ImageChops.difference(picture, moved)
 
 
 def striped(layout: SceneLayout) -> PIL.Image.Image:
-    """Return the layout on a ground of slanting stripes in two shades."""
+    """Return the layout on a background of slanting stripes in two shades."""
     return _on_ground(layout, _stripes())
 
 
 def checked(layout: SceneLayout) -> PIL.Image.Image:
-    """Return the layout on a ground of squares in two shades, like a chess board."""
+    """Return the layout on a background of squares in two shades, like a chess board."""
     return _on_ground(layout, _squares())
 
 
@@ -131,14 +131,14 @@ def dusk(layout: SceneLayout) -> PIL.Image.Image:
 
 
 STYLES: dict[str, Callable[[SceneLayout], PIL.Image.Image]] = {"striped": striped, "checked": checked, "dusk": dusk}
-"""Functions that draw the pictures that each of the miniature's LoRAs learns."""
+"""Functions that draw pictures in a style, by the name of the embedded model's LoRA that was trained on it."""
 
 
 def _on_ground(layout: SceneLayout, pattern: PIL.Image.Image) -> PIL.Image.Image:
-    """Return the layout on a patterned ground.
+    """Return the layout on a patterned background.
 
     Args:
-        pattern: Grey, white where the ground is dark.
+        pattern: Grey, white where the background is dark.
     """
     larger = _larger(layout)
     plain = PIL.Image.new("RGB", (SIDE, SIDE), COLOURS[layout.ground])
@@ -152,7 +152,7 @@ def _larger(layout: SceneLayout) -> SceneLayout:
 
 
 def _near_things(layout: SceneLayout) -> PIL.Image.Image:
-    """Return a grey mask, black where no thing is within the rim."""
+    """Return a grey mask that is black around the things, so that the pattern does not touch them."""
     covered = PIL.Image.new("L", (SIDE, SIDE), 0)
     for placed in layout.placed:
         covered = PIL.ImageChops.lighter(covered, coverage(placed))

@@ -1,7 +1,7 @@
-"""The oracle: reads shape, colour, size, place, ground and relation back from a picture. No torch here.
+"""The oracle: a parser of the embedded model's pictures, which finds shapes, colours, sizes, places and relations.
 
-It is strict about edges: with a blur of .6 pixels it misreads up to a twentieth of the pictures, with .8 a third to a
-half. It reads .89 to .96 of rendered scenes that went through the embedded VAE (four sets of 300).
+It uses no torch. It is strict about edges: with a blur of .6 pixels it misreads up to a twentieth of the pictures, with
+.8 a third to a half. It reads .89 to .96 of rendered scenes that went through the embedded VAE (four sets of 300).
 """
 
 from bottega.quality.oracle.reading import NOTHING, Reading, Seen, agrees, marks, read

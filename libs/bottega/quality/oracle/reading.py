@@ -1,4 +1,4 @@
-"""Reads a picture back into the grammar's words without its caption, and compares the reading with scenes.
+"""Parses a picture into words of the grammar, without its caption, and compares the result with scenes.
 
 It recognises a region's shape by drawing every shape at the region's place and size and comparing.
 """
@@ -29,33 +29,33 @@ _AHEAD = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A thing in a picture."""
+    """A thing found in a picture."""
 
     shape: str
-    """"" if it has no shape of the grammar; colour and place likewise."""
+    """Shape of the thing; "" if it has no shape of the grammar."""
     colour: str
     size: str
     place: str
     x: float
-    """In sides of the picture, like y and radius."""
+    """Horizontal position of the centre, in sides of the picture; `y` and `radius` have the same unit."""
     y: float
     radius: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The things that the oracle reads in a picture, in the words of the embedded model's prompts."""
+    """What the oracle finds in a picture, in words of the embedded model's grammar."""
 
     ground: str
-    """"" if there is none."""
+    """Colour of the background; "" if there is none."""
     things: tuple[Seen, ...]
-    """From the left, or from the top if one stands above the other."""
+    """The things, from left to right, or from top to bottom if one is above the other."""
     relation: str
-    """Relation of the first of two things to the second, otherwise ""."""
+    """Relation of the first of two things to the second; "" if there is none."""
 
     @property
     def nothing(self) -> bool:
-        """Whether the picture is none of the grammar: no ground, nothing on it, or a thing without shape or colour."""
+        """Whether the picture shows no scene: no background, nothing on it, or a thing without shape or colour."""
         return not (self.ground and self.things and all(seen.shape and seen.colour for seen in self.things))
 
 
@@ -63,7 +63,7 @@ NOTHING = Reading(ground="", things=(), relation="")
 
 
 def read(picture: PIL.Image.Image) -> Reading:
-    """Return the content of the picture, NOTHING for noise. It takes a few milliseconds."""
+    """Parse a picture; NOTHING for noise. This takes a few milliseconds."""
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float32)
     ground = find_ground(pixels)
     if ground is None:
@@ -76,7 +76,7 @@ def read(picture: PIL.Image.Image) -> Reading:
 
 
 def marks(reading: Reading, scene: Scene) -> dict[str, bool]:
-    """Return for each part of the scene whether it was read right. Sizes and places of two things do not count."""
+    """Return for each property of the scene whether the picture shows it; without sizes and places of two things."""
     expected, seen = scene.things, reading.things
     many = len(expected) == len(seen)
     right = {
@@ -92,7 +92,7 @@ def marks(reading: Reading, scene: Scene) -> dict[str, bool]:
 
 
 def agrees(reading: Reading, scene: Scene) -> bool:
-    """Return whether all of the scene was read right, and nothing else."""
+    """Return whether the picture shows all of the scene, and nothing else."""
     return all(marks(reading, scene).values())
 
 
@@ -110,7 +110,7 @@ def _seen(region: Region) -> Seen:
 
 
 def _place(across: float, down: float) -> str:
-    """Return the place of an offset from the middle, "" for a corner."""
+    """Return the name of the place at an offset from the middle; "" for a corner."""
     far, near = max(abs(across), abs(down)), min(abs(across), abs(down))
     if far < _OFF_CENTER:
         return "center"
@@ -122,7 +122,7 @@ def _place(across: float, down: float) -> str:
 
 
 def _related(one: Seen, other: Seen) -> tuple[str, tuple[Seen, Seen]]:
-    """Return the relation, "" if there is none, and both things in its order."""
+    """Return the relation of two things, "" if there is none, and both in its order."""
     across, down = other.x - one.x, other.y - one.y
     lateral = abs(across) >= abs(down)
     ordered = (one, other) if (across if lateral else down) >= 0 else (other, one)
@@ -136,20 +136,20 @@ class Outline:
     """A recognised shape."""
 
     shape: str
-    """Shape of the grammar, "" for a blob."""
+    """Shape of the grammar; "" for a blob."""
     x: float
-    """In sides of the picture, like y and radius."""
+    """Horizontal position of the centre, in sides of the picture; `y` and `radius` have the same unit."""
     y: float
     radius: float
     overlap: float
-    """0 to 1."""
+    """How much of the shape and the region overlap, 0 to 1."""
 
 
 def recognise(region: Numbers) -> Outline:
     """Return the shape whose drawing overlaps most with the region.
 
     Args:
-        region: How much of each pixel it covers, [side, side], 0 to 1.
+        region: Share of each pixel that the region covers, [side, side], 0 to 1.
     """
     outlines = sorted((_compare(shape, region) for shape in SHAPES), key=lambda outline: -outline.overlap)
     best, second = outlines[:2]
@@ -159,7 +159,7 @@ def recognise(region: Numbers) -> Outline:
 
 
 def _compare(shape: str, region: Numbers) -> Outline:
-    """Return the shape with the region's area and centre of gravity, and how much both overlap."""
+    """Return the shape drawn with the region's area and centre of gravity, and how much both overlap."""
     side = region.shape[0]
     total = float(region.sum())
     middles = (np.arange(side) + 0.5) / side

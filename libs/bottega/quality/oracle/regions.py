@@ -1,4 +1,4 @@
-"""Finds the ground of a picture and the regions that stand out from it, by the colours of the grammar."""
+"""Finds the background ("ground") of a picture, and regions that stand out from it, by the grammar's colours."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _DIRT_SHARE = 0.003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Connected pixels of one thing."""
+    """Connected pixels that show one thing."""
 
     colour: str
-    """Colour of the grammar, "" if the pixels have none in common."""
+    """Colour of the grammar; "" if the pixels have none in common."""
     coverage: Numbers
-    """How much of each pixel of the picture it covers, [side, side], 0 to 1."""
+    """Share of each pixel of the picture that the region covers, [side, side], 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class Ground:
     colour: str
     """Colour of the grammar."""
     level: Numbers
-    """Red, green and blue of this picture's ground."""
+    """Red, green and blue of the background in this picture."""
 
 
 def find_ground(pixels: Numbers) -> Ground | None:
-    """Return the colour that nearly all of the frame shows; None if there is no such colour.
+    """Return the background: the colour of nearly all pixels at the picture's border; None if they have no common one.
 
     Args:
         pixels: [side, side, 3], 0 to 255.
@@ -65,7 +65,7 @@ def find_ground(pixels: Numbers) -> Ground | None:
 
 
 def find_regions(pixels: Numbers, ground: Ground) -> list[Region]:
-    """Return all regions that stand out from the ground, without dirt."""
+    """Return all regions that stand out from the background, except for tiny ones."""
     mask = np.abs(pixels - ground.level).max(axis=-1) > _STANDS_OUT
     dirt = _DIRT_SHARE * mask.size
     found = []
@@ -76,13 +76,13 @@ def find_regions(pixels: Numbers, ground: Ground) -> list[Region]:
 
 
 def nearest(pixels: Numbers) -> npt.NDArray[np.int64]:
-    """Return for each pixel the index of the grammar's colour that it shows, -1 for none."""
+    """Return for each pixel the index of the grammar's colour that it shows; -1 for none."""
     distances = np.linalg.norm(pixels[..., None, :] - _PALETTE, axis=-1)
     return np.where(distances.min(axis=-1) <= _NEAR, distances.argmin(axis=-1), -1)
 
 
 def _by_colour(region: Mask, pixels: Numbers, ground: Ground) -> list[Region]:
-    """Return the region as one, or as the things of different colours that touch in it."""
+    """Return the region as one, or split into touching things of different colours."""
     inside = _shrunk(region) if _shrunk(region).any() else region
     names = nearest(pixels)
     counts = np.bincount(names[inside & (names >= 0)], minlength=len(_NAMES))
@@ -97,7 +97,7 @@ def _by_colour(region: Mask, pixels: Numbers, ground: Ground) -> list[Region]:
 
 
 def _region(colour: int, region: Mask, pixels: Numbers, ground: Ground) -> Region:
-    """Return the region with soft edges: how far each pixel in or next to it is from the ground to the colour."""
+    """Return the region with soft edges, where each pixel in or next to it lies between background and colour."""
     inside = region & (nearest(pixels) == colour)
     towards = np.median(pixels[inside], axis=0) - ground.level
     gone = (pixels - ground.level) @ towards / float(towards @ towards)
@@ -106,7 +106,7 @@ def _region(colour: int, region: Mask, pixels: Numbers, ground: Ground) -> Regio
 
 
 def _connected(mask: Mask) -> list[Mask]:
-    """Return the parts of a mask whose pixels share sides."""
+    """Split a mask into connected parts, whose pixels share sides."""
     todo = set(zip(*(axis.tolist() for axis in mask.nonzero()), strict=True))
     parts = []
     while todo:

@@ -112,7 +112,7 @@ _HIT = "hit"
 @address_option
 @fleet_option
 def stats(*, address: str) -> None:
-    """Show what the cache contains, how often it was hit and how many steps it saved."""
+    """Show the contents of the cache, its hits and savings."""
     with connect(address) as client:
         caches = client.cache_stats()
         names = {model.model_hash: model.name for model in client.models()}

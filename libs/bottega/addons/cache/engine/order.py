@@ -22,7 +22,7 @@ _MAX_NAME_CHARACTERS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOrder:
-    """What a job may do with cached latents: start from them, be recorded, or start from a certain one."""
+    """The use that a job may make of cached latents: start from them, be recorded, or start from a certain one."""
 
     read: bool = False
     record: bool = False

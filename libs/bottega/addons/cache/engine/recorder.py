@@ -53,7 +53,7 @@ class LatentRecorder:
     """Keeps the latents of a job's first picture after the steps from which other pictures may start.
 
     Attributes:
-        confirmed: Whether the cache wants the recording; None until it has said so.
+        confirmed: Whether the cache has asked for the recording.
     """
 
     def __init__(self, spec: ResolvedSpec, request: Request) -> None:

@@ -192,7 +192,7 @@ _SCENES = 4
 def profile(
     *, name: str, images: Sequence[Path], prompt: str, steps: int | None, model: str | None, address: str
 ) -> None:
-    """Measure whether residuals of NAME from the previous step are good enough.
+    """Measure whether residuals of NAME may be a step old.
 
     The command draws a picture with each control IMAGE. Give five of the kind that you use; the embedded model's own
     ControlNets need none. The servers of NAME store the lowest cosine, over the pictures, between residuals of adjacent

@@ -74,7 +74,7 @@ class ControlCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRecord:
-    """What happened in a session, for the provenance."""
+    """Waits, steps and servers of a session, for the provenance."""
 
     waited_s: float = 0.0
     """Seconds that forward passes waited for the session's residuals."""

@@ -80,7 +80,7 @@ class PlacedSession:
 
     @property
     def record(self) -> ControlRecord:
-        """What happened in the session, for the provenance."""
+        """Waits, steps and servers of the session, for the provenance."""
         return ControlRecord(
             waited_s=self.waited_s,
             stale_steps=len(self._stale),

@@ -1,4 +1,4 @@
-"""The activations that rows of edits read from recordings, and write to them."""
+"""The activations that batch rows of edits read from recordings, and write to them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bottega.model.rows import RowActivations
 
 
 class StepActivations(Protocol):
-    """Outputs of blocks at one timestep, for one row, by the path of their module.
+    """Outputs of blocks in one forward pass, for one row, by the path of their module.
 
     Tensors are float16: tokens [tokens, channels] in row-major order, or feature maps [channels, height, width].
     """
 
     def get(self, name: str) -> Tensor | None:
-        """Return a block's output on the model's device, or None if it was not recorded."""
+        """Return a block's output on the model's device; None if it was not recorded."""
         ...
 
     def put(self, name: str, output: Tensor) -> None:
-        """Keep a copy of an output, if there is room for it."""
+        """Store a copy of an output, if there is enough memory for it."""
         ...
 
 
@@ -33,47 +33,47 @@ class Projections:
     keys: Tensor
     values: Tensor
     unknown: int
-    """Tokens without projections, because the recording does not determine theirs; as `TokenSet.bits`."""
+    """Set of tokens whose projections the recording does not determine, in the format of `TokenSet.bits`."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of keys and values together."""
         return self.keys.nbytes + self.values.nbytes
 
 
 class KeptProjections(Protocol):
-    """Projections of one recorded step, by the name of their block.
+    """Cached projections of one recorded step, by the name of their block.
 
-    They can be computed again from the recording, so they are kept only on devices where that is slow.
+    They can be computed again from the recording, so they are cached only on devices where that is slow.
     """
 
     def get(self, name: str) -> Projections | None:
-        """Return the projections of a block, or None."""
+        """Return the projections of a block; None if they are not cached."""
         ...
 
     def has_room(self, name: str, size_bytes: int) -> bool:
-        """Return whether `put` would keep `size_bytes` for a block."""
+        """Return whether `put` would accept `size_bytes` for a block."""
         ...
 
     def put(self, name: str, projections: Projections) -> None:
-        """Keep projections, if there is room. They must not be changed from now on."""
+        """Cache projections, if there is enough memory. They must not be changed from now on."""
         ...
 
 
 class RecordedActivations(StepActivations, Protocol):
     """Recorded activations that a row reuses.
 
-    `get` may wait for a pending load, and returns None for what has not come in time. It copies tensors to the row's
-    device, so that each call may return another one.
+    `get` may wait for a pending load, and returns None for activations that did not arrive in time. It copies tensors
+    to the row's device, so that each call may return another tensor.
     """
 
     def stored(self, name: str) -> Tensor | None:
-        """Return the tensor that `get` copies from, the same for all steps and rows; None if it is not here."""
+        """Return the tensor that `get` copies from, the same for all steps and rows; None if it is not loaded."""
         ...
 
     @property
     def projections(self) -> KeptProjections | None:
-        """Kept projections of the same step; None if none are kept."""
+        """Cached projections of the same step; None if they are not cached on this device."""
         ...
 
     @property
@@ -83,22 +83,22 @@ class RecordedActivations(StepActivations, Protocol):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that it has waited so far."""
+        """Seconds that the row has waited for loads so far."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EditActivations:
-    """The activations that a row of an edit reads from a recording, and those that it writes to one."""
+    """The activations that a row of an edit reads from a recording, and those that it records."""
 
     computed: Tensor | None = None
-    """bool [latent height, latent width], where blocks are computed; None to compute all."""
+    """Latent elements that are computed, bool [latent height, latent width]; None for all."""
     share: float = 1.0
-    """Share of the tokens that are computed, at the finest level of attention."""
+    """Share of the tokens that are computed, at the finest attention level."""
     recorded: RecordedActivations | None = None
-    """Recording that supplies the outputs of tokens that are not computed; None if all are computed."""
+    """Recording with the outputs of the tokens that are not computed; None if all are computed."""
     sink: StepActivations | None = None
-    """Recording that the row's outputs are written to; None to record nothing."""
+    """Recording to which the row's outputs are written; None to record nothing."""
 
     @property
     def reads(self) -> bool:
@@ -110,5 +110,5 @@ class EditActivations:
 
 
 def edit_activations(activations: RowActivations | None) -> EditActivations | None:
-    """Return a row's activations as EditActivations, or None if the row does not belong to an edit."""
+    """Return a row's activations as EditActivations; None if the row does not belong to an edit."""
     return activations if isinstance(activations, EditActivations) else None

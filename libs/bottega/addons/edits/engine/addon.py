@@ -71,14 +71,15 @@ _DECIDED_ANSWER_S = 5.0
 class EngineEdits(EngineAddOn):
     """The engine add-on that lets edits reuse recorded activations, and that records them.
 
-    It must come after the ControlNet and LoRA add-ons: their reports decide whether a recording is usable.
+    It must come after the add-ons for ControlNets and LoRAs, because their reports decide whether a recording is
+    usable.
 
     Args:
-        margin: Width of the ring of tokens around a mask that is computed too.
-        fixed_rows: Whether every group has the same number of rows; edits then compute everything.
-        sparse: Whether convolutions of edits compute only what is around the mask.
-        template_budget_bytes: Upper bound on one recording, in addition to the source's own; 0 for no bound.
-        heartbeat: Beats during forwards of masked rows.
+        margin: Width in tokens of the margin around a mask that is computed too.
+        fixed_rows: Whether every batch has the same number of rows; edits then compute everything.
+        sparse: Whether convolutions of edits compute only the area around the mask.
+        template_budget_bytes: Maximum bytes of one recording, in addition to the source's own limit; 0 for none.
+        heartbeat: Shows that the engine is alive during forward passes of masked rows.
     """
 
     kind = kinds.ACTIVATIONS
@@ -98,7 +99,8 @@ class EngineEdits(EngineAddOn):
         self.model = model
         self.source = source
         self.unusable = "fixed_rows is set" if fixed_rows else unsupported(unet)
-        """Why this worker never computes masked blocks, as a clause; empty if it may."""
+        """Why this worker always computes all tokens of edits, as a clause; empty if it can compute only masked
+        ones."""
         if not self.unusable and not source.budget_bytes:
             self.unusable = "this worker keeps no activations"
         self.blocks = () if self.unusable else transformer_blocks(unet)
@@ -109,7 +111,7 @@ class EngineEdits(EngineAddOn):
             blocks=frozenset(self.blocks),
         )
         self.cosines: PromptCosines | None = None
-        """How much the outputs of blocks depend on the prompt; None until the first edit that needs it measures it."""
+        """How much the outputs of blocks depend on the prompt; None until the first edit for which this is measured."""
         self.step_table = StepTable()
         """Planned seconds of steps that load activations, for the gateway."""
         self.template_budget_bytes = template_budget_bytes
@@ -125,20 +127,20 @@ class EngineEdits(EngineAddOn):
             )
         self.planner = LoadPlanner(source, self.times)
         self.projections_room = ProjectionsRoom()
-        """Memory that all recordings share for kept keys and values."""
+        """Memory for cached keys and values, shared by all recordings."""
         self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Counts of the source, and of edits by the names in `EVENTS`.
+        """Number of events of the source, and of edits, by the names in `EVENTS`.
 
-        Reused and total blocks are transformer blocks. Loaded blocks, of any kind, used loaded activations. Recomputed
-        blocks were computed although they are recorded, because their activations were late.
+        Reused and total blocks are transformer blocks. Loaded blocks, of any kind, used activations that were loaded
+        from a store. Recomputed blocks were recorded, but computed because their activations arrived too late.
         """
         return {**self.source.counts, **self._events}
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add counts, the size of the recordings, and the measured times from which the gateway estimates edits."""
+        """Add counts, sizes and the times from which the gateway estimates edits to the engine's periodic report."""
         add_counts(beat, self.kind, self.counts)
         recordings = self.source.recordings
         beat.metrics.add(name="bottega_worker_recordings", text="Templates recorded for edits.", value=len(recordings))
@@ -157,9 +159,9 @@ class EngineEdits(EngineAddOn):
             known[shape].planned.add(rows=rows, seconds=seconds)
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Return the add-on's part of a job, or None if the job neither reads nor records activations.
+        """Return the add-on's object for one job; None if the job neither reads nor records activations.
 
-        Raise InvalidRequest if the order's part for activations, or an earlier attempt's decision, is malformed.
+        Raise InvalidRequest if the gateway's message about activations, or an earlier attempt's decision, is malformed.
         """
         spec = order.spec
         if spec.edit is None:
@@ -169,7 +171,7 @@ class EngineEdits(EngineAddOn):
         return JobEdits(self, order, read_decision(order.decisions))
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
-        """Return the masked backbone for groups with a row that reads or writes a recording."""
+        """Return the masked backbone for batches with a row that reads or writes a recording; None for others."""
         return None if self._masked is None else self._masked.backbone_for(rows)
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
@@ -177,13 +179,13 @@ class EngineEdits(EngineAddOn):
         self.source.set_stores(services)
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Wait until a store answers one of the jobs, or until the timeout."""
+        """Wait until a store responds to one of the jobs' queries, or until the time-out."""
         parts_here = [part for part in parts if isinstance(part, JobEdits | JobKeeping)]
         asked = [part.waiting_for for part in parts_here if part.waiting_for is not None]
         wait(asked, timeout_s, FIRST_COMPLETED)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Set the room for kept projections, and plan the loads of the next steps."""
+        """Set the memory for cached projections, and plan the loads of the next steps."""
         readers = {request: request.activations for request in requests if not request.done}
         reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
         if reading:
@@ -197,7 +199,7 @@ class EngineEdits(EngineAddOn):
         return False
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
-        """Learn the time of a forward."""
+        """Update the estimates of step times from a forward pass."""
         if not self.unusable:
             self.times.observe(rows, seconds)
         return True
@@ -206,7 +208,7 @@ class EngineEdits(EngineAddOn):
         return {} if self.unusable else {"masked": masked_probe(model)}
 
     def answer(self, question: bytes, engine: Engine) -> bytes:
-        """Answer a TemplateCall with the call's response."""
+        """Answer a query from the worker's front, a serialized TemplateCall."""
         call = TemplateCall.FromString(question)
         response: ListTemplatesResponse | DropTemplateResponse | ProfileBlocksResponse
         match call.WhichOneof("request"):
@@ -220,11 +222,11 @@ class EngineEdits(EngineAddOn):
         return response.SerializeToString()
 
     def stop(self) -> None:
-        """Close the links of the source."""
+        """Close the source's connections to stores."""
         self.source.stop()
 
     def ask(self, order: EngineOrder, key: RecordingKey, recording: str = "") -> PendingAnswer:
-        """Ask the source whether a template is recorded. If `recording` is given, only that one is acceptable."""
+        """Ask the source whether a template is recorded. `recording` is the only acceptable one; empty for any."""
         origin = read_order(order).source
         query = TemplateQuery(
             key=key,
@@ -239,16 +241,16 @@ class EngineEdits(EngineAddOn):
     def begin(
         self, order: EngineOrder, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None
     ) -> Recording | None:
-        """Start to record an order's template; see `ActivationSource.begin`."""
+        """Begin to record a job's template; see `ActivationSource.begin`."""
         return self.source.begin(key, shape, drawn, origin=read_order(order).source)
 
     def use_profile(self, recording: Recording) -> None:
-        """Plan with a recording's block profile, unless a profile for its size is in use."""
+        """Use a recording's block profile for planning, unless one for its size is already used."""
         if recording.profile is not None and self.times.profile(recording.shape) is None:
             self.times.use(recording.shape, recording.profile)
 
     def recorder(self, recording: Recording, request: Request, valid: Tensor) -> ImageRecorder:
-        """Return a recorder for a recording that was begun, limited to the blocks that its budget has room for."""
+        """Return a recorder for a recording that was begun, limited to the blocks that fit into its budget."""
         bounds = recording.budget_bytes, self.template_budget_bytes, self.source.budget_bytes
         recording.budget_bytes = min(bound for bound in bounds if bound)
         kept = kept_names(
@@ -260,7 +262,7 @@ class EngineEdits(EngineAddOn):
         return ImageRecorder(self.source, recording, request, valid, kept=kept)
 
     def profile_blocks(self, engine: Engine, width: int, height: int) -> BlockProfile:
-        """Measure the blocks for pictures of a size, and plan with the result.
+        """Measure the blocks for pictures of a size, and use the result for planning.
 
         Args:
             engine: The engine of this add-on, which must have no work.
@@ -268,10 +270,10 @@ class EngineEdits(EngineAddOn):
             height: Height in pixels; 0 is the model's own.
 
         Raises:
-            Unavailable: The engine has work, which would be measured too and would have to wait.
+            Unavailable: The engine has work, which would distort the measurement.
             InvalidRequest: The model cannot draw this size.
             TooLarge: This worker does not draw such large pictures.
-            MethodNotServed: This worker computes no masked blocks.
+            MethodNotServed: This worker always computes all tokens of edits.
         """
         if engine.busy:
             raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
@@ -304,7 +306,7 @@ class EngineEdits(EngineAddOn):
         )
 
     def key(self, order: EngineOrder, template: str = "") -> RecordingKey:
-        """Return the key of an order's recordings. An empty template is the digest of the order's image."""
+        """Return the key of a job's recordings. If `template` is empty, the digest of the job's image is used."""
         spec = order.spec
         return RecordingKey(
             tenant=read_order(order).tenant,
@@ -324,9 +326,9 @@ class EngineEdits(EngineAddOn):
         )
 
     def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, edit: Edit) -> bool:
-        """Return whether blocks follow the prompt so closely that an edit must not reuse another prompt's activations.
+        """Return whether blocks depend on the prompt so much that an edit must not reuse another prompt's activations.
 
-        The first call measures it, in one forward of two rows.
+        The first call measures it, in one forward pass of two rows.
         """
         if self.cosines is None:
             self.cosines = measure_prompts(self.model, spec, conditions, edit, self.blocks)
@@ -336,7 +338,7 @@ class EngineEdits(EngineAddOn):
 
     @property
     def said_cosine(self) -> str:
-        """Describe in words how much the outputs of blocks depend on the prompt."""
+        """How much the outputs of blocks depend on the prompt, as text."""
         if self.cosines is None:
             return "not measured"
         return f"cosine {self.cosines.mean:.2f}, below {LEAST_COSINE:g}"
@@ -360,19 +362,19 @@ class EngineEdits(EngineAddOn):
         )
 
     def note_loads(self, counts: StepLoadCounts) -> None:
-        """Count the loads of a finished step."""
+        """Add the loads of a finished step to the counts."""
         self._events["blocks_loaded"] += counts.loaded
         self._events["blocks_recomputed"] += counts.recomputed
         self._events["load_wait_ms"] += round(counts.waited_s * 1000)
 
     def note_blocks(self, reused: int, total: int) -> None:
-        """Count the blocks that a finished step reused, and those that it could have reused at most."""
+        """Add to the counts how many blocks a finished step reused, and how many it could have reused."""
         self._events["blocks_reused"] += reused
         self._events["blocks_total"] += total
 
 
 def _control_digest(order: EngineOrder, place: int) -> str:
-    """Return the digest of one ControlNet's image: the cropped image's if the edit crops, else the file's."""
+    """Return the digest of one ControlNet's image: of the cropped image if the edit crops, else of the file."""
     edit = order.spec.edit
     if edit is None or edit.padding_mask_crop is None:
         return order.spec.controlnets[place].image_digest

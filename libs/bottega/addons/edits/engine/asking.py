@@ -1,4 +1,4 @@
-"""A job's query to its source of recordings. If the answer is late, the job computes everything."""
+"""A job's query to the source of recordings, with a time-out after which the job computes everything."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from bottega.engine.store_work import StoreWork
 
 
 class PendingAnswer:
-    """A source's answer that a job waits for, for `timeout_s` from the first call of `ready`."""
+    """A response for which a job waits at most `timeout_s`, counted from the first call of `ready`."""
 
     def __init__(self, asked: Future[StoreWork | None], timeout_s: float) -> None:
         self.asked: Future[StoreWork | None] | None = asked
-        """The pending answer; None once it has come or the job has stopped waiting."""
+        """The pending response; None once it has arrived or the job has stopped waiting."""
         self.waited_s = 0.0
         """Seconds from the first call of `ready` to the last."""
         self.work: StoreWork | None = None
-        """The work that a store did for the answer."""
+        """Time that a store spent on the response; None if no store did."""
         self._timeout_s = timeout_s
         self.since_s: float | None = None
-        """The time of the first call of `ready`."""
+        """Time of the first call of `ready`; None before it."""
 
     def ready(self, now_s: float) -> bool:
-        """Return whether the job may go on: the answer has come, or the timeout has passed."""
+        """Return whether the job may go on: the response has arrived, or the time-out has passed."""
         if self.asked is None:
             return True
         self.since_s = now_s if self.since_s is None else self.since_s

@@ -1,7 +1,7 @@
-"""The add-on's part of an edit job: the first edit of a template records activations, and later ones reuse them.
+"""One edit job: the first edit of an image (the template) records activations, and later edits reuse them.
 
 An edit that reuses a recording also uses its image latent and noise outside the mask. The job decides this before its
-first step. A later attempt at the job keeps the decision, so that it draws the same picture with or without the
+first step. Later attempts at the job follow the decision, so that they draw the same picture with or without the
 recording.
 """
 
@@ -50,7 +50,7 @@ _TRACK = "activation store"
 
 
 class JobEdits(JobAddOn):
-    """The add-on's part of one edit job. `decided` is the decision of an earlier attempt."""
+    """The add-on's object for one edit job. `decided` is the decision of an earlier attempt."""
 
     def __init__(self, addon: EngineEdits, order: EngineOrder, decided: Decided | None) -> None:
         self._addon = addon
@@ -84,7 +84,7 @@ class JobEdits(JobAddOn):
 
     @property
     def waiting_for(self) -> Future[StoreWork | None] | None:
-        """The source's answer that the job still waits for; None if it waits for none."""
+        """The response for which the job waits; None if it waits for none."""
         return self._answer.asked if self._answer is not None else None
 
     @property
@@ -92,11 +92,11 @@ class JobEdits(JobAddOn):
         return self.waiting_for is not None
 
     def prompt_ready(self, now_s: float) -> bool:
-        """Return whether the answer about the template's recording has come or timed out."""
+        """Return whether the response about the template's recording has arrived or timed out."""
         return self._answer is None or self._answer.ready(now_s)
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Find the template's recording, or begin one. Raise InvalidRequest if the pinned decision is malformed."""
+        """Find the template's recording, or begin one. Raise InvalidRequest if the earlier decision is malformed."""
         self._job = job
         levels = self._addon.levels
         self._dilated_share = share(levels.dilated(_edit(job.requests[0]).mask), levels.finest)
@@ -130,17 +130,17 @@ class JobEdits(JobAddOn):
 
     @property
     def offloadable(self) -> bool:
-        """Whether the pair's other worker, which has no recordings, may compute rows of this job."""
+        """Whether a second worker, which has no recordings, may compute rows of this job."""
         return not self._readers and self._recorder is None
 
     def after_forward(self, prediction: Prediction) -> float:
-        """Return the seconds that the last forward waited for this job's loads."""
+        """Return the seconds that the last forward pass waited for this job's loads."""
         waited_s = sum(wait_s for row, wait_s in prediction.load_waits_s.items() if row.owner in self._readers)
         self._waited_s += waited_s
         return waited_s
 
     def after_step(self, request: Request) -> None:
-        """Commit the outputs that the step recorded, and count the blocks that it reused."""
+        """Add the outputs of the step to the recording, and count the blocks that it reused."""
         if self._recorder is not None and self._recorder.request is request:
             self._recorder.made_step()
         reader = self._readers.get(request)
@@ -154,7 +154,7 @@ class JobEdits(JobAddOn):
             self._addon.note_blocks(reused, total)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """Yield the spans of the look-up and of the loads, with the store's own spans for both."""
+        """Yield trace spans of the lookup and of the loads, with the store's own spans for both."""
         if self._answer is not None and self._answer.since_s is not None:
             begin_s, waited_s = self._answer.since_s, self._answer.waited_s
             yield TracedSpan(name="look-up", track=_TRACK, begin_s=begin_s, seconds=waited_s)
@@ -182,9 +182,9 @@ class JobEdits(JobAddOn):
         self._loads += [*loads, *waits, *in_store][:room]
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """Add the edit's part to a record, and complete the recording.
+        """Add what the edit did to the job's record, and complete the recording.
 
-        Only now is it known whether residuals were stale; a recording that contains stale residuals is abandoned.
+        Only now is it known whether residuals were stale; a recording that contains stale residuals is discarded.
         """
         if self._recorder is not None:
             if any(use.stale_steps for use in record.controlnets):
@@ -208,7 +208,7 @@ class JobEdits(JobAddOn):
         return replace(record, edit=edit, exact=record.exact and not self._reused and not self._common)
 
     def close(self) -> None:
-        """Release the recording that was read, and abandon a new one if the job did not finish."""
+        """Release the recording that was read, and discard a new one if the job did not finish."""
         if self._answer is not None:
             self._answer.close()
         for reader in self._readers.values():
@@ -220,9 +220,9 @@ class JobEdits(JobAddOn):
             self._recorder.give_up("the edit that recorded it did not finish")
 
     def _use_kept(self, job: EngineJob) -> KeptLatents | None:
-        """Make the images restore the kept latents of their template outside the mask, if those exist and fit.
+        """Make the images restore the kept latents of their template outside the mask, if there are any that fit.
 
-        This also happens on workers that mask no blocks, so that every attempt draws the same picture.
+        This also happens on workers that compute all tokens, so that every attempt draws the same picture.
         """
         data = self._order.kept.get(self._addon.kind)
         if not data:
@@ -248,7 +248,7 @@ class JobEdits(JobAddOn):
         return EditDecision(recording=decided.recording, seed=decided.seed, kept_latents=self._kept_name)
 
     def _find(self, key: RecordingKey, decided: Decided | None, latent: Tensor) -> Recording | None:
-        """Return the recording to read, which is in use from now on, or None."""
+        """Return the recording to read, marked as in use; None if there is none."""
         if self._because or (decided is not None and not decided.recording):
             return None
         found = self._addon.source.find(key, decided.recording if decided is not None else "")
@@ -291,8 +291,8 @@ class JobEdits(JobAddOn):
     def _record(self, request: Request, decided: Decided | None, *, draws: bool) -> None:
         """Begin a recording of the job's first image, unless another edit is recording the template.
 
-        `decided` is the decision of an earlier attempt that used no recording. With `draws`, the recording keeps the
-        edit's own image latent and noise.
+        `decided` is the decision of an earlier attempt that used no recording. If `draws` is set, the recording keeps
+        the edit's own image latent and noise.
         """
         edit = _edit(request)
         redrawn = self._addon.levels.dilated(edit.mask)
@@ -312,7 +312,7 @@ class JobEdits(JobAddOn):
         request.activations = self._recorder
 
     def _draw_again(self, seed: int, job: EngineJob, conditions: Conditions) -> None:
-        """Draw the image latent and noise of a lost recording from its seed, for images that have not begun."""
+        """Draw the image latent and noise of a lost recording again from its seed, for images that have not begun."""
         if self._order.image is None or all(request.step > request.begin for request in job.requests):
             self._common = True
             return
@@ -335,7 +335,7 @@ class JobEdits(JobAddOn):
             request.use_edit(replace(edit, image_latent=own_latent, noise=composed))
 
     def _reason(self) -> str:
-        """Return why the edit computed everything, in words."""
+        """Return why the edit computed everything, as text."""
         return "; ".join(reason for reason in (self._own_reason(), self._kept_unused) if reason)
 
     def _own_reason(self) -> str:
@@ -348,7 +348,7 @@ class JobEdits(JobAddOn):
 
 
 def _gone(requests: Sequence[Request]) -> str:
-    """Return why this attempt computed everything: the recording that an earlier attempt used no longer exists."""
+    """Return, as text, that the recording which an earlier attempt used no longer exists."""
     gone = "the recording that an earlier attempt used is gone"
     resumed = [request.step - request.begin for request in requests if request.step > request.begin]
     return f"{gone}; step {min(resumed) + 1} is the first that was made without it" if resumed else gone

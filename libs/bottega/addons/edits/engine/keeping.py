@@ -1,4 +1,4 @@
-"""The add-on's part of a generation whose pictures will be edited: keeps their latents, and records them."""
+"""A generation whose pictures will be edited: keeps the latents of all steps, and records activations."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class _Picture:
     """See `KeptLatents.template`."""
     device: Device
     latents: dict[int, HostCopy] = field(default_factory=dict)
-    """Latents before each step and after the last one, being copied to the host."""
+    """Latents before each step and after the last one, being copied to the host; by the number of finished steps."""
     recorder: ImageRecorder | None = None
     """Records the image's activations; None if they are not recorded."""
 
     def row(self, half: Half) -> EditActivations | None:
-        """Return the recorder's hook for one row of the next step, None without a recorder, and keep the latent.
+        """Return the activations that one row of the next step records, None without a recorder, and keep the latent.
 
         A step that is retried may call this again.
         """
@@ -55,11 +55,11 @@ class _Picture:
 
     @property
     def next_share(self) -> float:
-        """Share of the tokens that the next step computes; always 1, because a generation computes all of them."""
+        """Share of the tokens that the next step computes: always 1 in a generation."""
         return 1.0
 
     def keep_latent(self) -> None:
-        """Keep the current latent, unless this step's was kept."""
+        """Keep the current latent, unless that was done for this step."""
         request = self.request
         if request.step not in self.latents:
             # A request that continues from a cached latent has skipped steps; drop latents from its other steps.
@@ -67,7 +67,7 @@ class _Picture:
             self.latents[request.step] = self.device.to_host(request.latent[0])
 
     def kept(self) -> KeptLatents | None:
-        """Return the finished picture's latents. Return None if another worker ran some steps: edits need all."""
+        """Return the finished picture's latents; None if another worker ran some steps, because edits need all."""
         request = self.request
         self.keep_latent()
         steps = range(request.begin, request.end + 1)
@@ -82,9 +82,9 @@ class _Picture:
 
 
 def open_keeping(addon: EngineEdits, order: EngineOrder) -> JobKeeping | None:
-    """Return the part of a job that keeps latents, or None if they would be too large.
+    """Return the object for a job that keeps latents; None if they would be too large.
 
-    Without kept latents, activations are not recorded either: edits find a recording by the name of the latents.
+    Then activations are not recorded either, because edits find a recording by the name of the latents.
     """
     spec = order.spec
     if not are_too_large(addon.model, spec):
@@ -94,7 +94,7 @@ def open_keeping(addon: EngineEdits, order: EngineOrder) -> JobKeeping | None:
 
 
 class JobKeeping(JobAddOn):
-    """The add-on's part of one generation with `keep_for_editing`."""
+    """The add-on's object for one generation with `keep_for_editing`."""
 
     def __init__(self, addon: EngineEdits, order: EngineOrder) -> None:
         self._addon = addon
@@ -108,7 +108,7 @@ class JobKeeping(JobAddOn):
 
     @property
     def waiting_for(self) -> Future[StoreWork | None] | None:
-        """The first answer that the job still waits for: whether the source has room for a recording."""
+        """The first response that the job waits for, about space for a recording; None if it waits for none."""
         return next((answer.asked for answer in self._answers if answer.asked is not None), None)
 
     @property
@@ -116,7 +116,7 @@ class JobKeeping(JobAddOn):
         return self.waiting_for is not None
 
     def prompt_ready(self, now_s: float) -> bool:
-        """Return whether all answers have come or timed out."""
+        """Return whether all responses have arrived or timed out."""
         waiting = [answer for answer in self._answers if not answer.ready(now_s)]
         return not waiting
 
@@ -133,7 +133,7 @@ class JobKeeping(JobAddOn):
 
     @property
     def offloadable(self) -> bool:
-        """Whether the pair's other worker, which records nothing, may compute rows of this job."""
+        """Whether a second worker, which records nothing, may compute rows of this job."""
         return not any(picture.recorder is not None for picture in self._pictures.values())
 
     def after_step(self, request: Request) -> None:
@@ -157,7 +157,7 @@ class JobKeeping(JobAddOn):
         return kept
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """Complete the recordings; abandon those with stale residuals, which are known only now."""
+        """Complete the recordings. Discard those with stale residuals, which are known only now."""
         for recorder in self._recorders():
             if any(use.stale_steps for use in record.controlnets):
                 recorder.give_up("residuals of its ControlNets were stale")

@@ -1,4 +1,4 @@
-"""The latents that `keep_for_editing` stores with a picture, from which later edits restore it, and their format.
+"""The latents that `keep_for_editing` stores with a picture for later edits, and their file format.
 
 The format is safetensors with a JSON header. This module does not know where the bytes are stored or who may read them.
 """
@@ -31,19 +31,18 @@ _NAME = re.compile("[0-9a-f]{32}")
 
 
 class KeptLatentsMismatch(ValueError):
-    """Kept latents are damaged, or of another model, size or format version."""
+    """The error that kept latents are damaged, or of another model, size or format version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptLatents:
-    """The latents of one picture."""
+    """The latents of all steps of one picture."""
 
     latents: Tensor
-    """[steps + 1, channels, height, width]: before each step, and the finished latent. They are divided by the
-    sampler's signal, so that edits with other samplers can put them back.
-    """
+    """The latent before each step, then the finished one, [steps + 1, channels, height, width]. They are divided by the
+    sampler's signal, so that edits with other samplers can use them."""
     noise_levels: tuple[float, ...]
-    """Noise level of each step, from high to low; see `Sampler`."""
+    """Noise level of each step, descending; see `Sampler`."""
     seed: int
     template: str
     """Name under which the picture's activations are recorded, 32 hex digits."""
@@ -73,7 +72,7 @@ def are_too_large(model: Model, spec: ResolvedSpec) -> bool:
 
 
 def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
-    """Serialize latents in the model's dtype, or in float16 to save space. Return None if both are too large."""
+    """Serialize latents in the model's dtype, or in float16 if that is too large. Return None if both are too large."""
     header = {
         "version": VERSION,
         "model_hash": model.digest,
@@ -91,7 +90,7 @@ def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
 
 
 def template_of(data: bytes) -> str:
-    """Return the template's name in serialized latents; empty if they cannot be read."""
+    """Return the template's name from serialized latents; empty if they cannot be read."""
     try:
         return str(_header(data)["template"])
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The activations part of an order: the gateway's instructions, and the decisions of earlier attempts."""
+"""The gateway's message about activations in an attempt, and the decisions of earlier attempts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Decided:
     """The decision of an attempt: which recording supplies the image latent and noise outside the mask."""
 
     recording: str = ""
-    """Id of the recording whose latent and noise are used; empty if the edit has its own."""
+    """ID of the recording whose image latent and noise are used; empty if the edit draws its own."""
     seed: int = 0
-    """The seed that the recording's latent and noise were drawn with."""
+    """The seed with which the recording's image latent and noise were drawn."""
 
 
 def read_order(order: EngineOrder) -> ActivationsOrder:
-    """Return the gateway's ActivationsOrder, or an empty one. Raise InvalidRequest with all violations."""
+    """Return the gateway's ActivationsOrder; an empty one without any. Raise InvalidRequest with all violations."""
     try:
         order_part = ActivationsOrder.FromString(order.addons.get(kinds.ACTIVATIONS, b""))
     except DecodeError:
@@ -47,7 +47,7 @@ def read_order(order: EngineOrder) -> ActivationsOrder:
 
 
 def read_decision(decisions: Decisions) -> Decided | None:
-    """Return the decision of an earlier attempt, or None. Raise InvalidRequest if it is malformed."""
+    """Return the decision of an earlier attempt; None if there is none. Raise InvalidRequest if it is malformed."""
     if kinds.ACTIVATIONS not in decisions:
         return None
     try:

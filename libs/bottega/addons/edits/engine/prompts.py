@@ -1,4 +1,4 @@
-"""Measures how much a model's blocks follow the prompt, before an edit relies on a recording.
+"""Measures how much the outputs of a model's blocks depend on the prompt, before an edit relies on a recording.
 
 An edit reuses activations outside its mask that were computed with another prompt. That is right only if they hardly
 depend on the prompt. InstGenIE (2025) reports this for its models; here each model is measured once, on its first
@@ -33,13 +33,13 @@ PROBE_PROMPT = "an empty blackboard in a classroom at night"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCosines:
-    """Mean cosines over tokens between block outputs under two prompts, by block."""
+    """Cosine between block outputs under two prompts, as the mean over tokens, by block."""
 
     cosines: Mapping[str, float]
 
     @property
     def mean(self) -> float:
-        """Mean over all blocks; 1 if there is none."""
+        """Mean over all blocks; 1 if there are none."""
         return sum(self.cosines.values()) / len(self.cosines) if self.cosines else 1.0
 
     @property
@@ -84,7 +84,7 @@ def _compare(model: Model, rows: Sequence[Row], blocks: Sequence[str]) -> Prompt
 
 @contextmanager
 def _watched(network: nn.Module, names: Sequence[str], outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Collect the outputs of these modules, [rows, tokens, channels], while the block runs."""
+    """Collect the outputs of these modules, [rows, tokens, channels], during the `with` block."""
 
     def keep(name: str) -> Callable[[nn.Module, object, tuple[Tensor] | Tensor], None]:
         def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor] | Tensor) -> None:

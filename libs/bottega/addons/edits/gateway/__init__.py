@@ -1,1 +1,1 @@
-"""Recorded activations in the gateway: locations of templates, costs of loading, and orders to workers and stores."""
+"""Recorded activations in the gateway: where templates are, what loading costs, and messages to workers and stores."""

@@ -1,7 +1,8 @@
-"""The gateway's add-on for recorded activations: orders to attempts and stores, and costs and savings of templates.
+"""The gateway's add-on for recorded activations: messages to attempts and stores, costs and savings of templates.
 
-The activations themselves go between workers and stores, over links. The gateway identifies a template by what it was
-made of (`JobRequest.edit_source`), before a worker has decoded the image.
+A template is an edited image whose activations are recorded. The activations themselves go directly between workers and
+stores. The gateway identifies a template by a hash of what it was made from (`JobRequest.edit_source`), because it does
+not decode the image.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ _STORED = frozenset({TEMPLATE_TIER_MEMORY, TEMPLATE_TIER_DISK})
 _MAX_KINDS = 256
 
 _Kind = tuple[int, Shape, float]
-"""Rows in each turn, the shape of their latents, and the share of tokens that is computed."""
+"""Batch rows of a job, the shape of their latents, and the share of tokens that is computed."""
 _TurnCost = tuple[float, float]
-"""Seconds that loading adds to one turn, and seconds that one turn saves compared to computing all tokens."""
+"""Seconds that loading adds to one forward pass, and seconds that the pass saves compared to computing all tokens."""
 
 
 def create(context: AddOnContext) -> ActivationsAddOn:
@@ -66,14 +67,14 @@ def create(context: AddOnContext) -> ActivationsAddOn:
 
 
 class ActivationsAddOn(AddOn):
-    """The gateway's part of recorded activations."""
+    """The gateway's add-on for recorded activations."""
 
     def __init__(self, fleet: FleetView, metrics: AddOnMetrics, clock: Clock, channels: Channels = PLAINTEXT) -> None:
         self._fleet = fleet
         self._edits = Counter(
             "bottega_edit_attempts",
-            "Attempts at edits that may use recorded activations, by where the template was: worker (which got it),"
-            " memory or disk (of a store), nowhere.",
+            "Attempts at edits that may use recorded activations, by where these were: in the assigned worker,"
+            " in the memory or on the disk of a store, or nowhere.",
             ("template",),
             registry=metrics.registry,
         )
@@ -89,21 +90,21 @@ class ActivationsAddOn(AddOn):
         )
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request asks for the recording that an earlier edit used."""
+        """Return whether a request names the recording that an earlier edit used."""
         return spec.techniques.HasField("recording")
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
-        """Yield the violation of an edit that must be exact and may compute only a part of its blocks."""
+        """Yield a violation if an edit must be exact, but allows to compute only the masked part."""
         if spec.fidelity == FIDELITY_EXACT and spec.techniques.masked_blocks:
             rule = "must not be true with fidelity EXACT, which computes all"
             yield Violation(field="spec.techniques.masked_blocks", description=rule)
 
     def computes_part(self, spec: GenerationSpec) -> bool:
-        """Return whether the blocks of an edit may be computed for its masked part alone."""
+        """Return whether an edit may compute only its masked part."""
         return may_mask_blocks(spec)
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Raise RecordingNotKept: a recording changes with every edit of its image, and no earlier state is kept."""
+        """Raise RecordingNotKept: every edit of an image changes its recording, and earlier states are not kept."""
         recording = spec.techniques.recording
         text = (
             f"this edit reused recording {recording}, which has changed since, so the picture cannot be redrawn; remove"
@@ -116,7 +117,7 @@ class ActivationsAddOn(AddOn):
         pin_edit(provenance.parameters, provenance.mask.recording)
 
     def cost_key(self, job: AddOnJob) -> Hashable:
-        """Return the template, the share that is computed, and the size of the job."""
+        """Return the job's template, the share of tokens that it computes, and its size."""
         request = job.request
         if not request.edit_source:
             return None
@@ -125,7 +126,7 @@ class ActivationsAddOn(AddOn):
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the share of tokens that an edit computes at each worker, and the seconds that loading adds.
 
-        An edit computes all tokens if no service has its template, or if the worker does not compute masked blocks.
+        An edit computes all tokens if no service has its template, or at workers that cannot compute only masked ones.
         """
         template, share = job.request.edit_source, job.request.computed_share
         if not template or share >= 1.0:
@@ -142,18 +143,18 @@ class ActivationsAddOn(AddOn):
         return WorkerCosts(load_s=SecondsByWorker(workers, seconds), shares=shares, share=share)
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
-        """Return the share of tokens that an edit computes, by its mask, if any service has its template."""
+        """Return the share of tokens that an edit computes if any service has its template, according to its mask."""
         template = job.request.edit_source
         if not template or self._residence(template) == "nowhere":
             return NO_SAVINGS
         return ExpectedSavings(computed_share=job.request.computed_share)
 
     def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Ask the stores for a job's template if it is not known whether they have it, or not asked lately.
+        """Ask the stores for a job's template, unless they have answered lately.
 
-        A known template is loaded when the job is one of the first of its queue: loading it sooner would evict the
-        templates of those. A refused job's template is always asked for, because until then similar edits count as
-        edits that compute all tokens.
+        If a store has the template, it is loaded only when the job is near the front of the queue, because loading it
+        sooner would evict the templates of earlier jobs. Also ask for the template of a refused job, because until a
+        store has answered, similar edits are expected to compute all tokens.
         """
         now = self._clock.monotonic()
         stored = self._residences.stored(job.request.edit_source, now)
@@ -167,9 +168,9 @@ class ActivationsAddOn(AddOn):
             self._prefetcher.request(store, templates)
 
     def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Write the order of an edit, or of a picture that is recorded for edits, and prefetch an edit's template.
+        """Write the message about activations into an attempt, and ask the stores to load an edit's template.
 
-        The stores count the prefetched template as used.
+        The stores count the template as used.
         """
         template = job.request.edit_source
         if not template and not job.bare.keep_for_editing:
@@ -191,7 +192,7 @@ class ActivationsAddOn(AddOn):
                 self._unmasked.add(member.name)
 
     def member_lost(self, member: Member) -> None:
-        """Forget the templates of a worker or a store."""
+        """Drop the templates of a worker or a store."""
         if member.is_worker:
             self._residences.forget_worker(member.name)
             self._costs.forget(member.name)
@@ -205,7 +206,7 @@ class ActivationsAddOn(AddOn):
         await self._prefetcher.close()
 
     def _residence(self, template: str, worker: str = "") -> str:
-        """Return the nearest place of a template, as the metric names it: for one worker, or for any."""
+        """Return the nearest place of a template, as the metric names it: for one worker, or for any if it is empty."""
         having = self._residences.workers_with(template)
         if having and (not worker or worker in having):
             return "worker"
@@ -221,16 +222,16 @@ class ActivationsAddOn(AddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTemplate:
-    """A template in a store, as the store last reported it."""
+    """A template in a store, according to the store's last response."""
 
     disk_bytes: int
-    """Bytes that were only on the disk."""
+    """Bytes of it that were only on disk."""
     disk_bytes_per_s: float
     asked_at: float
-    """Time of the request to the store, in monotonic seconds."""
+    """Time of the request to the store, on the monotonic clock."""
 
     def disk_s(self, now: float) -> float:
-        """Return the seconds until all of it is in the store's memory; loading began when the store was asked."""
+        """Return the seconds until all of it is in the store's memory. Loading began when the store was asked."""
         return max(0.0, self.disk_bytes / self.disk_bytes_per_s - (now - self.asked_at))
 
 
@@ -247,12 +248,12 @@ class Residences:
         return self._workers.get(template, frozenset())
 
     def stored(self, template: str, now: float) -> StoredTemplate | None:
-        """Return the template of the store that will have it in memory first; None if no store has it."""
+        """Return the template at the store that will have it in memory first; None if no store has it."""
         found = self._stored.get(template)
         return min(found.values(), key=lambda stored: stored.disk_s(now)) if found else None
 
     def note_response(self, store: str, response: PrefetchTemplatesResponse, now: float) -> None:
-        """Take note of the response of the store at an address, which loads the templates that it has."""
+        """Record the response of the store at an address, which loads the templates that it has."""
         speed = response.disk_bytes_per_s if response.disk_bytes_per_s > 0 else _DISK_BYTES_PER_S
         for template in response.templates:
             self._forget(store, template.source)
@@ -268,12 +269,12 @@ class Residences:
         self._set_worker(member.name, member.hosts(kinds.ACTIVATIONS).digests)
 
     def forget_worker(self, name: str) -> None:
-        """Forget a lost worker."""
+        """Drop the templates of a lost worker."""
         self._set_worker(name, frozenset())
         self._templates.pop(name, None)
 
     def forget_store(self, store: str) -> None:
-        """Forget the lost store at an address."""
+        """Drop the templates of the lost store at an address."""
         for template in list(self._stored):
             self._forget(store, template)
 
@@ -294,11 +295,11 @@ class Residences:
 
 
 class LoadingCosts:
-    """The seconds that loading a template adds to an edit at each worker.
+    """Estimates the seconds that loading a template adds to an edit at each worker.
 
-    A worker loads while it computes, and computes what would arrive too late. Loading therefore never costs more than
-    it saves. Costs are computed once for each kind of edit and report of a worker, because the scheduler asks about
-    many jobs at every look at the queue.
+    A worker loads while it computes, and computes what would arrive too late, so loading never costs more than it
+    saves. Costs are cached for each kind of edit until a worker's next report, because the scheduler asks about many
+    jobs each time it looks at the queue.
     """
 
     def __init__(self) -> None:
@@ -307,13 +308,13 @@ class LoadingCosts:
     def seconds_at(
         self, job: AddOnJob, workers: Mapping[str, Member], *, disk_s: float, having: Set[str] = frozenset()
     ) -> Callable[[str], float]:
-        """Return a function from a worker's name to the seconds that loading adds to the job there.
+        """Return a function that returns, for a worker's name, the seconds that loading adds to the job there.
 
         Args:
             job: The edit.
             workers: Workers by name.
             disk_s: Seconds until the template is in the store's memory.
-            having: Names of workers that need not load the template.
+            having: Names of workers that have the template in memory, and need not load it.
         """
         kind = (job.rows, job.request.shape, rounded_share(job.request.computed_share))
         costs, turns = self._costs_of(kind), job.steps.total // job.num_images
@@ -330,12 +331,12 @@ class LoadingCosts:
         return seconds
 
     def forget(self, name: str) -> None:
-        """Forget the costs at a worker that has reported, or is lost."""
+        """Drop the cached costs of a worker that has reported, or is lost."""
         for costs in self._kinds.values():
             costs.pop(name, None)
 
     def _costs_of(self, kind: _Kind) -> dict[str, _TurnCost]:
-        """Return the costs of a kind by worker, as far as they have been computed."""
+        """Return the cached costs of a kind of edit, by worker."""
         costs = self._kinds.get(kind)
         if costs is None:
             if len(self._kinds) >= _MAX_KINDS:

@@ -1,1 +1,1 @@
-"""Which blocks of an edit load what was recorded and which are computed, in plain Python without torch."""
+"""Decides which blocks of an edit load recorded outputs and which compute all tokens. Plain Python, no torch."""

@@ -1,10 +1,11 @@
-"""Decides which blocks of an edit load their recorded output, and which are computed in full, while both streams run.
+"""Decides which blocks of an edit load their recorded output, and which compute all tokens, to finish earliest.
 
 A network's blocks are computed one after another. A block that loads its recorded output only computes masked tokens,
-once the output is loaded. The load stream is serial, too: it follows the order of use and may run ahead of computing.
-If loading is slower than computing, loading every block would leave gaps, so some blocks are better computed in full.
+but cannot start before the output is loaded. Loads run one after another, too, in the order of use, and may run ahead
+of computing. If loading is slower than computing, loading every block would leave gaps, so some blocks should rather be
+computed in full.
 Source: InstGenIE (2025), section 4.2, whose Algorithm 1 decides block by block; here all blocks are decided together.
-This module knows no tensors and no links.
+This module knows neither tensors nor connections.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import accumulate
 from operator import itemgetter
 
 MOST_STATES = 6
-"""Number of states that `plan_steps` keeps after each block."""
+"""Maximum number of states that `plan_steps` keeps after each block."""
 
 # A bounded plan this near to the bound is not improved further, because costs are not known more exactly.
 _NEAR = 5e-3
@@ -26,7 +27,7 @@ _MISSING_LEAD = (0.1, 1.0)
 # nothing.
 _TIE = 1e-9
 _State = tuple[float, float, int]
-"""When the load stream ends, when computing ends, and which blocks use their recorded output: bit i is block i."""
+"""The time when loads end, the time when computing ends, and a bit mask: bit i is set if block i uses its recording."""
 Costs = tuple[float, float, float, float]
 """Seconds of a block: full_s, masked_s, load_s, ready_s; see `BlockCost`."""
 # Ratios that differ by less belong to one kind of blocks.
@@ -35,29 +36,29 @@ _ALIKE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """The costs of a block for the current batch, in seconds; none is negative."""
+    """The costs of one block for the current batch, in seconds; none is negative."""
 
     name: str
     full_s: float
-    """Time to compute the whole block."""
+    """Time to compute all tokens."""
     masked_s: float
     """Time to compute only masked tokens."""
     load_s: float = 0.0
     """Time to load the recorded output; 0 if it is loaded or being loaded."""
     ready_s: float = 0.0
-    """If load_s is 0, when the recorded output will be loaded, from now."""
+    """If load_s is 0, time from now until the recorded output is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The plan of a step. Times count from now, which is the beginning of the first planned step."""
+    """The plan of one step. Times count from now, the beginning of the first planned step."""
 
     takes: tuple[bool, ...]
     """For each block, whether it uses its recorded output."""
     compute_s: float
-    """When the last block of the step ends."""
+    """Time when the last block of the step ends."""
     load_s: float
-    """When the load stream has finished this step and all steps before."""
+    """Time when all loads of this step and of earlier steps have ended."""
     waits_s: tuple[float, ...]
     """For each block, how long computing waits for its load."""
 
@@ -92,13 +93,13 @@ def plan_steps(
 
 
 def least_end_s(steps: Sequence[Sequence[BlockCost]], *, load_busy_s: float = 0.0) -> float:
-    """Return a lower bound of the end of any plan of these steps."""
+    """Return a lower bound on the end time of any plan of these steps."""
     costs = [(block.full_s, block.masked_s, block.load_s, block.ready_s) for blocks in steps for block in blocks]
     return LoadingBound(costs, load_busy_s).least_s
 
 
 def follow(steps: Sequence[Sequence[BlockCost]], takes: Sequence[bool], *, load_busy_s: float = 0.0) -> list[StepPlan]:
-    """Return the plans that a choice leads to.
+    """Return the plans that result from given choices.
 
     Args:
         takes: Whether each block uses its recorded output, for all blocks of all steps in order.
@@ -145,7 +146,7 @@ def _best(
 
 
 def _one_by_one(blocks: Sequence[Costs], bound: LoadingBound, load_busy_s: float) -> Iterator[_State]:
-    """Yield end states of block-by-block decisions: as in the paper, and with the cost for later blocks counted."""
+    """Yield end states of block-by-block decisions: as in the paper, and with the cost for later blocks considered."""
     nothing = [0.0] * (len(blocks) + 1)
     yield _decided(blocks, load_busy_s, price=0.0, leads=nothing, missing=0.0)
     for missing in _MISSING_LEAD:
@@ -155,7 +156,7 @@ def _one_by_one(blocks: Sequence[Costs], bound: LoadingBound, load_busy_s: float
 def _decided(
     blocks: Sequence[Costs], load_busy_s: float, *, price: float, leads: Sequence[float], missing: float
 ) -> _State:
-    """Return the end state if each block picks the lesser C + price L + `missing` x the missing lead."""
+    """Return the end state if each block picks the option with the lower C + price L + `missing` x the missing lead."""
     load_s, compute_s, bits, bit = load_busy_s, 0.0, 0, 1
     for (full_s, masked_s, own_load_s, ready_s), lead_s in zip(blocks, leads[1:], strict=True):
         busy_s, full_end_s = load_s + own_load_s, compute_s + full_s
@@ -191,7 +192,7 @@ def _after(front: Sequence[_State], block: Costs, bit: int) -> list[_State]:
 
 
 def _here(state: _State, block: Costs, bit: int) -> _State:
-    """Return the state after a block that needs no loading: the earlier end is never worse."""
+    """Return the state after a block that needs no loading, where the choice that ends earlier is always best."""
     loaded_s, computed_s, bits = state
     full_s, masked_s, _, ready_s = block
     full_end_s, end_s = computed_s + full_s, max(computed_s, ready_s) + masked_s
@@ -202,7 +203,7 @@ def _better(states: Sequence[_State], bound: LoadingBound, place: int, known_s: 
     """Yield the Pareto front of the sorted states, without those that cannot lead to an end before `known_s`.
 
     Args:
-        known_s: No later than without loading anything, so the bound need not cover that case.
+        known_s: The end of a known plan, at the latest that of computing everything, which need not be considered.
     """
     price = bound.price
     most, most_s = (1.0 + price) * known_s - bound.rests[place], known_s - bound.frees[place]
@@ -216,7 +217,7 @@ def _better(states: Sequence[_State], bound: LoadingBound, place: int, known_s: 
 
 
 def _nearest(front: Sequence[_State], bound: LoadingBound, place: int, most_states: int) -> list[_State]:
-    """Return the states with the least C + p L plus the cost of the missing lead, in their old order."""
+    """Return the `most_states` states with the least C + p L plus the cost of the missing lead, in their old order."""
     price, lead_s, missing = bound.price, bound.leads[place], _MISSING_LEAD[0] * (1.0 + bound.price)
 
     def value(state: _State) -> float:
@@ -250,12 +251,12 @@ class LoadingBound:
 
     @property
     def least_s(self) -> float:
-        """Lower bound of the end of any plan."""
+        """Lower bound on the end time of any plan."""
         return min(self._full_s, max(self._relaxed_s, self.frees[0]))
 
 
 def _relaxed(blocks: Sequence[Costs], load_busy_s: float, full_s: float) -> tuple[float, float]:
-    """Return the earliest end if parts of blocks could be loaded, best savings first, and the price."""
+    """Return the earliest end if parts of blocks could be loaded, and the price (see `LoadingBound`)."""
     compute_s, busy_s = full_s, load_busy_s
     offers = [((full - masked) / load, full - masked, load) for full, masked, load, _ in blocks if load > 0.0]
     for worth, saved_s, load_s in sorted(offers, key=itemgetter(0), reverse=True):
@@ -280,7 +281,7 @@ def _leads(blocks: Sequence[Costs], price: float) -> list[float]:
 
 
 def _alone_s(block: Costs) -> float:
-    """Return the seconds of a block without loading anything."""
+    """Return the seconds of a block if it does not need to load anything."""
     full_s, masked_s, load_s, _ = block
     return full_s if load_s > 0.0 else min(full_s, masked_s)
 

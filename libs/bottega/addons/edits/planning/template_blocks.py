@@ -1,4 +1,4 @@
-"""Chooses which blocks of a model are worth recording, if a template has a byte budget."""
+"""Chooses which blocks of a model to record, if the recording of an image has a byte budget."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockValue:
-    """The benefit and the cost of recording a block."""
+    """The time that recording a block saves, and the bytes that it takes."""
 
     name: str
     saved_s: float
     """Seconds that an edit saves by using the block's recorded output."""
     size_bytes: int
-    """Size of that output."""
+    """Bytes of the recorded output."""
 
 
 def choose(blocks: Iterable[BlockValue], budget_bytes: int | None) -> frozenset[str]:
-    """Return the names of the blocks to record: the most seconds saved per byte, as far as they fit into the budget.
+    """Return the names of the blocks to record: those that save the most seconds per byte, as far as they fit.
 
-    A block that saves nothing is never recorded, and a block that does not fit leaves its room to later ones. For
+    A block that saves nothing is never recorded. A block that does not fit is skipped, and later ones may fit. For
     blocks of one size, or small ones, this is the optimum. In general it saves at least half of the optimum, because
-    the most valuable block is used alone if that is better.
+    the most valuable block is recorded alone if that is better.
 
     Args:
-        budget_bytes: For all blocks together; None for no bound.
+        budget_bytes: Maximum bytes of all blocks together; None for no limit.
     """
     useful = sorted((block for block in blocks if block.saved_s > 0.0), key=_density, reverse=True)
     room = math.inf if budget_bytes is None else budget_bytes

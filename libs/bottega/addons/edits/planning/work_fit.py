@@ -1,4 +1,4 @@
-"""Seconds as a function of floating-point operations and bytes: a regression over recent batches.
+"""Estimates the seconds of a batch from floating-point operations and bytes: a regression over recent batches.
 
 Convolutions over feature maps run at another speed than attention and projections, so they are counted separately.
 """
@@ -13,7 +13,7 @@ from operator import mul
 from statistics import fmean
 
 MAX_BATCHES = 256
-"""Maximum number of remembered kinds of batches."""
+"""Maximum number of kinds of batches to fit."""
 
 # Batches whose operations and bytes differ by less than this are of one kind.
 _KIND = 0.02
@@ -33,7 +33,7 @@ _ONE_PACE = 1e-4
 class WorkCost:
     """seconds = per_flop_s * flops + per_map_flop_s * map_flops + per_byte_s * size_bytes + fixed_s; none is negative.
 
-    map_flops are those of convolutions over feature maps, flops all others.
+    `map_flops` are those of convolutions over feature maps, `flops` all others.
     """
 
     per_flop_s: float
@@ -49,28 +49,28 @@ class WorkCost:
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """A kind of batches: the work of its last one, and its mean seconds."""
+    """A kind of batch: the work of the last one, and the mean seconds of all."""
 
     flops: float
     map_flops: float
     size_bytes: float
     seconds: float
     weight: float
-    """Number of measurements, each faded to its weight at the last one."""
+    """Number of measurements, where older ones count less, at the time of the last one."""
     measured_at: int
-    """Number of the last measurement, among those of all kinds."""
+    """Sequence number of the last measurement among those of all kinds."""
 
     def weight_at(self, measured: int) -> float:
-        """Return the weight after `measured` measurements of all kinds."""
+        """Return the weight after `measured` measurements of all kinds, which makes it decay."""
         return self.weight * math.exp2((self.measured_at - measured) / _HALF_LIFE)
 
 
 class WorkFit:
-    """A non-negative least-squares fit over the kinds of batches measured so far; old ones count less.
+    """A non-negative least-squares fit over the kinds of batches that were measured; old measurements count less.
 
-    A kind has about the same operations and bytes, and is kept however often other kinds run. Frequent kinds move the
-    fit to the machine's current speed, and rare ones show how time grows. Of more than MAX_BATCHES kinds, the one that
-    ran longest ago is forgotten.
+    Batches of a kind have about the same operations and bytes. A kind is kept however often others run: frequent kinds
+    move the fit to the machine's current speed, and rare ones show how time grows with work. Of more than MAX_BATCHES
+    kinds, the one that ran longest ago is dropped.
     """
 
     def __init__(self) -> None:
@@ -79,9 +79,9 @@ class WorkFit:
         self._cost: WorkCost | None = None
 
     def observe(self, *, flops: float, size_bytes: float, seconds: float, map_flops: float = 0.0) -> None:
-        """Record a batch that ran, see WorkCost.
+        """Record a batch that ran; see WorkCost.
 
-        A batch with values that are not finite, or without time, is ignored.
+        A batch with a value that is not finite, or with 0 seconds, is ignored.
         """
         work = flops, map_flops, size_bytes
         if not (math.isfinite(sum(work) + seconds) and min(work) >= 0.0 < seconds):
@@ -115,7 +115,7 @@ class WorkFit:
 
     @property
     def r2(self) -> float | None:
-        """R^2 over held-out batches, each predicted by a fit of the others; None with too few kinds.
+        """Coefficient of determination over batches, each predicted by a fit of the others; None with too few kinds.
 
         It is 1 minus the ratio of the squared errors to the squared differences from the mean.
         """
@@ -150,9 +150,10 @@ def _rounded(amount: float) -> int:
 def _non_negative(
     rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return the non-negative factors of least weighted squared error.
+    """Return the non-negative factors with the least weighted squared error.
 
-    There are few columns, so all sets of columns are tried. In the best set the unbounded solution is not negative.
+    There are few columns, so all subsets of columns are tried. For the best subset, the unconstrained solution is
+    non-negative.
     """
     most_flops = max(max(row[:2]) for row in rows) or 1.0
     scales = [most_flops, most_flops, max(row[2] for row in rows) or 1.0, 1.0]
@@ -179,14 +180,14 @@ def _non_negative(
 def _gram(
     rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float], scales: Sequence[float]
 ) -> list[list[float]]:
-    """Return the weighted products of the scaled columns with each other, and in the last place with the targets."""
+    """Return the weighted products of the scaled columns with each other, and with the targets as the last column."""
     columns = [[row[column] / scale for row in rows] for column, scale in enumerate(scales)]
     weighted = [[value * weight for value, weight in zip(column, weights, strict=True)] for column in columns]
     return [[sum(map(mul, left, right)) for right in (*columns, targets)] for left in weighted]
 
 
 def _solved(matrix: list[list[float]]) -> list[float] | None:
-    """Return the solution of a linear system, or None if it is singular (Gauss-Jordan elimination with pivots).
+    """Return the solution of a linear system; None if it is singular (Gauss-Jordan elimination with pivots).
 
     Args:
         matrix: The coefficients, with the right-hand side as the last column. It is overwritten.

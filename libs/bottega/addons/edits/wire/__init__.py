@@ -1,4 +1,4 @@
-"""Sections of recorded activations: their files, and the messages of workers and stores about them."""
+"""Files of recorded activations (sections), and the messages of workers and stores about them."""
 
 from bottega.addons.edits.wire.section import SECTION_ALIGNMENT, DrawnTensors, SectionLayout, SectionTensor
 

@@ -1,4 +1,4 @@
-"""Decides whether an edit may reuse recordings, and pins the recording in its parameters afterwards."""
+"""Decides whether an edit may reuse recorded activations, and writes the used recording into its parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Generati
 
 
 def may_mask_blocks(spec: GenerationSpec) -> bool:
-    """Return whether an edit may compute blocks for the masked part only; False for what is no edit."""
+    """Return whether an edit may compute only the masked part of blocks; False if the spec is not an edit."""
     if not spec.HasField("keep_unmasked") and not spec.HasField("mask_image"):  # a complete spec has the first alone
         return False
     techniques = spec.techniques
@@ -17,15 +17,15 @@ def may_mask_blocks(spec: GenerationSpec) -> bool:
 
 
 def taken_from(decision: EditDecision) -> str:
-    """Return the recording or the kept latents that an edit used, as in MaskUse.recording; empty for none."""
+    """Return the recording or the kept latents that an edit used, as in MaskUse.recording; empty if it used none."""
     return decision.recording or decision.kept_latents
 
 
 def pin_edit(spec: GenerationSpec, recording: str) -> None:
     """Write the recording that an edit reused into its parameters, so that a repetition is exact or refused.
 
-    An edit that reused nothing is exact, so its repetition must not use later recordings. A repetition of an edit that
-    reused a recording is refused. The spec of an edit that cannot reuse recordings stays unchanged.
+    An edit that reused nothing is exact, so its repetition must not use recordings. A repetition of an edit that reused
+    a recording is refused. The spec of an edit that cannot reuse recordings stays unchanged.
 
     Args:
         recording: See `taken_from`.

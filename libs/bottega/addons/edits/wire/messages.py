@@ -1,16 +1,16 @@
-"""The messages between a worker's engine and an activation store over a link, each as tensors.
+"""The messages between a worker's engine and an activation store over a tensor connection.
 
-The first tensor is named after the message's kind and holds a number. Most messages have a header next, a message of
-activations.proto. The receiver reads both from a copy before it uses them, and raises ValueError for a message that
-breaks a rule.
+A message is a list of tensors. The first is named after the message's kind and holds a number. In most messages the
+next one is a header, a message of activations.proto. The receiver checks copies of both before it uses them, and raises
+ValueError for a message that breaks a rule. A section is the recorded outputs of one forward pass.
 
-    worker -> store    question: is this recorded?        answer: its sections, image latent and noise
-                       fetch: request a section           whole, or its chunks in the requested order, or refused
-                       cancel: by the fetch's number      nothing; chunks under way may still arrive
-                       section: begin a recorded one      nothing, or abandon: the store rejects the recording
-                       chunk: part of that section        nothing
-                       recording: all sections were sent  nothing
-                       abandon: discard the recording     nothing
+worker -> store    question: is this template recorded?     answer: its sections, image latent and noise
+                   fetch: request a section           whole, or its chunks in the requested order, or refused
+                   cancel: ends a fetch               no answer; chunks already sent may still arrive
+                   section: begin a recorded one      no answer, or abandon: the store rejects the recording
+                   chunk: bytes of that section       no answer
+                   recording: all sections were sent  no answer
+                   abandon: discard the recording     no answer
 
 An answer, a whole message and the first chunk also report the time that the store has spent on the request.
 
@@ -62,23 +62,21 @@ MAX_HEADER_BYTES = 2 << 20
 """
 
 MAX_REQUEST_BYTES = 256 << 10
-"""Maximum size of other headers, except a section's, which has a layout and a map."""
+"""Maximum size of other headers, except for that of a section, which has a layout and a map."""
 
 MAX_MAP_BYTES = 128 << 10
-"""Maximum size of a map: a latent of 1024x1024 elements."""
+"""Maximum size of a map of valid elements: for a latent of 1024x1024 elements."""
 
 CHUNK_BYTES = 4 << 20
 """Maximum size of a chunk.
 
-Other messages may pass between two chunks. A worker's slots of them are its prefetch window.
-"""
+Other messages may be sent between two chunks. The worker's slots for chunks limit how far loading runs ahead."""
 
 WORKER_LIMITS = Limits(slots=8, slot_bytes=MAX_SECTION_BYTES + MAX_HEADER_BYTES)
-"""Limits of what a worker receives: its prefetch window.
+"""Limits of what a worker receives, which bound how far loading runs ahead.
 
-Slots grow to the largest message, an answer with image latent and noise. slot_bytes also bounds the file of a whole
-section, which is not in a slot.
-"""
+Slots grow to the largest message, an answer with image latent and noise. slot_bytes also limits the file of a whole
+section, which is not in a slot."""
 
 STORE_LIMITS = Limits(slots=2, slot_bytes=2 * MAX_DRAWN_BYTES + MAX_HEADER_BYTES)
 """Limits of what a store receives from a worker. Slots grow to its largest message: a chunk, or image latent and noise.
@@ -120,43 +118,43 @@ class ActivationMessage:
 
 
 def question_message(number: int, question: TemplateQuestion) -> ActivationMessage:
-    """Return the message that queries a store for a template's sections."""
+    """Return a question message, which asks a store for a template's sections."""
     return _message(ActivationMessageKind.QUESTION, number, question)
 
 
 def answer_message(number: int, answer: TemplateAnswer, drawn: DrawnTensors | None) -> ActivationMessage:
-    """Return an answer. `drawn` is set if the answer has_drawn."""
+    """Return an answer message. `drawn` is set if the answer's `has_drawn` is."""
     return _message(ActivationMessageKind.ANSWER, number, answer, _drawn_tensors(drawn))
 
 
 def fetch_message(number: int, request: SectionRequest) -> ActivationMessage:
-    """Return the message that asks for a section."""
+    """Return a fetch message, which requests a section."""
     return _message(ActivationMessageKind.FETCH, number, request)
 
 
 def cancel_message(number: int) -> BytesMessage:
-    """Return the message that cancels a fetch whose result is no longer needed."""
+    """Return a cancel message, for a fetch whose result is no longer needed."""
     return number_message(ActivationMessageKind.CANCEL, number)
 
 
 def whole_message(number: int, times: StoreTimes) -> ActivationMessage:
-    """Return the message that carries a section's file. `times` is the time that the store spent on it."""
+    """Return a whole message. The section's file is sent beside it. `times` is the time that the store spent on it."""
     return _message(ActivationMessageKind.WHOLE, number, times)
 
 
 def chunk_layout(size_bytes: int) -> Layout:
-    """Return the layout of a chunk, to be written in place: `chunk_header` goes into all views but the last."""
+    """Return the layout of a chunk that is written in place: `chunk_header` goes into all views but the last."""
     specs = (number_spec(ActivationMessageKind.CHUNK), _bytes_spec(_HEADER, _HEADER_PADDING))
     return Layout.of(*specs, _bytes_spec("bytes", size_bytes), headers=len(specs))
 
 
 def chunk_header(number: int, *, tensor: int, start: int, times: StoreTimes | None = None) -> tuple[bytes, bytes]:
-    """Return the bytes of a chunk's first two tensors.
+    """Return the bytes of the first two tensors of a chunk.
 
     Args:
-        tensor: Place of the tensor in the section.
-        start: First byte in the tensor.
-        times: Only in the first chunk of an answer.
+        tensor: Index, in the section, of the first tensor in the chunk.
+        start: Offset in that tensor of the first byte in the chunk.
+        times: Time that the store spent; only in the first chunk of a section.
     """
     return pack_number(number), _packed(ChunkHeader(tensor=tensor, start=start, times=times))
 
@@ -171,20 +169,20 @@ def chunk_message(
 
 
 def refused_message(number: int, error: bytes) -> BytesMessage:
-    """Return a refusal. `error` is a JobError as JSON."""
+    """Return a refused message. `error` is a JobError as JSON."""
     layout = Layout.of(number_spec(ActivationMessageKind.REFUSED), _bytes_spec("error", len(error)), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), error))
 
 
 def section_message(number: int, header: SectionHeader, layout: SectionLayout) -> ActivationMessage:
-    """Return the message that begins a section; its tensors follow in chunks of this number."""
+    """Return a section message. The section's tensors follow in chunks with the same number."""
     whole_header = SectionHeader(layout=layout.to_wire())
     whole_header.MergeFrom(header)
     return _message(ActivationMessageKind.SECTION, number, whole_header)
 
 
 def recording_message(header: RecordingHeader, drawn: DrawnTensors | None) -> ActivationMessage:
-    """Return a recording message. `drawn` is set if the header has_drawn."""
+    """Return a recording message. `drawn` is set if the header's `has_drawn` is."""
     return _message(ActivationMessageKind.RECORDING, 0, header, _drawn_tensors(drawn))
 
 
@@ -192,7 +190,7 @@ def abandon_message(recording: str, key: str) -> ActivationMessage:
     """Return an abandon message.
 
     Args:
-        recording: Id of the recording, 32 hex digits.
+        recording: ID of the recording, 32 hex digits.
         key: Key of its template, 64 hex digits.
     """
     return _message(ActivationMessageKind.ABANDON, 0, AbandonHeader(recording=recording, key=key))
@@ -212,7 +210,7 @@ def read_answer(layout: Layout, views: Sequence[memoryview]) -> tuple[int, Templ
 
 
 def read_drawn(layout: Layout, views: Sequence[memoryview], *, has_drawn: bool) -> DrawnTensors | None:
-    """Return a copy of image latent and noise of an answer or recording, or None if its header says there are none."""
+    """Return a copy of image latent and noise in an answer or recording message; None if it has none."""
     if not has_drawn:
         _check_end(layout, _FIRST)
         return None
@@ -225,7 +223,7 @@ def read_drawn(layout: Layout, views: Sequence[memoryview], *, has_drawn: bool) 
 
 
 def read_fetch(layout: Layout, views: Sequence[memoryview]) -> tuple[int, SectionRequest]:
-    """Return number and header of a fetch. Its digest is checked."""
+    """Return number and header of a fetch. Raise ValueError if the digest in it is malformed."""
     _check_end(layout, _FIRST)
     number, request = _read(layout, views, SectionRequest, MAX_REQUEST_BYTES)
     if not _DIGEST.fullmatch(request.digest):

@@ -1,7 +1,7 @@
-"""A section's tensors cut into pieces, in the order in which they travel, and the chunks that carry them.
+"""Cuts the tensors of a section into pieces, in the order in which they are sent, and packs pieces into chunks.
 
-Chunks let other messages pass, so that even a slow link can carry large sections. A chunk holds bytes of as many
-consecutive tensors as fit; its header says where the first of them begins.
+Other messages can be sent between chunks, so that even a slow connection can transfer large sections. A chunk has bytes
+of as many consecutive tensors as fit; its header says where the first of them begins.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class SectionPiece:
     tensor: int
     """Index of the tensor in the section."""
     start: int
-    """First byte in the tensor."""
+    """Offset of the first byte in the tensor."""
     size_bytes: int
 
 
 class SectionPieces:
-    """The pieces of a section that are left to send. Raises ValueError for tensors that the section does not have.
+    """The pieces of a section that remain to be sent. Raises ValueError for tensors that the section does not have.
 
     Args:
-        tensors: Places of the tensors to send, in order; None for all.
+        tensors: Indices of the tensors to send, in order; None for all.
     """
 
     def __init__(self, layout: SectionLayout, tensors: Iterable[int] | None = None) -> None:
@@ -52,11 +52,11 @@ class SectionPieces:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Index of the next tensor to send, and the next byte in it. Raises IndexError if nothing is left."""
+        """Index of the next tensor to send, and offset of the next byte in it. Raises IndexError if nothing is left."""
         return self._left[0], self._taken_bytes
 
     def take(self, max_bytes: int) -> list[SectionPiece]:
-        """Return the next pieces, with at most `max_bytes` in total."""
+        """Return and remove the next pieces, with at most `max_bytes` in total."""
         pieces = []
         while self._left and max_bytes:
             place = self._left[0]
@@ -84,7 +84,7 @@ def send_chunk(
     Raises the errors of sending and of `fill`. If `fill` fails, nothing was sent.
 
     Args:
-        fill: Writes the bytes of a piece into a slot.
+        fill: Writes the bytes of a piece into the message.
         times: See `chunk_header`.
     """
     size_bytes = sum(piece.size_bytes for piece in pieces)
@@ -101,11 +101,11 @@ def send_chunk(
 
 
 class SectionChunks:
-    """The chunks of a whole section that is sent from memory.
+    """Sends a whole section from memory, in chunks.
 
     Args:
-        number: Number of their messages.
-        tensors: The elements of the section's tensors.
+        number: Number of the messages.
+        tensors: The bytes of the section's tensors.
     """
 
     def __init__(self, number: int, layout: SectionLayout, tensors: Sequence[bytes | memoryview]) -> None:

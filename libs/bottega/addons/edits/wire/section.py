@@ -1,8 +1,8 @@
 """Sections: the recorded outputs of one forward pass of a template, as one file.
 
 The file has float16 tensors, row-major, each at a multiple of 64 bytes, in the order in which an edit uses them. They
-are followed by 64 bytes that name the owner, so recordings of two tenants are never the same file, even if they are
-equal. The file has no header: its layout is stored beside its digest.
+are followed by 64 bytes that identify the template, so that recordings of two tenants are never the same file, even if
+they are equal. The file has no header: its layout is stored beside its digest.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SECTION_ALIGNMENT = 64
 """Alignment of tensors in bytes: the widest vector registers, and the alignment in messages."""
 
 MAX_TENSORS = 4000
-"""Maximum number of tensors; a message has room for a few more. SDXL has 70 transformer blocks and some 100 others."""
+"""Maximum number of tensors; a message can have a few more. SDXL has 70 transformer blocks and some 100 others."""
 
 MAX_NAME_BYTES = 200
-"""Maximum length of a tensor's name, as in a message."""
+"""Maximum length of a tensor's name, the same as in a message."""
 
 MAX_RANK = 4
 """Maximum number of dimensions of a tensor."""
@@ -29,7 +29,7 @@ MAX_SECTION_BYTES = 1 << 30
 """Maximum size of a section. SDXL has 210 MB at 1024x1024, and four times as much at 2048x2048."""
 
 OWNER_BYTES = 64
-"""Size of the owner after the last tensor: the key of the template, and zeros."""
+"""Size of the owner at the end of the file: the key of the template, and zeros."""
 
 _ITEM_BYTES = 2
 _KEY_BYTES = 32
@@ -37,10 +37,10 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionTensor:
-    """A float16 tensor of a section. Raises ValueError if a bound is exceeded."""
+    """Name and shape of a float16 tensor in a section. Raises ValueError if a limit is exceeded."""
 
     name: str
-    """Path of the module whose output it is."""
+    """Path of the module whose output the tensor is."""
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -59,16 +59,16 @@ class SectionTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionLayout:
-    """The places of a section's tensors in its file.
+    """The tensors of a section and where they are in its file.
 
     Raises ValueError for no tensors, too many, two of one name, or too many bytes.
     """
 
     tensors: tuple[SectionTensor, ...]
     offsets: tuple[int, ...] = field(init=False, compare=False)
-    """First byte of each tensor."""
+    """Offset of the first byte of each tensor."""
     size_bytes: int = field(init=False, compare=False)
-    """Size of the file, its owner included."""
+    """Size of the file, including the owner at its end."""
     _places: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,27 +89,27 @@ class SectionLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Sequence[int]]]) -> SectionLayout:
-        """Return the layout of tensors given by name and shape, in the order of their use. Raises ValueError."""
+        """Return the layout of tensors, given as name and shape in the order of their use. Raise ValueError."""
         return cls(tensors=tuple(SectionTensor(name=name, shape=tuple(shape)) for name, shape in tensors))
 
     @classmethod
     def from_wire(cls, layout: activations_pb2.SectionLayout) -> SectionLayout:
-        """Return the layout that `to_wire` encoded. Raises ValueError."""
+        """Convert a message to a layout. Raise ValueError if it is invalid."""
         if len(layout.tensors) > MAX_TENSORS:
             raise ValueError(f"a section has 1 to {MAX_TENSORS} tensors, not {len(layout.tensors)}")
         return cls.of((tensor.name, tensor.shape) for tensor in layout.tensors)
 
     def to_wire(self) -> activations_pb2.SectionLayout:
-        """Return the layout as a TemplateAnswer carries it."""
+        """Convert the layout to a message."""
         tensors = (activations_pb2.SectionTensor(name=tensor.name, shape=tensor.shape) for tensor in self.tensors)
         return activations_pb2.SectionLayout(tensors=tensors)
 
     def index(self, name: str) -> int | None:
-        """Return the place of a tensor in `tensors`, or None if the section does not have it."""
+        """Return the index of a tensor in `tensors`; None if the section does not have it."""
         return self._places.get(name)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return first byte and size of a tensor. Raises KeyError if the section does not have it."""
+        """Return offset and size of a tensor in bytes. Raise KeyError if the section does not have it."""
         index = self._places[name]
         return self.offsets[index], self.tensors[index].size_bytes
 
@@ -156,7 +156,7 @@ MAX_DRAWN_BYTES = 32 << 20
 
 
 def owner(key: str) -> bytes:
-    """Return the owner at the end of a section's file, for a template key of 64 hex digits. Raises ValueError."""
+    """Return the owner for the end of a section's file, from a template key of 64 hex digits. Raise ValueError."""
     encoded = bytes.fromhex(key)
     if len(encoded) != _KEY_BYTES:
         raise ValueError("the key of a template must have 64 hex digits")

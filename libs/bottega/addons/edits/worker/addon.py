@@ -18,7 +18,7 @@ _MAX_HOSTED = 256
 
 
 def create(context: EngineAddOnContext) -> WorkerEdits:
-    """Return the add-on that the manifest names."""
+    """Return the add-on for an engine. The manifest names this function."""
     return WorkerEdits(context)
 
 
@@ -47,7 +47,7 @@ class WorkerEdits(EngineEdits):
         )
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the most recently used templates of which a part is in memory, identified by their sources."""
+        """Add the most recently used templates, of which a part is in memory, to the engine's periodic report."""
         super().fill_beat(beat)
         sizes: Counter[str] = Counter()
         for recording in self._stores.recordings:

@@ -1,4 +1,4 @@
-"""Measures loading from stores: counts, bytes, seconds and the recent rate. Any thread may use it."""
+"""Measures loading from stores: counts, bytes, seconds and the recent rate. Thread-safe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVENTS = (
 
 
 class LoadMeter:
-    """A meter of all loads of a worker."""
+    """Counters of all loads of a worker."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,21 +44,21 @@ class LoadMeter:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The counts, by EVENTS and by the names that `note` was called with. Those in milliseconds are sums."""
+        """Number of events, by EVENTS and by the names given to `note`. Values in milliseconds are sums."""
         with self._lock:
             milliseconds = {name: round(1000 * seconds) for name, seconds in self._seconds.items()}
             return {**self._counts, **milliseconds}
 
     @property
     def bytes_per_s(self) -> float:
-        """Recent load rate, without idle times. If the last load was long ago, it is an assumption."""
+        """Recent rate of loading, without idle times. If the last load was long ago, it is a fixed assumption."""
         with self._lock:
             if not self._recent_bytes or self._clock() - self._came_at_s >= _FORGOTTEN_S:
                 return _FIRST_BYTES_PER_S
             return self._recent_bytes / max(self._recent_s, _LEAST_S)
 
     def note(self, name: str, count: int = 1) -> None:
-        """Count events."""
+        """Count events of this name."""
         with self._lock:
             self._counts[name] += count
 
@@ -66,8 +66,8 @@ class LoadMeter:
         """Count bytes that have arrived.
 
         Args:
-            seconds: Time that the link waited for them, without other messages.
-            mapped: Whether they are mapped from the store on this host. Such loads do not count for the rate.
+            seconds: Time that the connection waited for them, without the time of other messages.
+            mapped: Whether they are in mapped memory of a store on this host. Such loads do not count for the rate.
         """
         with self._lock:
             self._counts["load_bytes"] += size_bytes
@@ -87,7 +87,7 @@ class LoadMeter:
 
 
 class LinkPace:
-    """A stopwatch of one link, which reports the time of each load to the meter."""
+    """A stopwatch of one connection, which reports the time of each load to the LoadMeter."""
 
     def __init__(self, meter: LoadMeter, clock: Callable[[], float] = time.monotonic) -> None:
         self._meter = meter
@@ -95,7 +95,7 @@ class LinkPace:
         self._since_s = 0.0
 
     def asked(self, *, idle: bool) -> None:
-        """Note that more bytes are requested.
+        """Record that more bytes were requested.
 
         Args:
             idle: Whether no request was pending before.
@@ -104,7 +104,7 @@ class LinkPace:
             self._since_s = self._clock()
 
     def came(self, size_bytes: int, *, mapped: bool = False) -> None:
-        """Note that requested bytes have arrived; for `mapped`, see LoadMeter."""
+        """Record that requested bytes have arrived; for `mapped`, see LoadMeter."""
         now_s = self._clock()
         self._meter.came(size_bytes, max(0.0, now_s - self._since_s), mapped=mapped)
         self._since_s = now_s

@@ -1,6 +1,6 @@
-"""Pending queries to stores about templates, and responses that the engine has not read yet.
+"""Queries to stores about templates that are pending, and responses that the engine has not read yet.
 
-Both are bounded in number and time. The engine's thread sends queries, and the links' threads deliver responses.
+Both are limited in number and time. The engine's thread sends queries, and the connections' threads deliver responses.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinkAnswer:
-    """An answer of a store."""
+    """A response, and the store that sent it."""
 
     template: AnsweredTemplate
     link: ActivationStoreLink
-    """The link to the store."""
+    """The connection to the store."""
     origin: str
-    """See Recording."""
+    """Name of the source image at the gateway; see Recording."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,12 +46,12 @@ class _PendingQuestion:
     known: Future[StoreWork | None]
     link: ActivationStoreLink
     asked_s: float
-    """When it was last sent, or queued if the link is not open yet."""
+    """Time at which the query was last sent, or queued if the connection is not open yet."""
     until_s: float
 
 
 class TemplateQuestions:
-    """The queries and responses of all links of a worker."""
+    """The queries and responses over all connections of a worker."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class TemplateQuestions:
         self._answers: OrderedDict[str, LinkAnswer] = OrderedDict()  # by digest of the key
 
     def ask(self, query: TemplateQuery, link: ActivationStoreLink) -> Future[StoreWork | None]:
-        """Ask a store. The future is done once `take` has the answer, or at once if the store is away.
+        """Send a query to a store. The future is done once `take` has the response, or at once if the store is away.
 
         See ActivationSource.ask.
         """
@@ -71,12 +71,12 @@ class TemplateQuestions:
         return known
 
     def take(self, key: RecordingKey) -> LinkAnswer | None:
-        """Return the newest answer about a template, and forget it."""
+        """Return the newest response about a template, and drop it; None if there is none."""
         with self._lock:
             return self._answers.pop(key.digest, None)
 
     def keep(self, key: RecordingKey, answer: LinkAnswer) -> None:
-        """Keep an answer for the next `take`."""
+        """Store a response again, for the next `take`."""
         with self._lock:
             self._answers[key.digest] = answer
             self._answers.move_to_end(key.digest)
@@ -84,7 +84,7 @@ class TemplateQuestions:
                 self._answers.popitem(last=False)
 
     def on_link(self, link: ActivationStoreLink) -> None:
-        """Send the queries that waited for this link."""
+        """Send the queries that waited for this connection."""
         with self._lock:
             for number, pending in self._questions.items():
                 if pending.link is link and not pending.known.done():
@@ -104,7 +104,7 @@ class TemplateQuestions:
         pending.known.set_result(work)
 
     def on_lost(self, link: ActivationStoreLink) -> None:
-        """Fail the queries to a lost store, and forget its responses."""
+        """Fail the queries to a lost store, and drop its responses."""
         with self._lock:
             self._answers = OrderedDict(
                 (key, answer) for key, answer in self._answers.items() if answer.link is not link
@@ -112,12 +112,12 @@ class TemplateQuestions:
         self._give_up(lambda pending: pending.link is link)
 
     def on_quiet(self) -> None:
-        """Fail queries that were without a response for too long."""
+        """Fail queries that have waited too long for a response."""
         now_s = self._clock()
         self._give_up(lambda pending: pending.until_s < now_s)
 
     def _put(self, query: TemplateQuery, known: Future[StoreWork | None], link: ActivationStoreLink) -> bool:
-        """Send a question, or keep it until the link is open. Return False if neither is possible."""
+        """Send a query, or keep it until the connection is open. Return False if neither is possible."""
         with self._lock:
             self._questions = {key: pending for key, pending in self._questions.items() if not pending.known.done()}
             if len(self._questions) >= _MAX_QUESTIONS:

@@ -1,8 +1,8 @@
 """The ActivationSource of a worker: recordings in its own memory, and in the fleet's activation stores.
 
-Each template belongs to one store, the same one for every worker. While that store is away, questions are answered at
-once with nothing, and new recordings stay in this worker. Sections of a store are loaded when they are requested. A
-recording of which nothing was copied is dropped as soon as nobody reads it.
+Each template belongs to one store, the same one for every worker. While that store is away, queries are answered at
+once as if nothing were recorded, and new recordings stay in this worker. Sections in a store are loaded when they are
+requested. A recording of which nothing was copied is dropped as soon as nothing reads it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _MAX_STORES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSettings:
-    """The settings of a worker's recordings."""
+    """The settings for a worker's recordings."""
 
     budget_bytes: int
-    """Upper bound on the bytes of recordings in this worker's memory."""
+    """Maximum bytes of recordings in this worker's memory."""
     model_name: str
     """Name of the engine's model in requests."""
     latent_scale: int
     """Pixels per latent element, along each side."""
     pinned: bool = False
-    """Whether a GPU reads what is loaded."""
+    """Whether loads go to pinned memory, because a GPU reads them."""
     link: ActivationLinkSettings = field(default_factory=ActivationLinkSettings)
 
 
 class StoreActivations:
-    """The recordings of a worker. The threads that may call a method are those of ActivationSource."""
+    """The recordings of a worker. Methods may be called by the same threads as in ActivationSource."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StoreActivations:
 
     @property
     def linked(self) -> int:
-        """Number of open links."""
+        """Number of connected stores."""
         return sum(link.open for link in list(self._links.values()))
 
     @property
@@ -179,10 +179,10 @@ class StoreActivations:
         self.set_stores(())
 
     def make_room(self, size_bytes: int, turns: float) -> bool:
-        """Make room for `size_bytes` that are used in `turns` turns, and return whether there is enough.
+        """Free memory for `size_bytes` that are used in `turns` forward passes, and return whether there is enough.
 
-        Unused recordings are dropped first. Then the parts of used recordings are dropped that running edits have
-        passed or will need later than in `turns` turns: recordings need memory for only some of their steps.
+        Unused recordings are dropped first. Then parts of used recordings are dropped that running edits have passed or
+        will need later than in `turns` forward passes: an edit needs only some of its steps in memory.
         """
         if self._memory.make_room(size_bytes):
             return True
@@ -190,11 +190,11 @@ class StoreActivations:
         return self._memory.make_room(size_bytes)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Return whether there is room now. Any thread may call it."""
+        """Return whether `size_bytes` fit now. Thread-safe."""
         return self._memory.used_bytes + size_bytes <= self._memory.budget_bytes
 
     def _let_go(self, lack_bytes: int, turns: float) -> None:
-        """Drop about `lack_bytes` copied bytes of used recordings that no edit needs within `turns` turns."""
+        """Drop about `lack_bytes` copied bytes of used recordings that no edit needs within `turns` forward passes."""
         later = [
             (until, recording, step)
             for recording in self.recordings
@@ -219,7 +219,7 @@ class StoreActivations:
         )
 
     def _is_here(self, query: TemplateQuery) -> bool:
-        """Return whether this worker's recording can be used without querying a store."""
+        """Return whether this worker has the recording and can use it without asking a store."""
         kept = self._memory.get(query.key)
         if kept is None or query.recording not in ("", kept.id):
             return False
@@ -233,12 +233,12 @@ class StoreActivations:
         return None if name is None else self._links[name]
 
     def _take_in(self, key: RecordingKey, answer: LinkAnswer, recording: str) -> None:
-        """Update the recordings in memory by a store's response.
+        """Update the recordings in memory from a store's response.
 
         A recording in use is never replaced by another one, because they were drawn from different noise.
 
         Args:
-            recording: Id of the recording that is wanted; empty for any.
+            recording: ID of the only acceptable recording; empty for any.
         """
         template, kept = answer.template, self._memory.get(key)
         if kept is not None and kept.id != template.recording:
@@ -261,7 +261,7 @@ class StoreActivations:
         self._use_stored(kept, answer)
 
     def _use_stored(self, recording: Recording, answer: LinkAnswer) -> None:
-        """Use a store's recording: load sections on request, and upload sections that the store lacks."""
+        """Use a recording in a store: load sections on request, and upload sections that the store lacks."""
         template, link = answer.template, answer.link
         recording.budget_bytes, recording.profile = template.budget_bytes, template.profile
         self._of_store[recording] = link
@@ -310,9 +310,9 @@ class StoreActivations:
 
 
 def _forget_lost(recording: Recording, template: AnsweredTemplate) -> None:
-    """Drop sections that the store has lost, so that the next edit records them again. Nobody reads the recording now.
+    """Drop sections that the store has lost, so that the next edit records them again. Nothing reads the recording now.
 
-    Sections that this worker still has are uploaded to the store again.
+    Sections that this worker still has are uploaded again.
     """
     for key in recording.steps.keys() - {section.key for section in template.sections}:
         recording.writable(key)
@@ -333,10 +333,10 @@ def _is_known(recording: Recording, section: AnsweredSection, link: ActivationSt
 
 
 def _choose_store(names: Iterable[str], key: str) -> str | None:
-    """Return the name of the store of a template, or None without stores.
+    """Return the name of the store that a template belongs to; None without stores.
 
-    Every worker chooses the same store, and a store that leaves moves only its own templates. Source: rendezvous
-    hashing (Thaler and Ravishankar, 1998).
+    Every worker chooses the same store, and if a store leaves, only its own templates move. Source: rendezvous hashing
+    (Thaler and Ravishankar, 1998).
     """
     return max(names, key=lambda name: _weight(name, key), default=None)
 

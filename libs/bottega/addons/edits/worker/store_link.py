@@ -1,7 +1,7 @@
-"""The link of a worker's engine to one activation store: it sends queries, loads sections, and uploads recordings.
+"""The connection of a worker's engine to one activation store: queries, loads of sections, and uploads of recordings.
 
-The link is opened as soon as the store is known, and again after a loss, with which everything on its way is lost, too.
-Questions and requests are sent before recordings. TemplateQuestions interprets the answers.
+The connection is opened as soon as the store is known, and again after a loss, which also loses all pending messages.
+Queries and requests are sent before recordings. TemplateQuestions interprets the responses.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _MIN_SHARED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationLinkSettings(LinkClientSettings):
-    """The settings of a link that receives chunks, or files beside their messages."""
+    """The settings of a connection that receives chunks, or files beside messages."""
 
     limits: Limits = WORKER_LIMITS
     retry_s: float = 1.0
     upload_bytes: int = 256 << 20
-    """Bytes of recordings that may wait to be sent."""
+    """Maximum bytes of recordings that wait to be sent."""
 
 
 class ActivationStoreLink(LinkClientHandler):
-    """A link to one store. Any thread may call it."""
+    """A connection to one store. Thread-safe."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ActivationStoreLink(LinkClientHandler):
     ) -> None:
         self.store = store
         self.tried = False
-        """Whether the link was opened, or failed to open, at least once."""
+        """Whether the connection was opened, or failed to open, at least once."""
         self.uploads = Uploads(budget_bytes=settings.upload_bytes, meter=meter, wake=self._wake_uploads)
         self._owner = owner
         self._meter = meter
@@ -99,7 +99,7 @@ class ActivationStoreLink(LinkClientHandler):
 
     @property
     def wants_link(self) -> bool:
-        """Always True, because a link is closed when its store leaves the fleet."""
+        """Always True, because the connection is only closed when its store leaves the fleet."""
         return True
 
     @property
@@ -114,12 +114,12 @@ class ActivationStoreLink(LinkClientHandler):
         return self.shares and self._files is True
 
     def ask(self, number: int, question: TemplateQuestion) -> bool:
-        """Send a query. Return False if there is no link."""
+        """Send a query. Return False if the connection is not open."""
         connection = self._connection
         return connection is not None and connection.send(messages.question_message(number, question))
 
     def fetch(self, fetch: SectionFetch) -> bool:
-        """Request tensors of a section. Return False if there is no link, or too many requests are pending."""
+        """Request tensors of a section. Return False without an open connection, or with too many pending requests."""
         with self._lock:
             connection = self._connection
             if connection is None or len(self._fetches) >= _MAX_FETCHES:
@@ -149,7 +149,7 @@ class ActivationStoreLink(LinkClientHandler):
                 connection.send(messages.cancel_message(number))
 
     def close(self) -> None:
-        """Close the link."""
+        """Close the connection."""
         self._client.close()
 
     def on_open(self, connection: Connection) -> None:
@@ -164,7 +164,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._owner.on_link(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a message. Parts of a section must be among the requested ones."""
+        """Handle a message. Raise ValueError for parts of a section that were not requested."""
         layout = incoming.layout
         with incoming:
             match ActivationMessageKind(kind_of(layout)):
@@ -188,7 +188,7 @@ class ActivationStoreLink(LinkClientHandler):
                     raise ValueError(f"an activation store must not send a {kind} message")
 
     def on_end(self, cause: BottegaError) -> None:
-        """Give up requests that have not been answered; edits compute those steps."""
+        """Fail the pending requests; edits compute those steps instead."""
         with self._lock:
             self._connection = None
             lost, self._fetches = self._fetches, {}
@@ -203,12 +203,12 @@ class ActivationStoreLink(LinkClientHandler):
         self._owner.on_lost(self)
 
     def check(self) -> None:
-        """Fail old queries while no message arrives."""
+        """Fail old queries, even if no message arrives."""
         self._owner.on_quiet()
 
     @property
     def idle_s(self) -> float | None:
-        """Return 0 while recordings wait; questions and requests are sent first."""
+        """0 while recordings wait to be sent, after any queries and requests; None otherwise."""
         return 0.0 if self.uploads.waiting else None
 
     def send_idle(self, link: Link) -> None:

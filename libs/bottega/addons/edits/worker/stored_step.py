@@ -1,10 +1,10 @@
-"""A RecordedStep in a store: some of its tensors are loaded, others pending or not requested.
+"""A RecordedStep whose outputs are in a store: some of its tensors are loaded, others are pending or not requested.
 
-Within a host the tensors are views of the store's own sealed file: nothing is copied, and nobody can change them. From
-other hosts they come one by one, in chunks, into memory that counts in the worker's budget. A tensor is here once all
-of it has come. Tensors that are refused, are lost or find no room are computed by the engine.
+Within a host the tensors are views of the store's own sealed file: nothing is copied, and nothing can change them. From
+other hosts they arrive one by one, in chunks, in memory that counts towards the worker's budget. A tensor can be read
+once all of it has arrived. Tensors that are refused, lost or do not fit are computed by the engine instead.
 
-The engine's thread requests and reads, and the link's thread fills. A tensor that is here never changes.
+The engine's thread requests and reads, and the connection's thread fills. A tensor that has arrived never changes.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class SectionFetch:
     tensors: tuple[int, ...]
     """Indices of the tensors in the section, in the order of their use."""
     left: int
-    """Number of them that have not arrived."""
+    """Number of `tensors` that have not arrived."""
     requested_s: float = field(default_factory=time.monotonic)
     """Time of the request, on CLOCK_MONOTONIC."""
     work: StoreWork | None = None
-    """Work of the store, once it has begun to respond."""
+    """Time that the store spent; None until it has begun to respond."""
 
     def note_answer(self, store: str, times: StoreTimes) -> None:
-        """Note that the store has begun to respond.
+        """Record that the store has begun to respond.
 
         Args:
             times: Seconds that the store has spent until then.
@@ -55,20 +55,20 @@ class SectionFetch:
 
 
 class SectionLink(Protocol):
-    """A link to the store that has the section. Its calls do not block."""
+    """The connection to the store that has a section. Its calls do not block."""
 
     @property
     def shares(self) -> bool:
-        """Whether sections may come as the store's own files, which take no memory here."""
+        """Whether sections may arrive as the store's own files, which take no memory here."""
         ...
 
     @property
     def gives_whole(self) -> bool:
-        """Whether sections come as files, so that the first request for a section brings all of it."""
+        """Whether sections arrive as files, so that the first request for a section loads all of it."""
         ...
 
     def fetch(self, fetch: SectionFetch) -> bool:
-        """Request tensors. Return False if there is no link."""
+        """Request tensors. Return False if the connection is not open."""
         ...
 
     def cancel(self, step: StoredStep) -> None:
@@ -77,32 +77,32 @@ class SectionLink(Protocol):
 
 
 class LoadRoom(Protocol):
-    """The memory for loaded tensors, and what all stored steps share."""
+    """The memory for loaded tensors, and other state that all stored steps share."""
 
     meter: LoadMeter
     pinned: bool
-    """Whether a GPU reads what is loaded."""
+    """Whether loads go to pinned memory, because a GPU reads them."""
     arrivals: threading.Condition
-    """Guards filling and reading of steps; notified when tensors have come."""
+    """Guards filling and reading of steps; notified when tensors have arrived."""
 
     def make_room(self, size_bytes: int, turns: float) -> bool:
-        """Make room for `size_bytes` that are used in `turns` turns, and return whether there is enough.
+        """Free memory for `size_bytes` that are used in `turns` forward passes, and return whether there is enough.
 
         Called by the engine's thread.
         """
         ...
 
     def has_room(self, size_bytes: int) -> bool:
-        """Return whether there is room now. Any thread may call it."""
+        """Return whether `size_bytes` fit now. Thread-safe."""
         ...
 
 
 class StoredStep:
-    """A forward pass of a template that a store has.
+    """A forward pass of a template whose recorded outputs are in a store.
 
     Args:
-        section: The store's description of it.
-        recording: The recording that it belongs to.
+        section: The store's description of the outputs.
+        recording: The recording that the step belongs to.
         edit: Number by which the store groups requests; see SectionRequest.
     """
 
@@ -201,13 +201,13 @@ class StoredStep:
         return times
 
     def rest(self) -> None:
-        """Release the store's memory while no edit reads the step. Copies stay."""
+        """Release the store's mapped memory while no edit reads the step. Copies stay."""
         self.link.cancel(self)
         with self._room.arrivals:
             self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in self._copied}
 
     def let_go(self) -> int:
-        """Drop copied tensors to make room for others. They are requested again when they are needed.
+        """Drop copied tensors to free memory for others. They are requested again when they are needed.
 
         Returns how many bytes were freed.
         """
@@ -222,7 +222,7 @@ class StoredStep:
     # The link calls the methods below.
 
     def take_chunk(self, fetch: SectionFetch, place: int, start: int, data: memoryview) -> None:
-        """Read the next bytes: of the tensor at index `place` from `start` on, then of the tensors requested after it.
+        """Read the next bytes: of the tensor at index `place` from `start` on, then of those requested after it.
 
         Bytes that are no longer needed are dropped. Raises ValueError for bytes that are not the next ones.
         """
@@ -230,7 +230,7 @@ class StoredStep:
             self._take_part(fetch, tensor, first, part)
 
     def take_whole(self, file: memoryview) -> None:
-        """Use the whole section in the store's own memory. Raises DataLoss if it is another section."""
+        """Use the whole section in the store's own memory. Raise DataLoss if it is another section."""
         if len(file) != self._layout.size_bytes:
             raise DataLoss("the store sent a file of another size than it announced")
         if bytes(file[-OWNER_BYTES:]) != self._owner:
@@ -262,9 +262,9 @@ class StoredStep:
     def _parts(
         self, fetch: SectionFetch, place: int, start: int, data: memoryview
     ) -> list[tuple[SectionTensor, int, memoryview]]:
-        """Return the tensors of a chunk, each with its bytes and their offset.
+        """Return the tensors in a chunk, each with the offset and the bytes that the chunk has.
 
-        Raises ValueError before any bytes are taken.
+        Raises ValueError before any bytes are copied.
         """
         if place not in fetch.tensors:
             raise ValueError("a store sent a tensor that was not requested")
@@ -300,7 +300,7 @@ class StoredStep:
                     self._note_time(fetch, sent_s=time.monotonic())
 
     def _note_time(self, fetch: SectionFetch, *, sent_s: float | None = None) -> None:
-        """Record how long a request took, all of which has come. For `sent_s`, see StoreWork."""
+        """Record how long a request took whose tensors have all arrived. For `sent_s`, see StoreWork."""
         size_bytes = sum(self._layout.tensors[place].size_bytes for place in fetch.tensors)
         seconds = time.monotonic() - fetch.requested_s
         work = replace(fetch.work, sent_s=sent_s) if fetch.work is not None else None
@@ -317,7 +317,7 @@ class StoredStep:
         return name not in self._tensors and name not in self._coming
 
     def _takes(self, tensor: SectionTensor, fetch: SectionFetch) -> bool:
-        """Return whether an edit still needs a tensor and there is room for it."""
+        """Return whether an edit still needs a tensor, and there is memory for it."""
         name = tensor.name
         with self._room.arrivals:
             if self._coming.get(name) is not fetch:

@@ -1,4 +1,4 @@
-"""Checks a store's answer about a template: its sections, without their content."""
+"""Checks a store's response about a template: its sections, without their content."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, Te
 from bottega.v1.trace_pb2 import StoreTimes
 
 MAX_SECTIONS = 4096
-"""Sections of a template: 1,000 steps in both halves, with and without a ControlNet."""
+"""Maximum number of sections of a template: 1,000 steps, both halves of guidance, with and without a ControlNet."""
 
 _MAX_SIDE = 1024
-"""Largest side of a latent, in elements, for which a map can be sent."""
+"""Maximum side of a latent, in elements, for which a map can be sent."""
 
 _RECORDING = re.compile("[0-9a-f]{32}")
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -37,10 +37,10 @@ class AnsweredSection:
 
     key: StepKey
     digest: str
-    """Digest of its bytes, hex."""
+    """SHA-256 of the section's bytes, hex."""
     layout: SectionLayout
     valid: Tensor
-    """bool [height, width] of the latent: elements whose outputs may be reused."""
+    """Elements whose outputs may be reused, bool [height, width] of the latent."""
     prompt: str
     in_memory: bool = False
     """Whether the store has it in memory."""
@@ -51,23 +51,23 @@ class AnsweredTemplate:
     """A store's response about a template: its recording, or whether this worker may record it."""
 
     recording: str
-    """Id of the recording; empty if the store has none."""
+    """ID of the recording; empty if the store has none."""
     shape: tuple[int, int] = (0, 0)
     """Height and width of the latent."""
     sections: tuple[AnsweredSection, ...] = ()
     drawn: DrawnTemplate | None = None
     record: bool = False
-    """Whether this worker may record it."""
+    """Whether this worker may record the template."""
     budget_bytes: int = 0
-    """Most bytes of one template; 0 for no bound."""
+    """Maximum bytes of one recording; 0 for no limit."""
     profile: BlockProfile | None = None
-    """Measured times of the model's blocks, if the store has them."""
+    """Measured times of the model's blocks; None if the store has none."""
     times: StoreTimes = field(default_factory=StoreTimes)
     """Time that the store has spent on the query."""
 
 
 def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> AnsweredTemplate:
-    """Return a checked answer. Raises ValueError for impossible content."""
+    """Return a checked response. Raise ValueError for impossible content."""
     profile = _profile(answer)
     budget_bytes = max(0, answer.template_budget_bytes)
     if not answer.recording:
@@ -94,12 +94,12 @@ def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> Answere
 
 
 def pack_map(valid: Tensor) -> bytes:
-    """Return a map, bool [height, width], as bytes for a message."""
+    """Convert a map, bool [height, width], to bytes for a message."""
     return np.packbits(valid.numpy()).tobytes()
 
 
 def unpack_map(packed: bytes, shape: tuple[int, int]) -> Tensor:
-    """Return a map, bool [height, width]. Raises ValueError if the number of bits is wrong."""
+    """Convert bytes to a map, bool [height, width]. Raise ValueError if the number of bits is wrong."""
     count = math.prod(shape)
     _check(len(packed) == -(-count // 8), "a map has a bit for each element of the latent")
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
@@ -107,7 +107,7 @@ def unpack_map(packed: bytes, shape: tuple[int, int]) -> Tensor:
 
 
 def section_key(key: StepKey) -> SectionKey:
-    """Return a key as a message."""
+    """Convert a key to a message."""
     return SectionKey(timestep=key.timestep, noise_level=key.noise_level, half=key.half.value, controls=key.controls)
 
 
@@ -137,7 +137,7 @@ def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence
 
 
 def _drawn(drawn: DrawnTensors | None, shape: tuple[int, int], seed: int) -> DrawnTemplate | None:
-    """Return tensors that own their memory; the bytes are copies that the message owns."""
+    """Return tensors in the bytes of the message, which are copies that belong to it."""
     if drawn is None:
         return None
     _check(tuple(drawn.shape[2:]) == shape, "image latent and noise have another size than the latent")
@@ -152,7 +152,7 @@ def _drawn(drawn: DrawnTensors | None, shape: tuple[int, int], seed: int) -> Dra
 
 
 def _profile(answer: TemplateAnswer) -> BlockProfile | None:
-    """Return a checked profile: plans divide by differences of its shares, and the engine waits by its seconds."""
+    """Return a checked profile. An invalid one could cause divisions by zero, or endless waits."""
     if not answer.HasField("profile"):
         return None
     profile = answer.profile

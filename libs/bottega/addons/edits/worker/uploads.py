@@ -1,7 +1,8 @@
-"""Uploads of recordings to one store: sections wait in a bounded queue, and no edit waits for them.
+"""Uploads of recordings to one store: sections wait in a queue of limited size, and no edit waits for them.
 
-A section that finds no room is dropped. The store has the others, and a worker that computes that step sends it.
-Sections are sent one at a time, in chunks, and are not copied: edits write to a waiting section only outside its map.
+A section that does not fit into the queue is dropped. The store has the others, and a worker that later computes that
+step sends it. Sections are sent one at a time, in chunks, and are not copied: edits write to a waiting section only
+outside its map.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedSection:
-    """A step at the time of its upload, with the map and the prompt that it had then."""
+    """A step to upload, with the map and the prompt that it had when it was queued."""
 
     recording: Recording
     key: StepKey
@@ -43,12 +44,12 @@ class RecordedSection:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the tensors."""
         return self.step.size_bytes
 
     @property
     def header(self) -> SectionHeader:
-        """The store's description of it."""
+        """The description of the section for the store."""
         height, width = self.recording.shape
         return SectionHeader(
             recording=self.recording.id,
@@ -65,7 +66,7 @@ class SectionUpload:
     """A section that is being sent: its description, then its tensors in chunks, with other messages in between.
 
     Args:
-        number: Number of its messages.
+        number: Number of the messages.
 
     Raises:
         ValueError: The section does not fit into messages.
@@ -98,18 +99,18 @@ class SectionUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordingUpload:
-    """An item to be sent next: one message, or the next part of a section."""
+    """The next item to send: one message, or the next part of a section."""
 
     recording: Recording
     message: WholeMessage | None = None
     section: SectionUpload | None = None
     max_bytes: int = 0
-    """Most bytes of a section's tensors."""
+    """Maximum bytes of a section's tensors to send."""
     ends: bool
     """Whether this is the last message of the recording."""
 
     def send(self, connection: Connection, link: Link) -> int:
-        """Send the message or the part. Return the number of tensor bytes sent. Raises the errors of sending."""
+        """Send the message or the part. Return the number of tensor bytes sent. Raise the errors of sending."""
         if self.section is not None:
             return self.section.send(connection, link, self.max_bytes)
         assert self.message is not None, "one of both"
@@ -119,16 +120,16 @@ class RecordingUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _End:
-    """The end of a recording."""
+    """The end of a recording, which is also queued."""
 
     recording: Recording
     header: RecordingHeader | None = None
-    """None if the recording is abandoned."""
+    """The header of the recording message; None if the recording is abandoned."""
     size_bytes: int = 0
 
     @property
     def message(self) -> WholeMessage:
-        """The message. Raises ValueError if it is too large."""
+        """The message to send. Raises ValueError if it is too large."""
         if self.header is None:
             return messages.abandon_message(self.recording.id, self.recording.key.digest)
         return messages.recording_message(self.header, drawn_tensors(self.recording.drawn))
@@ -138,7 +139,7 @@ class Uploads:
     """The queue of sections for one store.
 
     Args:
-        budget_bytes: Bytes of sections that may wait.
+        budget_bytes: Maximum bytes of sections that wait.
         wake: Called when there is something to send.
     """
 
@@ -161,7 +162,7 @@ class Uploads:
         return bool(self._queue) or self._sending is not None
 
     def lacks(self, recording: Recording) -> bool:
-        """Return whether the store is not known to have the recording, or another one of its template."""
+        """Return whether the store has, as far as is known, neither this recording nor another one of its template."""
         with self._lock:
             return recording not in self._known and recording not in self._others
 
@@ -172,17 +173,17 @@ class Uploads:
             self._unfinished.add(recording)
 
     def adopt(self, recording: Recording) -> None:
-        """Note that the store has the recording. Other workers may add to it, too."""
+        """Record that the store has the recording. Other workers may add to it, too."""
         with self._lock:
             self._known.add(recording)
 
     def pass_over(self, recording: Recording) -> None:
-        """Note that the store has another recording of the same template."""
+        """Record that the store has another recording of the same template."""
         with self._lock:
             self._others.add(recording)
 
     def add(self, recording: Recording, key: StepKey) -> None:
-        """Queue a step that was added, replaced or extended. Does nothing if the store does not know the recording."""
+        """Queue a step that was added, replaced or extended. Do nothing if the store does not know the recording."""
         step = recording.steps.get(key)
         if step is None or not step.writable:
             return
@@ -217,14 +218,14 @@ class Uploads:
         self._wake()
 
     def forget(self, id: str) -> None:
-        """Stop sending a recording that the store does not accept; it may have dropped it. It may be offered again."""
+        """Stop sending a recording that the store rejected or may have dropped. It may be offered again."""
         with self._lock:
             for recording in [known for known in self._known if known.id == id]:
                 self._meter.note("upload_dropped_not_granted")
                 self._forget(recording)
 
     def lose(self) -> None:
-        """Forget everything, because the link has ended: the store drops incomplete recordings."""
+        """Drop everything, because the connection has ended and the store drops incomplete recordings."""
         with self._lock:
             self._meter.note("upload_dropped_lost", len(self._unfinished))
             self._unfinished.clear()
@@ -249,7 +250,7 @@ class Uploads:
                 self._refused(item.recording, ends=isinstance(item, _End))
 
     def sent(self, upload: RecordingUpload, size_bytes: int) -> None:
-        """Note that an upload was sent.
+        """Record that an upload was sent.
 
         Args:
             size_bytes: Bytes of tensors in it.
@@ -264,14 +265,14 @@ class Uploads:
             self._meter.note("uploaded")
 
     def refused(self, upload: RecordingUpload) -> None:
-        """Note that an upload could not be sent for lack of room."""
+        """Record that an upload could not be sent, because the connection's buffer is too small."""
         with self._lock:
             if upload.section is not None and self._sending is upload.section:
                 self._sending = None
         self._refused(upload.recording, ends=upload.ends)
 
     def _begun(self, item: RecordedSection | _End) -> RecordingUpload:
-        """Return the first part of an item. Raises ValueError if it is too large for a message."""
+        """Return the first part of an item. Raise ValueError if it is too large for a message."""
         if isinstance(item, _End):
             return RecordingUpload(recording=item.recording, message=item.message, ends=item.header is not None)
         upload = SectionUpload(next(self._numbers), item)
@@ -312,7 +313,7 @@ class Uploads:
 
 
 def drawn_tensors(drawn: DrawnTemplate | None) -> DrawnTensors | None:
-    """Return image latent and noise as they are sent: in float32, which no model's element type exceeds."""
+    """Return image latent and noise as they are sent: in float32, which is at least as precise as any model's dtype."""
     if drawn is None:
         return None
     image_latent, noise = drawn.image_latent.float(), drawn.noise.float()
@@ -320,6 +321,6 @@ def drawn_tensors(drawn: DrawnTemplate | None) -> DrawnTensors | None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's elements, row-major."""
+    """Return the bytes of a tensor's elements, row-major."""
     data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data

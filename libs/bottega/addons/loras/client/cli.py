@@ -255,7 +255,7 @@ def _memory_state(lora: StoredLora) -> str:
 def profile(
     *, name: str, prompts: tuple[str, ...], steps: tuple[int, ...], scale: float, model: str | None, address: str
 ) -> None:
-    """Measure how many steps may be made before the LoRA NAME is loaded.
+    """Measure how late the LoRA NAME may be loaded.
 
     Two pictures of every prompt are drawn, each with and without NAME. Give prompts of the kind that you use it with,
     including its trigger words. The store keeps the first step after which the latents of any picture differ (a cosine

@@ -93,7 +93,7 @@ def test_what_does_not_come_is_waited_for_no_longer_than_its_computation_and_the
     record = drawn.record
     assert record.edit is not None
     assert record.edit.blocks_reused == 0
-    assert record.edit.computed_all_because == "its recorded activations did not come in time"
+    assert record.edit.computed_all_because == "its recorded activations did not arrive in time"
     assert load_counts(desk)[0] == 0
     assert load_counts(desk)[1] > 24
     assert any(step.requested for step in steps)

@@ -1,5 +1,5 @@
-"""Decides which recorded activations the coming steps load, and when.
+"""Decides which recorded activations the next steps load from a store, and when.
 
-`times` has the seconds of each block, fitted to finished turns or measured. `planner` is the plan for all running
-edits; its decision for a row is a `recordings.step_loads.StepLoads`.
+`times` has the seconds of each block, fitted to finished forward passes or measured. `planner` makes the plan for all
+running edits; its decision for a row is a `recordings.step_loads.StepLoads`.
 """

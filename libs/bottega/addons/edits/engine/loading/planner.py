@@ -1,7 +1,7 @@
-"""Plans the loads of all running edits: which blocks of coming steps load activations, and which are computed in full.
+"""Plans the loads of all running edits: which blocks of the next steps load activations, and which compute all tokens.
 
-The engine calls `plan` before each turn. A plan covers a few turns, so that the load stream never waits for a turn to
-begin. A decision for a step is final, because its loads are under way.
+The engine calls `plan` before each turn, that is, each forward pass of a batch. A plan covers a few turns, so that
+loading never waits for a turn to begin. A decision for a step is final, because its loads are already requested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComingRow:
-    """A row of a coming step that reuses activations from a recording."""
+    """A row of a future step that reuses activations from a recording."""
 
     key: StepKey
     step: RecordedStep
@@ -39,22 +39,22 @@ class ComingRow:
     """Latent elements that the edit computes, bool [latent height, latent width]."""
     share: float
     loads: dict[StepKey, StepLoads]
-    """The reader's decisions, by the key of the row's step; `decide` adds to it."""
+    """The decisions for the row's image, by the key of the step; `decide` adds one."""
 
     @property
     def decided(self) -> StepLoads | None:
-        """The load decision for the step; None if none was made, or if the recorded step was replaced since then."""
+        """The decision for the row's step; None if there is none, or if the recorded step was replaced since then."""
         known = self.loads.get(self.key)
         return known if known is not None and known.step is self.step else None
 
     def decide(self, seconds: Sequence[float]) -> StepLoads:
-        """Add an empty decision for the step, with the row's planned seconds by block."""
+        """Add an empty decision for the step, with the row's planned seconds for each block."""
         loads = self.loads[self.key] = StepLoads(self.step, seconds)
         return loads
 
 
 Coming = tuple[Sequence[ComingRow], int]
-"""Rows of a step that reuse activations, and the number of the image's other rows, which are computed in full."""
+"""Rows of a step that reuse activations, and the number of the image's other rows, which compute all tokens."""
 
 
 class EditReader(Protocol):
@@ -66,12 +66,12 @@ class EditReader(Protocol):
         ...
 
     def coming(self, turn: int) -> Coming:
-        """Return the rows of the image's step that is `turn` turns ahead; 0 is the next one."""
+        """Return the rows of the image's step that is `turn` forward passes ahead; 0 is the next one."""
         ...
 
     @property
     def outstanding(self) -> Iterable[StepLoads]:
-        """Decisions whose loads may still keep the load stream busy."""
+        """Decisions whose loads may not have finished."""
         ...
 
 
@@ -81,47 +81,46 @@ class _New:
 
     row: ComingRow
     away: Sequence[Sequence[str]]
-    """Outputs that must be loaded to reuse the block; empty if it is computed, or if nothing is missing."""
+    """Outputs that must be loaded to reuse the block; empty if nothing is missing, or the block cannot be reused."""
     full_s: Sequence[float]
     masked_s: Sequence[float]
-    """Seconds if the block is reused; equal to `full_s` if it cannot be."""
+    """Seconds of the block if it is reused; equal to `full_s` if it cannot be."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Turn:
-    """The work of one coming turn."""
+    """The work of one future forward pass."""
 
     seconds: list[float]
-    """Seconds of the decided rows, by block."""
+    """Seconds of each block for the rows whose loads are decided."""
     new: list[_New] = field(default_factory=list)
-    """Undecided rows that need loads."""
+    """Rows that need loads, which are not decided."""
 
     def add(self, seconds: Sequence[float]) -> None:
         self.seconds = [total + own for total, own in zip(self.seconds, seconds, strict=True)]
 
 
 def choose_plans(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
-    """Return the plans with the earliest end; see `bottega.planning.plan_steps`."""
+    """Return the plans that finish earliest; see `bottega.planning.plan_steps`."""
     return plan_steps(steps, load_busy_s=load_busy_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPolicy:
-    """Parameters of choosing and following plans."""
+    """How plans are made and followed."""
 
     choose: Callable[[Sequence[Sequence[BlockCost]], float], list[StepPlan]] = choose_plans
-    """Plans the steps, given the seconds until the load stream is free; see `bottega.planning.plan_steps`."""
+    """Plans the steps. The second argument is the seconds until earlier loads finish; see
+    `bottega.planning.plan_steps`."""
     turns: int = 3
-    """Turns that are decided at once: the next one and two more. The load stream then has work while a turn is planned,
-    and little is loaded for nothing if an edit ends or is cancelled.
-    """
+    """Forward passes for which a plan decides: the next one and two more. Then there is always something to load while
+    the next plan is made, and little is loaded in vain if an edit ends or is cancelled."""
     outlook: int = 2
-    """Further turns that a plan assumes to be like the last one. Without them it would not load ahead for later turns,
-    and edits would take 2 to 5 % longer if loading takes two to six times as long as the masked computation (simulated
-    with the costs of the bench model; two turns are enough).
-    """
+    """Further forward passes, which a plan assumes to be like the last one. Without them it would not load ahead for
+    them, and edits would take 2 to 5 % longer if loading takes two to six times as long as the masked computation
+    (simulated with the costs of the model of the benches; two are enough)."""
     patience: float = 1.0
-    """How long to wait for a block, as a multiple of the time to compute it."""
+    """How long to wait for a block's activations, as a multiple of the time to compute the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +129,9 @@ class PlannedStep:
 
     size: Size
     row_equivalents: float
-    """Sum over the step's rows. A row counts as its compute time without loads, divided by that of a whole row."""
+    """Compute time of the step's rows without loads, in multiples of the time of a row that computes all tokens."""
     seconds: float
-    """Planned compute seconds of the step."""
+    """Planned seconds of computation in the step."""
 
 
 # A recorded tensor: the id() of its step, as steps have no names, and its name.
@@ -141,21 +140,21 @@ _Name = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOutlook:
-    """The state of the load stream when a plan is made."""
+    """The state of loading when a plan is made."""
 
     ends_s: Mapping[_Name, float]
-    """Seconds from now until each pending tensor has arrived."""
+    """Seconds from now until each pending tensor will have arrived."""
     behind: int
-    """Number of turns, after the decided ones, in which images will still read recordings."""
+    """Number of forward passes, after those that the plan decides, in which images will still read recordings."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds until the load stream is free."""
+        """Seconds until all pending tensors will have arrived."""
         return max(self.ends_s.values(), default=0.0)
 
 
 class LoadPlanner:
-    """Plans the loads of the readers of one source."""
+    """Plans the loads of all images that read from one source."""
 
     def __init__(self, source: ActivationSource, times: BlockTimes, policy: LoadPolicy | None = None) -> None:
         self._source = source
@@ -164,7 +163,7 @@ class LoadPlanner:
         self._numbers = itertools.count()
 
     def plan(self, readers: Sequence[EditReader], others: int) -> list[PlannedStep]:
-        """Choose the loads of the next rows, beside `others` rows of other requests, and request them.
+        """Decide and request the loads of the next rows. `others` is the number of rows of other requests in the batch.
 
         Return for each latent size the last step for which a new load was planned.
         """
@@ -191,7 +190,7 @@ class LoadPlanner:
     def _plan(
         self, size: Size, coming: Sequence[Sequence[Coming]], others: int, rate: float, outlook: LoadOutlook
     ) -> list[PlannedStep]:
-        """Plan the turns of all readers of one latent size, and return the last step that was planned now."""
+        """Plan the forward passes of all images of one latent size, and return the last step that was planned now."""
         blocks = self._times.blocks(size)
         turns = [self._turn(size, of_turn, others) for of_turn in coming]
         last = max((place for place, turn in enumerate(turns) if turn.new), default=-1)
@@ -254,7 +253,7 @@ def _on_their_way(readers: Sequence[EditReader], rate: float) -> Mapping[_Name, 
 
 
 def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float, ends_s: Mapping[_Name, float]) -> list[BlockCost]:
-    """Return the cost of each block in one turn; all rows of the turn either load a block or compute it."""
+    """Return the cost of each block in one forward pass, in which all rows either load a block or compute it."""
     costs = []
     for place, block in enumerate(blocks):
         least_s = turn.seconds[place] + sum(new.masked_s[place] for new in turn.new)
@@ -274,7 +273,7 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float, ends_s: Mappin
 def _decide(
     blocks: Sequence[BlockWork], turn: _Turn, plan: StepPlan, patience_s: Sequence[float], numbers: Iterator[int]
 ) -> None:
-    """Store which outputs the rows of a turn load, and request them in the order of use.
+    """Store which outputs the rows of a forward pass load, and request them in the order of use.
 
     `patience_s` has a value for each block.
     """
@@ -299,7 +298,7 @@ def _seconds(new: _New, plan: StepPlan) -> list[float]:
 
 
 def _batches(wanted: Sequence[tuple[RecordedStep, Sequence[str]]]) -> Iterator[tuple[RecordedStep, Sequence[str]]]:
-    """Group names by step, so that those used within about `_REQUEST_BYTES` of each other are requested together."""
+    """Group names by step, so that outputs used within about `_REQUEST_BYTES` of each other are requested together."""
     pieces: dict[int, tuple[RecordedStep, list[str]]] = {}
     size_bytes = 0
     for step, names in wanted:

@@ -1,4 +1,4 @@
-"""Measures the seconds of each block of a network, in full and for masked tokens, and ranks blocks for recordings."""
+"""Measures the seconds of each block of a network, for all and for masked tokens, and ranks blocks for recordings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from bottega.model.rows import Row
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
 SHARES = (0.05, 0.2, 0.4)
-"""Shares of the tokens for which blocks are timed. Each is a square in the middle of the picture."""
+"""Shares of the tokens for which blocks are timed. The computed tokens form a square in the middle of the picture."""
 
 # Repetitions of each forward, after a warm-up; each block's median counts. A slow device stops after `_ENOUGH_S`.
 _FORWARDS = 7
@@ -78,10 +78,10 @@ def measure_blocks(
 def kept_names(
     blocks: Sequence[BlockWork], *, budget_bytes: int, forwards: int, profile: BlockProfile | None = None
 ) -> frozenset[str] | None:
-    """Return the names whose outputs are recorded, or None to record all. They are the same in every forward.
+    """Return the names of the outputs to record in every forward pass; None to record all.
 
     Blocks are ranked by the seconds that they save per byte: as measured, or else in proportion to their floating-point
-    operations. `budget_bytes` is for all forwards together; 0 is no bound.
+    operations. `budget_bytes` is for all forward passes together; 0 is no limit.
     """
     forward_budget_bytes = budget_bytes // max(1, forwards)
     if not budget_bytes or sum(block.size_bytes for block in blocks) <= forward_budget_bytes:
@@ -105,7 +105,7 @@ def _saved_s(profile: BlockProfile) -> dict[str, float]:
 
 
 class _Clock:
-    """RecordedActivations that measure the time of each block, by noting when the forward first reads its outputs."""
+    """RecordedActivations that measure the time of each block, from when the forward pass first reads its outputs."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Clock:
         beat: Callable[[], None],
     ) -> None:
         self.seconds: dict[str, float] = {}
-        """Seconds by module, since `start`."""
+        """Seconds since `start`, by module."""
         self.waited_s = 0.0
         self.reused: Collection[str] = ()
         self.projections = None
@@ -128,7 +128,7 @@ class _Clock:
         self._since_s = 0.0
 
     def start(self) -> None:
-        """Begin a forward."""
+        """Begin a forward pass."""
         self.seconds, self._running, self._since_s = {}, "", perf_counter()
 
     def mark(self, module: str) -> None:
@@ -149,11 +149,11 @@ class _Clock:
         return self._outputs.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Ignore the output: a timed forward records nothing."""
+        """Ignore the output: a timed forward pass records nothing."""
 
 
 class _TimedMaps:
-    """FeatureMaps that mark the clock before each operation."""
+    """FeatureMaps that call `_Clock.mark` before each operation."""
 
     def __init__(self, maps: FeatureMaps, clock: _Clock) -> None:
         self._maps = maps
@@ -199,7 +199,7 @@ class _TimedMaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Forward:
-    """A kind of forward to measure: its row, and the clock of its blocks."""
+    """A forward pass to measure: its row, and the clock of its blocks."""
 
     backbone: MaskedBackbone
     edit: EditActivations
@@ -230,16 +230,16 @@ class _Measurement:
         self._outputs = recorder.outputs
 
     def forward(self, share: float, *, recorded: bool) -> _Forward:
-        """Return a forward that computes a share of the tokens; all of them, by the same code, if none are recorded."""
+        """Return a forward pass that computes a share of the tokens, or all of them, by the same code."""
         clock = _Clock(self._outputs if recorded else {}, self._blocks, synchronize=self._synchronize, beat=self._beat)
         backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
         edit = EditActivations(computed=_square(self._size, share), share=share, recorded=clock)
         return _Forward(backbone=backbone, edit=edit, clock=clock)
 
     def by_turns(self, forwards: Sequence[_Forward]) -> list[tuple[dict[str, float], float]]:
-        """Return each forward's median seconds by block, and of the whole forward.
+        """Return each forward pass's median seconds by block, and of the whole.
 
-        The forwards take turns, so that a temporarily slow device slows all of them alike.
+        The forward passes alternate, so that a temporarily slow device slows all of them alike.
         """
         for forward in forwards:
             self._timed(forward)
@@ -283,7 +283,7 @@ def _row(model: Model, size: tuple[int, int]) -> Row:
 
 
 def _square(size: tuple[int, int], share: float) -> Tensor:
-    """Return a map, bool [height, width], of a centred square with about this share of the elements."""
+    """Return a centred square with about this share of the elements, bool [height, width]."""
     computed = torch.zeros(size, dtype=torch.bool)
     (top, rows), (left, columns) = (_middle(length, share) for length in size)
     computed[top : top + rows, left : left + columns] = True

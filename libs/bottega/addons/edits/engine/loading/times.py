@@ -1,4 +1,4 @@
-"""Seconds of a network's blocks on this device, either fitted to finished turns or measured block by block."""
+"""Estimates the seconds of a network's blocks on this device, from finished forward passes or from a profile."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MOST_CALIBRATION = 100.0
 
 @dataclass(slots=True, kw_only=True)
 class _Done:
-    """The work of a forward."""
+    """The work of a forward pass."""
 
     flops: float = 0.0
-    """Floating-point operations outside feature maps."""
+    """Floating-point operations except for those over feature maps."""
     map_flops: float = 0.0
-    """Floating-point operations of feature maps."""
+    """Floating-point operations over feature maps."""
     size_bytes: int = 0
     """Bytes read from recordings."""
 
@@ -51,18 +51,18 @@ class RowWork:
     """The share of each block that a masked row computes."""
 
     shares: Sequence[float]
-    """Share of the tokens or elements at the block's level, by block; 1 computes all."""
+    """Share of the tokens or elements that is computed, for each block at its resolution; 1 computes all."""
     share: float
     saved: dict[frozenset[str], _Done] = field(default_factory=dict, repr=False)
     """The work that the last step saved by reusing recorded outputs, by the set of reused names."""
 
 
 class BlockTimes:
-    """Estimates how long each block takes for a whole or a masked row."""
+    """Estimates how long each block takes for a row, for all of its tokens or only the masked ones."""
 
     def __init__(self, unet: UNet2DConditionModel, *, sparse: bool) -> None:
         self.fit = WorkFit()
-        """Fitted seconds of whole turns."""
+        """Regression of the seconds of whole forward passes."""
         self._unet = unet
         self.sparse = sparse
         self._maps = SparseMaps()
@@ -89,7 +89,7 @@ class BlockTimes:
         return {name: shape for block in blocks for name, shape in zip(block.names, block.shapes, strict=True)}
 
     def use(self, size: Size, profile: BlockProfile) -> None:
-        """Use a profile that was measured on this device or one like it; ignore it if it lacks a block."""
+        """Use a profile that was measured on this or a similar device. Ignore it if it lacks a block."""
         known = {block.name for block in self.blocks(size)}
         if known <= {block.name for block in profile.blocks} and len(profile.shares):
             self._profiles[size] = profile
@@ -97,11 +97,11 @@ class BlockTimes:
                 del self._profiles[next(iter(self._profiles))]
 
     def profile(self, size: Size) -> BlockProfile | None:
-        """Return the profile in use for a latent size, or None."""
+        """Return the profile in use for a latent size; None if there is none."""
         return self._profiles.get(size)
 
     def work(self, size: Size, computed: Tensor, share: float) -> RowWork:
-        """Return the work of a masked row with a computed area, bool [height, width] of the latent."""
+        """Return the work of a masked row that computes the elements `computed`, bool [height, width] of the latent."""
         tokens = self._tokens.of(computed)
         known = self._works.get(tokens)
         if known is None:
@@ -110,7 +110,7 @@ class BlockTimes:
         return known
 
     def full_s(self, size: Size) -> list[float]:
-        """Return the seconds of one whole row, by block."""
+        """Return the seconds of each block for a row that computes all tokens."""
         profile = self._profiles.get(size)
         if profile is not None:
             scale, measured = self._calibration(size, profile), {each.name: each.full_s for each in profile.blocks}
@@ -119,7 +119,7 @@ class BlockTimes:
         return [_flops_s(cost, block, block.flops) for block in self.blocks(size)]
 
     def masked_s(self, size: Size, work: RowWork) -> list[float]:
-        """Return the seconds of one masked row, by block, if a recording supplies all that it does not compute."""
+        """Return the seconds of each block for a masked row, if all that it does not compute is in the recording."""
         profile = self._profiles.get(size)
         if profile is not None:
             scale, measured = self._calibration(size, profile), {each.name: each for each in profile.blocks}
@@ -132,13 +132,13 @@ class BlockTimes:
         ]
 
     def step_s(self, size: Size, rows: float) -> float | None:
-        """Return the seconds of a step of `rows` whole rows, or None before the first turn was measured."""
+        """Return the seconds of a step of `rows` rows that compute all tokens; None before anything was measured."""
         self.blocks(size)
         full = self._full[size]
         return self.fit.seconds(rows * full.flops, 0.0, rows * full.map_flops)
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn the seconds of a forward. Forwards that record are ignored: their copies belong to no block."""
+        """Update the estimates from a forward pass, unless it recorded, because copying outputs takes time, too."""
         edits = [edit_activations(row.activations) for row in rows]
         if any(edit is not None and edit.sink is not None for edit in edits):
             return
@@ -150,7 +150,7 @@ class BlockTimes:
         self.fit.observe(flops=done.flops, map_flops=done.map_flops, size_bytes=float(done.size_bytes), seconds=seconds)
 
     def _add(self, done: _Done, size: Size, edit: EditActivations | None) -> None:
-        """Add the work of a row that ran."""
+        """Add the work of a row to that of a forward pass."""
         blocks = self.blocks(size)
         done.flops += self._full[size].flops
         done.map_flops += self._full[size].map_flops
@@ -190,7 +190,7 @@ class BlockTimes:
         return replace(cost, per_flop_s=rate, per_map_flop_s=rate)
 
     def _calibration(self, size: Size, profile: BlockProfile) -> float:
-        """Return the ratio of a row's time here to its time on the profile's device."""
+        """Return the ratio of a row's time on this device to its time on the profile's device."""
         here_s = self.step_s(size, 1.0)
         if here_s is None or not profile.forward_s:
             return 1.0
@@ -199,12 +199,12 @@ class BlockTimes:
 
 
 def _flops_s(cost: WorkCost, block: BlockWork, flops: float) -> float:
-    """Return the seconds of a block's operations."""
+    """Return the seconds of this many operations of a block."""
     return (cost.per_map_flop_s if block.kind is BlockKind.MAPS else cost.per_flop_s) * flops
 
 
 def _along(shares: Sequence[float], masked_s: Sequence[float], full_s: float, share: float) -> float:
-    """Interpolate between the measured shares and the whole row; below the least share, return its seconds."""
+    """Interpolate between the measured shares and all tokens; below the lowest share, return its seconds."""
     points = [*zip(shares, masked_s, strict=False), (1.0, full_s)]
     place = bisect_left(points, (share, 0.0))
     if place == 0:

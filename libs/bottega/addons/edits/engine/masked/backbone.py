@@ -1,7 +1,7 @@
-"""The denoising network for masked rows: transformers compute only the masked tokens, and the rest is recorded.
+"""The denoising network for masked rows: transformers compute only masked tokens, and read others from recordings.
 
-It is a second backbone over the modules of UNetBackbone, with the same blocks and residual points. Rows of edits with
-different masks, rows that record, and plain rows share a forward. A plain row's result equals that of the plain
+It is a second backbone over the modules of UNetBackbone, with the same blocks and residuals. Rows of edits with
+different masks, rows that record, and plain rows share a forward pass. A plain row's result equals that of the plain
 backbone. Source: InstGenIE (2025).
 """
 
@@ -28,17 +28,17 @@ from bottega.model.rows import Row
 
 
 class UnsupportedNetwork(ValueError):
-    """The network has a part that the masked backbone does not support. The message names it."""
+    """The error that a network has a part that the masked backbone does not support. The message names the part."""
 
 
 class MaskedBackbone(UNetBackbone):
     """A UNet whose rows may reuse recorded activations. Raises UnsupportedNetwork if `unsupported` gives a reason.
 
     Args:
-        caching: What recordings contain of a transformer block.
-        maps: Computes feature maps; in full by default.
+        caching: Which tensors of a transformer block are recorded.
+        maps: Computes feature maps; the default computes all of their elements.
         beat: Called after each block, see `Heartbeat`.
-        memory: The device's memory, in which keys and values of prompts are kept.
+        memory: The device's memory, in which keys and values of prompts are cached.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MaskedBackbone(UNetBackbone):
         super().__init__(unet)
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
-        """Return this backbone for groups with a row that reads or writes a recording, else None."""
+        """Return this backbone for batches with a row that reads or writes a recording; None for others."""
         return self if any(row.activations is not None for row in rows) else None
 
     def begin(self, inputs: Inputs) -> MaskedActivations:
@@ -137,7 +137,7 @@ class MaskedBackbone(UNetBackbone):
         forward.hidden = self._maps.resnet(resnet, path, parts, forward)
 
     def _attend(self, path: str, forward: MaskedActivations) -> None:
-        """Run the transformer of that path, if there is one."""
+        """Run the transformer at this path, if there is one."""
         transformer = self._transformers.get(path)
         if transformer is None:
             return

@@ -1,4 +1,4 @@
-"""Keys and values of cross-attention, kept from step to step: they depend only on the prompt, which stays the same.
+"""A cache of the keys and values of cross-attention, which depend only on the prompt and so are the same at every step.
 
 Projecting the prompt in each step would take a sixth of a transformer's time if few tokens are computed.
 """
@@ -46,8 +46,8 @@ class PromptProjections:
 class PromptCache:
     """An LRU cache of the projections of prompts in use. An entry is dropped when its prompt is freed.
 
-    Room in `memory` is reserved when the first entry is requested, permanently: entries of freed prompts are only found
-    when the next ones are requested.
+    Device memory is reserved when the first entry is requested, and stays reserved, because entries of freed prompts
+    are only found when the next entries are requested.
     """
 
     def __init__(self, budget_bytes: int = _BUDGET_BYTES, memory: MemoryPlan | None = None) -> None:
@@ -60,7 +60,7 @@ class PromptCache:
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def of(self, origins: Sequence[PromptOrigin]) -> list[PromptProjections]:
-        """Return the entry of each row. New entries are empty and are filled while the row is computed."""
+        """Return the entry for each row. New entries are empty, and are filled while the row is computed."""
         if self._memory is not None:
             self._budget_bytes = self._memory.reserve_up_to(_HOLDER, self._budget_bytes, share=_MEMORY_SHARE)
             self._memory = None
@@ -85,7 +85,7 @@ class PromptCache:
 def project(
     attention: Attention, path: str, context: Tensor, known: Sequence[PromptProjections]
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values [rows, tokens, channels] of a cross-attention, from the cache entries or computed."""
+    """Return keys and values [rows, tokens, channels] of a cross-attention, from the cache or computed."""
     kept = [each.layers.get(path) for each in known]
     rows = [each for each in kept if each is not None]
     if known and len(rows) == len(kept):
@@ -101,6 +101,6 @@ def project(
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows, without a copy if they are adjacent in memory, as both halves of a lone request are."""
+    """Stack rows, without a copy if they are adjacent in memory, as both halves of a single request are."""
     joined = adjacent(rows)
     return torch.stack(list(rows)) if joined is None else joined

@@ -1,7 +1,7 @@
-"""The feature-map operations between a masked network's transformers: convolutions, norms, and conversion to tokens.
+"""The operations between a masked network's transformers: convolutions, norms, and conversion to and from tokens.
 
-`FeatureMaps` is the interface; `FullMaps` computes everything for every row. The first dimension of all tensors is the
-row, and row i belongs to `forward.edits[i]`.
+`FeatureMaps` is the interface; `FullMaps` computes all elements for every row. The first dimension of all tensors is
+the row, and row i belongs to `forward.edits[i]`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class PackedTokens:
     """The tokens that a transformer block computed."""
 
     items: Tensor
-    """[items, channels], as in `packing`."""
+    """The computed tokens, [items, channels], as in `packing`."""
     packing: Packing
     recorded: Sequence[Tensor | None]
-    """Recorded tokens of each row, [tokens, channels]; None for rows that are computed whole. After the last block they
-    are recorded behind the output projection.
-    """
+    """Recorded tokens of each row, [tokens, channels]; None for rows that compute all tokens. For the last block,
+    tokens are recorded after the output projection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,15 +42,14 @@ class TokensIn:
     whole: Tensor
     """All tokens, [rows, tokens, channels]."""
     as_recorded: Sequence[bool]
-    """Whether the tokens of each row that are not computed equal the recording; False for rows that
-    are computed whole.
-    """
+    """For each row, whether its tokens that are not computed equal the recorded ones; False for rows that compute all
+    tokens."""
 
 
 class FeatureMaps(Protocol):
     """Operations on feature maps [rows, channels, height, width].
 
-    Recorded outputs have names that begin with `path`.
+    Names of recorded outputs begin with `path`.
     """
 
     def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
@@ -75,7 +73,7 @@ class FeatureMaps(Protocol):
     def tokens_in(
         self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
     ) -> TokensIn:
-        """Apply norm and input projection."""
+        """Apply the norm and the input projection."""
         ...
 
     def tokens_out(
@@ -95,7 +93,7 @@ class FeatureMaps(Protocol):
 
 
 class FullMaps:
-    """Computes whole feature maps, also for masked rows."""
+    """Computes all elements of feature maps, also for masked rows."""
 
     def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
         return _output(unet.conv_in(sample))

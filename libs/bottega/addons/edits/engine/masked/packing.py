@@ -1,8 +1,8 @@
 """Packs the computed tokens of all rows, so that rows with different masks share a network's layer calls.
 
 "Whole" tensors are [rows, tokens, channels]. Packed ones are [items, channels]: the computed tokens of the first row,
-then those of the second, and so on. Padding instead would lose the saving as soon as one row is computed in full,
-because all other rows would be padded to its length.
+then those of the second, and so on. Padding instead would save nothing as soon as one row computes all tokens, because
+all other rows would be padded to its length.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Packing:
     """The computed tokens of each row at one resolution."""
 
     rows: int
-    """Number of rows of whole tensors."""
+    """Number of rows in whole tensors."""
     tokens: int
-    """Number of tokens of each row of whole tensors."""
+    """Number of tokens of each row in whole tensors."""
     offsets: tuple[int, ...]
     runs: tuple[Run, ...]
-    """Rows grouped by equal numbers of items."""
+    """All rows, grouped into runs with equal numbers of items."""
     index: Tensor | None
-    """Place of each item among rows * tokens, int64 [items]; None if every token is computed."""
+    """Position of each item among rows * tokens, int64 [items]; None if every token is computed."""
     moves: Moves | None = None
     """Kernels that pack and merge; None for plain torch."""
     slots: Tensor | None = None
@@ -52,9 +52,9 @@ class Packing:
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def merge(self, items: Tensor, recorded: Sequence[Tensor | None]) -> Tensor:
-        """Return the whole tensor of computed items and the recorded rest of each row.
+        """Return a whole tensor from computed items and the recorded tokens of each row.
 
-        `recorded` is [tokens, channels] of any dtype for each row, or None for rows that are computed whole.
+        `recorded` has [tokens, channels] of any dtype for each row, or None for rows that compute all tokens.
         """
         if self.index is None:
             return items.view(self.rows, self.tokens, -1)
@@ -76,7 +76,7 @@ class Packing:
 def pack_rows(
     sets: Sequence[TokenSet | None], tokens: int, device: torch.device, moves: Moves | None = None
 ) -> Packing:
-    """Return the packing of rows with these token sets; None computes all `tokens` of a row."""
+    """Return the packing of rows with these token sets. None stands for a row that computes all `tokens`."""
     counts = [tokens if each is None else each.count for each in sets]
     offsets = [0]
     for count in counts:
@@ -101,7 +101,7 @@ def pack_rows(
 
 
 def adjacent(rows: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors of one shape as one view [rows, ...] if they are adjacent in memory, else None."""
+    """Return tensors of one shape as one view [rows, ...] if they are adjacent in memory; None otherwise."""
     first = rows[0]
     storage, begin, size = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
     if not first.is_contiguous():
@@ -113,7 +113,7 @@ def adjacent(rows: Sequence[Tensor]) -> Tensor | None:
 
 
 def _slots(index: Tensor, places: int) -> Tensor:
-    """Return the item at each place, int32 [places], or -1 if it has none."""
+    """Return the index of the item at each position, int32 [places]; -1 where there is none."""
     slots = torch.full((places,), -1, dtype=torch.int32)
     slots[index] = torch.arange(len(index), dtype=torch.int32)
     return slots

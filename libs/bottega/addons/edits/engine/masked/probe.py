@@ -1,4 +1,4 @@
-"""A probe of the operations of masked rows, at the model's own size, with the model's current operations."""
+"""A self-check of the operations of masked rows, at the model's own size, with the model's current kernels."""
 
 from __future__ import annotations
 

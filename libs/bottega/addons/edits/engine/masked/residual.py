@@ -13,14 +13,14 @@ def is_plain(resnet: ResnetBlock2D) -> bool:
 
 
 def computes_in_place(resnet: ResnetBlock2D, hidden: Tensor) -> bool:
-    """Return whether `residual` supports a block, bit for bit. Only on CPUs: elsewhere other kernels are used."""
+    """Return whether `residual` computes a block bit for bit. Only on CPUs, because GPUs use other kernels."""
     return is_plain(resnet) and type(resnet.nonlinearity) is nn.SiLU and hidden.device.type == "cpu"
 
 
 def residual(resnet: ResnetBlock2D, hidden: Tensor, embedding: Tensor) -> Tensor:
     """Compute a residual block of a feature map [rows, channels, height, width], which is not changed.
 
-    Layers are called as modules, so that their hooks run. `embedding` is the time's, [rows, channels].
+    Layers are called as modules, so that their hooks run. `embedding` is that of the time, [rows, channels].
     """
     made: Tensor = resnet.conv1(functional.silu(resnet.norm1(hidden), inplace=True))
     if resnet.time_emb_proj is not None:

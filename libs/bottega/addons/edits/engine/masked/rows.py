@@ -1,4 +1,4 @@
-"""The rows of one masked forward: the tokens that they compute, and the activations that they reuse or record."""
+"""The rows of one masked forward pass: which tokens they compute, and which activations they reuse or record."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from bottega.model.operations import Moves
 
 @dataclass(slots=True, kw_only=True)
 class MaskedActivations(Activations):
-    """The state of a masked forward that each block receives from the block before it."""
+    """The state of a masked forward pass, which each block receives from the block before it."""
 
     edits: list[EditActivations | None]
-    """By row; None for a plain one."""
+    """The edit of each row; None for a plain row."""
     cache: TokenCache
-    """Token sets of the maps in use."""
+    """Token sets of the masks in use."""
     spans: RowSpans
-    """Where rows lie in the current layer call."""
+    """Where rows are in the tensors of the current layer call."""
     prompts: list[PromptProjections]
-    """Kept projections of each row's prompt; empty if none are kept."""
+    """Cached projections of each row's prompt; empty if they are not cached."""
     moves: Moves | None = None
     """Kernels that move tokens and tiles; None for plain torch."""
     _packings: dict[tuple[int, int, tuple[bool, ...]], Packing] = field(init=False, default_factory=dict)
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
-        """Keep only these rows, in this order. `index` is the same as int64 on their device."""
+        """Keep only these rows, in this order. `index` has the same values as int64 on the rows' device."""
         Activations.select(self, rows, index)
         self.edits = [self.edits[row] for row in rows]
         self.prompts = [self.prompts[row] for row in rows] if self.prompts else []
@@ -47,20 +47,20 @@ class MaskedActivations(Activations):
         return None if tokens.full else tokens
 
     def recorded(self, name: str) -> list[Tensor | None]:
-        """Return the recorded tensor with a name, by row; None for rows that must be computed in full."""
+        """Return the recorded tensor of this name for each row; None for rows that must compute all tokens."""
         return [
             edit.recorded.get(name) if edit and edit.recorded is not None and self.tokens_of(row) else None
             for row, edit in enumerate(self.edits)
         ]
 
     def put(self, name: str, outputs: Tensor) -> None:
-        """Record outputs [rows, ...] of those rows that record."""
+        """Record outputs [rows, ...], of those rows that record."""
         for edit, output in zip(self.edits, outputs, strict=True):
             if edit is not None and edit.sink is not None:
                 edit.sink.put(name, output)
 
     def packing(self, size: tuple[int, int], masked: Sequence[bool]) -> Packing:
-        """Return the packing of masked rows' computed tokens and of all tokens of the others, at a size in tokens."""
+        """Return the packing at a size in tokens: the computed tokens of masked rows, all tokens of others."""
         height, width = size
         key = (height, width, tuple(masked))
         known = self._packings.get(key)

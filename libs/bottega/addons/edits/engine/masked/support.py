@@ -34,7 +34,7 @@ _ADDITIONS = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "a
 
 
 def unsupported(unet: UNet2DConditionModel) -> str:
-    """Return why masked blocks cannot be computed for a network, as a clause; empty if they can."""
+    """Return why masked rows cannot be computed with a network, as a clause; empty if they can."""
     return next(_reasons(unet), "")
 
 

@@ -1,4 +1,4 @@
-"""Which tokens are computed at each resolution of a network, from a map of a latent's computed elements.
+"""Computes which tokens are computed at each resolution of a network, from a map of a latent's computed elements.
 
 A map is bool [height, width] at latent size. The module knows neither packing nor a network's blocks.
 """
@@ -32,7 +32,7 @@ class TokenSet:
 
     @functools.cached_property
     def bits(self) -> int:
-        """The mask as a number whose highest bit is the first token, for comparisons without tensors."""
+        """Return the mask as an integer whose highest bit is the first token, for comparisons without tensors."""
         return int.from_bytes(np.packbits(self.mask.numpy()).tobytes())
 
     @property
@@ -42,7 +42,7 @@ class TokenSet:
 
 
 class MaskTokens:
-    """The token sets of one map. A token is computed if any latent element under it is, so sets are nested."""
+    """The token sets of one map, by resolution. A token is computed if any latent element under it is."""
 
     def __init__(self, computed: Tensor) -> None:
         # Copied once per mask, because this waits for the GPU.
@@ -51,7 +51,7 @@ class MaskTokens:
         self.full = bool(self._mask.all())
 
     def at(self, height: int, width: int) -> TokenSet:
-        """Return the set of a feature map of this size. Raise ValueError if halving the latent never gives it."""
+        """Return the set for a feature map of this size. Raise ValueError if halving the latent never gives it."""
         known = self._sets.get((height, width))
         if known is None:
             mask = self._mask
@@ -64,7 +64,7 @@ class MaskTokens:
 
 
 class TokenCache:
-    """The token sets of the maps in use, by the identity of their tensors, which must not be written to."""
+    """The token sets of the maps in use, found by the identity of their tensors, which must not be written to."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, MaskTokens] = WeakIdKeyDictionary()
@@ -77,7 +77,7 @@ class TokenCache:
 
 
 def finest_stride(unet: UNet2DConditionModel) -> int:
-    """Return the latent elements a side of a token at the finest attention level; 1 without attention."""
+    """Return the side length, in latent elements, of a token at the finest attention level; 1 without attention."""
     levels = [level for level, block in enumerate(unet.down_blocks) if getattr(block, "has_cross_attention", False)]
     if getattr(unet.mid_block, "has_cross_attention", False):
         levels.append(len(unet.down_blocks) - 1)
@@ -85,7 +85,7 @@ def finest_stride(unet: UNet2DConditionModel) -> int:
 
 
 def dilate(mask: Tensor, margin: int, stride: int) -> Tensor:
-    """Return the map, bool [height, width], that computes a mask and `margin` tokens of `stride` elements around it."""
+    """Return a mask with a margin of `margin` tokens, each of `stride` latent elements, bool [height, width]."""
     height, width = mask.shape
     tokens = _pooled(mask, stride)[None].float()
     grown = functional.max_pool2d(tokens, 2 * margin + 1, stride=1, padding=margin)[0] > 0
@@ -93,28 +93,28 @@ def dilate(mask: Tensor, margin: int, stride: int) -> Tensor:
 
 
 def share(computed: Tensor, stride: int) -> float:
-    """Return the share of tokens that a map computes, at the level of `stride` latent elements a token."""
+    """Return the share of tokens that a map computes, for tokens with a side of `stride` latent elements."""
     return float(_pooled(computed, stride).float().mean())
 
 
 def _pooled(mask: Tensor, stride: int) -> Tensor:
-    """Return whether any element under each token is set. Rounds up, as padded downsampling convolutions do."""
+    """Return for each token whether any element under it is set. Rounds up, as padded downsampling convolutions do."""
     return functional.max_pool2d(mask[None].float(), stride, ceil_mode=True)[0] > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskLevels:
-    """Sizes that decide how a mask becomes tokens."""
+    """Sizes that decide which tokens a mask needs."""
 
     finest: int
-    """Latent elements a side of a token at the finest attention level."""
+    """Side length, in latent elements, of a token at the finest attention level."""
     deepest: int
-    """Latent elements a side of a token at the deepest level."""
+    """Side length, in latent elements, of a token at the deepest level."""
     margin: int
-    """Tokens around the mask, at the finest level, that are computed as well."""
+    """Width of the margin around the mask that is computed too, in tokens of the finest attention level."""
     blocks: frozenset[str]
-    """Names of the transformer blocks' outputs."""
+    """Names of the outputs of transformer blocks."""
 
     def dilated(self, mask: Tensor) -> Tensor:
-        """Return the area that an edit computes, bool [height, width], from its mask [1, 1, height, width]."""
+        """Return the area that an edit computes, bool [height, width], for its mask [1, 1, height, width]."""
         return dilate(mask[0, 0].cpu() > 0, self.margin, self.finest)

@@ -1,4 +1,4 @@
-"""A transformer's blocks that compute only some tokens, which attend to all tokens of their row (InstGenIE).
+"""Transformer blocks that compute only some tokens, which attend to all tokens of their row (InstGenIE).
 
 Each layer is called once with the computed tokens of all rows, so that LoRAs apply whether they are merged into the
 weights or added by hooks. Attention is computed row by row.
@@ -28,16 +28,16 @@ _HALVES = 2
 
 
 class Caching(Enum):
-    """The tensors that are recorded of a transformer block, for tokens that are not computed."""
+    """The tensors of a transformer block that are recorded, for the tokens that are not computed."""
 
     OUTPUTS = "outputs"
-    """Its output, from which the next block projects keys and values."""
+    """The block's output, from which the next block projects keys and values."""
     KEYS_VALUES = "keys_values"
-    """The keys and values of its self-attention, for twice the bytes and less work."""
+    """The keys and values of the block's self-attention, which take twice the bytes and save their projection."""
 
 
 class MaskedTransformer:
-    """The blocks of one Transformer2DModel. Names of recordings begin with `path`, the module's path."""
+    """The blocks of one Transformer2DModel. Names of recorded outputs begin with `path`, the module's path."""
 
     def __init__(self, transformer: Transformer2DModel, path: str, caching: Caching) -> None:
         self.module = transformer
@@ -49,13 +49,13 @@ class MaskedTransformer:
         """Names of recorded outputs, one for each block."""
 
     def run(self, tokens: TokensIn, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
-        """Run the blocks; `size` is height and width in tokens."""
+        """Run the blocks. `size` is height and width in tokens."""
         if self._caching is Caching.KEYS_VALUES:
             return self._run_on_keys_values(tokens.whole, size, forward)
         return self._run_on_outputs(tokens, size, forward)
 
     def _run_on_outputs(self, tokens: TokensIn, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
-        """Run each block on its own: a row without a recording of a block computes it in full."""
+        """Run the blocks where a row that lacks the recorded output of one block computes all tokens of that block."""
         whole = tokens.whole
         made: PackedTokens | None = None
         for place, block in enumerate(self._blocks):
@@ -86,7 +86,7 @@ class MaskedTransformer:
         return made
 
     def _run_on_keys_values(self, whole: Tensor, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
-        """Run all blocks alike: a row that lacks keys or values of one block computes all in full."""
+        """Run the blocks where a row that lacks keys or values of one block computes all tokens of all blocks."""
         recorded = forward.recorded(self.names[-1])
         keys = [forward.recorded(f"{path}:keys") for path in self._paths]
         values = [forward.recorded(f"{path}:values") for path in self._paths]
@@ -109,7 +109,7 @@ class MaskedTransformer:
     def _behind_attention(
         self, place: int, items: Tensor, attended: Tensor, packing: Packing, forward: MaskedActivations
     ) -> Tensor:
-        """Run the rest of a block after its self-attention, whose output is `attended`; both are [items, channels]."""
+        """Run a block from its self-attention on, whose output is `attended`. Both are [items, channels]."""
         block = self._blocks[place]
         cross = block.attn2
         items = items + _packed(block.attn1.to_out[0], attended, packing, forward)
@@ -150,7 +150,7 @@ def _packed(layer: nn.Module, items: Tensor, packing: Packing, forward: MaskedAc
 
 
 def _packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) -> PackedTokens | None:
-    """Return the first block's input as packed tokens; None if tokens that are not computed are not as recorded."""
+    """Return the first block's input as packed tokens; None if tokens outside the mask differ from the recording."""
     pairs = list(zip(masked, tokens.as_recorded, strict=True))
     if not any(masked) or (True, False) in pairs:
         return None
@@ -158,19 +158,19 @@ def _packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) ->
 
 
 def _where(recorded: Sequence[Tensor | None], masked: Sequence[bool]) -> list[Tensor | None]:
-    """Return the recorded tensors of masked rows, and None for the others."""
+    """Return the recorded tensors of masked rows, with None for other rows."""
     return [rest if reads else None for rest, reads in zip(recorded, masked, strict=True)]
 
 
 def _by_head(tensor: Tensor, heads: int) -> Tensor:
-    """Return [rows, length, channels] as [rows, heads, length, channels per head]."""
+    """Reshape [rows, length, channels] to [rows, heads, length, channels per head]."""
     rows, length, _ = tensor.shape
     return tensor.view(rows, length, heads, -1).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowProjections:
-    """The recorded tensor of each row, [tokens, channels], or None for a row that is computed in full."""
+    """Keys and values of each row, [tokens, channels]; None for a row that computes all tokens."""
 
     keys: Sequence[Tensor | None]
     values: Sequence[Tensor | None]
@@ -179,7 +179,7 @@ class RowProjections:
 def kept_projections(
     path: str, size: tuple[int, int], made: PackedTokens | None, packing: Packing, forward: MaskedActivations
 ) -> RowProjections | None:
-    """Return a block's kept projections for all rows, or None if any row needs all of its tokens projected.
+    """Return a block's cached keys and values for all rows; None if any row needs all of its tokens projected.
 
     Rows that record the output of the block before also need all tokens. `made` is that output, or the first block's
     input; `packing` is that of the block's items.
@@ -207,11 +207,11 @@ def keep_projections(
     projected: tuple[Tensor, Tensor],
     forward: MaskedActivations,
 ) -> None:
-    """Keep those of a block's keys and values that depend only on recordings, for the next edits of the template.
+    """Cache a block's keys and values that depend only on recordings, for later edits of the template.
 
-    They are those of tokens that were not computed: the same weights are applied to the recorded output of the block
-    before. A transformer's first block uses its recorded input instead, if there is one; full convolutions mix computed
-    elements into it.
+    They belong to the tokens that were not computed, and are the same weights applied to the recorded output of the
+    block before. A transformer's first block uses its recorded input instead, if there is one, because whole
+    convolutions mix computed elements into it.
 
     Args:
         projected: Keys and values, [rows, tokens, channels] each.
@@ -248,7 +248,7 @@ def keep_projections(
 def _stores(
     size: tuple[int, int], made: PackedTokens, forward: MaskedActivations
 ) -> Iterator[tuple[TokenSet, KeptProjections] | None]:
-    """Yield each row's computed tokens and the kept projections of the others; None for a row without these."""
+    """Yield for each row its computed tokens and the cache for the others; None for a row without a cache."""
     for row, rest in enumerate(made.recorded):
         edit, tokens = forward.edits[row], forward.tokens_of(row)
         if rest is None or tokens is None or edit is None or edit.recorded is None or edit.recorded.projections is None:

@@ -1,7 +1,7 @@
-"""The work of each block of a masked network: its recorded names, their bytes, and its floating-point operations.
+"""The work of each block of a masked network: recorded outputs, their bytes, and floating-point operations.
 
 A block is the unit that is either reused or computed: one transformer block, or the convolutions of one layer over
-feature maps. Times on a device are fitted to these numbers, or measured.
+feature maps. Times on a device are fitted to these values, or measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOAT16_BYTES = 2
 
 
 class BlockKind(Enum):
-    """The kind of a block: a transformer block over tokens, or convolutions over feature maps."""
+    """A kind of block: a transformer block over tokens, or convolutions over feature maps."""
 
     TRANSFORMER = "transformer"
     MAPS = "maps"
@@ -38,33 +38,33 @@ class BlockWork:
     """The work of one block for one row."""
 
     name: str
-    """Path of its module."""
+    """Path of the block's module."""
     names: tuple[str, ...]
-    """Names of its recorded outputs, in the order of execution."""
+    """Names of the block's recorded outputs, in order of execution."""
     kind: BlockKind
     size: _Size
-    """Height and width of its level, in tokens or elements."""
+    """Height and width of the block's resolution, in tokens or elements."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the recorded outputs, which are float16."""
     flops: float
-    """Floating-point operations of a whole row."""
+    """Floating-point operations if all tokens are computed."""
     fixed_flops: float = 0.0
     """The part of `flops` that is computed for every token, whatever the mask."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its recorded outputs."""
+        """Bytes of the recorded outputs."""
         return sum(map(math.prod, self.shapes)) * _FLOAT16_BYTES
 
     def flops_at(self, share: float) -> float:
-        """Return the operations if this share of its tokens or elements is computed."""
+        """Return the operations if this share of the block's tokens or elements is computed."""
         return self.fixed_flops + (self.flops - self.fixed_flops) * min(1.0, share)
 
 
 def blocks_of(
     unet: UNet2DConditionModel, size: _Size, *, prompt_tokens: int = 77, sparse: bool = True
 ) -> tuple[BlockWork, ...]:
-    """Return a network's blocks in order of execution for a latent of this size; only transformer blocks if not sparse.
+    """Return a network's blocks in order of execution, for latents of this size; only transformer blocks if not sparse.
 
     Raise ValueError if two blocks have the same name.
     """
@@ -79,7 +79,7 @@ def blocks_of(
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """Walks through a network in the order of a forward."""
+    """Collects a network's blocks in the order of a forward pass."""
 
     size: _Size
     """Size of the current feature maps."""
@@ -159,7 +159,7 @@ class _Walk:
             )
 
     def _block(self, path: str, block: BasicTransformerBlock, *, recorded: str, behind: Any) -> BlockWork:
-        """Return a transformer block's work; the last one is recorded behind the output projection."""
+        """Return the work of a transformer block. The last block of a transformer is recorded after its projection."""
         tokens, channels = self._elements, int(block.attn1.to_q.in_features)
         inner = int(block.attn1.inner_dim)
         # Keys and values of self-attention are computed for every token; those of the prompt are kept from step to

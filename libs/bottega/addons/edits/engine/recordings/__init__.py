@@ -1,1 +1,1 @@
-"""Recordings of templates: block outputs outside the mask, their readers and writers, and where they are kept."""
+"""Recordings of templates: block outputs, their readers and writers, and where they are kept."""

@@ -1,4 +1,4 @@
-"""Reads activations for one image's steps from a recording, and adds the steps and areas that the recording lacks.
+"""Reads activations for one image's steps from a recording, and adds steps and areas that the recording lacks.
 
 The engine asks for a row's activations each time that it tries a step, and reports when the step is done.
 """
@@ -31,22 +31,21 @@ FULL_MASK = "it redraws the whole image, its mask's margin included"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTerms:
-    """The permissions of an image on its recording."""
+    """The permissions of an image to use its recording."""
 
     completes: bool
-    """Whether it may add to the recording."""
+    """Whether the image may add to the recording."""
     any_prompt: bool
-    """Whether it may reuse activations that were recorded with another prompt.
+    """Whether the image may reuse activations that were recorded with another prompt.
 
-    If not, the half of guidance whose prompt differs is computed in full and recorded anew. That is rarely the
-    unconditional half, because most edits have the same negative prompt.
-    """
+    If not, the half of guidance whose prompt differs computes all tokens and is recorded anew. That is rarely the
+    unconditional half, because most edits have the same negative prompt."""
 
 
 class ImageReader:
     """Supplies an image with recorded outputs outside its mask, and completes the recording.
 
-    `mask` is dilated, bool [height, width] of the latent.
+    `mask` includes the margin, bool [height, width] of the latent.
     """
 
     def __init__(
@@ -63,17 +62,17 @@ class ImageReader:
     ) -> None:
         self.recording = recording
         self.other_prompt = False
-        """Whether a step was recorded with another prompt and not reused."""
+        """Whether a step was not reused because it was recorded with another prompt."""
         self.computed_all_because = ""
-        """Why a row reused nothing, in words; that of the newest such row."""
+        """Why the newest row without reuse computed all tokens, as text; empty if every row reused outputs."""
         self.reused = 0
-        """Number of transformer blocks that reused activations so far."""
+        """Number of transformer blocks that reused outputs so far, over all forward passes."""
         self.most_share = 0.0
-        """Largest share of the tokens that a step computed, among steps that reused any."""
+        """Largest share of the tokens that a step computed, among steps that reused outputs."""
         self.wrote = False
-        """Whether it added to the recording."""
+        """Whether the image added to the recording."""
         self.loads: dict[StepKey, StepLoads] = {}
-        """Load decisions for coming steps."""
+        """Load decisions for future steps."""
         self._source = source
         self._request = request
         self._mask = mask
@@ -137,7 +136,7 @@ class ImageReader:
             if blocks:
                 self.most_share = max(self.most_share, plan.share)
             else:
-                self.computed_all_because = "its recorded activations did not come in time"
+                self.computed_all_because = "its recorded activations did not arrive in time"
             if (loads := self.loads.pop(key, None)) is not None:
                 counts.add(loads.counts(reader.reused))
                 self._drop_requests(loads)
@@ -166,7 +165,7 @@ class ImageReader:
         return self.recording.shape
 
     def coming(self, turn: int) -> Coming:
-        """Return the rows of the step that the image makes in `turn` turns, for the planner."""
+        """Return the rows of the step that the image makes in `turn` forward passes, for the planner."""
         request = self._request
         if request.step + turn >= request.end:
             return (), 0
@@ -187,34 +186,34 @@ class ImageReader:
 
     @property
     def outstanding(self) -> Iterable[StepLoads]:
-        """Decisions whose loads may be pending. Tensors that a store on this host maps need no load."""
+        """Decisions whose loads may be pending. Tensors in the mapped memory of a store on this host need no load."""
         return (loads for loads in self.loads.values() if not loads.step.mapped)
 
     def close(self) -> None:
-        """Drop the image's pending requests."""
+        """Cancel the image's pending requests."""
         self.recording.users.discard(self)
         while self.loads:
             self._drop_requests(self.loads.popitem()[1])
 
     def _projections(self, step: RecordedStep) -> KeptProjections | None:
-        """Return the step's kept keys and values. A GPU computes them faster than it copies them."""
+        """Return the step's cached keys and values; None on a GPU, which computes them faster than it copies them."""
         if self._request.latent.device.type != "cpu":
             return None
         return self.recording.projections(step, self._room)
 
     def _loads_of(self, key: StepKey, step: RecordedStep) -> StepLoads | None:
-        """Return the decision for a step, unless the step was replaced since."""
+        """Return the decision for a step; None if there is none, or the step was replaced since."""
         loads = self.loads.get(key)
         return loads if loads is not None and loads.step is step else None
 
     def _drop_requests(self, loads: StepLoads) -> None:
-        """Drop pending requests, unless another image that reads the recording may wait for them."""
+        """Cancel pending requests, unless another image that reads the recording may wait for them."""
         alone = self.recording.readers <= 1 and self._request.spec.num_images == 1
         if alone and loads.outstanding:
             loads.step.drop_requests()
 
     def _step(self, key: StepKey) -> RecordedStep | None:
-        """Return the recorded step that may be reused, or None."""
+        """Return the recorded step that may be reused; None if there is none."""
         step = self.recording.step(key, self._prompts[key.half])
         if step is None or self._terms.any_prompt or step.prompt == self._prompts[key.half]:
             return step
@@ -222,14 +221,14 @@ class ImageReader:
         return None
 
     def _new_row(self, key: StepKey) -> EditActivations | None:
-        """Return a fully computed row that records a step which the recording lacks for this prompt."""
+        """Return a row that computes all tokens and records a step which the recording lacks for this prompt."""
         if not self._terms.completes:
             return None
         sink = self._sinks[key] = StepRecorder(self._kept)
         return EditActivations(sink=sink)
 
     def _add(self, key: StepKey, sink: StepRecorder) -> None:
-        """Add a new step to the recording, if there is room and it was not added meanwhile."""
+        """Add a new step to the recording, if it fits and was not added meanwhile."""
         if not sink.outputs or self._step(key) is not None or not sink.finite:
             return
         if self._make_room(key, sink.size_bytes):
@@ -256,7 +255,7 @@ class ImageReader:
         return self._source.reserve(recording, recording.held_bytes + more_held_bytes)
 
     def _writable(self, key: StepKey, step: RecordedStep) -> RecordedStep | None:
-        """Return a step that may be written to; None if it needs a copy that cannot be made or has no room."""
+        """Return a step that may be written to; None if that needs a copy which cannot be made or does not fit."""
         if step.writable:
             return step
         if not self._has_room(0, step.size_bytes - step.held_bytes):
@@ -266,10 +265,10 @@ class ImageReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValidPlan:
-    """The areas that follow from one map of valid elements."""
+    """The areas to compute and to record, for one map of valid elements."""
 
     valid: Tensor
-    """The map. Kept because plans are found by the identity of this tensor."""
+    """The map. The reference keeps the tensor alive, because plans are found by its identity."""
     computed: Tensor | None
     """Elements to compute, bool [height, width]; None for all."""
     share: float
@@ -278,7 +277,7 @@ class ValidPlan:
 
 
 class ValidPlans:
-    """The plans of one image, by map of valid elements. `mask` is dilated, bool [height, width] of the latent."""
+    """The plans of one image, by map of valid elements. `mask` has its margin, bool [height, width] of the latent."""
 
     def __init__(self, mask: Tensor, levels: MaskLevels, *, completes: bool) -> None:
         self._mask = mask
@@ -287,7 +286,7 @@ class ValidPlans:
         self._plans: dict[int, ValidPlan] = {}
 
     def plan(self, valid: Tensor) -> ValidPlan:
-        """Return the plan for a map; it is made once."""
+        """Return the plan for a map. Plans are cached."""
         plan = self._plans.get(id(valid))
         if plan is None:
             plan = self._plans[id(valid)] = self._made(valid)
@@ -308,12 +307,12 @@ class ValidPlans:
 
 
 def _cells_with(area: Tensor, cell: int) -> Tensor:
-    """Return the cells of `cell` elements a side that contain any element of an area, bool [height, width]."""
+    """Return the cells with a side of `cell` elements that contain any element of an area, bool [height, width]."""
     return torch.logical_not(whole_cells(~area, cell))
 
 
 def whole_cells(area: Tensor, cell: int) -> Tensor:
-    """Return the part of an area, bool [height, width], that consists of whole cells of `cell` elements a side."""
+    """Return the part of an area, bool [height, width], that consists of whole cells with a side of `cell` elements."""
     outside = functional.max_pool2d((~area)[None].float(), cell, ceil_mode=True)[0] > 0
     height, width = area.shape
     return ~outside.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[:height, :width]

@@ -29,7 +29,7 @@ class ImageRecorder:
         kept: frozenset[str] | None = None,
     ) -> None:
         self.lost = ""
-        """Why the recording was abandoned; empty if it was not."""
+        """Why the recording was discarded; empty if it was not."""
         self._kept = kept
         self.request = request
         self.recording = recording
@@ -68,7 +68,7 @@ class ImageRecorder:
 
     @property
     def next_share(self) -> float:
-        """Share of the tokens that the next step computes; always 1, because recording needs all of them."""
+        """Share of the tokens that the next step computes: always 1, because recording needs all of them."""
         return 1.0
 
     def complete(self) -> bool:
@@ -80,11 +80,11 @@ class ImageRecorder:
         return not self.lost
 
     def give_up(self, why: str) -> None:
-        """Abandon the recording. Later calls do nothing."""
+        """Discard the recording. Later calls do nothing."""
         if not self.lost:
             self.lost = why
             self._source.abandon(self.recording)
 
     def _expected(self, step_bytes: int) -> int:
-        """Return the expected bytes of the whole recording, from those of the step that just ended."""
+        """Return the expected bytes of the whole recording, computed from the step that just ended."""
         return self.recording.held_bytes + step_bytes * (1 + self.request.steps_left)

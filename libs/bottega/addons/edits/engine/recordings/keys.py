@@ -1,4 +1,4 @@
-"""The keys of recordings and of their steps, and the rules by which a step can be neither recorded nor reused."""
+"""The keys of recordings and of their steps, and rules for steps that can be neither recorded nor reused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedControl:
-    """A ControlNet whose residuals are part of the recorded outputs."""
+    """A ControlNet whose residuals went into the recorded outputs."""
 
     digest: str
     """SHA-256 of the weights, hex."""
@@ -40,7 +40,7 @@ class RecordingKey:
     template: str
     """Identifies the edited image: digest of its pixels after cropping, in hex, or the name of kept latents."""
     weights: SetKey = ()
-    """Digests and scales of the LoRAs."""
+    """Digest and scale of each LoRA."""
     controls: tuple[RecordedControl, ...] = ()
     tenant: str = ""
     """Tenant that owns the recording; empty if the gateway has no tenants."""
@@ -61,18 +61,18 @@ class RecordingKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKey:
-    """Identifies one forward of a template."""
+    """Identifies one forward pass of a template."""
 
     timestep: float
     noise_level: float
-    """See `Sampler`. One timestep may have several noise levels, even within one schedule."""
+    """Noise level, see `Sampler`. One timestep may have several, even within one schedule."""
     half: Half
     controls: tuple[int, ...] = ()
-    """Indexes in the request of the ControlNets that are active in this step."""
+    """Indices, in the request, of the ControlNets that are active in this step."""
 
 
 def prompt_of(spec: ResolvedSpec, half: Half) -> str:
-    """Return a digest of one half's prompts, hex."""
+    """Return a digest, in hex, of the prompts of one half of guidance."""
     prompts: tuple[str | None, str | None] = (spec.negative_prompt, spec.negative_prompt_2)
     if half is Half.CONDITIONAL:
         prompts = (spec.prompt, spec.prompt_2)
@@ -97,7 +97,7 @@ def rounded(noise_level: float) -> float:
 
 
 def lacks_loras(request: Request) -> bool:
-    """Return whether the next step runs without the request's LoRAs."""
+    """Return whether the next step runs without the request's LoRAs, because they have not arrived."""
     return bool(request.spec.loras) and request.loras_now is None
 
 

@@ -1,4 +1,4 @@
-"""Recordings in the worker's memory, within a budget. Whole templates are evicted, least recently used first."""
+"""Recordings in the worker's memory, within a byte budget. The least recently used recording is evicted first."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class MemoryActivations:
         return known
 
     def get(self, key: RecordingKey) -> Recording | None:
-        """Return a template's recording in any state, without marking it as used."""
+        """Return a template's recording in any state, without marking it as used; None if there is none."""
         return self._cache.get(key.digest)
 
     def adopt(self, recording: Recording) -> None:
-        """Add a complete recording from elsewhere. The template must have none here."""
+        """Add a complete recording from a store. The template must have none here."""
         recording.complete = True
         recording.used_s = self._clock()
         self._cache.add(recording.key.digest, recording)
@@ -66,7 +66,7 @@ class MemoryActivations:
             self._cache.remove(recording.key.digest)
 
     def make_room(self, size_bytes: int) -> bool:
-        """Make room by dropping kept projections and idle recordings; return whether there is enough."""
+        """Evict cached projections and idle recordings until `size_bytes` fit. Return whether they do."""
         lack_bytes = size_bytes - self.spare_bytes
         for recording in self.recordings[::-1]:
             if lack_bytes <= 0:
@@ -138,7 +138,7 @@ class MemoryActivations:
         return len(idle)
 
     def stop(self) -> None:
-        """Do nothing: this source has no links."""
+        """Do nothing: this source has no connections."""
 
     def _note_eviction(self, _key: str, _recording: Recording) -> None:
         self._events["evictions"] += 1

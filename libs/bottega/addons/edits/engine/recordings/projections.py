@@ -1,7 +1,7 @@
-"""Attention keys and values of recorded tokens, kept in spare memory.
+"""A cache of attention keys and values of recorded tokens, in spare memory.
 
 Masked blocks attend to all tokens. For tokens that are not computed, keys and values are projected from the recorded
-output of the block before, again in every edit. Keeping them saves a third of a masked block's time on a CPU and takes
+output of the block before, again in every edit. Caching them saves a third of a masked block's time on a CPU and takes
 four times the bytes of the recorded outputs (two tensors in the model's dtype).
 """
 
@@ -14,13 +14,13 @@ from bottega.addons.edits.engine.activations import Projections
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ProjectionsRoom:
-    """Memory that all steps share for projections; set before each turn."""
+    """Memory that all steps share for projections. Its size is set before each forward pass."""
 
     left_bytes: int = 0
 
 
 class StepProjections:
-    """The keys and values recorded for one denoising step, by transformer block."""
+    """The cached keys and values of one denoising step, by transformer block."""
 
     def __init__(self, room: ProjectionsRoom) -> None:
         self.size_bytes = 0

@@ -24,7 +24,7 @@ from bottega.v1.activations_pb2 import BlockProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnTemplate:
-    """The image latent and noise that a template's edits share outside their masks, as drawn by the first edit.
+    """The image latent and noise that a template's edits share outside their masks, drawn by the first edit.
 
     Both are [1, channels, height, width] and drawn in Diffusers' order.
     """
@@ -32,29 +32,29 @@ class DrawnTemplate:
     image_latent: Tensor
     """A sample from the VAE's distribution of the image."""
     noise: Tensor
-    """Standard normal."""
+    """A sample of the standard normal distribution."""
     seed: int
-    """The seed that both were drawn with."""
+    """The seed with which both were drawn."""
 
 
 class RecordingUser(Protocol):
     """An image whose steps read from a recording."""
 
     def turns_until(self, key: StepKey) -> float:
-        """Return the number of turns until the image reads this forward: 0 for the next turn, infinity for never."""
+        """Return in how many forward passes of the engine the image reads this step: 0 is the next, infinity never."""
         ...
 
 
 class Recording:
     """The recorded activations of one template.
 
-    A step's `valid`, bool [height, width] of the latent, is True where the recorded image was the unchanged template.
-    A token's outputs may be reused if all elements under it are valid.
+    A step's `valid`, bool [height, width] of the latent, is True where the recorded image was the unchanged template. A
+    token's outputs may be reused if all elements under it are valid.
 
     Args:
         shape: Height and width of the latent.
-        drawn: Image latent and noise that its edits share; None if edits restore latents that a generation kept.
-        origin: See `ActivationsOrder.source`.
+        drawn: Image latent and noise that edits share; None if edits restore latents that a generation kept.
+        origin: Name of the source image at the gateway, see `ActivationsOrder.source`.
         id: 32 hex digits; new by default.
     """
 
@@ -73,7 +73,8 @@ class Recording:
         self.drawn = drawn
         self.origin = origin
         self.steps: dict[StepKey, RecordedStep] = {}
-        """The newest recording of each forward, for any prompt; `step` also finds older ones for another prompt."""
+        """The newest recorded outputs of each forward pass, for any prompt; `step` also finds older ones for another
+        prompt."""
         self._others: dict[StepKey, RecordedStep] = {}
         # Keyed weakly by step, so that projections are freed with their step.
         self._projections: MutableMapping[RecordedStep, StepProjections] = weakref.WeakKeyDictionary()
@@ -82,17 +83,17 @@ class Recording:
         self.complete = False
         """Whether the recording may be read."""
         self.uses = 0
-        """Number of edits that read it so far."""
+        """Number of edits that have read the recording."""
         self.readers = 0
-        """Number of edits that read it now."""
+        """Number of edits that read the recording now."""
         self.users: set[RecordingUser] = set()
-        """Images of the edits that read it now."""
+        """Images of the edits that read the recording now."""
         self.used_s = 0.0
         self.reserved_bytes = 0
         self.budget_bytes = 0
-        """Upper bound on the bytes of all outputs, wherever they are; 0 for no bound. Set by the source."""
+        """Maximum bytes of all outputs, wherever they are; 0 for no limit. Set by the source."""
         self.profile: BlockProfile | None = None
-        """Measured costs of the model's blocks, if known. Set by the source."""
+        """Measured costs of the model's blocks; None if unknown. Set by the source."""
         self._maps: list[Tensor] = []
 
     @property
@@ -109,7 +110,7 @@ class Recording:
 
     @property
     def recorded_bytes(self) -> int:
-        """Bytes of all outputs, wherever they are."""
+        """Bytes of all outputs, in this process or in a store."""
         return sum(step.size_bytes for step in self.all_steps)
 
     @property
@@ -123,48 +124,48 @@ class Recording:
         return self.complete and self.readers == 0
 
     def turns_until(self, key: StepKey) -> float:
-        """Return the number of turns until any user reads this forward; infinity if none will."""
+        """Return in how many of the engine's forward passes any user reads this step; infinity if none will."""
         return min((user.turns_until(key) for user in self.users), default=math.inf)
 
     @property
     def step_count(self) -> int:
-        """Number of sampler steps."""
+        """Number of denoising steps."""
         return len({(key.timestep, key.noise_level) for key in self.steps})
 
     @property
     def valid_share(self) -> float:
-        """Smallest share of the template, over all steps, that can be reused."""
+        """Share of the template that can be reused, in the step where it is smallest."""
         return min((float(step.valid.float().mean()) for step in self.steps.values()), default=0.0)
 
     def step(self, key: StepKey, prompt: str) -> RecordedStep | None:
-        """Return a forward, preferably with this prompt, or None."""
+        """Return the outputs of a forward pass, preferably with this prompt; None if there are none."""
         other = self._others.get(key)
         return other if other is not None and other.prompt == prompt else self.steps.get(key)
 
     def add(self, key: StepKey, outputs: Mapping[str, Tensor], valid: Tensor, *, prompt: str = "") -> None:
-        """Add a fully computed forward. The last one with another prompt is kept beside it."""
+        """Add the outputs of a forward pass that computed all tokens. The last one with another prompt is also kept."""
         before = self.steps.get(key)
         self.put(key, MemoryStep(valid=valid, outputs=outputs, prompt=prompt))
         if before is not None and before.prompt not in ("", prompt):
             self._others[key] = before
 
     def projections(self, step: RecordedStep, room: ProjectionsRoom) -> StepProjections:
-        """Return the projections of a step; `room` is shared by all recordings."""
+        """Return the cached projections of a step; `room` is shared by all recordings."""
         with self._lock:
             return self._projections.setdefault(step, StepProjections(room))
 
     def drop_projections(self) -> None:
-        """Free all projections; they can be computed again."""
+        """Free all cached projections; they can be computed again."""
         with self._lock:
             self._projections.clear()
 
     def forget(self, key: StepKey) -> None:
-        """Remove a forward, with all prompts."""
+        """Remove the outputs of a forward pass, for all prompts."""
         self.steps.pop(key, None)
         self.forget_other(key)
 
     def forget_other(self, key: StepKey) -> None:
-        """Remove the recording of a forward that is kept beside the newest, with another prompt."""
+        """Remove the outputs of a forward pass that are kept beside the newest ones, for another prompt."""
         self._others.pop(key, None)
 
     def forget_steps(self, gone: Callable[[RecordedStep], bool]) -> None:
@@ -176,14 +177,15 @@ class Recording:
                 self.steps[key] = other
 
     def put(self, key: StepKey, step: RecordedStep) -> None:
-        """Store a step as the newest of its forward."""
+        """Store a step as the newest of its forward pass."""
         step.valid = self._shared(step.valid)
         self.steps[key] = step
 
     def writable(self, key: StepKey, step: RecordedStep | None = None) -> RecordedStep | None:
-        """Return a step that may be written to, or None if a copy is needed and parts of the step are elsewhere.
+        """Return a step that may be written to; None if that needs a copy and parts of the step are in a store.
 
-        A copy replaces the original; the source has made room for it. `step` is one of `key`, by default the newest.
+        A copy replaces the original; the source has reserved memory for it. `step` is one of `key`, by default the
+        newest.
         """
         step = step or self.steps[key]
         if step.writable:
@@ -196,12 +198,12 @@ class Recording:
         return copy
 
     def grow(self, step: RecordedStep, area: Tensor, *, prompt: str) -> None:
-        """Extend a step's valid area after a forward wrote the template's outputs for `area` into it."""
+        """Extend a step's valid area after a forward pass wrote the template's outputs for `area` into it."""
         step.valid = self._shared(step.valid | area)
         step.prompt = prompt if step.prompt == prompt else ""
 
     def _shared(self, valid: Tensor) -> Tensor:
-        """Return the same tensor for all equal maps, because plans are cached by the identity of their tensor."""
+        """Return one tensor for all equal maps, because plans are cached by the identity of their tensor."""
         known = next((each for each in self._maps if torch.equal(each, valid)), None)
         if known is None:
             self._maps = [each for each in self._maps if any(step.valid is each for step in self.all_steps)]

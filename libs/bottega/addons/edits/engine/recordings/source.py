@@ -1,4 +1,4 @@
-"""The interface to recordings that the engine sees: this worker's memory, or a store behind it."""
+"""The interface of a source of recordings: this worker's memory, or that and the activation stores."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TemplateQuery:
 
     key: RecordingKey
     recording: str = ""
-    """Id of the only acceptable recording, 32 hex digits; empty for any."""
+    """ID of the only acceptable recording, 32 hex digits; empty for any."""
     would_record: bool = True
     """Whether the job would record the template if there is no recording."""
     origin: str = ""
-    """See `Recording`."""
+    """Name of the source image at the gateway; see `Recording`."""
     width: int = 0
-    """Of the picture, in pixels; 0 if not known."""
+    """Width of the picture in pixels; 0 if not known."""
     height: int = 0
 
 
@@ -35,14 +35,14 @@ class ActivationSource(Protocol):
     """Finds, makes and keeps recordings. No method blocks.
 
     The engine's thread makes all calls except `stop` and those for operators. A recording that was handed out is in use
-    until it is released: it is not evicted, and tensors that its steps hold stay valid. Parts of it may be elsewhere
-    and must be requested; what a step does not have is computed. Loaded parts may be dropped for others that are needed
-    sooner.
+    until it is released: it is not evicted, and tensors that its steps hold stay valid. Parts of it may be in a store
+    and must be requested; the engine computes what a step does not have. Loaded parts may be dropped for others that
+    are needed sooner.
     """
 
     @property
     def load_bytes_per_s(self) -> float | None:
-        """Recent load rate, positive; None if nothing is ever loaded because all is here."""
+        """Recent rate of loading, above 0; None if nothing is ever loaded because everything is in this process."""
         ...
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
@@ -50,14 +50,15 @@ class ActivationSource(Protocol):
         ...
 
     def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
-        """Look up a template in the background, so that `find` and `begin` can answer at once.
+        """Look up a template in the background, so that `find` and `begin` can respond at once.
 
-        The future never fails. It yields the work of the store that was asked, if any. Cancel it to stop waiting.
+        The future never fails. Its result is the time that a store spent on the query, if one was asked. Cancel it to
+        stop waiting.
         """
         ...
 
     def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
-        """Return a template's complete recording, now in use, or None. `recording` is the only acceptable id."""
+        """Return a template's complete recording, now in use, or None. `recording` is the only acceptable ID."""
         ...
 
     def begin(
@@ -70,11 +71,11 @@ class ActivationSource(Protocol):
         ...
 
     def changed(self, recording: Recording, key: StepKey) -> None:
-        """Note that a step was added, replaced or extended. Other processes get it when it is complete."""
+        """Handle that a step was added, replaced or extended. Other processes get the recording when it is complete."""
         ...
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:
-        """Make room for a recording of `size_bytes` in total, and return whether there is enough."""
+        """Reserve memory so that the recording may have `size_bytes` in total. Return whether there is enough."""
         ...
 
     def complete(self, recording: Recording) -> None:
@@ -82,7 +83,7 @@ class ActivationSource(Protocol):
         ...
 
     def abandon(self, recording: Recording) -> None:
-        """Forget a recording that was begun."""
+        """Discard a recording that was begun."""
         ...
 
     def release(self, recording: Recording) -> None:
@@ -93,7 +94,7 @@ class ActivationSource(Protocol):
 
     @property
     def budget_bytes(self) -> int:
-        """Upper bound on the bytes of all recordings."""
+        """Maximum bytes of all recordings."""
         ...
 
     @property
@@ -103,7 +104,7 @@ class ActivationSource(Protocol):
 
     @property
     def recordings(self) -> Sequence[Recording]:
-        """The recordings that are here, most recently used first."""
+        """The recordings in this process, most recently used first."""
         ...
 
     @property
@@ -112,9 +113,9 @@ class ActivationSource(Protocol):
         ...
 
     def drop(self, prefix: str) -> int:
-        """Forget the idle recordings whose ids begin with `prefix`, and return how many."""
+        """Remove the idle recordings whose IDs begin with `prefix`, and return how many there were."""
         ...
 
     def stop(self) -> None:
-        """Close the links. Thread-safe; later calls do nothing."""
+        """Close the connections. Thread-safe; later calls do nothing."""
         ...

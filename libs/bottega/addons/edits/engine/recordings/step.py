@@ -1,4 +1,4 @@
-"""The recorded outputs of one forward, in this process or still being loaded from a store."""
+"""The recorded outputs of one forward pass, in this process or still being loaded from a store."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from bottega.engine.store_work import StoreWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTime:
-    """The time, size and cause of one load."""
+    """When a load began, how long it took, how large it was, and why."""
 
     began_s: float
-    """When it was requested, on CLOCK_MONOTONIC."""
+    """Time of the request, on CLOCK_MONOTONIC."""
     seconds: float
     size_bytes: int
     work: StoreWork | None = None
-    """The store's part of it."""
+    """Time that the store spent on the load; None if unknown."""
 
 
 class RecordedStep(Protocol):
-    """The outputs of one forward by name, float16 on the CPU; see `StepActivations`. Not thread-safe."""
+    """The outputs of one forward pass by name, float16 on the CPU; see `StepActivations`. Not thread-safe."""
 
     valid: Tensor
-    """bool [height, width] of the latent: elements whose outputs may be reused; see `Recording`."""
+    """Elements whose outputs may be reused, bool [height, width] of the latent; see `Recording`."""
     prompt: str
     """Digest of the prompt, see `prompt_of`; empty if parts were computed with different prompts."""
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all recorded outputs, in the order of execution."""
+        """Names of all recorded outputs, in order of execution."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all recorded outputs, wherever they are."""
+        """Bytes of all recorded outputs, in this process or in a store."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of this process's memory, without what is shared with a store."""
+        """Bytes in this process's memory, without memory that is shared with a store."""
         ...
 
     @property
     def writable(self) -> bool:
-        """Whether its tensors may be written to."""
+        """Whether the tensors may be written to."""
         ...
 
     @property
     def mapped(self) -> bool:
-        """Whether the store's memory is mapped, so that requested tensors need no transfer and no load stream."""
+        """Whether the store's memory is mapped into this process, so that requested tensors need no transfer."""
         ...
 
     def bytes_of(self, name: str) -> int:
-        """Return the bytes of an output, wherever it is; 0 for an unknown name."""
+        """Return the bytes of an output, in this process or in a store; 0 for an unknown name."""
         ...
 
     def get(self, name: str) -> Tensor | None:
-        """Return an output that is here, or None. It must not be written to unless the step is writable."""
+        """Return an output that is in this process, or None. It must not be written to unless the step is writable."""
         ...
 
     def request(self, names: Sequence[str]) -> None:
-        """Load these outputs in this order, after earlier requests. Skip those that are here or requested."""
+        """Load these outputs in this order, after earlier requests. Skip outputs that are loaded or requested."""
         ...
 
     def wait(self, name: str, timeout_s: float) -> bool:
@@ -82,7 +82,7 @@ class RecordedStep(Protocol):
 
 
 class MemoryStep:
-    """A forward whose outputs are all in this process."""
+    """A forward pass whose outputs are all in this process."""
 
     writable = True
     mapped = False
@@ -115,14 +115,14 @@ class MemoryStep:
         return name in self.outputs
 
     def drop_requests(self) -> None:
-        """Return at once: a step in memory has no requests."""
+        """Do nothing: a step in memory has no requests."""
 
     def take_load_times(self) -> Sequence[LoadTime]:
         return ()
 
 
 def copy_step(step: RecordedStep) -> MemoryStep | None:
-    """Return a writable copy, or None if parts of the step are elsewhere."""
+    """Return a writable copy; None if parts of the step are not in this process."""
     outputs = {name: step.get(name) for name in step.names}
     whole = {name: output.clone() for name, output in outputs.items() if output is not None}
     if len(whole) < len(outputs):

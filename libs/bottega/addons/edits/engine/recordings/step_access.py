@@ -19,10 +19,11 @@ class StepReader:
     """The RecordedActivations of a row that reads a recorded step.
 
     Args:
-        loads: The plan for outputs that are elsewhere; without a plan they are computed.
-        shapes: Expected shapes, by name. An output of another shape, from a faulty store, is computed, because it would
-            fail the whole batch. None skips the check.
-        projections: The step's kept keys and values; None keeps none.
+        loads: The plan for outputs that must be loaded; without a plan they are computed instead.
+        shapes: Expected shapes, by name. An output of another shape, from a faulty store, is computed instead, because
+            it
+            would fail the whole batch. None skips the check.
+        projections: The step's cached keys and values; None to cache none.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class StepReader:
         return self._step.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Ignore the output: the row's `sink` records it."""
+        """Ignore the output, because `EditActivations.sink` records it."""
 
     def _awaited(self, name: str, loads: StepLoads) -> Tensor | None:
         before_s = loads.waited_s
@@ -67,7 +68,7 @@ class StepReader:
 
 
 class StepRecorder:
-    """The StepActivations of a row that is computed in full; discarded if the forward fails."""
+    """The StepActivations of a row that computes all tokens. They are discarded if the forward pass fails."""
 
     def __init__(self, kept: frozenset[str] | None = None) -> None:
         self.size_bytes = 0
@@ -94,14 +95,14 @@ class StepRecorder:
 
     @property
     def finite(self) -> bool:
-        """Whether all outputs fit in float16."""
+        """Whether no output has values beyond the range of float16."""
         return _finite(self.outputs.values())
 
 
 class StepCompleter:
     """The StepActivations of a row that adds missing parts of the template to a recorded, writable step.
 
-    All outputs inside `area`, bool [height, width] of the latent, are the template's, even if the forward fails.
+    All outputs inside `area`, bool [height, width] of the latent, show the template, even if the forward pass fails.
     """
 
     def __init__(self, step: RecordedStep, area: Tensor) -> None:
@@ -141,7 +142,7 @@ class StepCompleter:
         return True
 
     def _inside(self, output: Tensor, device: Device) -> tuple[Tensor, Tensor]:
-        """Return the area at an output's level: bool [height, width] on the CPU, and its indices on the device."""
+        """Return the area at an output's resolution: bool [height, width] on the CPU, and its indices on the device."""
         # Cells are whole tokens of every level.
         size = level_of(self.area.shape, output.shape[0]) if output.ndim == 2 else (output.shape[1], output.shape[2])
         if size not in self._within:
@@ -154,12 +155,12 @@ class StepCompleter:
 
 
 def _finite(outputs: Iterable[Tensor]) -> bool:
-    """Return whether all outputs, on the CPU, fit in float16."""
+    """Return whether no output, all on the CPU, has values beyond the range of float16."""
     return all(bool(torch.isfinite(output).all()) for output in outputs)
 
 
 def level_of(shape: tuple[int, ...], tokens: int) -> tuple[int, int]:
-    """Return the size of the level of a latent that has this number of tokens. Raise ValueError if there is none."""
+    """Return the size at which a latent of this shape has this number of tokens. Raise ValueError if none fits."""
     height, width = shape[-2:]
     while height * width > tokens:
         height, width = -(-height // 2), -(-width // 2)

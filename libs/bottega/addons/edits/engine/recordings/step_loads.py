@@ -1,4 +1,4 @@
-"""The planned loads of one row in one step."""
+"""The planned loads of one row in one step, and what became of them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class LoadWait:
 
 @dataclass(slots=True, kw_only=True)
 class StepLoadCounts:
-    """Counts of the loads of finished steps."""
+    """Counts about the loads of finished steps."""
 
     loaded: int = 0
     """Blocks that used loaded activations."""
     recomputed: int = 0
     """Recorded blocks that were computed because their activations were not loaded."""
     waited_s: float = 0.0
-    """Seconds of waiting for loads."""
+    """Seconds that the engine waited for loads."""
     waits: list[LoadWait] = field(default_factory=list)
-    """Waits of at least 0.1 ms; shorter ones are mere look-ups."""
+    """Waits of at least 0.1 ms; shorter ones are only lookups."""
     came: list[LoadTime] = field(default_factory=list)
-    """Times of the loads whose data arrived."""
+    """Times of the loads that arrived."""
 
     def add(self, other: StepLoadCounts) -> None:
         self.loaded += other.loaded
@@ -48,7 +48,7 @@ class StepLoadCounts:
 
 
 class StepLoads:
-    """The load decision for one row of one step, with the row's planned seconds by block."""
+    """The load decision for one row of one step, with the row's planned seconds for each block."""
 
     def __init__(self, step: RecordedStep, seconds: Sequence[float] = ()) -> None:
         self.step = step
@@ -65,9 +65,9 @@ class StepLoads:
         self._away.append(block)
 
     def take(self, block: BlockWork, names: Sequence[str], patience_s: float, number: int) -> None:
-        """Plan to reuse a block whose missing outputs, `names`, were requested; wait for `patience_s` in all.
+        """Plan to reuse a block whose missing outputs, `names`, were requested; wait `patience_s` for all of them.
 
-        `number` is the place of the request among all requests of the planner.
+        `number` is the position of the request among all requests of the planner.
         """
         self._away.append(block)
         self._blocks |= dict.fromkeys(names, block.name)
@@ -76,7 +76,7 @@ class StepLoads:
 
     @property
     def outstanding(self) -> Collection[tuple[int, str]]:
-        """Request numbers and names of pending outputs. They arrive in this order; the first has not."""
+        """Request number and name of each output that has not arrived, in the order in which they will arrive."""
         while self._outstanding and self.step.get(self._outstanding[0][1]) is not None:
             self._outstanding.popleft()
         return self._outstanding
@@ -97,7 +97,7 @@ class StepLoads:
         return here
 
     def counts(self, reused: Collection[str]) -> StepLoadCounts:
-        """Return the counts of the finished step, in which the row reused these names."""
+        """Return the counts of the finished step, in which the row reused the outputs `reused`."""
         loaded = sum(all(name in reused for name in block.names) for block in self._away)
         return StepLoadCounts(
             loaded=loaded,

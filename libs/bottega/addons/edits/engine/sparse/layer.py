@@ -1,4 +1,4 @@
-"""One layer of a masked forward over feature maps: its pieces, their recorded surroundings, and what it records."""
+"""One layer of a masked forward pass over feature maps: its pieces, recorded surroundings, and what it records."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from bottega.addons.edits.engine.sparse.rectangles import Rectangle
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """Applies one layer's operations to the pieces of a batch. Lists of tensors are by piece.
+    """Applies one layer's operations to the pieces of a batch. Lists of tensors have one tensor for each piece.
 
-    A tile's tensors include `margin` elements around its rectangle on each side.
+    A piece is either the whole maps of some rows, or tiles. The tensor of a tile includes `margin` elements around its
+    rectangle on each side.
     """
 
     forward: MaskedActivations
     pieces: Sequence[Piece]
     recorded: Mapping[str, Sequence[Tensor | None]]
-    """Recorded tensors by name and row; None for rows that are computed whole."""
+    """Recorded tensors by name and row; None for rows that compute whole maps."""
     statistics: RecordedStatistics
     """Cached statistics of the recorded moments."""
 
@@ -45,7 +46,7 @@ class Layer:
         return [piece.core(each, margin) for piece, each in zip(self.pieces, maps, strict=True)]
 
     def convolve(self, convolution: nn.Conv2d, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
-        """Apply a convolution of stride 1, which uses up as much of the margin as its kernel reads on each side."""
+        """Apply a convolution of stride 1. The margin shrinks by the elements that its kernel reads on each side."""
         return [
             self.convolve_piece(convolution, piece, each, margin) for piece, each in zip(self.pieces, maps, strict=True)
         ]
@@ -61,7 +62,7 @@ class Layer:
         return made
 
     def add(self, maps: Sequence[Tensor], addends: Tensor) -> list[Tensor]:
-        """Add a row's vector to each of its elements. `addends` is [rows, channels]."""
+        """Add one row of `addends`, [rows, channels], to each element of that row."""
         return [
             each + of_rows(addends, piece.rows)[:, :, None, None] for piece, each in zip(self.pieces, maps, strict=True)
         ]
@@ -78,7 +79,7 @@ class Layer:
         return made
 
     def norm(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
-        """Apply a GroupNorm with the statistics of whole maps, see `norms`; `name` is that of the recorded moments."""
+        """Apply a GroupNorm with the statistics of whole maps, see `norms`. `name` is that of the recorded moments."""
         self._record_moments(norm, name, maps, margin)
         parts = self._parts(norm, name, maps, margin)
         scale, shift = scale_and_shift(norm, list(parts.values())) if parts else (None, None)
@@ -93,7 +94,7 @@ class Layer:
         return made
 
     def join(self, name: str, maps: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-        """Return and record whole feature maps of all rows: the recorded maps, with the pieces pasted in."""
+        """Return and record the whole feature maps of all rows: the recorded maps, with the pieces pasted in."""
         first = maps[0]
         rests = self.recorded[name]
         whole = first.new_empty(len(rests), first.shape[1], *size)
@@ -106,7 +107,7 @@ class Layer:
         return whole
 
     def _parts(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> dict[int, list[Statistics]]:
-        """Return the statistics of the parts that make up the current whole map, for each row with tiles."""
+        """Return the statistics of the parts of the current whole map, for each row with tiles."""
         tiles: dict[int, list[tuple[Rectangle, Statistics]]] = {}
         for piece, each in zip(self.pieces, maps, strict=True):
             if isinstance(piece, Tiles):

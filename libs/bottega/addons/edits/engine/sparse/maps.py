@@ -1,4 +1,4 @@
-"""Feature maps of which masked rows compute only rectangles; the rest comes from a recording.
+"""Feature maps of which masked rows compute only rectangles; the rest is read from a recording.
 
 Each layer outputs a whole map: the recorded map with the computed rectangles pasted in. So the next layer can read
 around a rectangle, ControlNets can add to the whole map, and a row that lacks the recording of one layer computes that
@@ -34,7 +34,7 @@ _KNOWN_COVERS = 256
 
 
 class SparseMaps(FullMaps):
-    """Computes rectangles around masks if that costs less than whole maps."""
+    """FeatureMaps that compute rectangles around masks if that costs less than whole maps."""
 
     def __init__(self) -> None:
         self._covers: WeakKeyDictionary[MaskTokens, dict[tuple[int, int], tuple[Rectangle, ...]]] = WeakKeyDictionary()
@@ -126,12 +126,12 @@ class SparseMaps(FullMaps):
         return layer.join("conv_out:map", layer.convolve(unet.conv_out, _each(unet.conv_act, made), margin=1), size)
 
     def computed_share(self, tokens: MaskTokens, size: tuple[int, int]) -> float:
-        """Return the cost of convolutions at a level for a row with this mask, as a share of a whole row's cost."""
+        """Return the cost of convolutions for a row with this mask, as a share of their cost over whole maps."""
         covered = self._cover(tokens, size)
         return 1.0 if covered is None else sum(each.cost for each in covered) / (size[0] * size[1])
 
     def _layer(self, names: Sequence[str], size: Sequence[int], forward: MaskedActivations) -> Layer | None:
-        """Return the layer, or None if no row has tiles or records. A row has tiles if all `names` are recorded."""
+        """Return the layer; None if no row has tiles or records. A row has tiles if all `names` are recorded."""
         recorded: dict[str, list[Tensor | None]] = {name: [None] * len(forward.edits) for name in names}
         rectangles: list[Sequence[Rectangle] | None] = [None] * len(forward.edits)
         for row, edit in enumerate(forward.edits):
@@ -150,14 +150,14 @@ class SparseMaps(FullMaps):
         return Layer(forward=forward, pieces=cut, recorded=recorded, statistics=self._statistics)
 
     def _covers_exactly(self, tokens: MaskTokens | None, size: tuple[int, int]) -> bool:
-        """Return whether the rectangles contain only masked elements."""
+        """Return whether the rectangles contain no element outside the mask."""
         covered = None if tokens is None else self._cover(tokens, size)
         if tokens is None or covered is None:
             return False
         return sum(each.height * each.width for each in covered) == tokens.at(*size).count
 
     def _cover(self, tokens: MaskTokens, size: tuple[int, int]) -> tuple[Rectangle, ...] | None:
-        """Return the rectangles, or None if a whole map costs no more."""
+        """Return the rectangles; None if whole maps cost no more."""
         covers = self._covers.setdefault(tokens, {})
         if size not in covers:
             covers[size] = _covered(tokens.at(*size).mask.numpy().tobytes(), size)
@@ -166,7 +166,7 @@ class SparseMaps(FullMaps):
 
 @functools.lru_cache(maxsize=_KNOWN_COVERS)
 def _covered(mask: bytes, size: tuple[int, int]) -> tuple[Rectangle, ...]:
-    """Cover a mask given as bytes. Cached by content, because forwards and cost estimates ask for the same masks."""
+    """Cover a mask, given as bytes. Results are cached, because the same mask is covered many times."""
     return cover(np.frombuffer(mask, dtype=np.bool_).reshape(size))
 
 

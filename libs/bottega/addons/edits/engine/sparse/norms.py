@@ -30,7 +30,7 @@ class Statistics:
     mean: Tensor
     variance: Tensor
     elements: int
-    """Number of elements that they were taken over."""
+    """Number of elements over which they were computed."""
 
 
 def moments(feature_map: Tensor, groups: int) -> Tensor:
@@ -43,9 +43,10 @@ def moments(feature_map: Tensor, groups: int) -> Tensor:
 
 
 class RecordedStatistics:
-    """Caches the statistics of recorded moments outside the tiles, as long as the stored tensor lives.
+    """Caches the statistics of recorded moments outside the tiles, as long as the recorded tensor lives.
 
-    They are the same for every edit with a mask. What is added to a record later lies inside all earlier masks.
+    They are the same for every edit with the same mask, because later additions to a recording are inside earlier
+    masks.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class RecordedStatistics:
     def outside(self, recorded: Tensor, rectangles: tuple[Rectangle, ...], *, stored: Tensor) -> Statistics:
         """Return the statistics of moments [2 * groups, height, width] outside the rectangles, which must not overlap.
 
-        `stored` is the tensor that `recorded` was copied from, or `recorded` itself; see `RecordedActivations`.
+        `stored` is the tensor from which `recorded` was copied, or `recorded` itself; see `RecordedActivations`.
         """
         of_masks = self._known.setdefault(stored, {})
         found = of_masks.get(rectangles)
@@ -80,7 +81,7 @@ def _outside(recorded: Tensor, rectangles: Sequence[Rectangle]) -> Statistics:
 
 
 def of_tiles(norm: nn.GroupNorm, tiles: Tensor) -> list[Statistics]:
-    """Return the statistics of each of [tiles, channels, height, width]."""
+    """Return the statistics of each tile in [tiles, channels, height, width]."""
     count, channels, height, width = tiles.shape
     elements = height * width
     # The normalized output is discarded; this is the only call that returns mean and variance of every group.
@@ -95,7 +96,7 @@ def of_tiles(norm: nn.GroupNorm, tiles: Tensor) -> list[Statistics]:
 
 
 def scale_and_shift(norm: nn.GroupNorm, rows: Sequence[Sequence[Statistics]]) -> tuple[Tensor, Tensor]:
-    """Return factor and addend of the norm, float32 [rows, channels, 1, 1], from the parts of each row's whole map."""
+    """Return the norm's factor and addend, float32 [rows, channels, 1, 1], from the parts of each row's whole map."""
     parts = max(map(len, rows))
     # Rows with fewer parts than others repeat their first one, with weight 0.
     padded = [part for row in rows for part in [*row, *[row[0]] * (parts - len(row))]]

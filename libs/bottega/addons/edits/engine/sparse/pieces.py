@@ -1,7 +1,7 @@
 """Pieces of a layer's work: whole feature maps of some rows, or tiles, which are rectangles of one shape.
 
-Both kinds have the same methods, so that a layer is written once. A tile is cut with a margin, filled with zeros beyond
-the picture, and convolved without padding. That is correct inside the picture and at its borders.
+Both kinds have the same methods, so that layers are written once. A tile is cut with a margin, with zeros beyond the
+picture, and convolved without padding. That is correct inside the picture and at its borders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Whole:
     """The whole feature maps of some rows."""
 
     rows: tuple[int, ...]
-    """Ascending."""
+    """Indices of the rows, ascending."""
     offsets: tuple[int, ...]
 
     def take(self, parts: Sequence[Tensor], margin: int = 0) -> Tensor:
@@ -33,7 +33,7 @@ class Whole:
         return taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
 
     def core(self, maps: Tensor, margin: int) -> Tensor:
-        """Return the maps, which have no margin."""
+        """Return the maps unchanged, because they have no margin."""
         return maps
 
     def convolve(self, convolution: nn.Conv2d, maps: Tensor, margin: int) -> Tensor:
@@ -42,7 +42,7 @@ class Whole:
         return made
 
     def paste(self, whole: Tensor, maps: Tensor) -> None:
-        """Write the maps to their rows of [rows, channels, height, width]."""
+        """Write the maps into their rows of [rows, channels, height, width]."""
         first = 0
         for run in _runs(self.rows):
             last = first + run.stop - run.start
@@ -52,16 +52,16 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Rectangles of one shape."""
+    """Tiles of one shape, in any rows."""
 
     rows: tuple[int, ...]
-    """The row of each rectangle, ascending."""
+    """The row of each tile, ascending."""
     rectangles: tuple[Rectangle, ...]
     size: tuple[int, int]
     """Height and width of whole maps."""
     offsets: tuple[int, ...]
     moves: Moves | None = None
-    """Cuts and pastes with kernels; None for plain torch."""
+    """Kernels that cut and paste; None for plain torch."""
 
     def take(self, parts: Sequence[Tensor], margin: int = 0) -> Tensor:
         """Cut the tiles with a margin: [tiles, channels, height + 2 * margin, width + 2 * margin]."""
@@ -70,7 +70,7 @@ class Tiles:
         return self.cut(parts, corners, shape)
 
     def cut(self, parts: Sequence[Tensor], corners: Sequence[tuple[int, int]], shape: tuple[int, int]) -> Tensor:
-        """Cut a window of this shape for each rectangle; see `windows`."""
+        """Cut a window of this shape for each tile; see `windows`."""
         cut = windows if self.moves is None else self.moves.cut
         return cut(parts, self.rows, corners, shape)
 
@@ -97,14 +97,14 @@ class Tiles:
         return maps[:, :, margin:-margin, margin:-margin] if margin else maps
 
     def convolve(self, convolution: nn.Conv2d, maps: Tensor, margin: int) -> Tensor:
-        """Convolve without padding; the margin shrinks by what the kernel reads on each side."""
+        """Convolve without padding; the margin shrinks by the elements that the kernel reads on each side."""
         self._clear_beyond(maps, margin)
         with _unpadded(convolution):
             made: Tensor = convolution(maps)
         return made
 
     def paste(self, whole: Tensor, maps: Tensor) -> None:
-        """Write the tiles to their places in [rows, channels, height, width]."""
+        """Write the tiles to their positions in [rows, channels, height, width]."""
         if self.moves is not None:
             corners = [(each.top, each.left) for each in self.rectangles]
             self.moves.paste(whole, maps, self.rows, corners)
@@ -132,7 +132,7 @@ Piece = Whole | Tiles
 def pieces(
     rectangles: Sequence[Sequence[Rectangle] | None], size: tuple[int, int], moves: Moves | None = None
 ) -> tuple[Piece, ...]:
-    """Split a layer into pieces, from each row's rectangles, or None for a row that is computed whole."""
+    """Split a layer into pieces, from the rectangles of each row; None stands for a row that computes whole maps."""
     whole = tuple(row for row, of_row in enumerate(rectangles) if of_row is None)
     shapes: dict[tuple[int, int], list[tuple[int, Rectangle]]] = {}
     for row, of_row in enumerate(rectangles):
@@ -173,18 +173,18 @@ def windows(
 
 
 def _sources(length: int, target: int) -> Tensor:
-    """Return which of `length` elements each of `target` repeats, rounded as torch does: int64 [target]."""
+    """Return for each of `target` elements which of `length` elements it repeats, as torch rounds: int64 [target]."""
     places = torch.arange(length, dtype=torch.float32)[None, None]
     return functional.interpolate(places, size=target, mode="nearest")[0, 0].long()
 
 
 def _beside(sources: Tensor, first: int, length: int) -> Tensor:
-    """Return [first, first + length) of the sources, with arbitrary values beyond the picture."""
+    """Return the sources [first, first + length), with arbitrary values beyond the picture."""
     return sources[torch.arange(first, first + length).clamp_(0, len(sources) - 1)]
 
 
 def _runs(rows: Sequence[int]) -> Iterator[slice]:
-    """Return the rows as slices in order. Indexing with a list would copy it to the GPU, and the thread would wait."""
+    """Return the rows as slices, in order. Indexing with a list would copy it to the GPU and block the thread."""
     first = 0
     for place in range(1, len(rows) + 1):
         if place == len(rows) or rows[place] != rows[place - 1] + 1:
@@ -193,7 +193,7 @@ def _runs(rows: Sequence[int]) -> Iterator[slice]:
 
 
 def _offsets(owners: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Return the rows' offsets, see `RowSpans`, from the row of each item, ascending."""
+    """Return the rows' offsets, see `RowSpans`. `owners` has the row of each item, ascending."""
     return tuple(sum(owner < row for owner in owners) for row in range(rows + 1))
 
 

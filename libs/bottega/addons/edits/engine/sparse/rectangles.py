@@ -28,7 +28,7 @@ class Rectangle:
 
     @property
     def cost(self) -> int:
-        """Cost of convolutions over it, in elements."""
+        """Cost of convolutions over the rectangle, in elements."""
         return (self.height + _HALO) * (self.width + _HALO) + _CALLS
 
     @property
@@ -43,8 +43,8 @@ class Rectangle:
 def cover(mask: _Mask) -> tuple[Rectangle, ...]:
     """Return disjoint rectangles that contain all set elements of a mask [height, width]; none for an empty mask.
 
-    The bounding box is split recursively, at the place where the bounding boxes of both halves cost least, as long as
-    the split lowers the cost.
+    The bounding box is split recursively, at the position where the bounding boxes of both halves cost least, as long
+    as the split lowers the cost.
     """
     box = _bounding_box(mask, 0, 0)
     return () if box is None else tuple(_cut(mask, box))
@@ -77,7 +77,7 @@ def _halves(held: _Mask, box: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]
 
 
 def _bounding_box(mask: _Mask, top: int, left: int) -> Rectangle | None:
-    """Return the bounding box of the set elements, or None. `top` and `left` locate the mask's own corner."""
+    """Return the bounding box of the set elements; None without any. `top` and `left` are the position of the mask."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     if not len(rows):
         return None
