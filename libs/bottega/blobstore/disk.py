@@ -18,7 +18,7 @@ _STRAYS_AFTER = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What remains of a record that was read at the start: its files, and the parts whose file is missing."""
+    """The valid content of a record that was read at the start: its files, and the parts whose file is missing."""
 
     files: Iterable[str] = ()
     """Names of the record's files to keep; empty if the record is useless and is to be deleted."""

@@ -224,7 +224,6 @@ class BlobRecords:
         return self._inode == before
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     @property

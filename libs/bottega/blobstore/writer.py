@@ -130,7 +130,6 @@ class BlobWriter(abc.ABC):
             raise StoreClosing
 
     def _tidy(self) -> None:
-        """Execute pending deletions and write changes."""
         if self._loaded:
             self._attempt(lambda: self._disk.tidy(self._take_changes()))
 

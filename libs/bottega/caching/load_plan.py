@@ -90,7 +90,7 @@ class CacheItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCommand:
-    """What the owner of the memory has to do: drop `evicted`, then load `name`."""
+    """A command to the owner of the memory: drop `evicted`, then load `name`."""
 
     name: str
     evicted: tuple[str, ...]

@@ -112,12 +112,10 @@ class LruCache(Generic[EntryT]):
             self.evict([key])
 
     def evict(self, keys: Iterable[str]) -> None:
-        """Evict these entries."""
         for key in keys:
             self._on_evict(key, self._entries.pop(key))
 
     def clear(self) -> None:
-        """Evict all entries."""
         self.evict(list(self._entries))
 
     def _evict_idle(self, lack_bytes: int, lack: int) -> int | None:

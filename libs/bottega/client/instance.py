@@ -147,7 +147,6 @@ class StateFolder:
         return tuple(int(lock[4]) for lock in locks if lock[1] == "FLOCK" and lock[5] == file and int(lock[4]) > 0)
 
     def write(self, record: InstanceRecord) -> None:
-        """Replace the record."""
         write_whole(self._record, json.dumps(asdict(record)).encode())
 
     def read(self) -> InstanceRecord | None:

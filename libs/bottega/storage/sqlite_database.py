@@ -189,7 +189,6 @@ class SqliteDatabase:
         self._thread = SerialThread(path.stem)
 
     async def open(self) -> None:
-        """Open the file; see SqliteFile.open."""
         await self._thread.run(self._file.open)
 
     async def close(self) -> None:

@@ -35,7 +35,6 @@ class EditsFront(FrontAddOn):
     kind = kinds.ACTIVATIONS
 
     def add_rpcs(self, server: Server, ask: Ask) -> None:
-        """Serve TemplateService."""
         add_TemplateServiceServicer_to_server(TemplateService(ask), server.grpc)
         server.add_services([_SERVICE_NAME])
 
@@ -56,12 +55,10 @@ class TemplateService(TemplateServiceServicer):
         self._ask = ask
 
     async def ListTemplates(self, request: pb.ListTemplatesRequest, context: _Context) -> pb.ListTemplatesResponse:
-        """Serve ListTemplates."""
         answer = await self._answer(pb.TemplateCall(list=request), _TEMPLATES_S)
         return pb.ListTemplatesResponse.FromString(answer)
 
     async def DropTemplate(self, request: pb.DropTemplateRequest, context: _Context) -> pb.DropTemplateResponse:
-        """Serve DropTemplate."""
         if not _TEMPLATE_ID.fullmatch(request.id):
             rule = "must be empty, or the first 8 to 32 hex digits of an id"
             rules.refuse([Violation(field="id", description=rule)])

@@ -28,7 +28,6 @@ class Access:
 
     @classmethod
     def of(cls, caller: Caller) -> Access:
-        """Return the access of a caller."""
         return cls(tenant=caller.tenant, grants=caller.grants)
 
     def has_model(self, name: str) -> bool:

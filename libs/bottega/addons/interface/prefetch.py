@@ -85,7 +85,6 @@ class ServicePrefetcher:
             self._tasks.start(queue.client.close())
 
     async def close(self) -> None:
-        """End all calls."""
         for service in list(self._queues):
             self.remove(service)
         await self._tasks.join()

@@ -204,7 +204,6 @@ def _groups(settings: Mapping[str, list[str]]) -> list[str]:
 
 
 def _try_to_bind(host: str, port: int) -> None:
-    """Raise OSError if the port cannot be opened now."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:

@@ -267,7 +267,6 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
 
 
 def _source_lines(provenance: Provenance) -> Iterator[str]:
-    """Yield lines about the source image, for example that it was resized."""
     source, size = provenance.source, provenance.parameters
     if source.resized and provenance.mask == MaskUse():  # bottega edit has advice of its own
         yield f"the image was resized from {source.width}x{source.height} to {size.width}x{size.height}"

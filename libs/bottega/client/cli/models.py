@@ -61,7 +61,6 @@ def _row(model: ServedModel) -> tuple[str, ...]:
 
 
 def _default_sampler(model: ServedModel) -> str:
-    """Return the model's default sampler as text."""
     for choice in model.sampler_choices:
         if choice.is_default and choice.sampler == model.default_sampler:
             return _choice(choice)

@@ -179,7 +179,6 @@ class PlainTable:
         self._rows.append((*texts, *[""] * (len(self._columns) - len(texts))))
 
     def add_caption(self, *lines: str) -> None:
-        """Set the lines below the table."""
         self._caption = tuple(map(escaped, lines))
 
     @property
@@ -252,7 +251,6 @@ class _Column:
 
 
 def _table_width(widths: Sequence[int]) -> int:
-    """Return the width of a table whose columns have these widths."""
     return sum(widths) + _GAP * (len(widths) - 1) + _EDGES
 
 

@@ -73,7 +73,6 @@ def _write(target: Path, text: str) -> None:
 
 
 def _note_tracks(trace: JobTrace) -> None:
-    """Print how long each track was busy."""
     tracks = dict.fromkeys((lane.service, lane.track) for lane in lanes_of(trace))
     for service, track in tracks:
         seconds = busy_s(span for span in trace.spans if (span.service, span.track) == (service, track))

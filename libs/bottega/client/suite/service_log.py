@@ -34,7 +34,6 @@ class ServiceLog:
         self._handler.emit(logging.makeLogRecord({"msg": "%s", "args": (line,)}))
 
     def close(self) -> None:
-        """Close the file."""
         self._handler.close()
 
 
@@ -132,7 +131,6 @@ class LogFollower:
         return [line.decode(errors="replace") for line in whole]
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _rotated(self) -> bool:

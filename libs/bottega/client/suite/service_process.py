@@ -133,7 +133,6 @@ class ServiceProcess:
         raise DoesNotStart(self.name, what, last_lines=self._last_lines)
 
     async def _run_once(self) -> int:
-        """Run the process until it ends, and return its status."""
         with OutputPipe() as pipe, _stdin_of_supervisor() as stdin:
             process = await self._start(stdin, pipe.write_end)
             self.pid = process.pid

@@ -104,7 +104,6 @@ class CallDeadline:
         return remaining_s
 
     def passed(self) -> CallTimeout:
-        """Return the error of a call whose deadline has passed."""
         return CallTimeout(f"not done within {self.allowed_s:g} s")
 
 
@@ -128,7 +127,6 @@ class Backoff:
         self._reached = False
 
     def reset(self) -> None:
-        """Start again with a short wait and full patience, because the gateway has answered the call."""
         self._tries = 0
         self._last_answer_s = self._clock()
         self._reached = True
@@ -307,7 +305,7 @@ def _unreached_timer(terms: CallTerms) -> Iterator[None]:
 
 
 async def _wait_for_end(call: EventStream[CarrierT_co]) -> None:
-    """Wait until the gateway ends the call. If it were cancelled instead, the gateway's metrics would count that."""
+    """Wait until the gateway ends the call. Cancelling it would count as a cancelled call in its metrics."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(call.code(), _END_S)
 

@@ -114,7 +114,6 @@ class GatewayConnection:
         return await call_with_retries(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
 
     async def close(self) -> None:
-        """Close the channels."""
         await self._channel.close()
         if self._fleet_channel is not None:
             await self._fleet_channel.close()

@@ -238,7 +238,6 @@ class FleetStatus:
     """Workers that have ended because they cannot serve their model, with the reason in `load.left_out`."""
 
     def of_kind(self, kind: str) -> tuple[FleetMember, ...]:
-        """Return the services of one kind."""
         return tuple(member for member in self.members if member.kind == kind)
 
 

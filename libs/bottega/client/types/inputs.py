@@ -296,7 +296,6 @@ def _set_drawn(spec: GenerationSpec, shapes: Sequence[MaskShape]) -> Iterator[Vi
 
 
 def _is_inside(shape: MaskShape, size: ImageSize) -> bool:
-    """Return whether at least a part of a shape is inside the image."""
     across = shape.x < size.width and shape.x + shape.width > 0
     return across and shape.y < size.height and shape.y + shape.height > 0
 

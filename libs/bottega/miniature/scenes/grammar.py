@@ -153,7 +153,6 @@ def _scene_where(rng: random.Random, things: int, *, held_out: bool) -> Scene:
 
 
 def _exchanged(scene: Scene, rng: random.Random) -> Scene | None:
-    """Return the scene with colours, shapes or both exchanged."""
     first, second = scene.things
     swapped = (Thing(shape=first.shape, colour=second.colour), Thing(shape=second.shape, colour=first.colour))
     return replace(scene, things=rng.choice((swapped, swapped[::-1], (second, first))))

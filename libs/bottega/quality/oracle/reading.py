@@ -44,7 +44,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the oracle finds in a picture, in words of the embedded model's grammar."""
+    """The content that the oracle finds in a picture, in words of the embedded model's grammar."""
 
     ground: str
     """Colour of the background; "" if there is none."""

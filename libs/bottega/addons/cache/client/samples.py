@@ -113,7 +113,6 @@ class PairSample:
 
     @property
     def pair(self) -> PromptPair:
-        """The two prompts."""
         return PromptPair(first=self.first, second=self.second)
 
 
@@ -145,7 +144,6 @@ class SampleFile:
             raise InvalidRequest(f"{path} can keep no samples: {error.strerror}; name another file") from None
 
     def add(self, sample: PairSample) -> None:
-        """Append a sample."""
         with self._lock:
             self.samples.append(sample)
             if self._path is not None:
@@ -164,7 +162,7 @@ def _read(path: Path, method: Method) -> list[PairSample]:
         whole = text[: text.rfind("\n") + 1]
         lines = whole.splitlines()
         if json.loads(lines[0]) != asdict(method):
-            raise InvalidRequest(f"{path} was measured with another method: {lines[0]}; name another file")
+            raise InvalidRequest(f"{path} was measured in another way: {lines[0]}; name another file")
         samples = [_sample(line) for line in lines[1:]]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{path} is no file of samples ({type(error).__name__}); name another one") from None

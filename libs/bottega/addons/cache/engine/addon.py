@@ -278,7 +278,6 @@ class JobCachedStarts(JobAddOn):
             self.asked = None
 
     def _ask(self) -> None:
-        """Send the query with the prompt's embedding, which has arrived."""
         assert self._header is not None, "set by attach"
         if not _has_direction(self._embedding):
             self._recorder = None

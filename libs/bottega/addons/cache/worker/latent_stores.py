@@ -123,7 +123,6 @@ class LatentStores:
         return True
 
     def stop(self) -> None:
-        """Close all connections."""
         self.set_stores(())
 
     def on_link(self, link: CacheStoreLink) -> None:

@@ -76,7 +76,6 @@ class CacheStoreLink(LinkClientHandler):
 
     @property
     def open(self) -> bool:
-        """Whether the connection is open."""
         return self._connection is not None
 
     @property
@@ -102,7 +101,6 @@ class CacheStoreLink(LinkClientHandler):
             connection.post(self._begin_recording)
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
     def on_open(self, connection: Connection) -> None:
@@ -133,7 +131,6 @@ class CacheStoreLink(LinkClientHandler):
         return 0.0 if self._records else None
 
     def send_idle(self, link: Link) -> None:
-        """Send the next recording."""
         recording = self._owner.next_recording()
         self._records = recording is not None
         connection = self._connection

@@ -43,7 +43,6 @@ class ServedControlNet:
 
     @property
     def popularity(self) -> int:
-        """Popularity, summed over the hosts."""
         return sum(host.popularity for host in self.hosts)
 
     @property

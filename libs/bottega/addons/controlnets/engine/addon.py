@@ -219,7 +219,6 @@ class JobControlNets(JobAddOn):
         )
 
     def close(self) -> None:
-        """End the sessions."""
         if self._provider is not None and self.active and self._records is None:
             self._records = self._provider.close(self.handles)
 

@@ -215,7 +215,6 @@ class ControlNetAddOn(AddOn):
         self._prefetcher.remove(member)
 
     async def close(self) -> None:
-        """End the calls to servers."""
         await self._prefetcher.close()
 
     def _full_name(self, name: str, access: Access) -> str:

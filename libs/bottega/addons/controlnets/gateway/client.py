@@ -28,5 +28,4 @@ class GrpcControlNetClient:
             raise from_rpc_error(error) from None
 
     async def close(self) -> None:
-        """End all calls."""
         await self._channel.close()

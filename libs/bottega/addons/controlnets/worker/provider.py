@@ -122,7 +122,6 @@ class RemoteControlNets:
 
     @property
     def counters(self) -> LinkCounters:
-        """Metrics of all connections."""
         return self._manager.counters
 
     @property
@@ -234,7 +233,6 @@ class RemoteControlNets:
         return any(result.shared for result in self._taken.get(row, ()))
 
     def stop(self) -> None:
-        """Close all connections."""
         for link in self._manager.links:
             link.end()
 

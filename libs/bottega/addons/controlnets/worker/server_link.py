@@ -201,7 +201,6 @@ class ServerLink(LinkClientHandler):
             self._outstanding = [result for result in self._outstanding if result.holds_memory]
 
     def end(self) -> None:
-        """Close the connection."""
         self._client.close()
         self._client.join()
 
@@ -231,7 +230,6 @@ class ServerLink(LinkClientHandler):
         self._changes.notify()
 
     def on_end(self, cause: BottegaError) -> None:
-        """Set `lost`."""
         if not isinstance(cause, LinkClosed):
             _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": cause.message})
         self._lost = cause

@@ -200,7 +200,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _three_digits(number: float) -> str:
-    """Return a number with three significant digits and no exponent."""
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}" if abs(number) >= 1e-3 else "0"
 
 

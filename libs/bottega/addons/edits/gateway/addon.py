@@ -202,7 +202,6 @@ class ActivationsAddOn(AddOn):
             self._prefetcher.remove(member)
 
     async def close(self) -> None:
-        """End the calls to stores."""
         await self._prefetcher.close()
 
     def _residence(self, template: str, worker: str = "") -> str:

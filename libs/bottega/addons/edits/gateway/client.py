@@ -40,5 +40,4 @@ class GrpcActivationsClient:
             self._on_response(self._address, response)
 
     async def close(self) -> None:
-        """End all calls."""
         await self._channel.close()

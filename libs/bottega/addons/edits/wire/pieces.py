@@ -47,7 +47,6 @@ class SectionPieces:
 
     @property
     def done(self) -> bool:
-        """Whether no pieces are left."""
         return not self._left
 
     @property
@@ -117,7 +116,6 @@ class SectionChunks:
 
     @property
     def done(self) -> bool:
-        """Whether everything was sent."""
         return self._pieces.done
 
     def send(self, link: Link, max_bytes: int) -> int:

@@ -149,7 +149,6 @@ class ActivationStoreLink(LinkClientHandler):
                 connection.send(messages.cancel_message(number))
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
     def on_open(self, connection: Connection) -> None:
@@ -212,7 +211,6 @@ class ActivationStoreLink(LinkClientHandler):
         return 0.0 if self.uploads.waiting else None
 
     def send_idle(self, link: Link) -> None:
-        """Send the next part of a recording."""
         connection, upload = self._connection, self.uploads.next()
         if upload is None or connection is None:
             return

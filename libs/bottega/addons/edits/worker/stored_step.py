@@ -279,7 +279,6 @@ class StoredStep:
         raise ValueError(f"a store sent {len(data)} bytes more than were requested")
 
     def _take_part(self, fetch: SectionFetch, tensor: SectionTensor, start: int, data: memoryview) -> None:
-        """Copy bytes of one tensor."""
         if not self._takes(tensor, fetch):
             return
         buffer, filled = self._buffers.get(tensor.name) or (self._empty(tensor), 0)

@@ -152,7 +152,7 @@ def _drawn(drawn: DrawnTensors | None, shape: tuple[int, int], seed: int) -> Dra
 
 
 def _profile(answer: TemplateAnswer) -> BlockProfile | None:
-    """Return a checked profile. An invalid one could cause divisions by zero, or endless waits."""
+    """Return a checked profile. An invalid one could cause divisions by zero, or very long waits."""
     if not answer.HasField("profile"):
         return None
     profile = answer.profile

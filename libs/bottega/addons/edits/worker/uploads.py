@@ -44,7 +44,6 @@ class RecordedSection:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors."""
         return self.step.size_bytes
 
     @property
@@ -82,7 +81,6 @@ class SectionUpload:
 
     @property
     def done(self) -> bool:
-        """Whether all of it was sent."""
         return self._chunks.done
 
     def send(self, connection: Connection, link: Link, max_bytes: int) -> int:

@@ -186,7 +186,6 @@ def _wait_until_loaded(client: Client, lora: StoredLora) -> StoredLora:
 
 
 def _trigger_words(client: Client, name: str) -> list[str] | None:
-    """Return the trigger words of a LoRA; None if it does not exist."""
     try:
         return list(client.lora(name).trigger_words)
     except (LoraNotFound, InvalidRequest):  # a wrong name is reported when it is added

@@ -130,7 +130,6 @@ class LoraAddOn(AddOn):
         self._prefetcher.remove(member)
 
     async def close(self) -> None:
-        """End the calls to stores."""
         await self._prefetcher.close()
         await self._resolver.close()
 

@@ -102,7 +102,6 @@ class LoraResolver:
         return sorted(self._fleet.services(kinds.LORAS), key=lambda member: member.load.draining)
 
     async def close(self) -> None:
-        """End all calls."""
         await self._calls.cancel()
         for client in self._clients.values():
             await client.close()

@@ -69,7 +69,6 @@ class Module:
 
     @property
     def rank(self) -> int:
-        """Rank of the change."""
         return self.down.shape[0]
 
 

@@ -115,7 +115,6 @@ class LoraCache:
             self._downloads.trim_idle()
 
     def stop(self) -> None:
-        """Close all connections."""
         for link in list(self._links.values()):
             link.close()
 
@@ -209,7 +208,6 @@ class LoraCache:
 
 
 def _settled(handle: LoraHandle) -> bool:
-    """Return whether the LoRA has arrived or failed."""
     try:
         return handle.ready
     except BottegaError:

@@ -81,7 +81,6 @@ class LoraDownload:
         return self.ready and not self.users
 
     def layers(self, component: str) -> Layers:
-        """Return the layers of one component."""
         return self._layers[component]
 
     def restart(self) -> None:
@@ -183,7 +182,6 @@ class LoraDownload:
         self._hash.update(section.numpy().data)
 
     def _read(self, lora: CanonicalLora, section: Tensor, components: list[str]) -> dict[str, Layers]:
-        """Return the layers in a section."""
         if section.data_ptr() % _ALIGNMENT_BYTES:  # behind an odd number of half-precision items
             section = section.clone()
         on_device = load_bytes(open_device(self._device), section)

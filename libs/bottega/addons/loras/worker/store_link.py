@@ -92,7 +92,6 @@ class StoreLink(LinkClientHandler):
 
     @property
     def linked(self) -> bool:
-        """Whether the connection is open."""
         return self._connection is not None
 
     @property
@@ -123,7 +122,6 @@ class StoreLink(LinkClientHandler):
             return list(self._wanted.values())
 
     def close(self) -> None:
-        """Close the connection."""
         with self._lock:
             self._closed = True
         self._client.close()

@@ -199,7 +199,6 @@ class BlockTimes:
 
 
 def _flops_s(cost: WorkCost, block: BlockWork, flops: float) -> float:
-    """Return the seconds of this many operations of a block."""
     return (cost.per_map_flop_s if block.kind is BlockKind.MAPS else cost.per_flop_s) * flops
 
 

@@ -137,7 +137,6 @@ class MaskedBackbone(UNetBackbone):
         forward.hidden = self._maps.resnet(resnet, path, parts, forward)
 
     def _attend(self, path: str, forward: MaskedActivations) -> None:
-        """Run the transformer at this path, if there is one."""
         transformer = self._transformers.get(path)
         if transformer is None:
             return
@@ -160,7 +159,6 @@ def transformer_blocks(unet: UNet2DConditionModel) -> tuple[str, ...]:
 
 
 def _transformers(unet: UNet2DConditionModel) -> dict[str, Transformer2DModel]:
-    """Return the network's transformers by path, in order of execution."""
     parts = (("down_blocks", unet.down_blocks), ("mid_block", [unet.mid_block]), ("up_blocks", unet.up_blocks))
     return {
         f"{name if name == 'mid_block' else f'{name}.{index}'}.attentions.{place}": transformer

@@ -27,7 +27,6 @@ class TokenSet:
 
     @property
     def count(self) -> int:
-        """Number of computed tokens."""
         return len(self.index)
 
     @functools.cached_property

@@ -61,7 +61,6 @@ class MemoryActivations:
         self._cache.add(recording.key.digest, recording)
 
     def forget(self, recording: Recording) -> None:
-        """Remove a recording, if it is here."""
         if self._cache.get(recording.key.digest) is recording:
             self._cache.remove(recording.key.digest)
 
