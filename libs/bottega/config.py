@@ -154,7 +154,7 @@ def _rule(kind: type[object], item: Any) -> str:
         return f"unknown key; known {_known(kind, sections)}"
     if item["type"] == "dataclass_type":
         known = f"known {_known(kind, item['loc'])} (got {_clipped(item['input'])})"
-        return f"is a section: its keys stand below it, each in a line of its own; {known}"
+        return f"is a section: write its keys below it, each on its own line; {known}"
     shown = masked(tuple(str(part) for part in item["loc"]), item["input"])
     return f"{item['msg']} (got {_clipped(shown)})"
 

@@ -109,7 +109,7 @@ def check_prompts(spec: GenerationSpec) -> Iterator[Violation]:
     if spec.prompt not in ("", spec.prompts[0]):
         yield Violation(field="spec.prompt", description="must be absent with prompts, or equal to the first of them")
     if spec.HasField("num_images") and spec.num_images != len(spec.prompts):
-        rule = f"must be absent with prompts, or their number, {len(spec.prompts)}: each is drawn once"
+        rule = f"must be absent with prompts, or their number, {len(spec.prompts)}, because each prompt is drawn once"
         yield Violation(field="spec.num_images", description=rule)
     if len(spec.prompts) == 1:
         return
@@ -178,7 +178,7 @@ def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
     present = {field.name for field, _ in spec.ListFields()}
     masked = "mask_image" in present
     if masked and "image" not in present:
-        yield Violation(field="spec.mask_image", description="needs image, of which it selects what to redraw")
+        yield Violation(field="spec.mask_image", description="needs image, of which it selects the part to redraw")
     for name in _OF_MASKS:
         if name in present and not masked:
             yield Violation(field=f"spec.{name}", description="needs mask_image")
@@ -188,7 +188,7 @@ def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
         rule = "must be absent with keep_unmasked false: there are no pixels of the image to fade into"
         yield Violation(field="spec.mask_feather", description=rule)
     if masked and spec.keep_for_editing:
-        rule = "must be false with mask_image: latents are kept of whole pictures, and edits of edits need none"
+        rule = "must be false with mask_image: only latents of whole pictures are kept"
         yield Violation(field="spec.keep_for_editing", description=rule)
 
 
@@ -220,7 +220,7 @@ def report_left_out(kind: str, reasons: Mapping[str, str]) -> list[LeftOut]:
     if len(items) <= MAX_LEFT_OUT:
         return items
     kept = items[: MAX_LEFT_OUT - 1]
-    more = f"{len(items) - len(kept)} more are left out; the log of this service names them"
+    more = f"{len(items) - len(kept)} more are not hosted; the log of this service names them"
     return [*kept, LeftOut(kind=kind, name="...", reason=more)]
 
 

@@ -75,7 +75,7 @@ class BlobWriter(abc.ABC):
         if self._thread.end():
             self._disk.records.close()
         else:
-            _log.error(f"the disk of {self._name} does not answer; what waits for it is lost")
+            _log.error(f"the disk of {self._name} does not answer; pending writes are lost")
         self._disk.unlock()
 
     def flush(self, timeout_s: float) -> bool:
@@ -120,7 +120,7 @@ class BlobWriter(abc.ABC):
             return
         if read:
             self._loaded = True
-            _log.info(f"{self._name} has read its records")
+            _log.info(f"{self._name} has read its records from disk")
             if self._attempt(self._probe):
                 self._tidy()
 

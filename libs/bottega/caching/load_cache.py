@@ -150,7 +150,7 @@ class LoadCache(Generic[ValueT]):
         return CacheItem(name=name, size_bytes=self._loader.size_bytes(name))
 
     def _closing(self) -> Draining:
-        return Draining(f"the {self._loader.what}s of this process are being closed")
+        return Draining(f"the {self._loader.what}s of this process are being unloaded, because it stops")
 
     def _load_all(self) -> None:
         while (command := self._next()) is not None:

@@ -172,7 +172,7 @@ class LoadPlan:
         if together > self._budget_bytes:
             names = ", ".join(dict.fromkeys(item.name for item in items))
             raise TooLarge(
-                f"{names} take {together} bytes together; there is room for {self._budget_bytes} (budget_bytes)",
+                f"{names} take {together} bytes together; the budget allows {self._budget_bytes} (budget_bytes)",
                 metadata={"limit": "budget_bytes", "budget_bytes": str(self._budget_bytes)},
             )
         self._claims += 1

@@ -77,4 +77,4 @@ def _copy(source: int, target: int, size_bytes: int, digest: str | None, what: s
 
 
 def _damaged(what: str) -> DataLoss:
-    return DataLoss(f"the {what}'s file is damaged; it has to be brought again")
+    return DataLoss(f"the {what}'s file is damaged; it has to be added again")

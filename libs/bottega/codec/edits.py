@@ -215,7 +215,7 @@ def _check_latent(pixels: bytes, order: MaskOrder) -> None:
 def _empty(order: MaskOrder, found: ReadMask) -> BadImage:
     what = "transparent (less than half opaque)" if order.alpha else "white (.5 and above)"
     hint = "; mask_alpha redraws what is transparent in it" if found.transparency_unread else ""
-    return BadImage(f"redraws nothing: nothing of it is {what} at {order.width}x{order.height}{hint}")
+    return BadImage(f"redraws nothing: no part of it is {what} at {order.width}x{order.height}{hint}")
 
 
 def _use(own: ImageSize, pixels: bytes, order: MaskOrder, crop: Box | None) -> MaskUse:

@@ -184,14 +184,14 @@ class CodecPool(ProcessPool):
     def _error(self, loss: Loss, blame: type[BottegaError]) -> BottegaError:
         match loss:
             case Loss.STALLED:
-                late = f"no codec process was done with the image within {self._deadline_s:g} s"
+                late = f"no codec process finished the image within {self._deadline_s:g} s"
                 return Unavailable(f"{late}; the machine may be busy", retry_after_s=1.0)
             case Loss.OVERTIME:
                 return blame(f"the image took more than {self._deadline_s:g} s to decode or encode")
             case Loss.CPU_LIMIT:
-                return blame("the image needs more processor time than decoding or encoding one may take")
+                return blame("the image needs more processor time than decoding or encoding may take")
             case Loss.DIED:
-                return blame("the image made its decoder or encoder fail")
+                return blame("the decoder or encoder crashed on the image")
 
 
 def _decoding_need(share: Share, *images: bytes, made_pixels: int = 0) -> CallNeed:

@@ -185,7 +185,7 @@ def _read(manifests: tuple[Path, ...]) -> tuple[ServiceSpec, ...]:
     for where, module in _lines(manifests):
         spec = _load(where, module)
         if not is_kind(spec.kind) or spec.kind in found:
-            raise ConfigError(f"{where}: {spec.kind!r} is no name for a kind of service, or another one has it")
+            raise ConfigError(f"{where}: {spec.kind!r} is not a valid kind of service, or another service has it")
         named = {option.name for option in options_of((spec,))}
         if named & options:
             raise ConfigError(f"{where}: another service has the option {', '.join(sorted(named & options))} already")

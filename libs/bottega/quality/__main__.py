@@ -58,7 +58,7 @@ def _by_oracle() -> Score:
     def score(prompt: str, picture: PIL.Image.Image) -> float:
         scene = read_caption(prompt)
         if scene is None:
-            raise ValueError(f"the oracle reads whole sentences of the miniature's grammar, not {prompt!r}")
+            raise ValueError(f"the embedded model's scorer needs whole sentences of its grammar, not {prompt!r}")
         return mean(oracle.marks(oracle.read(picture), scene).values())
 
     return score

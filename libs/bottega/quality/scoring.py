@@ -79,7 +79,7 @@ class Scorer:
         """Return a score. Raise InvalidRequest if the prompt has none, or Unavailable if the process is lost."""
         async with self._turn:
             if not self._in_step:
-                raise Unavailable("the scoring process did not answer an earlier question")
+                raise Unavailable("the scoring process did not answer an earlier request")
             self._in_step = False
             await self._child.channel.send(ScoreQuestion(prompt=prompt, picture=picture).packed())
             answer = await self._receive(_SCORE_S)

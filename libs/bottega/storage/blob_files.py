@@ -242,6 +242,6 @@ def _pieces(source: int, size_bytes: int) -> Iterator[memoryview]:
     while place < size_bytes:
         piece = memoryview(os.pread(source, min(_PIECE_BYTES, size_bytes - place), place))
         if not piece:
-            raise OSError("the source has become shorter")
+            raise OSError("the source file was truncated meanwhile")
         place += len(piece)
         yield piece

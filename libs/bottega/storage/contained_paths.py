@@ -84,4 +84,4 @@ def open_below(path: Path, root: Path | None) -> BufferedReader:
 
 
 def _outside(root: Path) -> OSError:
-    return OSError(errno.EXDEV, f"must be below {root}, links followed")
+    return OSError(errno.EXDEV, f"must be below {root}, after links are resolved")

@@ -32,7 +32,7 @@ def make_own(folder: Path) -> None:
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         facts = {"folder": str(folder), "mode": f"{mode:o}", "owner": owner_of(folder)}
-        _log.warning("other users may read the folder", extra=facts)
+        _log.warning("other users may be able to read the folder", extra=facts)
 
 
 def sync(folder: Path) -> None:

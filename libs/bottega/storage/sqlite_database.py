@@ -150,7 +150,7 @@ class SqliteFile:
         found = _SeenFile.at(self.path)
         if found is not None and found.size_bytes:
             kept = _put_aside(self.path)
-            _log.warning("another file has the name of the database and is set aside", extra={"kept": str(kept)})
+            _log.warning("another file has replaced the database; it is renamed", extra={"kept": str(kept)})
             return
         for part in (self.path.with_name(f"{self.path.name}-journal"), self.path):
             part.unlink(missing_ok=True)
@@ -170,7 +170,7 @@ class SqliteFile:
         what = self._schema.what
         if sqlite_files.says_damage(error):
             return DataLoss(
-                f"{what} is damaged; start the service again: it sets the damaged file aside and makes a new one: "
+                f"{what} is damaged; restart the service, which renames the damaged file and makes a new one: "
                 f"{self._schema.remedy}"
             )
         if getattr(error, "sqlite_errorcode", None) is None:
@@ -262,7 +262,7 @@ def _has_tables(connection: sqlite3.Connection, schema: SqliteSchema) -> bool:
 
 def _keep_aside(path: Path, schema: SqliteSchema) -> None:
     aside = _put_aside(path)
-    what = f"{schema.what} is damaged; it is set aside, and a new one is made"
+    what = f"{schema.what} is damaged; it is renamed, and a new one is made"
     _log.error(f"{what}: {schema.remedy}", extra={"kept": str(aside)})
 
 

@@ -95,7 +95,7 @@ def has_tables(connection: sqlite3.Connection, path: Path, *, application_id: in
     if written < version:
         raise ConfigError(
             f"{path} was written by an earlier version of Bottega (schema {written}; this one has {version}). Run that "
-            "one, or move the file away: what is in it is lost then"
+            "one, or move the file away, which loses its content"
         )
     return True
 

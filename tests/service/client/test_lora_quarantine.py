@@ -86,7 +86,7 @@ async def test_the_command_says_what_could_not_be_brought_back_and_goes_on_with_
             f"{name} is restored for miniature",
         ]
         assert "ink was not restored: the weights of ink are damaged; upload the LoRA again" in done.stderr
-        assert "its files do not tell: its name, its format, its trigger words" in done.stderr
+        assert "its files do not contain: its name, its format, its trigger words" in done.stderr
         wrong = await _run(gateway, "rebuild", "ink", "--base", "nobody")
         assert (wrong.exit_code, "the store has these base models: miniature" in wrong.stderr) == (1, True)
         assert f"bottega loras rebuild {ink.digest[:12]} --base MODEL" in wrong.stderr

@@ -94,7 +94,7 @@ async def test_what_is_dropped_is_gone_from_all_workers(gateway: Running) -> Non
     assert (result.exit_code, result.stdout) == (0, "2 copies in workers' memory dropped\n")
     assert (list(first.held), list(second.held)) == ([RING], [])
     used = await _run(gateway, "drop", RING[:12])
-    assert (used.exit_code, "now, so it stays in w1" in used.stderr) == (1, True)
+    assert (used.exit_code, "now, so it was not dropped from w1" in used.stderr) == (1, True)
     missing = await _run(gateway, "drop", STAR[:12])
     assert (missing.exit_code, f"no service has the template {STAR[:12]}" in missing.stderr) == (1, True)
     every = await _run(gateway, "drop", "--all", "--yes")

@@ -151,7 +151,7 @@ async def test_an_image_that_no_process_gets_to_in_time_is_unavailable_and_not_b
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running(processes=1, deadline_s=3) as pool, stopped_at_work(pool):
-        with pytest.raises(Unavailable, match="no codec process was done with the image within 3 s") as raised:
+        with pytest.raises(Unavailable, match="no codec process finished the image within 3 s") as raised:
             await pool.decode(hostile.png_of(4096, 4096), 4096, 4096)
         assert raised.value.code is Code.UNAVAILABLE
     replaced = [record for record in caplog.records if record.getMessage() == "a child process was lost during a call"]

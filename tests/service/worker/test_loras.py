@@ -294,7 +294,9 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
         assert await worker.wait(waiter), "who had not read it gets the whole"
         with pytest.raises(NoLora, match="of a was damaged"):
             await worker.wait(reader)
-        assert "a LoRA is damaged in its store; upload it again" in caplog.messages, "its operator hears of it too"
+        assert "a LoRA is damaged in its store; delete it and upload it again" in caplog.messages, (
+            "its operator hears of it too"
+        )
         assert await worker.wait(worker.begin(lora))
 
 

@@ -80,7 +80,7 @@ def test_an_image_is_sent_as_it_is() -> None:
         ([], "is an empty list: nothing would be redrawn"),
         (
             [Box(1, 1, 2, 2), "mask.png"],
-            "must be an image, a Box, an Ellipse, or a list of the last two; got 'mask.png'",
+            "must be an image, a Box, an Ellipse, or a list of Box and Ellipse; got 'mask.png'",
         ),
         ("no-such-mask.png", "no-such-mask.png cannot be read: No such file or directory"),
         (7, "must be bytes, a path, a Pillow image or a Picture; got int"),

@@ -316,7 +316,7 @@ def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: P
 )
 def test_the_text_of_another_tool_is_said_to_be_so(tmp_path: Path, keyword: str, tool: str) -> None:
     path = png(tmp_path / "foreign.png", {keyword: "a star\nSteps: 20, Seed: 7, Size: 64x64"})
-    with pytest.raises(InvalidRequest, match=rf"foreign\.png has the text of another tool \({tool}\)"):
+    with pytest.raises(InvalidRequest, match=rf"foreign\.png was written by another tool \({tool}\)"):
         parameters_of(path)
 
 

@@ -681,7 +681,7 @@ def test_a_link_that_took_a_files_place_after_it_was_checked_is_not_read(base: B
     assert convert(sources(folder, root=root), base=base).modules
     (folder / file).rename(tmp_path / file)
     (folder / file).symlink_to(tmp_path / file)
-    with pytest.raises(OSError, match=r"must be below .*, links followed"):
+    with pytest.raises(OSError, match=r"must be below .*, after links are resolved"):
         convert(sources(folder, root=root), base=base)
     assert convert(sources(folder), base=base).modules  # what its operator put there may be links
 

@@ -57,7 +57,7 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_ones() -> No
                 async with asyncio.timeout(0):
                     await running.score(caption(SCENE), _png(SCENE))
             green = caption(SCENE).replace("blue", "green")
-            with pytest.raises(Unavailable, match="did not answer an earlier question"):
+            with pytest.raises(Unavailable, match="did not answer an earlier request"):
                 await running.score(green, _png(SCENE))
 
     asyncio.run(ask())

@@ -99,7 +99,7 @@ class ServicePrefetcher:
             except BottegaError as error:
                 # The first job that needs it loads it.
                 facts = {"member": service.name, "kind": self._kind, "text": error.message}
-                _log.info("a service could not prefetch", extra=facts)
+                _log.info("a service could not prefetch; items are loaded when a job needs them", extra=facts)
             finally:
                 self._calls.labels(self._kind, outcome).inc()
             await asyncio.sleep(_PAUSE_S)

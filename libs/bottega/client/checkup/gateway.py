@@ -72,7 +72,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
     except BottegaError as error:
         at_fault = error.metadata.get("listener") == "fleet"
         todo = (
-            "Is that fleet.listen of its configuration (--fleet-address, BOTTEGA_FLEET)? By default only its machine"
+            "Is that the gateway's fleet.listen (--fleet-address, BOTTEGA_FLEET)? By default only its machine"
             " reaches it."
         )
         yield fail(
@@ -168,7 +168,7 @@ def _check_ports(address: str) -> Iterator[CheckResult]:
     yield from taken
     if not taken:
         yield warn(
-            f"no gateway runs; ports {own} to {fleet} are free for one",
+            f"no gateway runs; its ports {own} to {fleet} are free",
             "Start one with: bottega up; on a server with its units: systemctl start bottega-gateway",
         )
 
@@ -211,7 +211,7 @@ def check_certificates(address: str) -> Iterator[CheckResult]:
         if tls.certificate is not None:
             yield _validity("this client's certificate", Path(tls.certificate).read_bytes())
     except (OSError, ssl.SSLError, BottegaError) as error:
-        todo = "Did one authority sign them? bottega certs show lists what it has signed."
+        todo = "Did the same authority sign both? bottega certs show lists what an authority has signed."
         yield fail(f"the certificates cannot be checked: {error}", todo)
 
 

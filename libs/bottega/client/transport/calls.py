@@ -366,7 +366,7 @@ async def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool =
         raise terms.deadline.passed() from error  # gRPC's own message names its internal parts
     if isinstance(failure, JobCancelled) and not answered:
         # A stopping gateway cuts calls off like this. A cancelled job has a message of its own.
-        failure = Unavailable("the gateway cut the call off")
+        failure = Unavailable("the gateway ended the call early")
     if isinstance(failure, QueueFull) and "limit" in failure.metadata:
         return failure  # the gateway is busy at the moment; its queue of jobs is not full
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
@@ -378,7 +378,7 @@ async def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool =
         if terms.encrypted and any(_UNTRUSTED in note for note in getattr(failure, "__notes__", ())):
             raise TlsMismatch(
                 f"{VARIABLES[0]} has not signed the certificate of a gateway at {terms.address}, or it has expired;"
-                " bottega certs show lists what there is"
+                " bottega certs show lists certificates"
             ) from error
         failure = _unanswered(terms)
         failure.__cause__ = error

@@ -260,7 +260,7 @@ def set_mask(spec: GenerationSpec, mask: object) -> Iterator[Violation]:
     elif broken := list(_check_shapes(shapes)):
         yield from broken
     elif not spec.HasField("image"):
-        yield Violation(field=_NAME, description="is drawn at the size of image, which is missing or cannot be sent")
+        yield Violation(field=_NAME, description="needs the size of image, which is missing or cannot be sent")
     else:
         yield from _set_drawn(spec, shapes)
 
@@ -271,7 +271,7 @@ def _check_shapes(shapes: Sequence[object]) -> Iterator[Violation]:
         yield Violation(field=_NAME, description="is an empty list: nothing would be redrawn")
     for shape in shapes:
         if not isinstance(shape, Box | Ellipse):
-            rule = f"must be an image, a Box, an Ellipse, or a list of the last two; got {describe(shape)}"
+            rule = f"must be an image, a Box, an Ellipse, or a list of Box and Ellipse; got {describe(shape)}"
             yield Violation(field=_NAME, description=rule)
         elif not all(map(_is_pixels, _numbers(shape))):
             rule = f"must have whole numbers of pixels, at most {rules.MAX_SIDE}: {describe(str(shape))}"

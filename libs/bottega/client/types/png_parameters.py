@@ -133,7 +133,7 @@ def _text(path: str | os.PathLike[str]) -> str:
             raise InvalidRequest(f"{path} is a PNG that cannot be read: it is damaged or too large") from None
     if text is None and (other := _other_tool(texts)):
         raise InvalidRequest(
-            f"{path} has the text of another tool ({other}); only PNG files of Bottega can be drawn again"
+            f"{path} was written by another tool ({other}); only PNG files of Bottega can be drawn again"
         )
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
         raise InvalidRequest(f"{path} has no parameters of Bottega; only PNG files of Bottega have")

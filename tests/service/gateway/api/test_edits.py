@@ -65,7 +65,7 @@ def opaque() -> bytes:
 
 
 BLACK = saved(Image.new("L", (64, 64)))
-NOT_WHITE = {"mask_image": "redraws nothing: nothing of it is white (.5 and above) at 64x64"}
+NOT_WHITE = {"mask_image": "redraws nothing: no part of it is white (.5 and above) at 64x64"}
 NO_STRENGTH = {"strength": "must be above 0 and at most 1"}
 NO_IMAGE = "the bytes are not a PNG, JPEG or WebP image"
 
@@ -78,7 +78,7 @@ NO_IMAGE = "the bytes are not a PNG, JPEG or WebP image"
         ({"mask_image": BLACK, "padding_mask_crop": 8}, NOT_WHITE),
         (
             {"mask_image": opaque(), "mask_alpha": True},
-            {"mask_image": "redraws nothing: nothing of it is transparent (less than half opaque) at 64x64"},
+            {"mask_image": "redraws nothing: no part of it is transparent (less than half opaque) at 64x64"},
         ),
         (
             {"mask_image": box(at=(5, 5, 7, 7))},
@@ -90,7 +90,7 @@ NO_IMAGE = "the bytes are not a PNG, JPEG or WebP image"
         ({"mask_image": b"no picture"}, {"mask_image": NO_IMAGE}),
         ({"mask_image": b""}, {"mask_image": "is empty; send a PNG, JPEG or WebP"}),
         ({"mask_image": b"no picture", "image": b"nor this"}, {"image": NO_IMAGE, "mask_image": NO_IMAGE}),
-        ({"image": None}, {"mask_image": "needs image, of which it selects what to redraw"}),
+        ({"image": None}, {"mask_image": "needs image, of which it selects the part to redraw"}),
         (
             {"mask_image": None, "padding_mask_crop": 8, "mask_feather": 4},
             {"padding_mask_crop": "needs mask_image", "mask_feather": "needs mask_image"},

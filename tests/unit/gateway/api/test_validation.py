@@ -257,7 +257,7 @@ def _edit(**said: Any) -> GenerationSpec:
         (_edit(), {}),
         (_edit(mask_alpha=True, padding_mask_crop=4096, keep_unmasked=True, mask_feather=256, strength=1.0), {}),
         (_edit(keep_unmasked=False), {}),
-        (_edit(image=None), {"mask_image": "needs image, of which it selects what to redraw"}),
+        (_edit(image=None), {"mask_image": "needs image, of which it selects the part to redraw"}),
         (
             GenerationSpec(image=PNG, mask_alpha=True, padding_mask_crop=0, keep_unmasked=False, mask_feather=0),
             {

@@ -124,7 +124,7 @@ def profile(
         _announce(wanted, client)
         if not yes:
             if not is_interactive():
-                fail("nobody can confirm this here", "Confirm with --yes.", status=2)
+                fail("this needs a confirmation, but does not run at a terminal", "Confirm with --yes.", status=2)
             confirm("Draw them?")
         measured = client.profile_cache(wanted, on_pair=_note_progress)
     if output is not None:

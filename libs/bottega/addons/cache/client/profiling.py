@@ -186,7 +186,7 @@ async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, dra
 
 def judge_name(clip: Path | None) -> str:
     """Return the display name of the scorer: that of the CLIP model in a folder, or the embedded model's own scorer."""
-    return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of what the prompt says that is right)"
+    return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of correct statements in the prompt)"
 
 
 class _Progress:

@@ -417,7 +417,7 @@ class JobCachedStarts(JobAddOn):
         """
         if self._order.pin is not None:
             name = _name(self._order.pin)
-            message = f"the cached latent {name} is gone, or was recorded for another kind of request"
+            message = f"the cached latent {name} does not exist any more, or was recorded with other settings"
             raise why or CacheEntryGone(message, metadata={"entry": name})
         for picture in self._pictures:
             if picture.hit is None and picture.started is None:

@@ -220,7 +220,7 @@ def _check_cache(spec: GenerationSpec) -> Iterator[Violation]:
         rule = "must not be true with fidelity EXACT, under which no picture starts from a cached latent"
         yield Violation(field=_SWITCH, description=rule)
     if spec.keep_for_editing and _asks_for_cache(spec):
-        rule = "must be false if pictures may start from a cached latent: they do not make the steps before it"
+        rule = "must be false if pictures may start from a cached latent, because they skip the steps before it"
         yield Violation(field="spec.keep_for_editing", description=rule)
     if not spec.techniques.HasField("cache_entry"):
         return
@@ -230,7 +230,7 @@ def _check_cache(spec: GenerationSpec) -> Iterator[Violation]:
         rule = "must not be EXACT with techniques.cache_entry: a picture that starts from a cached latent is not exact"
         yield Violation(field="spec.fidelity", description=rule)
     if spec.num_images > 1 or len(spec.prompts) > 1:
-        rule = "must be 1 with techniques.cache_entry: a pin is for one picture; draw each with its own seed"
+        rule = "must be 1 with techniques.cache_entry: a cached latent is for one picture; draw each with its own seed"
         yield Violation(field="spec.num_images", description=rule)
     if not has_enough_words(spec.prompt):
         rule = f"must have {LEAST_WORDS} different words with techniques.cache_entry: fewer cannot be compared reliably"

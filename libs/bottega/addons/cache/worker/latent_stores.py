@@ -164,7 +164,7 @@ class LatentStores:
             try:
                 return recording_of(recording, model_name=self._model_name)
             except Exception:  # noqa: BLE001 - the boundary of a recording, which must not end the link
-                _log.exception("a recording could not be encoded for the cache")
+                _log.exception("latents could not be encoded for the cache, and are not recorded")
 
     def _open(self, store: ServiceAddress) -> CacheStoreLink:
         return CacheStoreLink(store, owner=self, offers=self._offers, settings=self._settings, counters=self._counters)

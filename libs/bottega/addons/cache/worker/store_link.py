@@ -139,7 +139,7 @@ class CacheStoreLink(LinkClientHandler):
         try:
             connection.send_now(link, recording)
         except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link goes on
-            _log.warning("a recording is dropped", extra={"cache": self.store.name, "text": error.message})
+            _log.warning("latents are not recorded", extra={"cache": self.store.name, "text": error.message})
 
     def _begin_recording(self, _link: Link) -> None:
         self._records = True

@@ -56,7 +56,7 @@ def fetch(repo: str, revision: str | None, root: Path) -> Path:
         wanted = _wanted(repo, revision)
         huggingface_hub.snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=wanted)
     except errors.HFValidationError:
-        raise HubError(f"{repo!r} is no name on the hub", todo="Give OWNER/NAME, as in its address.") from None
+        raise HubError(f"{repo!r} is not a name on the hub", todo="Give OWNER/NAME, as in its address.") from None
     except errors.GatedRepoError:
         raise HubError(
             f"{repo} requires an agreement first", todo="Agree on its page, and set HF_TOKEN to your access token."

@@ -345,7 +345,7 @@ def _control(message: _Control, image: Tensor | None, halves: Mapping[Half, Embe
     if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
         raise ValueError(f"the image of ControlNet {message.name} is not uint8 [height, width, 3]")
     if not set(message.halves) <= set(halves):
-        raise ValueError(f"ControlNet {message.name} controls a half whose conditions are not there")
+        raise ValueError(f"ControlNet {message.name} controls a half of guidance whose conditions are missing")
     servers = tuple(ControlServer(name=name, address=address) for name, address in message.servers)
     return ControlInput(
         name=message.name,

@@ -175,7 +175,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
         if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
             raise ValueError(f"control image {place} is not uint8 [height, width, 3]")
         if not set(session.halves) <= set(halves):
-            raise ValueError(f"session {session.number} controls a half whose conditions are not there")
+            raise ValueError(f"session {session.number} controls a half of guidance whose conditions are missing")
         controls.append(
             ControlInput(
                 name=session.name,

@@ -261,7 +261,7 @@ class ServerLink(LinkClientHandler):
         if lease is not None and (answer := self._leases.pop(lease, None)) is not None:
             answer.refusal = error
         if step is not None and (result := self._results.pop(step, None)) is not None:
-            _log.warning("a step was refused", extra={"server": self.server.name, "text": error.message})
+            _log.warning("a server refused a step", extra={"server": self.server.name, "text": error.message})
             result.refused = True
             self._progress_s = time.monotonic()
         self._changes.notify()

@@ -176,8 +176,8 @@ def _report_remaining(ids: Sequence[str], missing: Sequence[str], remaining: Tem
     in_use = [id for id in ids if _matching(id, remaining)]
     if in_use:
         fail(
-            f"an edit uses {', '.join(in_use)} now, so it stays in {_holders(in_use, remaining)}",
-            "Try again when that has ended.",
+            f"an edit uses {', '.join(in_use)} now, so it was not dropped from {_holders(in_use, remaining)}",
+            "Try again when the edit has ended.",
         )
     if missing and ids:
         fail(f"no service has the template {', '.join(missing)}", _LISTS)
@@ -197,7 +197,7 @@ def _fail_unchanged(missing: Sequence[str], overview: TemplateOverview) -> NoRet
     if elsewhere:
         fail(
             f"{', '.join(elsewhere)} is in no store, only in {_holders(elsewhere, overview)}",
-            "A store keeps complete recordings that fit its budget; bottega doctor says whether it has room.",
+            "A store keeps complete recordings that fit its budget; bottega doctor says whether it has space.",
         )
     fail(f"no store has the template {', '.join(missing)}", _LISTS)
 
@@ -368,7 +368,7 @@ def _describe(provenance: Provenance) -> Iterator[str]:
     elif use.computed_all_because:
         yield f"everything was computed: {use.computed_all_because}"
     if use.recording and not provenance.blocks_reused and not use.kept_latents:
-        yield f"the noise outside the mask is that of the recording {short_hash(use.recording)} (approximate)"
+        yield f"latent and noise outside the mask are those of the recording {short_hash(use.recording)} (approximate)"
     if use.kept_latents:
         yield "kept for editing: the latents outside the mask are those that drew the image"
     if use.recorded:
@@ -403,5 +403,5 @@ def advice_for(error: BottegaError) -> str | None:
         case errors.StorageUnavailable():
             return storage_advice(error, "activation store")
         case errors.DataLoss():
-            return "bottega logs activations -n 50 says what is damaged. Edits compute what the store cannot give."
+            return "bottega logs activations -n 50 says what is damaged. Edits compute what the store cannot provide."
     return None

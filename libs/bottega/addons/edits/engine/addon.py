@@ -276,7 +276,7 @@ class EngineEdits(EngineAddOn):
             MethodNotServed: This worker always computes all tokens of edits.
         """
         if engine.busy:
-            raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
+            raise Unavailable("this worker draws pictures now; blocks can only be measured while it is idle")
         defaults = self.model.defaults
         width, height = width or defaults.width, height or defaults.height
         spec = ResolvedSpec(
@@ -289,7 +289,7 @@ class EngineEdits(EngineAddOn):
         )
         engine.check_drawable(spec)
         if self.unusable:
-            raise MethodNotServed(f"this worker computes no masked blocks: {self.unusable}")
+            raise MethodNotServed(f"this worker always computes all tokens of edits: {self.unusable}")
         scale = self.model.latent_scale
         size = height // scale, width // scale
         profile = measure_blocks(self.model, self.times.blocks(size), size, sparse=self.times.sparse, beat=engine.beat)

@@ -231,7 +231,7 @@ class JobEdits(JobAddOn):
         try:
             kept = read_kept(data, self._addon.model, tuple(first.latent.shape[1:]))
         except KeptLatentsMismatch as error:
-            _log.warning("kept latents do not fit, and the edit ignores them", extra={"why": str(error)})
+            _log.warning("kept latents do not fit the edit, which computes everything", extra={"why": str(error)})
             self._kept_unused = "its kept latents do not fit"
             return None
         trajectory = kept.trajectory(first.noise_levels, first.begin)
@@ -254,7 +254,7 @@ class JobEdits(JobAddOn):
         found = self._addon.source.find(key, decided.recording if decided is not None else "")
         if found is None or _fits(found, latent):
             return found
-        _log.warning("a recording has another size than its image, and the edit ignores it")
+        _log.warning("a recording does not have the size of its image; the edit computes everything")
         self._addon.source.release(found)
         self._because = "the recording of this image has another size"
         return None
@@ -343,7 +343,7 @@ class JobEdits(JobAddOn):
             lost = self._recorder.lost
             return f"{_FIRST}, and it is not recorded: {lost}" if lost else _FIRST
         if any(reader.other_prompt for reader in self._readers.values()):
-            return f"it was recorded with another prompt, which this model's blocks follow ({self._addon.said_cosine})"
+            return f"it was recorded with another prompt, on which this model depends ({self._addon.said_cosine})"
         return self._because or next((reader.computed_all_because for reader in self._readers.values()), "")
 
 

@@ -217,7 +217,7 @@ class ActivationStoreLink(LinkClientHandler):
         try:
             size_bytes = upload.send(connection, link)
         except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link goes on
-            _log.warning("a section is not recorded", extra={"store": self.store.name, "text": error.message})
+            _log.warning("the store refused a section", extra={"store": self.store.name, "text": error.message})
             self.uploads.refused(upload)
         else:
             self.uploads.sent(upload, size_bytes)
@@ -268,7 +268,7 @@ class ActivationStoreLink(LinkClientHandler):
         if fetch is None:
             return
         self._meter.note("loads_refused")
-        _log.info("a section is not loaded", extra={"store": self.store.name, "text": error.message})
+        _log.info("a section is not loaded but computed", extra={"store": self.store.name, "text": error.message})
         fetch.step.give_up(fetch, lost=True)
 
     def _finish(self, number: int) -> None:

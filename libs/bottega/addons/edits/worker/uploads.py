@@ -244,7 +244,7 @@ class Uploads:
             try:
                 return self._begun(item)
             except Exception:  # noqa: BLE001 - the boundary of an upload, which must not end the link
-                _log.exception("a recording could not be sent")
+                _log.exception("a recording could not be sent to the store, and stays in this worker")
                 self._refused(item.recording, ends=isinstance(item, _End))
 
     def sent(self, upload: RecordingUpload, size_bytes: int) -> None:

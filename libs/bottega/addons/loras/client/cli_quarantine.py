@@ -122,7 +122,7 @@ def _restore(client: Client, found: _QuarantinedAtStore, *, name: str, base: str
         return False
     say(f"{answer.lora.name} is restored for {answer.lora.base}")
     if answer.unknown:
-        note(f"  its files do not tell: {', '.join(answer.unknown)}")
+        note(f"  its files do not contain: {', '.join(answer.unknown)}")
     return True
 
 

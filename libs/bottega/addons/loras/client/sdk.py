@@ -285,7 +285,7 @@ def _check_prompts(prompts: object) -> Iterator[Violation]:
     if others:
         yield Violation(field="prompts", description=f"must be texts; got {describe(others[0])}")
     elif len(set(given)) < LEAST_PROMPTS:
-        rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little about the next"
+        rule = f"at least {LEAST_PROMPTS} different ones are needed: results vary between prompts"
         yield Violation(field="prompts", description=rule)
 
 

@@ -29,7 +29,7 @@ class GrpcLoraClient:
             response = await self._store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise NoLora(f"it did not respond within {deadline_s:g} s") from None
+                raise NoLora(f"the store did not respond within {deadline_s:g} s") from None
             raise from_rpc_error(error) from None
         return response.lora
 

@@ -75,7 +75,7 @@ class LoraResolver:
         for lora, present in zip(loras, stored, strict=True):
             if lora.HasField("digest") and lora.digest != present.digest:
                 raise LoraUnusable(
-                    f"{lora.name} has other weights now than the requested ones, {lora.digest[:12]}",
+                    f"{lora.name} now has other weights than the requested ones, {lora.digest[:12]}",
                     metadata={"lora": lora.name, "digest": present.digest},
                 )
         return stored

@@ -157,7 +157,7 @@ class LoraCache:
         """Request a LoRA that a store refused from another store, or fail. Called in a thread of the connection."""
         if isinstance(error, DataLoss):  # the operator must know, whether or not another store has it undamaged
             facts = {"store": link.store.name, "lora": download.ref.name, "text": error.message}
-            _log.warning("a LoRA is damaged in its store; upload it again", extra=facts)
+            _log.warning("a LoRA is damaged in its store; delete it and upload it again", extra=facts)
         with self._changed:
             if download.given_up:
                 return

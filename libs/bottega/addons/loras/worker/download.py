@@ -252,7 +252,7 @@ class DownloadHandle:
             # Not DataLoss, because a job that begins now gets undamaged layers.
             raise NoLora(
                 f"the text encoders' part of {self.download.ref.name} was damaged on its way and used before that was "
-                "noticed; try again, it is here undamaged now",
+                "noticed; try again: an undamaged copy has arrived",
                 metadata={"loras": self.download.ref.name},
                 retry_after_s=0.0,
             )

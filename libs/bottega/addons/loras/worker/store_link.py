@@ -142,7 +142,7 @@ class StoreLink(LinkClientHandler):
         """Report the loss. Pending downloads are requested again, over a new connection or from another store."""
         with self._lock:
             self._connection = None
-        _log.warning("a LoRA store is lost", extra={"store": self.store.name, "text": cause.message})
+        _log.warning("a LoRA store is lost; reconnecting", extra={"store": self.store.name, "text": cause.message})
         for download in self.wanted():
             download.restart()
         self._on_lost(self, cause)
@@ -226,7 +226,7 @@ class StoreLink(LinkClientHandler):
         except DataLoss as error:
             self._on_refused(self, download, error)
         except Exception:  # noqa: BLE001 - a thread that waits must get the error
-            _log.exception("a LoRA could not be checked", extra={"lora": download.ref.name})
+            _log.exception("a LoRA could not be checked, and its requests fail", extra={"lora": download.ref.name})
             self._on_refused(self, download, InternalError("the worker could not check the LoRA"))
         else:
             self._on_progress()

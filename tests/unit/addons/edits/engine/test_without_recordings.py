@@ -57,7 +57,7 @@ def test_a_late_lora_leaves_no_recording(model: Model, late: bool) -> None:
     assert drawing.record.edit.recorded is not late
     assert len(desk.source.recordings) == (0 if late else 1)
     if late:
-        assert drawing.record.edit.computed_all_because.endswith("a LoRA came late")
+        assert drawing.record.edit.computed_all_because.endswith("a LoRA arrived only after the first step")
 
 
 FULL = box_mask((0, 0, 64, 64))
@@ -86,7 +86,7 @@ def test_where_nothing_of_what_an_edit_does_not_redraw_is_recorded_it_says_so(mo
     desk.draw(masked_order(mask=box_mask((0, 0, 64, 48)), key="first"))
     record = edit_record(desk, masked_order(mask=box_mask((0, 40, 64, 64)), key="below"))
     assert record.blocks_reused == 0
-    assert record.computed_all_because == "the recording has nothing of the part that it does not redraw"
+    assert record.computed_all_because == "the recording lacks the part that the edit does not redraw"
 
 
 def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Model) -> None:
@@ -163,5 +163,5 @@ def test_a_recording_without_room_is_given_up(model: Model) -> None:
     record = desk.draw(FIRST).record.edit
     assert record is not None
     assert not record.recorded
-    assert record.computed_all_because.endswith("its activations have no room")
+    assert record.computed_all_because.endswith("its activations do not fit into memory")
     assert not desk.source.recordings

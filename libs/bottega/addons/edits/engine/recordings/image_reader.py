@@ -111,7 +111,7 @@ class ImageReader:
         if plan.computed is None:
             full = bool(self._mask.all())
             self.computed_all_because = (
-                FULL_MASK if full else "the recording has nothing of the part that it does not redraw"
+                FULL_MASK if full else "the recording lacks the part that the edit does not redraw"
             )
             return None if sink is None else EditActivations(sink=sink)
         reader = StepReader(

@@ -40,9 +40,9 @@ class ImageRecorder:
     def row(self, half: Half) -> EditActivations | None:
         """Return the activations of a row of the next step. A step that is retried may call this again."""
         if not self.lost and lacks_loras(self.request):
-            self.give_up("a LoRA came late")
+            self.give_up("a LoRA arrived only after the first step")
         if not self.lost and self._kept is not None and not self._kept:
-            self.give_up("its activations have no room")
+            self.give_up("its activations do not fit into memory")
         if self.lost or begins_with_noise(self.request):
             return None
         sink = self._pending[step_key(self.request, half)] = StepRecorder(self._kept)
@@ -57,9 +57,9 @@ class ImageRecorder:
             return
         size_bytes = sum(sink.size_bytes for sink in made.values())
         if not all(sink.finite for sink in made.values()):
-            self.give_up("its activations are beyond float16")
+            self.give_up("its activations exceed the range of float16")
         elif not self._source.reserve(self.recording, self._expected(size_bytes)):
-            self.give_up("its activations have no room")
+            self.give_up("its activations do not fit into memory")
         else:
             for key, sink in made.items():
                 prompt = prompt_of(self.request.spec, key.half)
