@@ -57,8 +57,7 @@ class CodecPool(ProcessPool):
         deadline_s: Seconds that a process may take for one call. A call whose process made no progress for so long, or
             died, gets a second process with the same deadline.
         max_waiting: Maximum number of waiting calls, half of them with large images. A further call raises QueueFull
-            with
-            the time after which to retry. The limit for one tenant may be lower, so that others can call, too.
+            with the time after which to retry. The limit for one tenant may be lower, so that others can call, too.
         max_wait_s: Seconds after which a waiting call raises QueueFull; None lets it wait as long as its caller does.
         idle_s: See PoolLimits.
     """

@@ -170,8 +170,7 @@ def rows_to_offload(
         own: Seconds of a forward pass on this worker.
         theirs: Seconds of a forward pass on the other worker, with transfer.
         backlog: Requests that wait for a worker. If there are any, nothing is offloaded: two workers that share a
-            request
-            achieve less than two that have one each, because half the rows take more than half the time.
+            request achieve less than two that have one each, because half the rows take more than half the time.
         saved: Time that rows on this worker save by computing only part of their tokens, in plain rows.
     """
     if backlog > 0 or offloadable < 1 or rows < 2:

@@ -1,7 +1,7 @@
 """The files of a store in one folder, named by the store, most of them by the SHA-256 of their content.
 
-<folder>/incoming/<name>    files being written; those that are here at the start were interrupted <folder>/ab/ab...
-complete files
+<folder>/incoming/<name>    files being written; those that are here at the start were interrupted
+<folder>/ab/ab...           complete files
 
 A partial file never has its final name, even if the process is killed. Calls may wait for the disk and raise
 StorageUnavailable.

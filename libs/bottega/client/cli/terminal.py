@@ -153,8 +153,7 @@ class PlainTable:
 
     Args:
         columns: Headers. A column whose header begins with > is right-aligned and never wraps. If all headers are
-            empty,
-            the table is shown without them.
+            empty, the table is shown without them.
         wraps: Headers of columns whose text may wrap. The text of the last column always may.
         optional: Headers of columns that may be dropped, the least important first.
     """

@@ -172,8 +172,8 @@ def value_from(message: Message, kind: type[ValueT]) -> ValueT:
 
     Args:
         message: Has a field for each field of `kind`.
-        kind: A dataclass. The metadata of a field may define its conversion: "kind" is the dataclass for a message
-            or for each message of a list, "convert" a function of the message's value.
+        kind: A dataclass. The metadata of a field may define its conversion: "kind" is the dataclass for a message or
+            for each message of a list, "convert" a function of the message's value.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cast("Any", kind)):

@@ -45,8 +45,7 @@ class LocalControlNets:
     Args:
         digests: Digests of the ControlNets, by name.
         fixed_rows: Pads every batch to this many rows, so that images do not depend on what else is in the batch; 0 for
-            no
-            padding.
+            no padding.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ A message is a list of tensors. The first is named after the message's kind and 
 next one is a header, a message of activations.proto. The receiver checks copies of both before it uses them, and raises
 ValueError for a message that breaks a rule. A section is the recorded outputs of one forward pass.
 
-worker -> store    question: is this template recorded?     answer: its sections, image latent and noise
+worker -> store    question: a template's recording   answer: its sections, image latent and noise
                    fetch: request a section           whole, or its chunks in the requested order, or refused
                    cancel: ends a fetch               no answer; chunks already sent may still arrive
                    section: begin a recorded one      no answer, or abandon: the store rejects the recording

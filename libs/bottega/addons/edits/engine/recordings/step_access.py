@@ -21,8 +21,7 @@ class StepReader:
     Args:
         loads: The plan for outputs that must be loaded; without a plan they are computed instead.
         shapes: Expected shapes, by name. An output of another shape, from a faulty store, is computed instead, because
-            it
-            would fail the whole batch. None skips the check.
+            it would fail the whole batch. None skips the check.
         projections: The step's cached keys and values; None to cache none.
     """
 
