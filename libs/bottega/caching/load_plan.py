@@ -124,7 +124,7 @@ class _KnownItem:
     expected_until: int = 0
     """Number of claims after which the item no longer counts as expected."""
     broken: bool = False
-    """Whether its last load failed."""
+    """Whether the last load of the item failed."""
 
 
 class LoadPlan:

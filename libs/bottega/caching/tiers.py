@@ -19,7 +19,7 @@ class Tier(StrEnum):
     LOADED = "loaded"
     """The file was still being loaded, or was loaded early for this request."""
     DISK = "disk"
-    """The file is read from disk, because memory had no room for it."""
+    """The file is read from disk, because it does not fit into memory."""
 
 
 @dataclass(slots=True, kw_only=True)

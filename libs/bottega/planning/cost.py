@@ -53,7 +53,7 @@ class StepTimes:
         self._tried_at = -TRIAL_PAUSE_TURNS
 
     def observe(self, shape: Shape, rows: int, seconds: float, *, fewest_rows: int | None = None) -> None:
-        """Record the duration of one turn.
+        """Record the duration of one forward pass ("turn").
 
         An outlier, for example of a paused machine, counts as at most twice the expected time. The first turns of a row
         count are averaged; later, the weight of old ones decays. An outdated row count that was faster than before is
@@ -85,7 +85,7 @@ class StepTimes:
         self._curves.pop(shape, None)
 
     def seconds(self, shape: Shape, rows: float) -> float | None:
-        """Return the expected seconds of a turn of `rows` rows, which may be a fraction; None without measurements."""
+        """Return the expected seconds of a forward pass with `rows` rows, which may be a fraction; None if unknown."""
         if rows <= 0:
             return 0.0
         curve = self._curves.get(shape)
@@ -97,7 +97,7 @@ class StepTimes:
         return None if lender is None else self._measured(lender, rows) * _ratio(shape, lender)
 
     def outdated(self, shape: Shape, rows: int) -> bool:
-        """Return whether a turn of `rows` rows should be tried although it seems too slow.
+        """Return whether a forward pass ("turn") with `rows` rows should be tried although it seems too slow.
 
         That is so if its time was measured at least OUTDATED_TURNS ago and the last trial was at least
         TRIAL_PAUSE_TURNS ago. Row counts are never tried that are higher than all with which the shape, or the shape
@@ -111,7 +111,7 @@ class StepTimes:
         return measured is not None and self._age(known[measured]) >= OUTDATED_TURNS
 
     def tried(self) -> None:
-        """Record a trial turn. Nothing is outdated for the next TRIAL_PAUSE_TURNS."""
+        """Record that an outdated row count was tried. None is tried for the next TRIAL_PAUSE_TURNS forward passes."""
         self._tried_at = self._turns
 
     def entries(self) -> Iterator[tuple[Shape, int, float]]:
@@ -165,12 +165,12 @@ class StepTimes:
 
 @dataclass(slots=True, kw_only=True)
 class _Mean:
-    """Mean seconds of turns. Once there are enough, the weight of old ones decays."""
+    """Mean seconds of forward passes. Once there are enough, the weight of old ones decays."""
 
     seconds: float
     turns: int = 1
     measured_at: int = 0
-    """Number of the table's turn in which it was last updated."""
+    """Number of the forward pass, among those that the table has seen, in which the mean was last updated."""
 
     def add(self, seconds: float) -> None:
         self.turns = min(self.turns + 1, _SETTLED)
@@ -242,12 +242,12 @@ class RowFractions:
         return min(1.0, max(_LEAST, fixed + (1.0 - fixed) * share))
 
     def observe(self, times: StepTimes, shape: Shape, *, rows: int, shares: Sequence[float], seconds: float) -> None:
-        """Record a turn of `rows` rows, some of which computed only these shares of their tokens.
+        """Record a forward pass with `rows` rows, some of which computed only these shares of their tokens.
 
-        A turn that says nothing about the fixed part changes nothing.
+        A forward pass that says nothing about the fixed part changes nothing.
 
         Args:
-            times: Times of rows that compute all tokens, to estimate the time of the same turn without masks.
+            times: Times of rows that compute all tokens, to estimate the time of the same pass without masks.
         """
         saved = sum(1.0 - share for share in shares)
         measured = rows_in(times, shape, seconds, most=rows)

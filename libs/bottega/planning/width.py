@@ -34,7 +34,7 @@ class RemainingWork(NamedTuple):
     """The work that a request still needs. It is a tuple because the scheduler makes hundreds per decision."""
 
     steps: int
-    """Remaining turns."""
+    """Number of remaining steps."""
     rows: float
     """Batch rows of the request (two per image if guided), in multiples of a row that computes all tokens."""
 
@@ -71,7 +71,7 @@ def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], 
     """Return the seconds until each of `works` ends, first come first served, with at most `width` in a batch.
 
     Args:
-        seconds: Returns the seconds of a turn from its number of rows.
+        seconds: Returns the seconds of a forward pass from its number of rows.
     """
     ends = [0.0] * len(works)
     # The turn after which each work ends, and its place in `works`.
@@ -123,9 +123,9 @@ def _sum_of_completions(works: Sequence[RemainingWork], seconds: Callable[[float
 
 
 def most_on_trial(width: int) -> int:
-    """Return how many requests may run together in a trial turn, if `width` of them are known to pay off.
+    """Return how many requests may run together in a trial batch, if `width` of them are known to pay off.
 
-    It is twice as many: if that still does not pay, the first request is delayed by little more than one turn.
+    It is twice as many: if that still does not pay, the first request is delayed by little more than one forward pass.
     """
     return 2 * width
 
@@ -135,10 +135,10 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
 
     It is the largest width whose mean completion time is within 5 % of the best, and within 15 % of a work's own time.
     If doubling a batch doubles its time, as with a large model, that is 1 for works of equal length. It is more if a
-    turn has a fixed cost to share, or if a short work would wait for a long one.
+    forward pass has a fixed cost to share, or if a short work would wait for a long one.
 
     Args:
-        max_rows: Maximum rows of one turn. A first work beyond it still runs, alone.
+        max_rows: Maximum rows of a batch. A first work beyond it still runs, alone.
     """
     seen = works[:_HORIZON]
     cost = cache(seconds)
@@ -161,9 +161,9 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
 def rows_to_offload(
     rows: int, offloadable: int, *, own: Seconds, theirs: Seconds, backlog: int, saved: float = 0.0
 ) -> int:
-    """Return how many of `rows` rows a second worker should compute, so that the turn ends earliest.
+    """Return how many of `rows` rows a second worker should compute, so that the forward pass ends earliest.
 
-    It returns 0 if sharing saves less than 5 % of the turn.
+    It returns 0 if sharing saves less than 5 % of the time.
 
     Args:
         offloadable: Maximum number of rows that may be offloaded.

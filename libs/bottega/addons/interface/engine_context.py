@@ -18,7 +18,7 @@ class EngineAddOnContext:
     """The arguments of the function that makes an engine add-on."""
 
     sections: Sequence[object]
-    """The parts of the engine's configuration, one object of a class of its own each."""
+    """The objects that make up the engine's configuration, each of a different class."""
     fixed_rows: int
     """Batch rows to which every forward pass is padded; 0 for no padding."""
     model: Model

@@ -85,8 +85,7 @@ class JobLosses:
     returns: int = 0
     """Number of attempts that workers refused or returned."""
     quarantined_until: int | None = None
-    """The job runs alone on a worker until it has made this many steps, because it may have killed one; None if none
-    died."""
+    """Until the job has made this many steps, it runs alone, because it may have killed a worker; None if none died."""
     last_worker: str = ""
     """Name of the worker that was lost last."""
     last_at: float = 0.0

@@ -50,7 +50,7 @@ class Member:
     steps_left: dict[str, int] = field(default_factory=dict)
     """Remaining steps of each attempt that the member runs, by job."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Share of the tokens that each of these attempts computes, by job; attempts whose share is unknown are missing."""
+    """Share of the tokens that each running attempt computes, by job; unknown shares are missing."""
     times: StepTimes = field(default_factory=StepTimes)
     fractions: RowFractions = field(default_factory=RowFractions)
     planned: StepTable = field(default_factory=StepTable)
@@ -61,7 +61,7 @@ class Member:
     stream: int = 1
     """Number of Join streams that the member has opened. Reports over older streams are ignored."""
     backlog: int = 0
-    """Number of jobs that wait for this member, as last sent to it."""
+    """Number of jobs that wait for this member, as last sent to the member."""
     backed_off_until: float = 0.0
     """Time until which the member gets no new jobs or ControlNet sessions, on the monotonic clock."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)

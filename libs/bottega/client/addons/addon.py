@@ -36,7 +36,7 @@ class LeftOutThing:
     name: str
     """Name of the item or of its file."""
     reason: str
-    """Why it cannot be used, and what to do about that."""
+    """Why the item cannot be used, and what to do about that."""
 
     @property
     def sentence(self) -> str:

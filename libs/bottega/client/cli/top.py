@@ -137,7 +137,7 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The rates of a service over the last seconds, per second."""
+    """The rates of a service, per second, over the last WINDOW_S seconds."""
 
     completed: float
     failed: float

@@ -64,7 +64,7 @@ class HostedItem:
     name: str
     """Name of the item in requests; empty where the service knows only the digest."""
     digest: str
-    """Hash of its content, hex."""
+    """Hash of the item's content, hex."""
     base: str
     """Base model that the item was made for; empty if that is not known."""
     size_bytes: int
@@ -118,7 +118,7 @@ class AccelerationTrial:
     kept: bool
     """Whether the worker uses the acceleration."""
     speedup: float
-    """Time without the acceleration divided by time with it; 0 if it was not timed."""
+    """Time without the acceleration divided by the time with it; 0 if that was not measured."""
     difference: float
     """Largest difference from the results without it, as a share of their largest value; 0 if they were not
     compared."""

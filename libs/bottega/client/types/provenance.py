@@ -226,7 +226,7 @@ class MaskUse:
     recorded: bool = False
     """Whether this edit has recorded activations for later edits."""
     dilated_share: float = 0.0
-    """Share of the tokens under the mask and a margin around it; 0 if masked_blocks did not allow to use it."""
+    """Share of the tokens under the mask with its margin; 0 if masked_blocks did not allow to reuse others."""
     kept_latents: bool = False
     """Whether latents outside the mask were restored from those that keep_for_editing stored."""
     transparency_unread: bool = False

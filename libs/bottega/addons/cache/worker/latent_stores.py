@@ -45,9 +45,9 @@ class _Question:
     link: CacheStoreLink | None = None
     """The connection to the cache that was asked; None while no cache is connected."""
     asked_s: float = 0.0
-    """Time at which it was sent, on CLOCK_MONOTONIC."""
+    """Time at which the query was sent, on CLOCK_MONOTONIC."""
     tries: int = 0
-    """Number of connections over which it was sent."""
+    """Number of connections over which the query was sent."""
 
 
 class LatentStores:

@@ -57,9 +57,9 @@ class AddedControlNet:
 
     server: str
     size_bytes: int = 0
-    """Bytes of its weights in memory; 0 after an error."""
+    """Bytes of the ControlNet's weights in memory; 0 after an error."""
     error: BottegaError | None = None
-    """Why the server does not host it; None if it does."""
+    """Why the server does not host the ControlNet; None if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ class ConfiguredControlNets:
         }
         self.digests = {name: controlnet_digest(folder) for name, folder in folders.items()}
         self.controlnets: LocalControlNets | None = None
-        """The provider that runs them; None if none are configured."""
+        """The provider that runs the configured ControlNets; None if there are none."""
         self._cache: ControlNetCache | None = None
         if folders:
             weights_bytes = sum(source.size_bytes for source in self._sources.values())
@@ -86,7 +86,7 @@ class ConfiguredControlNets:
             self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=fixed_rows)
 
     def report(self) -> list[Hosted]:
-        """Return all of them for the worker's report to the fleet, sorted by name."""
+        """Return the configured ControlNets for the worker's report to the fleet, sorted by name."""
         if self._cache is None:
             return []
         popularity = self._cache.popularity

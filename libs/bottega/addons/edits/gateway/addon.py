@@ -224,7 +224,7 @@ class StoredTemplate:
     """A template in a store, according to the store's last response."""
 
     disk_bytes: int
-    """Bytes of it that were only on disk."""
+    """Bytes of the template that were on disk but not in memory."""
     disk_bytes_per_s: float
     asked_at: float
     """Time of the request to the store, on the monotonic clock."""

@@ -43,7 +43,7 @@ class AnsweredSection:
     """Elements whose outputs may be reused, bool [height, width] of the latent."""
     prompt: str
     in_memory: bool = False
-    """Whether the store has it in memory."""
+    """Whether the store has the section in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -49,7 +49,7 @@ class StoredLora:
     bounds: tuple[LoraBound, ...]
     """The LoRA's profile, one bound for each measured number of steps; empty if it was not measured."""
     pinned: bool
-    """Whether the store keeps it in memory."""
+    """Whether the store keeps the LoRA in memory."""
     added: datetime
     readiness: Readiness
     """Whether the store has the weights in memory, is loading them, or has them on disk."""
@@ -60,7 +60,7 @@ class LoraInQuarantine:
     """A LoRA whose files a store has, but whose entry in the store's catalogue is missing."""
 
     id: str
-    """The ID to restore or discard it by."""
+    """ID with which the LoRA is restored or discarded."""
     digest: str
     """SHA-256 of the LoRA in canonical form, hex."""
     name: str

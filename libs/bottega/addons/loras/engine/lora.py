@@ -99,7 +99,7 @@ class LoraHandle(Protocol):
 
     @property
     def work(self) -> StoreWork | None:
-        """Time that the store spent on sending it, perhaps for an earlier job; None if it was already in memory."""
+        """Time that the store spent on sending the LoRA, perhaps for an earlier job; None if it was in memory."""
         ...
 
     def layers(self, component: str) -> Layers:

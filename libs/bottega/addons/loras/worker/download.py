@@ -47,11 +47,11 @@ class LoraDownload:
         """Time at which a store was asked last, on CLOCK_MONOTONIC."""
         self.arrived_s: float | None = None
         self.work: StoreWork | None = None
-        """Time that the store spent on it; None before it has responded."""
+        """Time that the store spent on the LoRA; None before it has responded."""
         self.error: BottegaError | None = None
         self.users = 0
         self.given_up = False
-        """Whether its last user left before it was complete. A later request for the LoRA makes a new download."""
+        """Whether the last user left before the download was complete. A later request for the LoRA makes a new one."""
         self.size_bytes = 0
         """Bytes of the layers. Shared memory counts, because the store may have freed its own reference to it."""
         self._device = device
@@ -218,7 +218,7 @@ class DownloadHandle:
         self.download = download
         self.asked_s = time.monotonic()
         self.open = True
-        """Whether it has not been closed."""
+        """Whether the handle has not been closed."""
         self._used = ""  # `beginning` of the layers that were used
 
     @property

@@ -145,7 +145,7 @@ class LoadOutlook:
     ends_s: Mapping[_Name, float]
     """Seconds from now until each pending tensor will have arrived."""
     behind: int
-    """Number of forward passes, after those that the plan decides, in which images will still read recordings."""
+    """Number of forward passes, after those for which the plan decides, in which images still read recordings."""
 
     @property
     def busy_s(self) -> float:

@@ -134,7 +134,7 @@ class Recording:
 
     @property
     def valid_share(self) -> float:
-        """Share of the template that can be reused, in the step where it is smallest."""
+        """Share of the template that can be reused, in the step with the smallest share."""
         return min((float(step.valid.float().mean()) for step in self.steps.values()), default=0.0)
 
     def step(self, key: StepKey, prompt: str) -> RecordedStep | None:

@@ -30,7 +30,7 @@ class Statistics:
     mean: Tensor
     variance: Tensor
     elements: int
-    """Number of elements over which they were computed."""
+    """Number of elements over which mean and variance were computed."""
 
 
 def moments(feature_map: Tensor, groups: int) -> Tensor:
