@@ -130,10 +130,10 @@ class TieredCache:
         The cache owns the descriptor from then on, and closes it if the file does not fit.
         """
         with self._lock:
-            there = self._memory.get(digest)
+            present = self._memory.get(digest)
             gone = None
-            if there is not None:
-                there.forgotten = False
+            if present is not None:
+                present.forgotten = False
             else:
                 gone = self._memory.make_room(file.size_bytes)
             if gone is None:

@@ -337,7 +337,7 @@ class EngineEdits(EngineAddOn):
         return not self.cosines.reliable
 
     @property
-    def said_cosine(self) -> str:
+    def cosine_text(self) -> str:
         """How much the outputs of blocks depend on the prompt, as text."""
         if self.cosines is None:
             return "not measured"

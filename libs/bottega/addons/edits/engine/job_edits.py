@@ -343,7 +343,7 @@ class JobEdits(JobAddOn):
             lost = self._recorder.lost
             return f"{_FIRST}, and it is not recorded: {lost}" if lost else _FIRST
         if any(reader.other_prompt for reader in self._readers.values()):
-            return f"it was recorded with another prompt, on which this model depends ({self._addon.said_cosine})"
+            return f"it was recorded with another prompt, on which this model depends ({self._addon.cosine_text})"
         return self._because or next((reader.computed_all_because for reader in self._readers.values()), "")
 
 
