@@ -141,7 +141,7 @@ async def test_a_damaged_file_is_replaced_by_bringing_it_again(tmp_path: Path) -
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         with await store.link() as link:
-            with pytest.raises(DataLoss, match="brought again"):
+            with pytest.raises(DataLoss, match="added again"):
                 await asyncio.to_thread(fetch, link, lora.digest)
             assert await store.upload("a", lora_file(tmp_path)) == lora
             assert await asyncio.to_thread(fetch, link, lora.digest, 2) == whole

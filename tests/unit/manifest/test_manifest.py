@@ -55,8 +55,8 @@ def test_services_of_others_come_after_them(others: Path) -> None:
         ("raise RuntimeError('not today')", "not today"),
         ("SPEC = 1", "no ServiceSpec"),
         ("", "cannot be imported"),
-        (SPEC.format(kind="worker", option="clocks"), "another one has it"),
-        (SPEC.format(kind="Clock/..", option="clocks"), "no name for a kind"),
+        (SPEC.format(kind="worker", option="clocks"), "another service has it"),
+        (SPEC.format(kind="Clock/..", option="clocks"), "is not a valid kind"),
         (SPEC.format(kind="clock", option="workers"), "has the option workers already"),
     ],
 )
