@@ -274,10 +274,7 @@ def _edit(**said: Any) -> GenerationSpec:
         ),
         (
             _edit(keep_for_editing=True),
-            {
-                "keep_for_editing": "must be false with mask_image: latents are kept of whole pictures, and edits of "
-                "edits need none"
-            },
+            {"keep_for_editing": "must be false with mask_image: only latents of whole pictures are kept"},
         ),
         (GenerationSpec(keep_for_editing=True), {}),
         (
