@@ -1,12 +1,7 @@
-"""A model folder of SDXL's topology with random weights, of any width and depth: for measuring speed, not for pictures.
-
-`python -m load.bench.bench_model FOLDER` writes one in Diffusers' layout; its options are the fields of BenchShape.
-"""
+"""A model folder of SDXL's topology with random weights, of any width and depth, for measuring speed."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +42,7 @@ _PICTURE_STD = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchShape:
-    """The size of a bench model. A combination that cannot be built raises ValueError naming the field.
+    """The size of a bench model.
 
     The defaults take 100 to 150 ms for a guided step on two CPU cores, and about one step's time for text and decoding.
     """
@@ -73,11 +68,6 @@ class BenchShape:
     dtype: str = "float16"
     """Dtype of the weights in the folder: float16 or float32."""
 
-    def __post_init__(self) -> None:
-        for field, broken, rule in self._rules():
-            if broken:
-                raise ValueError(f"{field} is {getattr(self, field)}: {rule}")
-
     @property
     def levels(self) -> int:
         """Levels of the UNet."""
@@ -102,25 +92,6 @@ class BenchShape:
             vae_channels=8,
             text_width=16,
         )
-
-    def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield fields, whether each breaks a rule, and the rule; later rules rely on earlier ones."""
-        yield "block_out_channels", self.levels not in {2, 3}, "must have two or three levels"
-        for field in ("layers_per_block", "head_channels", "norm_groups", "sample_size", "vae_channels", "text_width"):
-            yield field, getattr(self, field) < 1, "must be at least 1"
-        channels, groups, head = self.block_out_channels, self.norm_groups, self.head_channels
-        unfit = any(count < 1 or count % groups for count in channels)
-        yield "block_out_channels", unfit, f"each must be a positive multiple of norm_groups, {groups}"
-        unfit = any(count % head for count in channels[1:])
-        yield "block_out_channels", unfit, f"each after the first must be a multiple of head_channels, {head}"
-        unfit = len(self.transformer_layers) != self.levels - 1 or min(self.transformer_layers) < 1
-        yield "transformer_layers", unfit, f"must be {self.levels - 1} numbers from 1: one for each level but the first"
-        halvings = 2 ** (self.levels - 1)
-        yield "sample_size", self.sample_size % halvings != 0, f"must be a multiple of {halvings}"
-        yield "latent_scale", self.latent_scale not in {4, 8}, "must be 4 or 8"
-        yield "vae_channels", self.vae_channels % _VAE_GROUPS != 0, f"must be a multiple of {_VAE_GROUPS}"
-        yield "text_width", self.text_width % _TEXT_HEADS != 0, f"must be a multiple of {_TEXT_HEADS}"
-        yield "dtype", self.dtype not in {"float16", "float32"}, "must be float16 or float32"
 
 
 DEFAULT = BenchShape()
@@ -165,36 +136,6 @@ def write_gradient(file: Path, shape: BenchShape, *, turns: int = 0) -> Path:
     image = PIL.Image.linear_gradient("L").resize((shape.side, shape.side)).convert("RGB")
     image.rotate(90 * turns).save(file)
     return file
-
-
-def main() -> None:
-    """Write the model that the arguments ask for, and print its folder."""
-    parser = argparse.ArgumentParser(prog="python -m load.bench.bench_model", description=__doc__)
-    parser.add_argument("folder", type=Path, help="to write; empty, or not there")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
-    for field in dataclasses.fields(DEFAULT):
-        _add_option(parser, field.name, getattr(DEFAULT, field.name))
-    values = vars(parser.parse_args())
-    folder, seed = values.pop("folder"), values.pop("seed")
-    try:
-        write_bench_model(folder, BenchShape(**values), seed)
-    except (ValueError, FileExistsError) as error:
-        parser.error(str(error))
-    print(folder)
-
-
-def _add_option(parser: argparse.ArgumentParser, name: str, default: int | str | tuple[int, ...]) -> None:
-    """Add a field of BenchShape as an option; a tuple is written with commas."""
-    option = "--" + name.replace("_", "-")
-    if isinstance(default, tuple):
-        shown = ",".join(map(str, default))
-        parser.add_argument(option, type=_numbers, default=default, metavar="N,N", help=f"default: {shown}")
-    else:
-        parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
 
 
 def _silence() -> None:
@@ -309,7 +250,3 @@ def _give_output(convolution: nn.Conv2d, *, std: float) -> None:
     seen = convolution.in_channels * convolution.kernel_size[0] * convolution.kernel_size[1]
     nn.init.normal_(convolution.weight, std=std / (seen * _SILU_MOMENT) ** 0.5)
     nn.init.zeros_(convolution.bias)
-
-
-if __name__ == "__main__":
-    main()

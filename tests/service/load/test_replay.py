@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bottega.errors import ConfigError
 from bottega.v1 import generation_pb2
 from load.replay.__main__ import parse, run
 from load.replay.mix import load_mix
@@ -39,12 +37,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def worker(house: House) -> ScriptedWorker:
-    """The only one; what tests before this one told it is forgotten."""
-    gateway = house.gateway
-    worker = gateway.workers[0] if gateway.workers else await gateway.worker()
-    worker.requests.clear()
-    worker.script = type(worker.script)()
-    return worker
+    return await house.gateway.worker()
 
 
 async def replayed(
@@ -86,50 +79,3 @@ async def test_the_requests_of_the_plan_arrive_as_planned_with_what_the_fleet_ha
     assert re.search(r"^all +18 +18 +0 +0 +0 +0 ", text, re.MULTILINE), text
     assert re.search(r"^edits +\d+ +\d+ ", text, re.MULTILINE), text
     assert "TotalCount" in histogram.read_text()
-
-
-async def test_a_run_that_cannot_keep_its_rate_is_void_and_says_so(
-    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    worker.script.hold_at = 3
-    status, said, text = await replayed(house, capsys, "--max-in-flight", "2", "--deadline-s", "2")
-    worker.script.release.set()
-    assert (status, said["unsent"]) == (1, 16), text
-    assert "void: 2 of 18 requests went out on time, where it takes 99%; 16 were not sent: 2 in flight" in text
-
-
-async def test_ctrl_c_ends_the_sending_and_reports_what_there_is(
-    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    interrupts = iter([signal.SIGINT])
-
-    def picture(index: int) -> bytes:
-        for interrupt in interrupts:
-            signal.raise_signal(interrupt)
-        return b"picture %d" % index
-
-    worker.script.picture = picture
-    status, said, text = await replayed(house, capsys, "--minutes", "1")
-    assert status == 1
-    assert said["answered"] >= 1
-    assert said["unsent"] > 800
-    assert "stopped: waiting for what is in flight" in text
-    assert "were not sent: the run was stopped" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--model", "other"), "no model other; 127.0.0.1:[0-9]+ serves miniature"),
-        (("--rate", "0"), "rate_per_s: Input should be greater than 0"),
-        (("--mix", "night"), "there is no mix night"),
-        (("--trace", "none.csv"), "none.csv cannot be read"),
-    ],
-    ids=["model", "rate", "mix", "trace"],
-)
-async def test_what_cannot_begin_says_why(
-    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        await replayed(house, capsys, *arguments)
-    assert not worker.requests
