@@ -5,6 +5,9 @@ break the rules, or end in the middle.
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -36,6 +39,7 @@ from tests.support.running_activations import (
     send,
     send_section,
 )
+from tests.support.stored_templates_writer import look_through, store_of, work
 from tests.support.waiting import eventually
 
 
@@ -366,3 +370,39 @@ async def test_a_chunk_of_another_section_ends_the_link(store: Running) -> None:
         SectionChunks(8, made.layout, made.tensors(0)).send(link, 1000)
         with pytest.raises(LinkError):
             await asyncio.to_thread(receive_answer, link)
+
+
+def test_what_many_workers_do_at_once_is_not_mixed_up(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
+    store = store_of(tmp_path)
+    store.start()
+    failures: list[BaseException] = []
+
+    def worker(number: int) -> None:
+        chance = random.Random(number)
+        try:
+            for turn in range(60):
+                work(store, chance, number * 1000 + turn)
+                if chance.random() < 0.03:
+                    store.drop("")
+        except BaseException as error:  # noqa: BLE001 - the test fails with it
+            failures.append(error)
+
+    threads = [threading.Thread(target=worker, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(80.0)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures == []
+    assert store.flush(20.0)
+    figures = store.statistics()
+    assert (figures.waiting, figures.waiting_bytes, figures.trouble) == (0, 0, "")
+    assert figures.recorded > 20
+    assert figures.recording == 0, "every link has ended"
+    store.close()
+    store = store_of(tmp_path)
+    store.start()
+    look_through(store, tmp_path)
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # noqa: PTH208 - names alone

@@ -1,4 +1,4 @@
-"""A child process answers, is missed when it dies, and never outlives its parent."""
+"""Child processes and pools of them: they answer, are missed when they die, and never outlive their parent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bottega.errors import Unavailable
-from bottega.process import ChildProcess
+from bottega.process import ChildProcess, EngineTimeouts, PoolLimits, PreparedCall, ProcessPool, ProcessSpec
 from bottega.process.limited_process import CpuTime
+from bottega.worker.config import EngineConfig
+from bottega.worker.engine_client import WorkerEngineClient
 
 ECHO = """
 import argparse, os, resource, signal, sys, time
@@ -117,3 +120,85 @@ def test_a_process_that_works_is_told_from_one_that_stands_still(script: str, *,
         process.kill()
         process.wait(5)
     assert spent.stood_still(0.9), "nothing is known of one that is gone"
+
+
+def environment_of(pid: int | None) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+async def test_threads_wait_asleep_unless_the_cores_are_the_engine_s_alone(
+    exclusive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "9999999")
+    config = EngineConfig(exclusive_cores=exclusive)
+    timeouts = EngineTimeouts(start_stall_s=20, hang_s=10, stall_s=10)
+    engine = WorkerEngineClient(config, timeouts=timeouts, module="tests.fakes.scripted_engine")
+    await engine.spawn()
+    try:
+        said = environment_of(engine.pid)
+    finally:
+        await engine.stop()
+    assert b"OMP_WAIT_POLICY=PASSIVE" in said
+    (turns,) = [int(each.partition(b"=")[2]) for each in said if each.startswith(b"GOMP_SPINCOUNT=")]
+    assert (0 < turns <= 100_000) == exclusive
+    assert exclusive or turns == 0
+
+
+SPEC = ProcessSpec(name="test process", module="bottega.codec.process", deadline_s=20)
+
+
+def pool(*, new_process: bool) -> ProcessPool:
+    limits = PoolLimits(processes=1, max_waiting=4, limit="calls", waiting="calls wait", new_process=new_process)
+    return ProcessPool(SPEC, limits)
+
+
+@pytest.fixture
+def no_new_child() -> Callable[[], None]:
+    """Says that no process was begun since the test did; shared suites of other tests may have some that stay."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def check() -> None:
+        assert [child for child in psutil.Process().children(recursive=True) if child.pid not in before] == []
+
+    return check
+
+
+async def _turns(number: int) -> None:
+    """The event loop runs whatever is due so many times."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("new_process", [False, True])
+@pytest.mark.parametrize(
+    "until_stop",
+    [lambda: _turns(1), lambda: _turns(2), lambda: asyncio.sleep(0.02)],
+    ids=["before it runs", "while it is prepared", "while its process starts"],
+)
+async def test_a_call_that_begins_while_the_pool_stops_is_refused_and_leaves_no_process(
+    until_stop: Callable[[], asyncio.Future[None]], new_process: bool, no_new_child: Callable[[], None]
+) -> None:
+    async def prepare() -> PreparedCall:
+        await asyncio.sleep(0.01)
+        return PreparedCall(frame=b"")
+
+    stopping = pool(new_process=new_process)
+    call = asyncio.create_task(stopping.call(prepare))
+    await until_stop()
+    await stopping.stop()
+    await asyncio.sleep(0.05)  # in which one that was not ended would start its process
+    no_new_child()
+    with pytest.raises(Unavailable, match="stopping"):
+        await asyncio.wait_for(call, 30)
+
+
+async def test_a_pool_that_stops_while_it_starts_leaves_no_process(no_new_child: Callable[[], None]) -> None:
+    stopping = pool(new_process=False)
+    starting = asyncio.create_task(stopping.start())
+    await asyncio.sleep(0.01)
+    await stopping.stop()
+    with pytest.raises(Unavailable, match="stopping"):
+        await asyncio.wait_for(starting, 30)
+    no_new_child()

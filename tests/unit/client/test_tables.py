@@ -1,21 +1,41 @@
-"""What the command's tables show at 80 columns."""
+"""The command's tables at 80 columns, `bottega top`, and the fleet as the SDK returns it."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping
+from io import StringIO
 
+import pytest
+from rich.console import Console
+
+from bottega import kinds
+from bottega.client import AttemptProgress, Readiness, ServiceLoad, ServiceStart
+from bottega.client.addons.addon import left_out_of
+from bottega.client.checkup.gateway import _check_accelerations, _check_left_out
 from bottega.client.cli.fleet import accelerations_table, fleet_table
 from bottega.client.cli.jobs import jobs_table
 from bottega.client.cli.models import models_table
 from bottega.client.cli.terminal import PlainTable, print_table
-from bottega.client.cli.top import FleetRates, top_table
-from bottega.client.types.fleet import FleetStatus, fleet_from
+from bottega.client.cli.top import FleetRates, Rates, hit_share, top_table
+from bottega.client.types.checks import Level
+from bottega.client.types.fleet import FleetStatus, ServiceActivity, fleet_from, member_from
 from bottega.client.types.jobs import status_from
 from bottega.client.types.models import model_from
-from bottega.v1.fleet_pb2 import Acceleration, Activity, ListMembersResponse, Load, Member, Registration
+from bottega.errors import InternalError
+from bottega.v1.fleet_pb2 import (
+    Acceleration,
+    Activity,
+    ListMembersResponse,
+    Load,
+    Member,
+    Registration,
+    RunningAttempt,
+    StartProgress,
+)
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, LeftOut, ResidualProfile
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED, Job, Model
+from bottega.v1.worker_pb2 import AttemptId
 
 _PROMPT = "a big red star on the left, a small green circle at the bottom"
 _HOSTED = tuple(Hosted(kind="controlnet", name=name, state=HOSTED_STATE_LOADED) for name in ("edges", "depth", "pose"))
@@ -115,3 +135,264 @@ def test_a_table_in_a_pipe_has_every_column_and_row_on_a_line(
     table.add_row("n" * 150, "word " * 30 + "end")
     print_table(table)
     assert [len(line.split()) for line in capsys.readouterr().out.splitlines() if "end" in line] == [32]
+
+
+def worker(name: str, *found: Acceleration) -> Member:
+    return Member(registration=Registration(kind="worker", name=name, device="cuda:0"), load=Load(accelerations=found))
+
+
+KEPT = Acceleration(name="kernels.geglu", kept=True, speedup=1.234, difference=1.5e-3, tolerance=0.02)
+SLOW = Acceleration(name="graphs", speedup=0.97, difference=2e-7, reason="it is 0.97 times as fast here")
+UNTRIED = Acceleration(name="attention.flash_attn", reason="flash_attn is not installed")
+
+
+def test_each_is_a_row_with_its_figures_and_why_it_is_off() -> None:
+    fleet = ListMembersResponse(members=[worker("w0", KEPT, SLOW), worker("w1", UNTRIED)])
+    with StringIO() as file:
+        Console(file=file, width=200).print(accelerations_table(fleet_from(fleet)).table)
+        text = file.getvalue()
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["w0"], ["w1"])]
+    assert rows == [
+        ["w0", "kernels.geglu", "yes", "1.23", "1.5e-03"],
+        ["w0", "graphs", "no", "0.97", "2.0e-07", "it", "is", "0.97", "times", "as", "fast", "here"],
+        ["w1", "attention.flash_attn", "no", "flash_attn", "is", "not", "installed"],
+    ]
+
+
+def test_what_engines_took_to_start_is_a_column_when_it_is_asked_for() -> None:
+    slow, silent = worker("w0"), worker("w1")
+    slow.load.start_s = 123.45
+    fleet = ListMembersResponse(members=[slow, silent])
+    for starts, cells in ((True, ["start", "123.5 s", ""]), (False, ["since", "0 s", "0 s"])):
+        last = fleet_table(fleet_from(fleet), starts=starts).table.columns[-1]
+        assert [str(last.header), *map(str, last.cells)] == cells
+
+
+def test_a_worker_that_starts_says_how_far_it_is() -> None:
+    starting = worker("w0")
+    starting.load.starting.MergeFrom(
+        StartProgress(stage="loading unet", done_bytes=3_100_000_000, total_bytes=5_140_000_000)
+    )
+    serves = fleet_table(fleet_from(ListMembersResponse(members=[starting]))).table.columns[3]
+    assert list(map(str, serves.cells)) == ["starting: loading unet, 3.1 of 5.1 GB"]
+
+
+def test_doctor_names_what_a_worker_computes_by_and_warns_of_one_that_kept_nothing() -> None:
+    tried = [worker("w0", KEPT, SLOW), worker("w1", SLOW, UNTRIED), worker("w2")]
+    kept, none = _check_accelerations(map(member_from, tried))
+    assert kept.what == "w0 on cuda:0 uses kernels.geglu (1.23 x); 1 more are off"
+    assert "w1 on cuda:0 uses none of 2 tested accelerations" in none.what
+    assert none.todo == "bottega fleet -v says why."
+
+
+def controlnet_server(*hosted: Hosted, left_out: Mapping[str, str]) -> Member:
+    items = [LeftOut(kind="controlnet", name=name, reason=reason) for name, reason in left_out.items()]
+    registration = Registration(kind="controlnet", name="controlnet-0")
+    return Member(registration=registration, load=Load(hosted=hosted, left_out=items))
+
+
+def test_what_is_left_out_and_what_fits_no_model_stands_below_the_table() -> None:
+    drawing = worker("w0")
+    drawing.registration.models.add(name="sdxl", base="4/8 2048+1280")
+    bases = {"canny": "4/8 2048+1280", "sd15": "x"}
+    nets = [Hosted(kind="controlnet", name=name, base=base) for name, base in bases.items()]
+    server = controlnet_server(*nets, left_out={"depth": "it has no config.json"})
+    fleet = ListMembersResponse(members=[drawing, server])
+    assert str(fleet_table(fleet_from(fleet)).table.caption).splitlines() == [
+        "0 waiting in the queue",
+        "controlnet-0 does not serve depth: it has no config.json",
+        "controlnet-0 does not serve sd15: it fits no served model: its shapes are x, theirs 4/8 2048+1280",
+    ]
+
+
+def test_doctor_warns_of_what_a_service_leaves_out() -> None:
+    server = controlnet_server(left_out={"depth": "it has no config.json"})
+    (result,) = _check_left_out(fleet_from(ListMembersResponse(members=[worker("w0"), server])))
+    assert (result.level, result.what) == (Level.WARN, "controlnet-0 does not serve depth: it has no config.json")
+
+
+def test_without_a_worker_nothing_is_said_to_fit_no_model() -> None:
+    net = Hosted(kind="controlnet", name="canny", base="x")
+    assert left_out_of(fleet_from(ListMembersResponse(members=[controlnet_server(net, left_out={})]))) == []
+
+
+def test_a_service_has_its_load_and_what_it_hosts() -> None:
+    net = Hosted(kind=kinds.CONTROLNET, name="edges", state=HOSTED_STATE_LOADED, sessions=2)
+    net.profiles.append(ResidualProfile(model_hash="ab", num_inference_steps=20, similarity=0.5))
+    running = RunningAttempt(attempt=AttemptId(job_id="job-1", number=1), steps_left=3)
+    load = Load(running=[running], memory_bytes=7, hosted=[net, Hosted(state=99)])  # type: ignore[arg-type]
+    worker = Member(registration=Registration(kind=kinds.WORKER, name="w0", address="here:1"), load=load, joined_s=2.0)
+    worker.registration.models.add(name="miniature", default_steps=20)
+    status = fleet_from(ListMembersResponse(members=[worker], queued=4, longest_wait_s=1.5))
+    (member,) = status.of_kind(kinds.WORKER)
+    assert (status.queued, status.longest_wait_s, status.of_kind(kinds.CACHE)) == (4, 1.5, ())
+    assert (member.name, member.address, member.joined_s, member.reported) == ("w0", "here:1", 2.0, True)
+    assert [(model.name, model.default_steps) for model in member.models] == [("miniature", 20)]
+    assert member.load.running == (AttemptProgress(job_id="job-1", steps_left=3),)
+    edges, unknown = member.load.hosted
+    assert (edges.name, edges.readiness, edges.sessions, edges.profiles[0].similarity) == (
+        "edges",
+        Readiness.LOADED,
+        2,
+        0.5,
+    )
+    assert unknown.readiness is Readiness.UNKNOWN
+
+
+def test_a_service_that_has_not_reported_or_still_starts_says_so() -> None:
+    silent = Member(registration=Registration(kind=kinds.LORAS, name="loras"))
+    starting = Member(load=Load(starting=StartProgress(stage="loading unet", done_bytes=1, total_bytes=2)))
+    first, second = fleet_from(ListMembersResponse(members=[silent, starting])).members
+    assert (first.load, first.reported, first.starting) == (ServiceLoad(), False, None)
+    assert second.starting == ServiceStart(stage="loading unet", done_bytes=1, total_bytes=2)
+
+
+def test_a_list_that_no_fleet_has_is_refused() -> None:
+    with pytest.raises(InternalError, match="more than 4,096 services"):
+        fleet_from(ListMembersResponse(members=[Member()] * 5000))
+
+
+def member(kind: str, name: str, activity: Activity, **load: object) -> Member:
+    return Member(
+        registration=Registration(kind=kind, name=name),
+        load=Load(activity=activity, **load),  # type: ignore[arg-type]  # its fields
+    )
+
+
+def fleet(second: int, **facts: float) -> FleetStatus:
+    """At that second of a fleet in which something happens in each."""
+    gateway = Activity(completed=second, failed=0, routed=2 * second, waited_s=3.0 * second)
+    worker = Activity(completed=second, failed=3, steps=40 * second, turns=16 * second)
+    control = Activity(steps=10 * second, turns=5 * second, lookups=second, hits=second)
+    listed = ListMembersResponse(
+        members=[
+            member(kinds.GATEWAY, "gateway", gateway),
+            member(kinds.CACHE, "cache", Activity(lookups=8, hits=6), memory_bytes=3 << 20),
+            member(kinds.CONTROLNET, "nets", control, hosted=[Hosted(kind=kinds.CONTROLNET, name="edges", sessions=2)]),
+            member(kinds.LORAS, "loras", Activity()),
+            member(kinds.WORKER, "w0", worker, running=[RunningAttempt()] * 3, draining=True),
+        ],
+        **facts,  # type: ignore[arg-type]  # its fields
+    )
+    return fleet_from(listed)
+
+
+def shown(*looks: FleetStatus) -> list[str]:
+    rates = FleetRates()
+    for second, look in enumerate(looks):
+        rates.add(look, now=float(second))
+    with StringIO() as file:
+        Console(file=file, width=200).print(top_table(looks[-1], rates).table)
+        return file.getvalue().splitlines()
+
+
+def row(lines: list[str], name: str) -> list[str]:
+    (found,) = [line.split() for line in lines if line.split()[:1] == [name]]
+    return found
+
+
+def test_each_service_has_its_rates_its_batch_and_its_hits() -> None:
+    lines = shown(*(fleet(second) for second in range(1, 4)))
+    assert row(lines, "gateway") == ["gateway", "gateway", "60.0", "0.0"]
+    assert row(lines, "w0") == ["w0", "worker", "3", "(draining)", "60.0", "0.0", "40.0", "2.5"]
+    assert row(lines, "nets") == ["nets", "controlnet", "2", "10.0", "2.0", "1.0", "100", "%"]
+    assert row(lines, "loras") == ["loras", "loras", "0"]
+
+
+def test_where_nobody_asked_of_late_the_hits_are_those_since_the_start() -> None:
+    assert row(shown(fleet(1), fleet(2)), "cache") == ["cache", "cache", "0", "-", "(75", "%)", "3.00", "MiB"]
+
+
+def test_what_was_seen_once_has_no_rate_yet() -> None:
+    lines = shown(fleet(1))
+    assert row(lines, "gateway") == ["gateway", "gateway", "-", "-"]
+    assert row(lines, "w0") == ["w0", "worker", "3", "(draining)", "-", "-", "-", "-"]
+
+
+def test_how_many_wait_and_how_long_stands_below() -> None:
+    last = shown(fleet(1), fleet(2, queued=4, longest_wait_s=12.34))[-1]
+    assert last.strip() == "4 waiting in the queue, the longest for 12.3 s, those that began had waited 1.50 s"
+    assert shown(fleet(1))[-1].strip() == "0 waiting in the queue"
+
+
+def counted(name: str, *, heard_s: float = 0.0, **counted: float) -> Member:
+    activity = Activity(**counted)  # type: ignore[arg-type]  # whole numbers, but for waited_s
+    return Member(registration=Registration(kind="worker", name=name), load=Load(activity=activity), heard_s=heard_s)
+
+
+def rates_of(*reports: tuple[float, Member]) -> Rates | None:
+    """Of the last of these reports, each seen at its time."""
+    rates = FleetRates()
+    for now, report in reports:
+        rates.add(fleet_from(ListMembersResponse(members=[report])), now=now)
+    return rates.of(member_from(reports[-1][1]))
+
+
+def test_rates_are_what_was_counted_between_two_reports_over_their_time() -> None:
+    found = rates_of(
+        (
+            100.0,
+            counted("w0", completed=7, failed=1, steps=300, turns=100, lookups=10, hits=9, routed=4, waited_s=1.0),
+        ),
+        (
+            104.0,
+            counted("w0", completed=9, failed=2, steps=360, turns=120, lookups=14, hits=10, routed=8, waited_s=7.0),
+        ),
+    )
+    assert found == Rates(completed=0.5, failed=0.25, steps=15, lookups=1, batch=3, wait_s=1.5, hit_share=0.25)
+
+
+def test_the_age_of_a_report_counts() -> None:
+    found = rates_of((10.0, counted("w0", heard_s=0.5, steps=0)), (11.0, counted("w0", heard_s=0.25, steps=5)))
+    assert found is not None
+    assert found.steps == pytest.approx(4.0)
+
+
+def test_one_report_says_no_rate_and_neither_does_the_same_one_again() -> None:
+    assert rates_of((10.0, counted("w0", steps=50))) is None
+    assert rates_of((10.0, counted("w0", heard_s=0.5, steps=50)), (11.0, counted("w0", heard_s=1.5, steps=50))) is None
+
+
+def test_nothing_asked_no_turn_and_no_job_leave_no_mean() -> None:
+    found = rates_of(
+        (0.0, counted("w0", lookups=3, hits=3, turns=2, steps=2)),
+        (1.0, counted("w0", lookups=3, hits=3, turns=2, steps=2)),
+    )
+    assert found == Rates(completed=0, failed=0, steps=0, lookups=0, batch=None, wait_s=None, hit_share=None)
+
+
+def test_what_happened_before_the_window_is_not_in_it() -> None:
+    burst = [(float(second), counted("w0", steps=1000 if second else 0, turns=1)) for second in range(12)]
+    found = rates_of(*burst)
+    assert found is not None
+    assert found.steps == 0
+
+
+def test_a_window_that_nobody_looked_in_is_covered_by_an_older_report() -> None:
+    found = rates_of((0.0, counted("w0", steps=0)), (60.0, counted("w0", steps=120)))
+    assert found is not None
+    assert found.steps == 2
+
+
+def test_a_service_that_counts_anew_is_measured_anew() -> None:
+    before = [(0.0, counted("w0", steps=900, completed=4)), (1.0, counted("w0", steps=910, completed=5))]
+    assert rates_of(*before, (2.0, counted("w0", steps=20, completed=5))) is None
+    found = rates_of(*before, (2.0, counted("w0", steps=20, completed=5)), (3.0, counted("w0", steps=30, completed=5)))
+    assert found is not None
+    assert found.steps == 10
+
+
+def test_services_of_one_fleet_are_told_apart_and_those_that_left_are_forgotten() -> None:
+    rates = FleetRates()
+    rates.add(fleet_from(ListMembersResponse(members=[counted("w0", steps=1), counted("w1", steps=1)])), now=0.0)
+    rates.add(fleet_from(ListMembersResponse(members=[counted("w0", steps=5)])), now=1.0)
+    rates.add(fleet_from(ListMembersResponse(members=[counted("w0", steps=5), counted("w1", steps=8)])), now=2.0)
+    first, second = (rates.of(member_from(counted(name))) for name in ("w0", "w1"))
+    assert first is not None
+    assert first.steps == 2
+    assert second is None
+
+
+def test_the_share_of_hits_since_the_start() -> None:
+    assert hit_share(ServiceActivity(lookups=8, hits=6)) == 0.75
+    assert hit_share(ServiceActivity()) is None

@@ -1,9 +1,13 @@
-"""The bench of kernels: that all of it runs, and that it says which kernel is wrong."""
+"""The bench of kernels: all of it runs and it names a wrong kernel; and kernels as they are compiled."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +64,10 @@ def test_nan_agrees_with_nothing(made: Sequence[Tensor]) -> None:
 def test_on_a_gpu_every_kernel_agrees_with_float64_at_the_sizes_of_sdxl(dtype: torch.dtype) -> None:
     wrong = [each for each in measure(torch.device("cuda"), dtype) if not each.agrees]
     assert not wrong
+
+
+def test_every_kernel_is_compiled_for_maps_of_one_element_too(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.kernel_compiling"]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr

@@ -1,15 +1,19 @@
-"""What a worker holds: followers see the state and what changes, results are kept for a while and within bytes."""
+"""Attempts at a worker: what followers see, how long results are kept, their traces, and what is reported at once."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from bottega.errors import JobCancelled, QueueFull, StaleAttempt
+from bottega.v1.engine_pb2 import EngineBeat
+from bottega.v1.fleet_pb2 import RunningAttempt, StepTime
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.trace_pb2 import Trace
+from bottega.v1.trace_pb2 import Span, Trace
+from bottega.worker.attempt_runner import AttemptTrace
 from bottega.worker.attempts import (
     Attempt,
     AttemptCheckpoint,
@@ -25,7 +29,9 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
+from bottega.worker.worker import _reported_at_once
 from tests.fakes.fake_time import FakeTime
+from tests.samples.hosted_loras import at_hand
 
 KEY = AttemptKey(job_id="job", number=1)
 STARTED = StartedEvent(steps_total=10, steps_resumed=0)
@@ -220,3 +226,46 @@ async def test_a_newer_checkpoint_replaces_an_unsent_one() -> None:
     board.close()
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(anext(stream), 1)
+
+
+def test_times_count_from_the_beginning_of_the_attempt_and_are_in_their_order() -> None:
+    before_ns = time.monotonic_ns()
+    trace = AttemptTrace()
+    began_ns = time.monotonic_ns()
+    trace.add("encode image 0", began_s=began_ns / 1e9 + 3.0, seconds=0.25)
+    trace.take(
+        Trace(
+            spans=[
+                Span(name="step 0", track="denoise", begin_ns=began_ns + 10**9, duration_ns=7, facts={"a": "b"}),
+                Span(name="residuals", service="nets", begin_ns=began_ns + 2 * 10**9),
+            ],
+            dropped=4,
+        )
+    )
+    message = trace.message()
+    assert [(span.name, span.service) for span in message.spans] == [
+        ("step 0", ""),
+        ("residuals", "nets"),
+        ("encode image 0", ""),
+    ]
+    slack_ns = began_ns - before_ns + 1000
+    for span, expected_ns in zip(message.spans, (10**9, 2 * 10**9, 3 * 10**9), strict=True):
+        assert 0 <= span.begin_ns - expected_ns + 1000 <= slack_ns + 2000
+    assert (message.spans[0].duration_ns, message.spans[2].duration_ns) == (7, 250_000_000)
+    assert dict(message.spans[0].facts) == {"a": "b"}
+    assert message.dropped == 4
+
+
+def _beat(*, steps_left: int = 9, seconds: float = 0.1, rows: int = 2, loras: tuple[str, ...] = ()) -> EngineBeat:
+    times = [StepTime(latent_height=8, latent_width=8, rows=rows, seconds=seconds)]
+    return EngineBeat(running=[RunningAttempt(steps_left=steps_left)], step_times=times, hosted=at_hand(*loras))
+
+
+def test_steps_and_drifting_times_wait_for_the_regular_report() -> None:
+    assert _reported_at_once(_beat()) == _reported_at_once(_beat(steps_left=3, seconds=0.2))
+
+
+def test_a_width_that_was_measured_or_a_lora_that_came_is_told_at_once() -> None:
+    assert _reported_at_once(_beat()) != _reported_at_once(_beat(rows=4))
+    assert _reported_at_once(_beat()) != _reported_at_once(_beat(loras=("a" * 64,)))
+    assert _reported_at_once(EngineBeat()) != _reported_at_once(_beat())

@@ -22,7 +22,7 @@ from bottega.engine.acceleration import attention
 from bottega.engine.acceleration.acceleration import Probe
 from bottega.engine.acceleration.attention import AttentionBackend
 from bottega.engine.acceleration.compiled import RegionalCompile
-from bottega.engine.acceleration.memory import ChannelsLast
+from bottega.engine.acceleration.memory import ChannelsLast, PageableCopies
 from bottega.engine.acceleration.probes import engine_probes
 from bottega.engine.acceleration.registry import all_accelerations, candidates
 from bottega.engine.addon import EngineAddOn
@@ -37,6 +37,7 @@ from bottega.model.model import Model
 from tests.samples.masked_edits import IMAGE, LEFT, SPEC, EditDesk, masked_order
 from tests.samples.small_model import small_model
 from tests.support.manual_engine import load
+from tests.support.staged_device import StagedDevice
 
 EXACT = 1e-5
 
@@ -284,3 +285,27 @@ def test_an_engine_computes_by_what_its_check_has_kept(model: Model) -> None:
     assert vae.speedup > 0
     assert vae.kept == (vae.reason == "")
     model.vae.to(memory_format=torch.contiguous_format)
+
+
+@pytest.fixture
+def device() -> StagedDevice:
+    return StagedDevice()
+
+
+def test_copies_go_through_pinned_memory_but_while_it_is_enabled(model: Model, device: StagedDevice) -> None:
+    there = replace(model, runtime=device)
+    copies = PageableCopies()
+    assert copies.unsupported(there) == ""
+    host = torch.arange(5)
+    staged = []
+    steps: list[Callable[[], None]] = [lambda: None, lambda: copies.enable(there), copies.disable, copies.disable]
+    for step in steps:
+        step()
+        before = device.staged
+        assert torch.equal(device.to_device(host), host)
+        staged.append(device.staged - before)
+    assert staged == [1, 0, 1, 1]
+
+
+def test_it_is_for_cuda_devices_alone(model: Model) -> None:
+    assert "the model is on cpu" in PageableCopies().unsupported(model)

@@ -1,27 +1,43 @@
-"""A template's first edit records, and later ones take from it what they do not redraw."""
+"""Recordings of templates: their keys and prompts, what edits record and take, and later attempts."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from bottega import kinds, rules
+from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines
+from bottega.addons.edits.engine.recordings.keys import rounded
 from bottega.addons.edits.engine.recordings.step import RecordedStep
-from bottega.engine.events import (
-    JobAdvanced,
-)
+from bottega.engine.addon import EngineAddOn, JobAddOn
+from bottega.engine.events import ControlUse, EngineRecord, JobAdvanced, JobCheckpointed, JobFailed
 from bottega.engine.job import EngineOrder
-from bottega.engine.spec import ResolvedSpec
+from bottega.engine.spec import ControlSpec, ResolvedSpec
+from bottega.errors import InvalidRequest
 from bottega.model.model import Model
+from bottega.model.samplers import KARRAS, Sampler, SamplerKind
+from bottega.v1.activations_pb2 import EditDecision
+from tests.samples.edits import box_mask, edit_order, template
+from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.masked_edits import (
     ELSEWHERE,
     FIRST,
+    LEFT,
     SECOND,
+    SPEC,
     EditDesk,
     drawn_alone,
+    edit_record,
     edited,
     inside,
+    masked_order,
     outside,
 )
 
@@ -210,3 +226,432 @@ def test_edits_and_plain_jobs_share_turns(model: Model) -> None:
     assert drawings["plain"].record.mean_group_requests > 1
     assert drawings["plain"].record.exact
     assert drawings["second"].all(JobAdvanced)
+
+
+def test_other_images_loras_and_sizes_are_other_templates(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    flipped = replace(SECOND, image=torch.flip(FIRST.image, (1,)) if FIRST.image is not None else None)
+    drawing = desk.draw(flipped)
+    assert drawing.record.edit is not None
+    assert not drawing.record.edit.blocks_reused
+    keys = {
+        desk.edits.key(order).digest
+        for order in (
+            FIRST,
+            flipped,
+            replace(FIRST, spec=replace(FIRST.spec, loras=(lora_spec("style"),))),
+            replace(FIRST, spec=replace(FIRST.spec, loras=(lora_spec("style", 0.5),))),
+        )
+    }
+    assert len(keys) == 4
+    assert desk.edits.key(FIRST).digest == desk.edits.key(ELSEWHERE).digest
+
+
+@pytest.mark.parametrize(("crop", "templates"), [(None, 1), (8, 2)])
+def test_of_cropped_control_images_the_part_that_is_drawn_counts(
+    model: Model, crop: int | None, templates: int
+) -> None:
+    """Two places of an image may look alike where its control image does not."""
+    control = ControlSpec(name="edges", image_digest="5a" * 32, digest="a5" * 32)
+    assert FIRST.spec.edit is not None
+    edit = replace(FIRST.spec.edit, padding_mask_crop=crop)
+    order = replace(FIRST, spec=replace(FIRST.spec, controlnets=(control,), edit=edit))
+    parts = [torch.full((64, 64, 3), value, dtype=torch.uint8) for value in (1, 2)]
+    keys = {EditDesk(model).edits.key(replace(order, control_images=(part,))).digest for part in parts}
+    assert len(keys) == templates
+
+
+def test_timesteps_that_were_not_recorded_are_computed_and_added(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    assert recording.step_count == 3
+    other = replace(SECOND, spec=replace(SECOND.spec, num_inference_steps=7))
+    first = desk.draw(other)
+    assert first.record.edit is not None
+    assert 0 < first.record.edit.blocks_reused < first.record.edit.blocks_total / 2  # the last one is the same
+    assert first.record.edit.recorded
+    assert recording.step_count > 3
+    again = desk.draw(replace(other, key="again"))
+    assert again.record.edit is not None
+    assert again.record.edit.blocks_reused == again.record.edit.blocks_total
+
+
+def test_at_one_timestep_all_samplers_give_the_model_the_same_input(model: Model) -> None:
+    """So that the sampler is no part of what a recording is found by."""
+    generator = torch.Generator().manual_seed(0)
+    latent, noise = torch.randn(2, 1, 4, 16, 16, generator=generator)
+    inputs: dict[float, Tensor] = {}
+    met = 0
+    for kind in SamplerKind:
+        sampler = Sampler(kind, model.scheduler_config, steps=10)
+        for step in range(sampler.steps):
+            sampler = Sampler(kind, model.scheduler_config, steps=10, begin=step)
+            timestep = float(sampler.timestep(step))
+            given = sampler.model_input(sampler.add_noise(latent, noise, step), step)
+            if timestep in inputs:
+                met += 1
+                torch.testing.assert_close(given, inputs[timestep], atol=1e-4, rtol=0)
+            inputs.setdefault(timestep, given)
+    assert met >= 10
+
+
+def test_a_recording_serves_edits_with_another_sampler(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    other = desk.draw(replace(SECOND, spec=replace(SECOND.spec, sampler=SamplerKind.EULER_ANCESTRAL)))
+    assert other.record.edit is not None
+    assert other.record.edit.blocks_reused == other.record.edit.blocks_total
+
+
+def test_of_two_steps_at_one_timestep_each_takes_what_its_own_noise_made(model: Model) -> None:
+    """Karras' sigmas of DPM++, whose timesteps are rounded: each step has a recording of its own."""
+    karras = replace(SPEC, sampler=SamplerKind.DPMPP_2M, use_karras_sigmas=True, num_inference_steps=60, strength=0.1)
+    desk = EditDesk(model)
+    first = desk.draw(masked_order(karras, key="first"))
+    (recording,) = desk.source.recordings
+    assert recording.step_count == 6
+    assert len({key.timestep for key in recording.steps}) < 6
+    again = desk.draw(masked_order(karras, key="again"))
+    assert again.record.edit is not None
+    assert again.record.edit.blocks_reused == again.record.edit.blocks_total
+    # Activations are kept in float16.
+    torch.testing.assert_close(again.latents[0], first.latents[0], atol=2e-3, rtol=0)
+
+
+def test_a_recording_with_karras_sigmas_is_not_taken_for_other_noise_at_its_timesteps(model: Model) -> None:
+    karras = replace(SPEC, sampler=SamplerKind.DPMPP_2M, use_karras_sigmas=True, num_inference_steps=60, strength=0.1)
+    desk = EditDesk(model)
+    desk.draw(masked_order(karras, key="karras"))
+    (recording,) = desk.source.recordings
+    order = masked_order(replace(SPEC, num_inference_steps=100, strength=0.1), key="plain")
+    plain = desk.draw(order)
+    assert plain.job is not None
+    request = plain.job.requests[0]
+    timesteps = {request.timestep_of(step) for step in range(request.begin, request.end)}
+    assert timesteps & {key.timestep for key in recording.steps}, "else there is nothing to tell apart"
+    assert plain.record.edit is not None
+    assert plain.record.edit.blocks_reused == 0
+    assert plain.record.edit.computed_all_because == "the recording has none of its steps"
+
+
+def test_keys_tell_all_steps_apart_though_the_last_bits_of_their_noise_do_not_count(model: Model) -> None:
+    """Two kinds of processors compute those otherwise, and their workers may share a store."""
+    told_apart = levels = 0
+    for kind in SamplerKind:
+        for karras in (False, True) if kind in KARRAS else (False,):
+            for count in range(1, rules.MAX_STEPS + 1, 3):
+                sampler = Sampler(kind, model.scheduler_config, steps=count, karras=karras)
+                said = [sampler.noise_level(step) for step in range(count)]
+                keys = [rounded(level) for level in said]
+                assert len(set(keys)) == count
+                assert all(math.isclose(key, level, rel_tol=5e-5) for key, level in zip(keys, said, strict=True))
+                elsewhere = [rounded(float(np.nextafter(np.float32(level), np.float32(np.inf)))) for level in said]
+                told_apart += sum(key != other for key, other in zip(keys, elsewhere, strict=True))
+                levels += count
+    assert told_apart < levels / 50
+
+
+def following(model: Model) -> EditDesk:
+    """A desk whose model's blocks follow the prompt."""
+    desk = EditDesk(model)
+    desk.edits.cosines = PromptCosines(cosines={"a": LEAST_COSINE - 0.1})
+    return desk
+
+
+def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_another_one(model: Model) -> None:
+    desk = following(model)
+    desk.draw(FIRST)
+    other = replace(SECOND.spec, prompt="a yellow square")
+    cautious = edit_record(desk, masked_order(other, key="cautious", any_prompt=False))
+    assert cautious.blocks_reused == cautious.blocks_total / 2
+    assert cautious.recorded, "what was computed in full takes the other prompt's place"
+    again = edit_record(desk, masked_order(other, key="again", any_prompt=False))
+    assert again.blocks_reused == again.blocks_total
+    insisting = edit_record(desk, masked_order(SECOND.spec, key="insisting"))
+    assert insisting.blocks_reused == insisting.blocks_total
+    (recording,) = desk.source.recordings
+    assert recording.is_idle
+
+
+def test_where_blocks_follow_the_prompt_two_prompts_on_one_image_do_not_drive_each_other_out(model: Model) -> None:
+    desk = following(model)
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    alone_bytes = recording.size_bytes
+    prompts = ("a yellow square", FIRST.spec.prompt, "a yellow square", FIRST.spec.prompt)
+    records = [
+        edit_record(desk, masked_order(replace(FIRST.spec, prompt=prompt), key=number, any_prompt=False))
+        for number, prompt in enumerate(prompts)
+    ]
+    assert [record.blocks_reused / record.blocks_total for record in records] == [0.5, 1.0, 1.0, 1.0]
+    assert recording.size_bytes == 1.5 * alone_bytes
+    edit_record(desk, masked_order(replace(FIRST.spec, prompt="a blue ring"), key="third", any_prompt=False))
+    assert recording.size_bytes == 1.5 * alone_bytes, "no third one is kept"
+
+
+def test_without_room_for_two_prompts_the_newer_one_stays(model: Model) -> None:
+    desk = following(model)
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    recording.budget_bytes = recording.size_bytes
+    other = replace(FIRST.spec, prompt="a yellow square")
+    records = [
+        edit_record(desk, masked_order(spec, key=number, any_prompt=False))
+        for number, spec in enumerate((other, other, FIRST.spec))
+    ]
+    assert [record.blocks_reused / record.blocks_total for record in records] == [0.5, 1.0, 0.5]
+    assert recording.size_bytes == recording.budget_bytes
+
+
+def test_where_blocks_follow_the_prompt_an_unguided_edit_with_another_one_computes_all_and_says_so(
+    model: Model,
+) -> None:
+    desk = following(model)
+    unguided = replace(FIRST.spec, guidance_scale=1.0)
+    desk.draw(masked_order(unguided, key="first"))
+    other = replace(unguided, prompt="a yellow square", seed=9)
+    record = edit_record(desk, masked_order(other, key="other", any_prompt=False))
+    assert record.blocks_reused == 0
+    assert "another prompt" in record.computed_all_because
+
+
+def test_how_far_blocks_follow_the_prompt_is_measured_before_the_first_use(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    before = desk.edits.cosines
+    assert before is None
+    desk.draw(masked_order(SECOND.spec, key="asked", any_prompt=False))
+    measured: PromptCosines | None = desk.edits.cosines
+    assert measured is not None
+    cosines: Mapping[str, float] = measured.cosines
+    assert set(cosines) == set(desk.edits.blocks)
+    assert all(-1 <= cosine < 1 for cosine in cosines.values())
+
+
+def test_an_edit_that_fails_before_its_first_step_gives_the_recording_back(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    hook = model.backbone.unet.mid_block.register_forward_pre_hook(fail)
+    try:
+        # How far blocks follow the prompt is measured first.
+        failed = desk.draw(masked_order(replace(SECOND.spec, prompt="a yellow square"), key="failed", any_prompt=False))
+    finally:
+        hook.remove()
+    (recording,) = desk.source.recordings
+    assert isinstance(failed.events[-1], JobFailed)
+    assert recording.uses == 1
+    assert recording.is_idle
+
+
+def half_drawn(desk: EditDesk, order: EngineOrder) -> tuple[bytes, dict[str, bytes]]:
+    """A checkpoint of an attempt that ends in the middle, and what it has decided."""
+    drawing = desk.submit(order)
+    while not drawing.all(JobCheckpointed):
+        desk.turn()
+    desk.engine.cancel(order.key)
+    assert drawing.job is not None
+    return drawing.all(JobCheckpointed)[-1].data, dict(drawing.job.decided)
+
+
+def test_a_resumed_edit_whose_recording_is_gone_keeps_its_noise(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    whole = desk.draw(SECOND)
+    checkpoint, decisions = half_drawn(desk, replace(SECOND, key="half"))
+    elsewhere = EditDesk(model).draw(replace(SECOND, checkpoint=checkpoint, decisions=decisions))
+    assert torch.equal(edited(elsewhere).noise, edited(whole).noise)
+    assert torch.equal(outside(elsewhere.latents[0], SECOND), outside(whole.latents[0], SECOND))
+    assert elsewhere.record.edit is not None
+    said = "the recording that an earlier attempt used is gone; step 2 is the first that was made without it"
+    assert elsewhere.record.edit.computed_all_because == said
+    assert not elsewhere.record.edit.recorded
+    assert not elsewhere.record.exact
+    assert elsewhere.record.edit.recording == desk.source.recordings[0].id
+
+
+def test_an_attempt_from_the_beginning_draws_with_the_same_noise_without_the_recording(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    whole = desk.draw(SECOND)
+    assert whole.job is not None
+    elsewhere = EditDesk(model).draw(replace(SECOND, decisions=dict(whole.job.decided)))
+    assert torch.equal(edited(elsewhere).noise, edited(whole).noise)
+    assert torch.equal(edited(elsewhere).image_latent, edited(whole).image_latent)
+    assert elsewhere.record.edit is not None
+    assert (elsewhere.record.exact, elsewhere.record.edit.recording) == (False, desk.source.recordings[0].id)
+
+
+def test_an_attempt_that_finds_the_recording_goes_on_with_it(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    whole = desk.draw(SECOND)
+    assert whole.record.edit is not None
+    checkpoint, decisions = half_drawn(desk, replace(SECOND, key="half"))
+    resumed = desk.draw(replace(SECOND, key="resumed", checkpoint=checkpoint, decisions=decisions))
+    assert resumed.record.edit is not None
+    assert 0 < resumed.record.edit.blocks_reused < whole.record.edit.blocks_reused
+    torch.testing.assert_close(resumed.latents[0], whole.latents[0], atol=1e-5, rtol=0)
+
+
+def test_an_attempt_that_began_with_its_own_noise_never_turns_to_a_recording(model: Model) -> None:
+    desk = EditDesk(model)
+    alone = EditDesk(model)
+    whole = alone.draw(SECOND)
+    assert whole.job is not None
+    decisions = dict(whole.job.decided)
+    desk.draw(FIRST)
+    again = desk.draw(replace(SECOND, decisions=decisions))
+    assert torch.equal(edited(again).noise, edited(whole).noise)
+    assert again.record.exact
+    assert again.record.edit is not None
+    assert again.record.edit.computed_all_because == "an earlier attempt began without the recording"
+
+
+@pytest.mark.parametrize("decision", [b"\xff", EditDecision(recording="x").SerializeToString()])
+def test_a_decision_that_nobody_has_made_is_refused(model: Model, decision: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        EditDesk(model).engine.submit(replace(FIRST, decisions={kinds.ACTIVATIONS: decision}))
+
+
+def test_exact_edits_neither_read_nor_record(model: Model) -> None:
+    desk = EditDesk(model)
+    plain = replace(edit_order(SPEC, template(), LEFT), key="plain")
+    before = desk.draw(plain)
+    assert not desk.source.recordings
+    assert before.record.edit is None
+    desk.draw(FIRST)
+    after = desk.draw(replace(plain, key="after"))
+    assert torch.equal(before.latents[0], after.latents[0])
+    assert after.record.exact
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_late_lora_leaves_no_recording(model: Model, late: bool) -> None:
+    layers = {"style": {"unet": random_layers(model.backbone.unet, 1)}}
+    source = LorasByHand.of(layers, here=not late)
+    source.text |= {"style"}
+    desk = EditDesk(model, loras=source)
+    order = replace(FIRST, spec=replace(FIRST.spec, loras=(lora_spec("style", bound=3),)))
+    drawing = desk.submit(order)
+    desk.turn()
+    desk.turn()
+    source.come("style")
+    desk.run()
+    assert drawing.record.edit is not None
+    assert drawing.record.edit.recorded is not late
+    assert len(desk.source.recordings) == (0 if late else 1)
+    if late:
+        assert drawing.record.edit.computed_all_because.endswith("a LoRA arrived only after the first step")
+
+
+FULL = box_mask((0, 0, 64, 64))
+
+WHOLE = "it redraws the whole image, its mask's margin included"
+
+
+def test_an_edit_that_redraws_all_takes_nothing_and_says_so(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    record = edit_record(desk, masked_order(mask=FULL, key="full"))
+    assert (record.blocks_reused, record.computed_all_because) == (0, WHOLE)
+
+
+def test_a_first_edit_that_redraws_all_records_nothing(model: Model) -> None:
+    """It would take room, and give nobody anything."""
+    desk = EditDesk(model)
+    record = edit_record(desk, masked_order(mask=FULL, key="full"))
+    assert (record.recorded, record.computed_all_because) == (False, WHOLE)
+    assert not desk.source.recordings
+    assert edit_record(desk, SECOND).recorded
+
+
+def test_where_nothing_of_what_an_edit_does_not_redraw_is_recorded_it_says_so(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(masked_order(mask=box_mask((0, 0, 64, 48)), key="first"))
+    record = edit_record(desk, masked_order(mask=box_mask((0, 40, 64, 64)), key="below"))
+    assert record.blocks_reused == 0
+    assert record.computed_all_because == "the recording lacks the part that the edit does not redraw"
+
+
+def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Model) -> None:
+    """It begins with noise alone, outside the mask as well; other edits have the image there at its timestep."""
+    desk = EditDesk(model)
+    full = masked_order(replace(SPEC, strength=1.0), key="full")
+    first = desk.draw(full)
+    (recording,) = desk.source.recordings
+    assert recording.step_count == 3
+    assert first.job is not None
+    assert rounded(first.job.requests[0].noise_levels[0]) not in {key.noise_level for key in recording.steps}
+    # Half as large steps come by the same timestep, and record it.
+    finer = edit_record(desk, masked_order(replace(SPEC, num_inference_steps=8), key="finer"))
+    assert finer.recorded
+    assert rounded(first.job.requests[0].noise_levels[0]) in {key.noise_level for key in recording.steps}
+    again = edit_record(desk, replace(full, key="again"))
+    assert again.blocks_reused == again.blocks_total * 3 / 4
+    alone = edit_record(desk, masked_order(replace(SPEC, strength=1.0, num_inference_steps=1), key="alone"))
+    assert alone.computed_all_because == "at strength 1 it begins with noise alone"
+
+
+class _StaleJob(JobAddOn):
+    def report(self, record: EngineRecord) -> EngineRecord:
+        use = ControlUse(name="edges", image_digest="", begin_step=0, end_step=4, stale_steps=1)
+        return replace(record, controlnets=(use,))
+
+
+class _Stale(EngineAddOn):
+    """ControlNets whose residuals were stale in one step."""
+
+    kind: ClassVar[str] = "stale"
+
+    def open(self, order: EngineOrder) -> JobAddOn:
+        return _StaleJob()
+
+
+def test_stale_residuals_leave_no_recording(model: Model) -> None:
+    desk = EditDesk(model, addons=(_Stale(),))
+    drawing = desk.draw(FIRST)
+    assert drawing.record.edit is not None
+    assert not drawing.record.edit.recorded
+    assert "stale" in drawing.record.edit.computed_all_because
+    assert not desk.source.recordings
+
+
+def test_an_edit_that_is_cancelled_leaves_no_recording(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.submit(FIRST)
+    desk.turn()
+    assert len(desk.source.recordings) == 1
+    desk.engine.cancel(FIRST.key)
+    assert not desk.source.recordings
+    assert desk.source.counts["given_up"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fixed_rows", "mib", "because"), [(8, 64, "fixed_rows is set"), (0, 0, "keeps no activations")]
+)
+def test_a_worker_that_cannot_reuse_says_why(model: Model, fixed_rows: int, mib: int, because: str) -> None:
+    threads = torch.get_num_threads()
+    desk = EditDesk(model, mib=mib, fixed_rows=fixed_rows * threads)
+    for order in (FIRST, SECOND):
+        record = desk.draw(order).record
+        assert record.exact
+        assert record.edit is not None
+        assert because in record.edit.computed_all_because
+        assert 0 < record.edit.dilated_share < 0.6
+
+
+def test_a_recording_without_room_is_given_up(model: Model) -> None:
+    desk = EditDesk(model, mib=64)
+    desk.source = type(desk.source)(1000)
+    desk.edits.source = desk.source
+    record = desk.draw(FIRST).record.edit
+    assert record is not None
+    assert not record.recorded
+    assert record.computed_all_because.endswith("its activations do not fit into memory")
+    assert not desk.source.recordings

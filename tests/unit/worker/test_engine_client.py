@@ -1,7 +1,8 @@
-"""The temporary folder of an engine's trials: a worker that is killed leaves it, and the next one removes it."""
+"""The start of a worker's engine: the temporary folder of its trials, and what is logged of its stages."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bottega.worker.engine_client import TrialFolder
+from bottega.process import StartProgress
+from bottega.worker import engine_client
+from bottega.worker.engine_client import StartMonitor, TrialFolder
 
 _KILLED = (
     "import os, signal; from bottega.worker.engine_client import TrialFolder; folder = TrialFolder(); "
@@ -58,3 +61,36 @@ def test_the_folder_of_a_worker_that_lives_stays_and_so_does_what_is_not_ours(te
     assert {path.name for path in temporary.iterdir()} == {
         living.path.name, other.path.name, "bottega-other", "bottega-trials-link"
     }  # fmt: skip
+
+
+LOADING = StartProgress(stage="loading unet", done_bytes=31 * 10**8, total_bytes=51 * 10**8)
+
+
+async def test_a_stage_that_takes_long_is_logged_again_and_again_with_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_client, "_QUIET_S", 0.1)
+    monkeypatch.setattr(engine_client, "_REPEAT_S", 0.1)
+    caplog.set_level("INFO")
+    extended: list[str] = []
+    start = StartMonitor(extended.append)
+    start.note(LOADING)
+    await asyncio.sleep(0.35)
+    start.note(StartProgress(stage="warming up"))
+    seconds = start.end()
+    await asyncio.sleep(0.2)
+    logged = [vars(record)["progress"] for record in caplog.records]
+    assert set(logged) == {"loading unet, 3.1 of 5.1 GB"}
+    assert 2 <= len(logged) <= 3
+    assert extended == ["loading unet, 3.1 of 5.1 GB", "warming up"]
+    assert list(seconds) == ["starting the engine", "loading unet", "warming up"]
+    assert seconds["loading unet"] >= 0.35
+
+
+async def test_a_quick_start_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    start = StartMonitor(lambda _: None)
+    start.note(LOADING)
+    start.end()
+    assert start.end().keys() == {"starting the engine", "loading unet"}
+    assert not caplog.records
