@@ -6,15 +6,10 @@ import re
 import urllib.request
 from pathlib import Path
 
-import pytest
-
 from bottega.client import Client
 from tests.support.services import SMALL_ENGINE, Services, gateway_config, worker_config
 from tests.support.terminal import run
 from tests.support.waiting import wait_until
-
-# It has to be seen that forwards are slower.
-pytestmark = pytest.mark.alone
 
 _TRIED = ["faked.faster", "faked.slower", "faked.wrong"]
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from bottega.engine.acceleration.acceleration import Acceleration
     from bottega.model.model import Model
 
-# Longer than a forward of the embedded model takes, also beside another process.
-_LATE_S = 0.1
+# Ten times what a forward of the embedded model takes: longer than it takes on busy cores, too.
+_LATE_S = 0.3
 
 
 class _Faked:

@@ -16,7 +16,6 @@ from tests.support.full_disk import fill, small_disk
 from tests.support.stored_templates import (
     WAIT_S,
     answer,
-    block_profile,
     drawn_of,
     elements,
     grant,
@@ -67,21 +66,6 @@ def test_a_disk_that_fills_up_while_a_template_is_recorded_costs_that_template(t
         assert answer(store, "half").record
         record(store, "half")
         _serves(store, "half")
-
-
-def test_profiles_are_kept_and_told_with_answers(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        store.set_profile(block_profile())
-        store.set_profile(block_profile(width=64))
-        record(store, "kept")
-        assert answer(store, "kept").profile == block_profile()
-        assert answer(store, "kept", dtype="float16").profile.ByteSize() == 0
-        found = answer(store, "new", width=64, height=40)
-        assert (found.profile, found.record) == (block_profile(width=64), True)
-    with running_store(tmp_path) as store:
-        assert store.profiles() == [block_profile(), block_profile(width=64)]
-        store.set_profile(block_profile(blocks=()))
-        assert store.profiles() == [block_profile(width=64)]
 
 
 def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

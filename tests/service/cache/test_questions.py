@@ -157,16 +157,6 @@ def test_a_pin_that_is_gone_is_left_out(store: LatentStore) -> None:
     assert [(hit.entry, hit.step) for hit in answer.header.hits] == [(entry.entry, 5)]
 
 
-def test_what_was_found_is_counted(store: LatentStore) -> None:
-    store.ask(question(), vector(0))
-    store.ask(question(), vector(1))
-    found = store.statistics()
-    assert (found.lookups["hit"], found.lookups["miss"], found.steps_skipped) == (1, 1, 0)
-    (model,) = found.models
-    assert (model.entries, model.latents, model.keys, model.has_profile) == (1, 5, 1, True)
-    assert store.entries(MODEL, 10)[0].hits == 1
-
-
 def test_an_entry_is_shown_as_it_was_recorded(store: LatentStore) -> None:
     (listed,) = store.entries("", 10)
     details = store.entry(listed.entry)

@@ -44,13 +44,6 @@ def test_of_six_requests_one_after_the_other_one_at_most_starts_from_an_entry_of
     assert _entries(other) == started[:1]
 
 
-def test_pictures_of_one_request_and_the_next_one_start_from_entries_of_their_own(store: LatentStore) -> None:
-    started = _entries(_ask(store, ROW), _ask(store), _ask(store))
-    assert len(set(started[:ROW])) == ROW
-    assert len(started) == ROW + 2
-    assert len(set(started[2:])) == ROW - 1
-
-
 def test_the_picture_of_an_entry_is_one_of_its_own_prompts_row(tmp_path: Path) -> None:
     own = question(prompt_digest=prompt_digest("prompt 5"))
     with running(tmp_path) as store:
@@ -98,14 +91,6 @@ def test_a_latent_that_came_too_late_serves_the_next_picture(store: LatentStore)
     assert all(each.hits == 0 for each in store.entries(MODEL, 10))
     assert len(set(_entries(*(_ask(store) for _ in range(ROW))))) == ROW - 1
     assert sum(each.hits for each in store.entries(MODEL, 10)) == ROW
-
-
-def test_a_row_of_one_starts_all_pictures_from_the_most_similar_entry(tmp_path: Path) -> None:
-    with running(tmp_path, row_pictures=1) as store:
-        for number in range(3):
-            record(store, similar(vector(0), 0.99 - number / 1000, number), seed=number)
-        written(store)
-        assert len(set(_entries(*(_ask(store) for _ in range(3))))) == 1
 
 
 @pytest.mark.parametrize("digest", ["0", "g" * 64, "AB" * 32])

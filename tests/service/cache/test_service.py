@@ -162,12 +162,7 @@ _THRESHOLD = pb.CacheThreshold(fraction=0.5, similarity=0.9)
 @pytest.mark.parametrize(
     ("facts", "field"),
     [
-        ({"model_hash": ""}, "model_hash"),
         ({"model_hash": "x"}, "model_hash"),
-        ({"about": "x" * 1001}, "about"),
-        ({"fast": [pb.CacheLengthClass(max_words=words + 1) for words in range(17)]}, "fast"),
-        ({"fast": _classes(max_words=-1)}, "fast[0].max_words"),
-        ({"fast": [*_classes(), *_classes(max_words=9)]}, "fast[0].max_words"),
         ({"balanced": [*_classes(max_words=9), *_classes(max_words=9)]}, "balanced[1].max_words"),
         ({"balanced": _classes(thresholds=[pb.CacheThreshold(fraction=0.4, similarity=0.95), _THRESHOLD])}, "balanced"),
         ({"balanced": _classes(thresholds=[_THRESHOLD] * 6)}, "balanced[0].thresholds"),

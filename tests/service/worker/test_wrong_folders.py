@@ -19,18 +19,24 @@ pytestmark = pytest.mark.alone
 LIMIT_S = 2.0
 TRIES = 3
 """Runs of the command; the quickest one counts, because other tests may take the cores from one of them."""
+_GATEWAYS = {"alone": "''", "without its gateway": "127.0.0.1:9"}
 # One of another family, and one whose weights are damaged; the checker is the same for all.
-_IN_EVERY_RUN = frozenset({"Stable Diffusion 1.5", "a file that is cut off"})
+_IN_EVERY_RUN = {("Stable Diffusion 1.5", "alone"), ("a file that is cut off", "without its gateway")}
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "gateway"),
     [
-        pytest.param(wrong, marks=() if wrong.name in _IN_EVERY_RUN else pytest.mark.slow, id=wrong.name)
+        pytest.param(
+            wrong,
+            address,
+            marks=() if (wrong.name, gateway) in _IN_EVERY_RUN else pytest.mark.slow,
+            id=f"{wrong.name}-{gateway}",
+        )
         for wrong in WRONG_FOLDERS
+        for gateway, address in _GATEWAYS.items()
     ],
 )
-@pytest.mark.parametrize("gateway", ["''", "127.0.0.1:9"], ids=["alone", "without its gateway"])
 def test_a_worker_ends_with_the_sentence(wrong: WrongFolder, gateway: str, tmp_path: Path) -> None:
     given, sentence = wrong.make_at(tmp_path / "model")
     config = tmp_path / "worker.yaml"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from bottega import errors, kinds
+from bottega import kinds
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_EXACT, CacheUse, Techniques
 from bottega.v1.worker_pb2 import RunAttemptRequest
-from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.running_gateway import Running, running_gateway
 
 _ENTRY = "0123456789abcdef" * 2
 _PIN = f"{_ENTRY}@6"
@@ -41,31 +39,6 @@ async def test_a_picture_says_how_it_is_drawn_again(house: Running) -> None:
     drawn = await house.draw(prompt="a red star")
     assert drawn.provenance.parameters.techniques == Techniques(cache_entry=_PIN)
     assert drawn.provenance.cached_starts == worker.script.cached_starts
-
-
-async def test_all_that_contradicts_a_pin_is_refused_at_once_and_a_pin_without_a_store_for_now(house: Running) -> None:
-    await house.worker()
-    techniques = Techniques(cache_entry=f"{_ENTRY}@7", approximate_cache=False)
-    wrong = functools.partial(
-        house.generate,
-        prompt="a star",
-        techniques=techniques,
-        num_images=2,
-        prompt_2="x",
-        fidelity=FIDELITY_EXACT,
-    )
-    error = await refusal(wrong, errors.InvalidRequest)
-    assert isinstance(error, errors.InvalidRequest)
-    assert {violation.field.removeprefix("spec.") for violation in error.violations} == {
-        "prompt",
-        "techniques.cache_entry",
-        "techniques.approximate_cache",
-        "num_images",
-        "prompt_2",
-        "fidelity",
-    }
-    pinned = functools.partial(house.generate, prompt="a red star", techniques=Techniques(cache_entry=_PIN))
-    assert (await refusal(pinned, errors.NoCache)).retry_after_s
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["from a latent", "from noise"])

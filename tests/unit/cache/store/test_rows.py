@@ -27,12 +27,6 @@ def test_noise_that_would_make_a_second_pair_rests() -> None:
     assert rows.resting(KEY, PROMPT) == frozenset(), "the pair is not in the row any more"
 
 
-def test_prompts_and_kinds_of_requests_have_rows_of_their_own() -> None:
-    rows = PromptRows(6, FakeTime().monotonic)
-    for key, prompt in ((KEY, PROMPT), (KEY, OTHER), ("cd" * 32, PROMPT)):
-        assert [rows.reserve(key, prompt, 1) for _ in range(3)] == [True, True, False]
-
-
 def test_a_picture_that_was_drawn_from_noise_is_one_of_the_row() -> None:
     rows = PromptRows(6, FakeTime().monotonic)
     rows.note(KEY, PROMPT, 1)
