@@ -85,7 +85,7 @@ async def running_workers() -> AsyncIterator[Start]:
             module=module,
         )
         await engine.spawn()
-        pool = CodecPool()
+        pool = CodecPool(idle_s=600.0)  # its processes start with the first image, and many attempts have none
         await pool.start()
         server, worker = build(config, engine, pool)
         await server.start()

@@ -26,6 +26,9 @@ _POLL_S = 0.02
 # Where a service listens of which only its log says where.
 FREE_PORTS: Mapping[str, object] = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
 
+# Codec processes start with the first image: many tests send none, and each process imports for .2 s.
+CODEC_ON_DEMAND: Mapping[str, object] = {"codec_idle_s": 600.0}
+
 # A worker's engine beside tests. One thread: the tests' own torch has the other core. An engine measures turns of
 # every width that it may have before it serves: those of more than 4 rows take a second, and no test here needs them.
 SMALL_ENGINE: Mapping[str, object] = {"model": "miniature", "threads": 1, "max_rows": 4}
@@ -135,12 +138,14 @@ class Services:
 
 def gateway_config(**overrides: object) -> dict[str, object]:
     """Configuration of a gateway on free ports. What is asked for twice is drawn twice: whoever compares wants that."""
-    return {"server": FREE_PORTS, "fleet": {"listen": "127.0.0.1:0"}, "identical_results": False, **overrides}
+    own = {"server": FREE_PORTS, "fleet": {"listen": "127.0.0.1:0"}, "identical_results": False}
+    return {**own, **CODEC_ON_DEMAND, **overrides}
 
 
 def worker_config(gateway: str, *, name: str, engine: Mapping[str, object], **overrides: object) -> dict[str, object]:
     """Configuration of a worker of the gateway whose fleet listener is at `gateway`, on free ports."""
-    return {"name": name, "gateway": gateway, "server": FREE_PORTS, "engine": dict(engine), **overrides}
+    own = {"name": name, "gateway": gateway, "server": FREE_PORTS, "engine": dict(engine)}
+    return {**own, **CODEC_ON_DEMAND, **overrides}
 
 
 def runs(process: psutil.Process) -> bool:

@@ -16,7 +16,7 @@ from tests.support.services import gateway_config
 
 async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp_path: Path) -> None:
     config = tmp_path / "gateway.yaml"
-    config.write_text(json.dumps(gateway_config()))
+    config.write_text(json.dumps(gateway_config(codec_idle_s=None)))
     command = [sys.executable, "-m", "bottega.gateway", "--config", str(config)]
     env = {**os.environ, "BOTTEGA_STATE": str(tmp_path / "state")}
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=env)

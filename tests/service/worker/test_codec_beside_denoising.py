@@ -33,13 +33,16 @@ _TIMEOUT_S = 120.0
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     with Services(tmp_path) as services:
-        gateway = services.start("gateway", gateway_config(codec_processes=1, max_image_pixels=SIDE * SIDE))
+        gateway = services.start(
+            "gateway", gateway_config(codec_processes=1, codec_idle_s=None, max_image_pixels=SIDE * SIDE)
+        )
         services.start(
             "worker",
             worker_config(
                 gateway.fleet,
                 name="worker",
                 engine={**SMALL_ENGINE, "progress_interval_s": 0.05},
+                codec_idle_s=None,
             ),
         )
         with Client(gateway.address) as client:
