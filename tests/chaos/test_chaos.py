@@ -1,7 +1,7 @@
 """Of what `make chaos` does one of each kind, in one suite.
 
-In the default run a worker is killed and a gateway is told to stop. The others are slow: each is also shown by tests of
-one service, with real processes of it and the others scripted.
+In the default run a worker is killed. The others are slow: each is also shown by tests of one service, with real
+processes of it and the others scripted.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def test_a_worker_that_is_told_to_stop_loses_no_picture(scene: Scene) -> None:
     _expect_well(scene)
 
 
+@pytest.mark.slow  # as tests/service/gateway/dispatch/test_losses.py
 def test_a_gateway_that_is_told_to_stop_finishes_what_runs(scene: Scene) -> None:
     """The last one: nothing is left to draw with."""
     drawing, name = _begin(scene)

@@ -239,6 +239,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     bottega(up, "models", status=1)
 
 
+@pytest.mark.slow  # test_restart_policy.py has it of the supervisor, and test_wrong_folders.py of --detach
 def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
     state = tmp_path / "state"
     options = ["--port", "0", "--controlnet-servers", "0", "--device", "abacus", "--state", str(state)]

@@ -147,7 +147,7 @@ def test_one_request_may_use_two_servers(cast: Cast, stock: Any, nets: Mapping[s
     assert {event["server"]: event["backend"] for event in linked} == {"near": "memfd", "far": "tcp"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_server_that_freezes_or_dies_in_a_session_is_replaced_by_the_next(
     cast: Cast, calm: Pixels, number: signal.Signals
 ) -> None:

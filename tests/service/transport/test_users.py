@@ -62,7 +62,7 @@ def _taken_up_by_another(offer: Offer, *, group: int = GROUP) -> str:
     return run_as_another(_CONNECT, encoded, imports=_IMPORTS, group=group)
 
 
-@pytest.mark.parametrize("service", ["controlnet", "loras"])
+@pytest.mark.parametrize("service", [pytest.param("controlnet", marks=pytest.mark.slow), "loras"])
 def test_a_service_whose_folder_another_user_made_first_says_so_and_does_not_start(
     public_folder: Path, service: str
 ) -> None:

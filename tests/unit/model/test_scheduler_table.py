@@ -228,6 +228,7 @@ def test_a_key_does_in_every_sampler_what_it_does_in_stock_or_is_refused(name: s
             assert refused or (key, value) in ONLY_TRIED, (choice, samplers.refusals[choice])
 
 
+@pytest.mark.slow  # of the table above, which changes with Diffusers alone
 @pytest.mark.parametrize(("name", "key", "value"), list(cases()))
 def test_the_values_above_change_what_a_class_draws(name: str, key: str, value: object) -> None:
     """Else there is nothing to see."""
@@ -251,8 +252,8 @@ def test_a_served_sampler_in_an_unserved_ones_place_is_stocks_from_its_configura
             assert assert_stocks_or_refused(model, samplers, choice, STEPS)
 
 
-# With 61 and 103 trailing timesteps of 1000, Diffusers makes one more.
-@pytest.mark.parametrize("steps", [1, 2, 3, 14, 15, 61, 103])
+# With 61 trailing timesteps of 1000, Diffusers makes one more.
+@pytest.mark.parametrize("steps", [1, 2, 3, 14, 15, 61])
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 def test_any_number_of_steps_is_stocks_or_refused(spacing: str, steps: int) -> None:
     model = stock_scheduler(diffusers.EulerDiscreteScheduler, {**BASE, "timestep_spacing": spacing})
@@ -260,7 +261,7 @@ def test_any_number_of_steps_is_stocks_or_refused(spacing: str, steps: int) -> N
     for choice in CHOICES:
         drawn = assert_stocks_or_refused(model, samplers, choice, steps)
         reason = samplers.refusal(choice, steps)
-        one_more = spacing == "trailing" and steps in (61, 103) and not choice.karras
+        one_more = spacing == "trailing" and steps == 61 and not choice.karras
         assert drawn != one_more
         assert reason == (
             f"the model's timestep spacing makes {steps + 1} steps of {steps}: ask for another number"

@@ -49,7 +49,7 @@ def best_of_all(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> flo
     return min(follow(steps, takes, load_busy_s=load_busy_s)[-1].compute_s for takes in choices)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(blocks=st.lists(_block, max_size=12), load_busy_s=_busy)
 def test_no_choice_of_blocks_ends_before_the_plan_of_a_step(blocks: list[BlockCost], load_busy_s: float) -> None:
     plan = plan_step(blocks, load_busy_s=load_busy_s)
@@ -57,7 +57,7 @@ def test_no_choice_of_blocks_ends_before_the_plan_of_a_step(blocks: list[BlockCo
     assert plan == follow([blocks], plan.takes, load_busy_s=load_busy_s)[0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(steps=_few_steps.filter(bool), load_busy_s=_busy)
 def test_no_choice_of_blocks_ends_before_the_plan_of_several_steps_nor_a_hundredth_before_the_engine_s(
     steps: list[list[BlockCost]], load_busy_s: float
