@@ -95,7 +95,7 @@ def is_plain(result: Result) -> None:
         Manner(),
         Manner(known=False),
         Manner(number=1e300),
-        Manner(number=-1e300),
+        pytest.param(Manner(number=-1e300), marks=pytest.mark.slow),
         Manner(number=math.nan),
     ],
     ids=["words", "later enumerations", "large numbers", "small numbers", "no numbers"],

@@ -63,7 +63,7 @@ def _plain_descent(parameters: Iterable[Any], **_: object) -> torch.optim.Optimi
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("name", every_stage())
+@pytest.mark.parametrize("name", every_stage({"edges"}))
 def test_a_whole_step_stays_on_the_networks_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step mixes it with the processor. No GPU is needed to see that."""
     monkeypatch.setattr(torch.optim, "AdamW", _plain_descent)
