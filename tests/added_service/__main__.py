@@ -53,7 +53,6 @@ class ColourLink(LinkHandler):
     """Answers one worker that asks for colours by number."""
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """A number of a colour."""
         with incoming:
             number = read_number(incoming.layout, connection.wait_all(incoming))
             if kind_of(incoming.layout) != ASK or not 0 <= number < len(COLOURS):
@@ -68,7 +67,6 @@ class ColourLinks(LinkServer[ColourLink]):
     """The links of the store."""
 
     def new_handler(self, connection: Connection) -> ColourLink:
-        """What serves one worker."""
         return ColourLink()
 
 
@@ -88,7 +86,6 @@ class ColourStore:
         self._membership: FleetMembership | None = None
 
     async def start(self) -> None:
-        """Joins the fleet."""
         registration = fleet_pb2.Registration(
             kind=KIND,
             name=self.name,
@@ -110,7 +107,6 @@ class ColourStore:
         return fleet_pb2.Load(hosted=[Hosted(kind=KIND, name=name, state=state) for name, state in states.items()])
 
     async def prefetch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """Loads these colours."""
         self._loaded |= COLOURS.keys() & set(request.names)
         if self._membership:
             self._membership.report_soon()

@@ -58,7 +58,6 @@ class ColourAddOn(AddOn):
             request.addons[KIND] = messages.ColourOrder(names=names).SerializeToString()
 
     async def close(self) -> None:
-        """Ends every call."""
         await self._calls.cancel()
 
     async def _call(self, address: str, names: Iterable[str]) -> None:

@@ -47,7 +47,6 @@ def flood_cancels(scene: Scene, *, times: int, rng: random.Random) -> None:
 
 
 def _finish(scene: Scene, seed: int) -> Order:
-    """Somebody else's, drawn before."""
     order = submit(scene, Order(request_id=new_id(), seed=seed))
     scene.client.job(order.job_id).result(timeout_s=DRAW_TIMEOUT_S)
     return order

@@ -146,7 +146,6 @@ def _submit_until_taken(scene: Scene, seed: int) -> Order:
 
 
 def look_first(scene: Scene) -> None:
-    """Draws what is compared with."""
     scene.look_first(SEEDS, STEPS)
     scene.undisturbed(SEEDS[0], LONG_STEPS)
 

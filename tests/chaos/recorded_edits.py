@@ -109,7 +109,6 @@ def is_stored(scene: Scene) -> bool:
 
 
 def call_store(scene: Scene, method: str, request: Any) -> Any:
-    """What the store answers."""
     with grpc.insecure_channel(scene.worker("activations").address) as channel:
         stub: Any = activations_pb2_grpc.ActivationServiceStub(channel)
         return getattr(stub, method)(request, timeout=CALL_S)

@@ -65,7 +65,6 @@ class Drawing:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, however."""
         return not self._thread.is_alive()
 
     def status(self) -> JobStatus | None:
@@ -304,7 +303,6 @@ class Scene:
         return ""
 
     def draw(self, *, seed: int, steps: int) -> Drawing:
-        """Begins a picture."""
         options = {**self.options, **self.additions.get(seed, {})}
         return Drawing(self.client, seed=seed, steps=steps, options=options)
 
@@ -317,7 +315,6 @@ class Scene:
         return self._undisturbed[seed, steps]
 
     def look_first(self, seeds: Iterable[int], steps: int) -> None:
-        """Draws what is compared with."""
         for seed in seeds:
             self.undisturbed(seed, steps)
 

@@ -34,7 +34,6 @@ class Tally:
 
     @property
     def well(self) -> bool:
-        """Whether everything was as promised."""
         return not any(self.zeros.values()) and not self.faults
 
     def most(self, figure: str, value: float) -> None:
@@ -47,7 +46,6 @@ class Tally:
         return int(self.figures[figure])
 
     def check(self, what: str, value: float, at_most: float) -> None:
-        """A bound that was promised."""
         if value > at_most:
             self.faults.append(f"{what}: {value:g}, at most {at_most:g} was promised")
 

@@ -47,7 +47,6 @@ class Suite:
         self.wait_for_store()
 
     def wait_for_store(self) -> None:
-        """Until it has joined."""
         wait_until(lambda: self.store.address in _addresses(self.client), "the store to join")
 
 

@@ -100,7 +100,6 @@ class Wrong(_Faked):
 
 
 def faked() -> list[Acceleration]:
-    """All of them."""
     return [Faster(), Slower(), Wrong()]
 
 

@@ -225,7 +225,6 @@ class Shop:
         return [job for job in self.log.live() if job.worker == member.name]
 
     def member(self, name: str) -> Member:
-        """A worker that has joined."""
         (member,) = (member for member in self.fleet.members() if member.name == name)
         return member
 
@@ -248,15 +247,12 @@ class Shop:
             await asyncio.sleep(0)
 
     def client(self, name: str = "w1") -> FakeClient:
-        """The calls to a worker."""
         return self.clients[self.member(name).registration.address]
 
     def submit(self) -> Job:
-        """A job comes in."""
         return self.take(sample_job(self.time))
 
     def take(self, job: Job) -> Job:
-        """That job comes in."""
         at_once(self.log.add(job))
         self.controller.submit(job)
         return job

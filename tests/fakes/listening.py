@@ -24,7 +24,6 @@ class FakeListening:
     tell_health: Callable[[bool], Awaitable[None]] = _tell_nobody
 
     async def set_serving(self, serving: bool) -> None:
-        """See Server."""
         await self.tell_health(serving)
 
     def extend_start(self, status: str, *, within_s: float) -> None:

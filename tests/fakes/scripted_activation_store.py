@@ -70,7 +70,6 @@ class Section:
 
     @property
     def data(self) -> bytes:
-        """As its file has it."""
         made = bytearray(self.layout.size_bytes)
         for name, tensor in self.tensors.items():
             offset, size_bytes = self.layout.place(name)
@@ -105,7 +104,6 @@ class _Coming:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name."""
         return {
             tensor.name: torch.frombuffer(data, dtype=torch.float16).reshape(tensor.shape)
             for tensor, data in zip(self._layout.tensors, self.data, strict=True)
@@ -209,12 +207,10 @@ class ScriptedStore(LinkServer[ScriptedLink]):
         return messages.answer_message(number, self.header, self.drawn)
 
     def serve(self, link: ScriptedLink, number: int, request: SectionRequest) -> None:
-        """A request has come."""
         self.requests.put(request)
         self.fetched(link, number, request)
 
     def send(self, link: ScriptedLink, number: int, request: SectionRequest) -> None:
-        """What is wanted."""
         section = self.sections.get(request.digest)
         if section is None:
             self.refuse(link, number, request)
@@ -227,11 +223,9 @@ class ScriptedStore(LinkServer[ScriptedLink]):
                 self.send_tensor(link, number, section, place)
 
     def refuse(self, link: ScriptedLink, number: int, _request: SectionRequest) -> None:
-        """It has it no more."""
         link.connection.send(messages.refused_message(number, job_error_to_json(DataLoss("it is damaged"))))
 
     def send_tensor(self, link: ScriptedLink, number: int, section: Section, place: int) -> None:
-        """In chunks."""
         data = list(section.tensors.values())[place].numpy().tobytes()
         for start in range(0, len(data), CHUNK_BYTES):
             chunk = messages.chunk_message(number, tensor=place, start=start, data=data[start : start + CHUNK_BYTES])
@@ -247,7 +241,6 @@ class ScriptedStore(LinkServer[ScriptedLink]):
         link.connection.post(send)
 
     def say(self, message: WholeMessage) -> None:
-        """To the only worker, unasked."""
         (link,) = self.handlers
         link.connection.send(message)
 
@@ -268,7 +261,6 @@ class StoreOffers(OffersAtOnce):
         return ServiceOffer(offer=self.there[address].offer("w", link_id, caller=""), service=address)
 
     def addresses(self) -> Sequence[ServiceAddress]:
-        """Of all that are there."""
         return [store.address for store in self.there.values()]
 
 

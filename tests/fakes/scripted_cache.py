@@ -88,7 +88,6 @@ class ScriptedCache(LinkServer[_Link]):
         return ServiceAddress(name=self.name, address=self.name)
 
     def say(self, message: CacheMessage) -> None:
-        """To the only worker, unasked."""
         (link,) = self.handlers
         link.connection.send(message)
 
@@ -109,5 +108,4 @@ class CacheOffers(OffersAtOnce):
         return ServiceOffer(offer=self.there[address].offer("w", link_id, caller=""), service=address)
 
     def addresses(self) -> Sequence[ServiceAddress]:
-        """Of all that are there."""
         return [cache.address for cache in self.there.values()]

@@ -67,7 +67,6 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         return self._server.address
 
     def load(self) -> fleet_pb2.Load:
-        """What it hosts."""
         return fleet_pb2.Load(hosted=self.nets.values(), draining=self.draining)
 
     async def die(self) -> None:

@@ -80,7 +80,6 @@ class ScriptedServer(OffersAtOnce):
         return ServiceOffer(offer=offer, service=address)
 
     def close(self) -> None:
-        """Takes no links any more."""
         self._listener.close()
 
     def _serve(self, offer: Offer) -> None:

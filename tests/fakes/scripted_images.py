@@ -98,7 +98,6 @@ Served = tuple[Server, ScriptedImages, grpc.aio.Channel]
 
 @asynccontextmanager
 async def scripted_images(**config: Any) -> AsyncIterator[Served]:
-    """Serves, until the block ends."""
     server, servicer = Server("scripted", ServerConfig(**config)), ScriptedImages()  # type: ignore[abstract]
     image_pb2_grpc.add_ImageServiceServicer_to_server(servicer, server.grpc)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(ScriptedFleet(), server.grpc)  # type: ignore[abstract]

@@ -38,7 +38,6 @@ Hit = tuple[str, int, Tensor]
 
 
 def entry(number: int) -> str:
-    """A name."""
     return f"{number:032x}"
 
 

@@ -52,7 +52,6 @@ class Script:
         self._config = config
 
     def turn(self, name: str) -> None:
-        """Says it, or fails."""
         if name == self._config.fails_at:
             raise _ERRORS[self._config.error](f"{name} it cannot be")
         print(name, flush=True)
@@ -107,7 +106,6 @@ async def lifespan(config: ScriptedConfig, script: Script) -> AsyncIterator[Serv
 
 
 def main() -> int:
-    """Boots it; the exit status."""
     kept_bytes = int(os.environ.get(KEPT_VARIABLE, "0")) << 20
     return boot(
         "scripted",

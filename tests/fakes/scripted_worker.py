@@ -124,7 +124,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
         return await self.join(self.address, join_timeout_s=join_timeout_s)
 
     async def listen(self) -> None:
-        """Listens, and joins nothing yet."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
         activations_pb2_grpc.add_TemplateServiceServicer_to_server(self, self._server.grpc)
         add_link_service(self._server, kinds.WORKER, self)
@@ -150,7 +149,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
         self.lora_stores = [(service.name, service.address) for service in services if service.kind == kinds.LORAS]
 
     def registration(self) -> fleet_pb2.Registration:
-        """Who it is."""
         return fleet_pb2.Registration(
             kind=kinds.WORKER,
             uses=[kinds.LORAS],
@@ -163,7 +161,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
         )
 
     def load(self) -> fleet_pb2.Load:
-        """How busy it is."""
         return fleet_pb2.Load(
             running=[
                 fleet_pb2.RunningAttempt(attempt=worker_pb2.AttemptId(job_id=job_id, number=number), steps_left=left)

@@ -46,7 +46,6 @@ def valid(method: str, template: str) -> list[Message]:
 
 
 def activation_corpus() -> Iterator[Case]:
-    """All of it."""
     yield case_of("ListBlockProfiles", "the only one", pb.ListBlockProfilesRequest())
     for limit in (0, 1, 1000):
         yield case_of("ListStoredTemplates", f"limit {limit}", pb.ListStoredTemplatesRequest(limit=limit))

@@ -40,7 +40,6 @@ def valid(method: str, entry: str) -> list[Message]:
 
 
 def cache_corpus() -> Iterator[Case]:
-    """All of it."""
     yield case_of("GetCacheStats", "the only one", pb.GetCacheStatsRequest())
     yield case_of("ListCacheProfiles", "the only one", pb.ListCacheProfilesRequest())
     for entry in (ENTRY, f"{ENTRY}@10", f"{ENTRY}@", f"{ENTRY}@\0"):

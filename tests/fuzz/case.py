@@ -42,7 +42,6 @@ class Case:
 
 
 def case_of(method: str, name: str, request: Message, code: grpc.StatusCode = OK, *fields: str) -> Case:
-    """A case with one message."""
     return Case(method=method, name=name, raw=(request.SerializeToString(),), code=code, fields=frozenset(fields))
 
 

@@ -69,12 +69,10 @@ class Tally:
 
     @property
     def requests(self) -> int:
-        """How many were sent."""
         return sum(self.codes.values())
 
     @property
     def accepted(self) -> int:
-        """How many were taken."""
         return self.codes[grpc.StatusCode.OK]
 
     @property

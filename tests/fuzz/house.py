@@ -142,12 +142,10 @@ class House:
         return made.id
 
     def dead(self) -> list[str]:
-        """Which of them have ended."""
         return [service.name for service in self.services if service.process.poll() is not None]
 
     @property
     def services(self) -> tuple[Service, ...]:
-        """All of them."""
         return self.gateway, self.worker, self.nets, self.store, self.cache, self.activations
 
     def engines_lost(self) -> int:

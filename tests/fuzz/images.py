@@ -42,7 +42,6 @@ def good_images() -> Mapping[str, bytes]:
 
 @functools.cache
 def bad_images() -> Mapping[str, bytes]:
-    """Those that are refused."""
     png, jpeg, webp = (saved(_picture(), name) for name in ("PNG", "JPEG", "WEBP"))
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green")]
     noise = random.Random(7).randbytes(500)

@@ -38,8 +38,6 @@ def deletion_corpus(job_id: str) -> Iterator[Case]:
 
 
 def list_corpus() -> Iterator[Case]:
-    """Of the methods that list."""
-
     def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, **request: Any) -> Case:
         return case_of("ListJobs", name, image_pb2.ListJobsRequest(**request), code, *fields)
 

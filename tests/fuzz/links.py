@@ -15,13 +15,11 @@ KINDS = (kinds.ACTIVATIONS, kinds.CACHE, kinds.CONTROLNET, kinds.LORAS, kinds.WO
 
 
 def asked(kind: str, **facts: Any) -> OpenLinkRequest:
-    """What a worker asks."""
     terms = [LinkTerm(name="model_hash", value="x"), LinkTerm(name="dtype", value="float32")]
     return OpenLinkRequest(**{"kind": kind, "worker": "fuzz", "terms": terms, **facts})
 
 
 def valid() -> list[Message]:
-    """Requests that are taken."""
     return [asked(kind, link_id=link_id) for kind in KINDS for link_id in ("", "0" * 32)]
 
 

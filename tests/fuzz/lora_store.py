@@ -249,7 +249,6 @@ def _quarantine() -> Iterator[Case]:
 
 
 def _upload(name: str, messages: list[pb.UploadLoraRequest], *fields: str) -> Case:
-    """One that is refused."""
     raw = tuple(message.SerializeToString() for message in messages)
     return Case(method="UploadLora", name=name, raw=raw, code=INVALID, fields=frozenset(fields))
 

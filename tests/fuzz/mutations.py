@@ -118,7 +118,6 @@ def _grow(draw: st.DrawFn, message: Message, field: FieldDescriptor, texts: st.S
 
 
 def _put(draw: st.DrawFn, message: Message, field: Any, texts: st.SearchStrategy[str]) -> None:
-    """Entries of a map."""
     entry, items = field.message_type.fields_by_name, getattr(message, field.name)
     for _ in range(draw(st.sampled_from(_ENTRIES))):
         items[draw(_value(entry["key"], texts))] = draw(_value(entry["value"], texts))

@@ -34,7 +34,6 @@ _MOST_GROWTH = 0.01
 
 
 def main() -> int:
-    """The exit status."""
     parser = argparse.ArgumentParser(prog="tests.fuzz.run", description="Sends bad requests to every method.")
     parser.add_argument(
         "--requests", type=int, default=10_000, help="of each method, the first of them to warm up (default 10000)"

@@ -18,7 +18,6 @@ from tests.samples.controlnet_hosts import bounds
 
 
 def sample_addons() -> tuple[AddOn, ...]:
-    """As the gateway lists them."""
     clock = Clock()
     fleet = Fleet(lease_s=1, model_grace_s=1, bounds=bounds(1), clock=clock)
     metrics = AddOnMetrics(CollectorRegistry())

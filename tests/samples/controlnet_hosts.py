@@ -23,12 +23,10 @@ def net(name: str = "edges", **facts: Any) -> Hosted:
 
 
 def load(*nets: Hosted, draining: bool = False) -> fleet_pb2.Load:
-    """The report of a host."""
     return fleet_pb2.Load(hosted=nets, draining=draining)
 
 
 def server(name: str = "s1", port: int = 101) -> fleet_pb2.Registration:
-    """A ControlNet server."""
     address = f"127.0.0.1:{port}"
     return fleet_pb2.Registration(kind=kinds.CONTROLNET, name=name, address=address, instance=instance(name, address))
 

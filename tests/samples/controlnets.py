@@ -60,7 +60,6 @@ def layout_of(model: Model) -> ControlLayout:
 
 
 def sources(model: Model, folders: Mapping[str, Path]) -> dict[str, ControlNetSource]:
-    """The folders, found."""
     base = layout_of(model)
     return {name: find_controlnet(name, folder, base=base, dtype=model.dtype) for name, folder in folders.items()}
 
@@ -85,11 +84,9 @@ class Gate:
         self._open = threading.Event()
 
     def open(self) -> None:
-        """From now on."""
         self._open.set()
 
     def __call__(self, source: ControlNetSource, device: torch.device) -> LoadedControlNet:
-        """Loads as a shelf does."""
         self.waiting.set()
         if not self._open.wait(GATE_S):
             raise Unavailable("the test did not open its gate")

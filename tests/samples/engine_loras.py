@@ -148,7 +148,6 @@ def digest_of(name: str) -> str:
 
 
 def lora_spec(name: str, scale: float = 1.0, **options: Any) -> LoraSpec:
-    """One LoRA of a job."""
     return LoraSpec(name=name, digest=digest_of(name), scale=scale, **options)
 
 
@@ -202,7 +201,6 @@ class LorasByHand:
         return cls({digest_of(name): each for name, each in components.items()}, text=set(names), here=set(names))
 
     def come(self, *names: str) -> None:
-        """All of these have come."""
         self.text |= set(names)
         self.here |= set(names)
 

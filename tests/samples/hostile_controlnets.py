@@ -67,7 +67,6 @@ FOLDERS: Mapping[str, str] = {
 
 
 def hostile_folders(root: Path) -> None:
-    """Writes FOLDERS below the root."""
     for number, (field, value) in enumerate(HOSTILE):
         with_config(root / f"hostile-{number}", changed(field, value))
     for number, text in enumerate(NO_JSON.values()):

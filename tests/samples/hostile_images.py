@@ -128,12 +128,10 @@ def exif(entries: int, size: int) -> bytes:
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
-    """Of a PNG."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def segment(marker: int, body: bytes) -> bytes:
-    """Of a JPEG."""
     return bytes([0xFF, marker]) + struct.pack(">H", len(body) + 2) + body
 
 

@@ -129,7 +129,6 @@ def canonical_deltas(path: Path) -> dict[str, Tensor]:
 
 
 def names_of(deltas: Iterable[str], component: str) -> set[str]:
-    """Paths of one component."""
     prefix = f"{component}."
     return {name.removeprefix(prefix) for name in deltas if name.startswith(prefix)}
 

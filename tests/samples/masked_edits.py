@@ -95,7 +95,6 @@ ELSEWHERE = masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key=
 
 
 def edited(drawing: Drawing) -> Edit:
-    """Of its first image."""
     assert drawing.job is not None
     edit = drawing.job.requests[0].edit
     assert edit is not None

@@ -76,7 +76,6 @@ class StepInMemory:
 
 
 def plain_row(seed: int, *, size: tuple[int, int] = LATENT, **options: Any) -> Row:
-    """A row with random inputs."""
     generator = torch.Generator().manual_seed(seed)
     embeds = Embeds(
         prompt=torch.randn(_PROMPT_TOKENS, _TEXT, generator=generator),

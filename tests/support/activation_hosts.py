@@ -65,7 +65,6 @@ class StoreHost:
         return self.links.offer("w", link_id, caller="")
 
     def close(self) -> None:
-        """Ends links and store."""
         self.links.close()
         self.store.close()
 
@@ -120,7 +119,6 @@ class HostOffers(OffersAtOnce):
         return ServiceOffer(offer=self.hosts[address].offer(link_id), service=address)
 
     def addresses(self) -> Sequence[ServiceAddress]:
-        """Of all."""
         return [ServiceAddress(name=name, address=name) for name in self.hosts]
 
 

@@ -62,7 +62,6 @@ def latent(seed: int, step: int, shape: tuple[int, ...] = SHAPE) -> RecordedLate
 
 
 def digest(answer: StoreAnswer) -> list[str]:
-    """Of its latents."""
     return [hashlib.sha256(each.data).hexdigest() for each in answer.latents]
 
 
@@ -90,7 +89,6 @@ def question(key: str = KEY, **fields: Any) -> CacheQuestion:
 
 
 def pins(*places: tuple[str, int], key: str = KEY) -> CacheQuestion:
-    """Asks for these latents."""
     return question(key, pinned=[CacheStart(entry=entry, step=step) for entry, step in places])
 
 
@@ -152,5 +150,4 @@ def running(
 
 
 def written(store: LatentStore) -> None:
-    """What was recorded is there."""
     assert store.flush(WAIT_S), store.statistics().trouble

@@ -32,7 +32,6 @@ class Cable:
         self._carries.clear()
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, to its end."""
         self.carried += 1
         far_reader, far_writer = await asyncio.open_connection(
             self._host, int(self._port), local_addr=(self._source, 0)

@@ -40,7 +40,6 @@ class DelayedEvent:
         self._device.wait(self)
 
     def take(self) -> Tensor:
-        """Of a copy."""
         self.wait()
         assert self._copy is not None, "a copy"
         return self._copy
@@ -52,7 +51,6 @@ class DelayedEvent:
         return self.at_s - earlier.at_s
 
     def finish(self) -> None:
-        """The device has got here."""
         self.at_s = perf_counter()
         if self._source is not None:
             self._copy, self._source = self._source.clone(), None
@@ -107,7 +105,6 @@ class DelayedDevice:
             self._runs = False
 
     def wait(self, event: DelayedEvent) -> None:
-        """Until it is done."""
         with self._changed:
             if event.done:
                 return

@@ -65,6 +65,5 @@ class FixedCosts(SwapCosts):
 
 
 def lora_weights(engine: Engine) -> LoraWeights:
-    """What its LoRAs go into."""
     (loras,) = (addon for addon in engine.addons if isinstance(addon, EngineLoras))
     return loras.weights

@@ -79,7 +79,6 @@ def large_id(size_bytes: int = _LARGE_BYTES) -> Message:
 
 
 def large_check() -> Message:
-    """The same of health."""
     return "/grpc.health.v1.Health/Check", tagged(1, b"x" * _LARGE_BYTES)
 
 

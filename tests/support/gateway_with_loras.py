@@ -42,7 +42,6 @@ async def lora_house(folder: Path, *, lease_s: float = 30.0, **config: Any) -> A
 async def lora_store(
     gateway: Running, folder: Path, *, name: str = "loras", bases: Mapping[str, str] = _BASES, **config: Any
 ) -> AsyncIterator[running_loras.Running]:
-    """A store that has joined."""
     settings = running_loras.config(
         **{"lease_s": 30.0} | config, gateway=gateway.fleet_address, name=name, bases=dict(bases)
     )

@@ -48,8 +48,6 @@ def record(job_id: str = "j1", *, request_id: str = "", created_wall: float = 10
 
 
 def running(attempt: int, *, started_wall: float = 1.0, decisions: bytes | None = None) -> Change:
-    """A worker has the attempt."""
-
     def change(job: JobRecord) -> JobRecord | None:
         now = replace(_progress(job), state=JOB_STATE_RUNNING, attempt=attempt, started_wall=started_wall)
         return job.progressed(now if decisions is None else replace(now, decisions=decisions))
@@ -58,7 +56,6 @@ def running(attempt: int, *, started_wall: float = 1.0, decisions: bytes | None 
 
 
 def queued(attempt: int, *, deaths: int = 0) -> Change:
-    """The attempt is lost."""
     return lambda job: job.progressed(replace(_progress(job), state=JOB_STATE_QUEUED, attempt=attempt, deaths=deaths))
 
 
@@ -70,7 +67,6 @@ def completed(
     provenance: bytes = b"how",
     result_key: str = "",
 ) -> Change:
-    """The attempt brought all images."""
     end = EndTime(wall=ended_wall, steady=ended_wall)
     return lambda job: job.completed(attempt, images=images, provenance=provenance, end=end, result_key=result_key)
 
@@ -84,7 +80,6 @@ def answered(
 
 
 def failed(*, ended_wall: float, ended_steady: float | None = None, error: bytes = b"why") -> Change:
-    """It failed."""
     end = EndTime(wall=ended_wall, steady=ended_wall if ended_steady is None else ended_steady)
     return lambda job: job.failed(error=error, end=end, steps_done=STEPS_DONE)
 

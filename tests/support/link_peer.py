@@ -90,13 +90,11 @@ def hold(link: Link) -> None:
 
 
 def echo(link: Link) -> None:
-    """Sends back what it receives."""
     while True:
         write(link, LAYOUT, read(link, LAYOUT))
 
 
 def idle(link: Link) -> None:
-    """Does nothing at all."""
     time.sleep(_LIFE_S)
 
 

@@ -14,7 +14,6 @@ def unlink(path: Path) -> None:
 
 
 def unlink_all(path: Path) -> None:
-    """What lies beside it, too."""
     for part in path.parent.glob(f"{path.name}*"):
         part.unlink()
 
@@ -50,6 +49,5 @@ def truncate_log(path: Path) -> None:
 
 
 def truncate_all(path: Path) -> None:
-    """What lies beside it, too."""
     for part in path.parent.glob(f"{path.name}*"):
         os.truncate(part, 0)

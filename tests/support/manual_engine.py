@@ -46,7 +46,6 @@ class Drawing:
     events: list[Event] = field(default_factory=list)
 
     def all(self, kind: type[Said]) -> list[Said]:
-        """Its events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
@@ -94,13 +93,11 @@ class ManualEngine:
         self.drawings: dict[Hashable, Drawing] = {}
 
     def submit(self, order: EngineOrder) -> Drawing:
-        """Gives it a job."""
         drawing = self.drawings[order.key] = Drawing()
         self.engine.submit(order)
         return drawing
 
     def turn(self) -> list[Event]:
-        """One turn."""
         said: list[Event] = []
         for event in self.engine.turn():
             drawing = self.drawings[event.key]

@@ -11,5 +11,4 @@ from tests.support.manual_engine import load
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """For a `conftest.py` to import."""
     return load(small_model())

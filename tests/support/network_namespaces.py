@@ -78,7 +78,6 @@ class NamespaceProcess:
         return json.loads(line)
 
     def call(self, do: str, **arguments: object) -> Any:
-        """`start` and `result`."""
         self.start(do, **arguments)
         return self.result()
 

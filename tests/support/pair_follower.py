@@ -50,11 +50,9 @@ class FollowerThread(OffersAtOnce):
 
     @property
     def linked(self) -> bool:
-        """Whether somebody leads."""
         return self._following is not None and self._following.linked
 
     def come(self) -> None:
-        """Takes links."""
         self._following = Follower(
             Endpoints(tcp=("127.0.0.1", 0)),
             remote_jobs=self.engine.remote_jobs,

@@ -15,7 +15,6 @@ from bottega.model.model import Model
 
 @pytest.fixture(autouse=True, scope="module")
 def preview_fitted_once() -> Iterator[None]:
-    """For a `conftest.py` to import."""
     fit, fitted = LatentPreview.fit, WeakKeyDictionary[AutoencoderKL, LatentPreview]()
 
     def once(model: Model) -> LatentPreview:

@@ -90,7 +90,6 @@ class _Way:
         return data
 
     async def record(self) -> bytes:
-        """The next record, likewise."""
         length = await self.read(_LENGTH_BYTES)
         return length + await self.read(int.from_bytes(length, "little"))
 
@@ -107,7 +106,6 @@ class _Way:
                 await self._writer.drain()
 
     def end(self) -> None:
-        """Nothing more arrives."""
         with contextlib.suppress(OSError):
             self._writer.write_eof()
 

@@ -77,7 +77,6 @@ class Recorded:
 
     @property
     def map(self) -> bytes:
-        """The template stands everywhere."""
         return b"\xff" * (HEIGHT * WIDTH // 8)
 
     def tensors(self, place: int) -> list[bytes]:
@@ -86,7 +85,6 @@ class Recorded:
         return [chance.randbytes(tensor.size_bytes) for tensor in self.layout.tensors]
 
     def drawn_tensors(self) -> DrawnTensors | None:
-        """Image latent and noise."""
         if not self.drawn:
             return None
         chance, size = random.Random(self.seed), 4 * HEIGHT * WIDTH * 4
@@ -95,7 +93,6 @@ class Recorded:
         )
 
     def question(self, **fields: Any) -> pb.TemplateQuestion:
-        """Of an edit of it."""
         asked = {"key": self.key, "source": self.source, "model_hash": MODEL_HASH, "dtype": "float32"}
         return pb.TemplateQuestion(**{**asked, **fields})
 
@@ -106,7 +103,6 @@ class Recorded:
         return pb.SectionHeader(**{**said, **fields})
 
     def header(self, **fields: Any) -> pb.RecordingHeader:
-        """Of its end."""
         said: dict[str, Any] = {"recording": self.id, "key": self.key, "source": self.source, "digest": self.key}
         said |= {"model": "miniature", "model_hash": MODEL_HASH, "dtype": "float32", "seed": self.seed}
         said |= {"width": WIDTH * 8, "height": HEIGHT * 8, "latent_height": HEIGHT, "latent_width": WIDTH}
@@ -145,16 +141,13 @@ class Running:
         return await getattr(self.stub, method)(request, timeout=PATIENCE_S)
 
     async def templates(self) -> list[pb.Template]:
-        """Those that it lists."""
         return list((await self.call("ListStoredTemplates", limit=1000)).templates)
 
     async def open_link(self, worker: str = "w") -> LinkOffer:
-        """An offer of a link."""
         request = OpenLinkRequest(kind=kinds.ACTIVATIONS, worker=worker)
         return (await self.links.OpenLink(request, timeout=PATIENCE_S)).offer
 
     async def link(self, worker: str = "w", *, limits: Limits = WORKER_LIMITS) -> Link:
-        """A worker's link."""
         offer = offer_from_wire(await self.open_link(worker))
         return await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S), limits=limits)
 
@@ -213,7 +206,6 @@ async def _has_joined(gateway: RunningGateway, name: str) -> bool:
 
 
 def send(link: Link, message: WholeMessage) -> None:
-    """Sends it whole."""
     link.send(message.layout, message.buffers, Deadline.after(PATIENCE_S))
 
 
@@ -263,7 +255,6 @@ def receive_abandon(link: Link) -> tuple[str, str]:
 
 
 def request_section(link: Link, digest: str, number: int, *, tensors: Sequence[int] = (), edit: int = 0) -> None:
-    """Asks for a section."""
     request = pb.SectionRequest(digest=digest, tensors=tensors, edit=edit)
     send(link, messages.fetch_message(number, request))
 

@@ -65,12 +65,10 @@ class Running:
         return await getattr(self.stub, method)(request, timeout=PATIENCE_S)
 
     async def open_link(self, worker: str = "w") -> LinkOffer:
-        """An offer of a link."""
         response = await self.links.OpenLink(OpenLinkRequest(kind=kinds.CACHE, worker=worker), timeout=PATIENCE_S)
         return response.offer
 
     async def link(self, worker: str = "w", *, limits: Limits | None = None) -> Link:
-        """A worker's link."""
         offer = offer_from_wire(await self.open_link(worker))
         limits = limits or Limits(slots=2, slot_bytes=1 << 20)
         return await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S), limits=limits)
@@ -150,7 +148,6 @@ def latents(number: int = 0, count: int = 5) -> list[Vector]:
 
 
 def picture(number: int = 0) -> npt.NDArray[np.uint8]:
-    """Of a recording."""
     made = np.zeros((8, 6, 3), np.uint8)
     made[..., 0], made[0, 0, 1] = number, 255
     return made
@@ -163,7 +160,6 @@ def question(**fields: Any) -> pb.CacheQuestion:
 
 
 def send(link: Link, message: CacheMessage) -> None:
-    """Sends it whole."""
     link.send(message.layout, message.buffers, Deadline.after(PATIENCE_S))
 
 

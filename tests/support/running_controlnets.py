@@ -50,25 +50,20 @@ class ControlNetServer:
 
     @property
     def engine_pid(self) -> int:
-        """Of the newest engine."""
         return [int(event["pid"]) for event in self.service.events() if event["event"] == "engine ready"][-1]
 
     def hosted(self) -> dict[str, hosted_pb2.Hosted]:
-        """What it hosts, by name."""
         response = self._stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=5)
         return {net.name: net for net in response.controlnets}
 
     def add(self, name: str, folder: str) -> hosted_pb2.Hosted:
-        """AddControlNet."""
         request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
         return self._stub.AddControlNet(request, timeout=ADD_S).controlnet
 
     def prefetch(self, *names: str) -> list[str]:
-        """Prefetch."""
         return list(self._stub.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=5).accepted)
 
     def open_link(self, worker: str, link_id: str = "") -> link_pb2.OpenLinkResponse:
-        """OpenLink."""
         stub: link_pb2_grpc.LinkServiceStub = link_pb2_grpc.LinkServiceStub(self._channel)
         request = link_pb2.OpenLinkRequest(kind=kinds.CONTROLNET, worker=worker, link_id=link_id)
         return stub.OpenLink(request, timeout=5)
@@ -147,7 +142,6 @@ class House:
         self.nets = {name: str(path) for name, path in nets.items()}
 
     def server(self, name: str, *, engine: Mapping[str, object] | None = None, **overrides: object) -> ControlNetServer:
-        """A ControlNet server that serves."""
         config = {
             "name": name,
             "gateway": "",
@@ -160,7 +154,6 @@ class House:
         return ControlNetServer(self._services.start("controlnet", config, name=name), name)
 
     def worker(self, name: str, **engine: object) -> Worker:
-        """A worker that serves."""
         config = worker_config("", name=name, engine={**SMALL_ENGINE, "controlnets": {"silence_s": 1.5}, **engine})
         return Worker(self._services.start("worker", config, name=name), name)
 

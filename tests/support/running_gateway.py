@@ -75,17 +75,14 @@ class Running:
         return self.images.Generate(request, timeout=timeout)
 
     async def draw(self, request_id: str = "", **spec: Any) -> image_pb2.Completed:
-        """Generates to the end."""
         events = [answer.event async for answer in self.generate(request_id, **spec)]
         return events[-1].completed
 
     async def submit(self, request_id: str = "", **spec: Any) -> image_pb2.Job:
-        """Submits a job."""
         request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(**spec))
         return (await self.images.SubmitJob(request, timeout=20)).job
 
     async def job(self, job_id: str) -> image_pb2.Job:
-        """How a job stands."""
         return (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=20)).job
 
     async def ended(self, job_id: str) -> image_pb2.Job:
@@ -109,7 +106,6 @@ class Running:
         await self.gateway.server.drain(self.gateway.finish)
 
     async def is_serving(self) -> bool:
-        """What its health says."""
         check = self.channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

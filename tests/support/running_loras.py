@@ -54,18 +54,15 @@ class Running:
         return await getattr(self.stub, method)(request, timeout=PATIENCE_S)
 
     async def upload(self, name: str, path: Path, **head: Any) -> pb.StoredLora:
-        """Brings a file."""
         requests = upload_requests(name, await asyncio.to_thread(path.read_bytes), **head)
         response: pb.UploadLoraResponse = await self.stub.UploadLora(requests, timeout=PATIENCE_S)
         return response.lora
 
     async def open_link(self, worker: str = "w") -> LinkOffer:
-        """An offer of a link."""
         response = await self.links.OpenLink(OpenLinkRequest(kind=kinds.LORAS, worker=worker), timeout=PATIENCE_S)
         return response.offer
 
     async def link(self, worker: str = "w") -> Link:
-        """A worker's link."""
         offer = offer_from_wire(await self.open_link(worker))
         limits = Limits(slots=2, slot_bytes=64 << 20)
         return await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S), limits=limits)
@@ -125,7 +122,6 @@ def peft_folders(folder: Path) -> Path:
 def upload_requests(
     name: str, data: bytes, *, chunk_bytes: int = 1 << 20, base: str = "miniature", **head: Any
 ) -> Iterator[pb.UploadLoraRequest]:
-    """The messages of an upload."""
     given = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data), **head}
     yield pb.UploadLoraRequest(head=pb.UploadLoraHead(name=name, base=base, **given))
     for start in range(0, len(data), chunk_bytes):

@@ -84,7 +84,6 @@ class Shelf:
     links: LoraLinks
 
     def put(self, file: bytes) -> str:
-        """Its digest."""
         digest = hashlib.sha256(file).hexdigest()
         (self.folder / digest).write_bytes(file)
         return digest
@@ -129,7 +128,6 @@ class Taker:
         return self._ask({"digest": digest, "offer": "", "fetch": ""})
 
     def end(self) -> None:
-        """Ends it now."""
         self.process.kill()
         self.process.communicate(timeout=PATIENCE_S)
 
@@ -144,7 +142,6 @@ class Taker:
 
 @contextlib.contextmanager
 def taker() -> Iterator[Taker]:
-    """Ended at the end."""
     made = Taker()
     try:
         yield made
@@ -160,7 +157,6 @@ class QueuedOffers(OffersAtOnce):
         self.brought: queue.SimpleQueue[Offer] = queue.SimpleQueue()
 
     def answer(self, address: str, link_id: str) -> ServiceOffer:
-        """The next one."""
         try:
             return ServiceOffer(offer=self.brought.get_nowait(), service="store")
         except queue.Empty:

@@ -36,18 +36,15 @@ SETTINGS = ActivationSettings(
 
 
 def settings(*, budget_bytes: int = 1 << 20, upload_bytes: int = 1 << 20) -> ActivationSettings:
-    """With other budgets."""
     return replace(SETTINGS, budget_bytes=budget_bytes, link=replace(SETTINGS.link, upload_bytes=upload_bytes))
 
 
 def outputs(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
-    """What blocks put out."""
     chance = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=chance).half() for name, shape in shapes.items()}
 
 
 def valid_map(seed: int = 0) -> Tensor:
-    """Where the template stands."""
     return torch.rand(SHAPE, generator=torch.Generator().manual_seed(seed)) < 0.7
 
 
@@ -71,7 +68,6 @@ def section(place: int, *, key: RecordingKey = KEY, prompt: str = "", seed: int 
 
 
 def drawn(seed: int = 3) -> DrawnTensors:
-    """Image latent and noise."""
     template = drawn_template(seed)
     image_latent, noise = (tensor.numpy().tobytes() for tensor in (template.image_latent, template.noise))
     return DrawnTensors(shape=(1, 4, *SHAPE), image_latent=image_latent, noise=noise)
@@ -92,12 +88,10 @@ class Worker:
     time: FakeTime
 
     def ask(self, key: RecordingKey = KEY, recording: str = "") -> None:
-        """Returns when it is known."""
         asked = self.source.ask(TemplateQuery(key=key, recording=recording, origin="ef" * 32))
         asked.result(EVENTUALLY_S)
 
     def find(self, key: RecordingKey = KEY, recording: str = "") -> Recording | None:
-        """Asks, and looks for it."""
         self.ask(key, recording)
         return self.source.find(key, recording)
 
@@ -118,7 +112,6 @@ class Worker:
         return begun
 
     def add(self, recording: Recording, place: int, *, seed: int | None = None) -> None:
-        """A step is recorded."""
         made = outputs(place if seed is None else seed)
         assert self.source.reserve(recording, recording.held_bytes + sum(tensor.nbytes for tensor in made.values()))
         recording.add(step_key(place), made, valid_map(place), prompt="12" * 32)
@@ -129,7 +122,6 @@ class Worker:
         return self.source.counts
 
     def counted(self, name: str) -> Callable[[], bool]:
-        """Whether it has happened."""
         return lambda: self.counts.get(name, 0) > 0
 
 

@@ -35,12 +35,10 @@ def key_of(name: str) -> str:
 
 
 def recording_of(name: str) -> str:
-    """Its recording."""
     return hashlib.sha256(f"recording {name}".encode()).hexdigest()[:32]
 
 
 def source_of(name: str) -> str:
-    """Its source."""
     return hashlib.sha256(f"source {name}".encode()).hexdigest()
 
 

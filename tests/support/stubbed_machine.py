@@ -106,7 +106,6 @@ class StubbedMachine:
         )
 
     def install(self, *options: str) -> str:
-        """Returns what it said."""
         done = self.run("install", "--python", str(self.stubs / "python"), *options)
         assert done.returncode == 0, done.stdout
         return done.stdout

@@ -63,7 +63,6 @@ class Shelf:
 
     @contextmanager
     def leased(self, *digests: str) -> Iterator[list[CacheLease]]:
-        """In the block."""
         leases = [self.lease(digest) for digest in digests]
         yield leases
         for lease in leases:

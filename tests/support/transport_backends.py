@@ -46,12 +46,10 @@ OTHER_LAYOUT = Layout.of(TensorSpec(name="deepest", dtype=DType.FLOAT16, shape=(
 
 
 def patience() -> Deadline:
-    """For what must succeed."""
     return Deadline.after(PATIENCE_S)
 
 
 def soon() -> Deadline:
-    """For what must not."""
     return Deadline.after(SOON_S)
 
 

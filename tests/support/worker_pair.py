@@ -56,7 +56,6 @@ class Drawn:
         return self.provenance.pair.taken_back_steps
 
     def seconds(self, stage: str) -> float:
-        """Of one stage."""
         return sum(time.seconds for time in self.provenance.times if time.stage == stage)
 
 
@@ -94,7 +93,6 @@ class WorkerPair:
         self.stop()
 
     def stop(self) -> None:
-        """Stops both."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._services.stop()
 

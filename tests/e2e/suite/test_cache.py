@@ -118,7 +118,6 @@ def _started(draw: Callable[[], list[Picture]]) -> list[Picture]:
 
 
 def _again(client: Client, picture: Picture, folder: Path) -> Picture:
-    """By what the file says."""
     prompt, options = parameters_of(picture.save(folder / f"{picture.job_id}-{picture.index}.png"))
     return client.generate(prompt, **options)
 

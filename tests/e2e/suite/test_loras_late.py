@@ -26,8 +26,6 @@ _LATEST = 16
 
 @pytest.fixture
 def add(suite: Suite, tmp_path: Path) -> Callable[..., None]:
-    """Brings a LoRA."""
-
     def add(name: str, **parts: Any) -> None:
         suite.client.add_lora(name, _lora(tmp_path / f"{name}.safetensors", **parts), base="miniature")
 
@@ -36,7 +34,6 @@ def add(suite: Suite, tmp_path: Path) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def draw(client: Client) -> Callable[..., Picture]:
-    """Draws with these LoRAs."""
     return lambda *loras, **options: client.generate(_PROMPT, lora=loras, **{**_DRAW, **options})
 
 

@@ -38,7 +38,6 @@ FAR = (slice(48, None), slice(48, None))
 
 
 def assert_own_pixels_outside(picture: PIL.Image.Image, image: PIL.Image.Image) -> None:
-    """Beyond the feather."""
     ours, own = pixels_of(picture).copy(), pixels_of(image).copy()
     for pixels in (ours, own):
         pixels[BOX[1] - FEATHER : BOX[3] + FEATHER, BOX[0] - FEATHER : BOX[2] + FEATHER] = 0
@@ -61,7 +60,6 @@ class UnpaddedSuite:
     client: Client
 
     def start_worker(self) -> Service:
-        """One that has joined."""
         wait_until(
             lambda: not any(model.workers for model in self.client.models()), "a worker that was killed to be lost"
         )

@@ -104,7 +104,6 @@ class House:
         self.templates.DropTemplate(DropTemplateRequest(), timeout=CALL_S)
 
     def stored(self) -> list[Template]:
-        """Whole templates of the store."""
         answer = self.store.ListStoredTemplates(ListStoredTemplatesRequest(), timeout=CALL_S)
         return [each for each in answer.templates if not each.recording]
 

@@ -51,7 +51,6 @@ from tests.support.stored_templates import (
 
 @contextmanager
 def _nothing_is_written(store: ActivationStore) -> Iterator[None]:
-    """What comes meanwhile waits."""
     may_write = threading.Event()
 
     def hold() -> None:

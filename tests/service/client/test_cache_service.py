@@ -40,7 +40,6 @@ async def cache(gateway: RunningGateway, own_folder: Path) -> AsyncIterator[Runn
 
 @pytest.fixture
 async def annex(gateway: RunningGateway, own_folder: Path) -> AsyncIterator[Running]:
-    """Another one."""
     async with joined_cache(gateway, own_folder / "annex", name="second") as made:
         await made.fill("a ring", model_hash=OTHER)
         yield made

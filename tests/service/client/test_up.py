@@ -65,7 +65,6 @@ def client(up: Up) -> Iterator[Client]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where commands write."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -80,7 +80,6 @@ async def pool() -> AsyncIterator[CodecPool]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def fresh() -> AsyncIterator[CodecPool]:
-    """One that has served nothing."""
     async with running(processes=1, deadline_s=10, max_waiting=4) as pool:
         yield pool
 

@@ -94,12 +94,10 @@ def cast(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def calm(cast: Cast) -> Pixels:
-    """LONG, drawn while nobody died."""
     return cast.bare.draw(LONG, hosts(LONG, cast.near)).picture
 
 
 def reference(stock: Any, nets: Mapping[str, ControlNetModel], spec: GenerationSpec) -> Pixels:
-    """What stock makes of it."""
     used = [nets[net.name] for net in spec.controlnets]
     images = [Image.fromarray(IMAGES[net.name].numpy()) for net in spec.controlnets]
     scales = [net.controlnet_conditioning_scale for net in spec.controlnets]

@@ -80,7 +80,6 @@ class Machine:
         shutil.copytree(folder / name, folder / copy, symlinks=True)
 
     def start_gateway(self, name: str) -> Service:
-        """As its unit does."""
         log = self._logs / f"{name}.log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(

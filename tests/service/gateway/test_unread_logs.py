@@ -74,7 +74,6 @@ async def _say_much(address: str) -> None:
 
 @pytest.fixture
 async def gateway(tmp_path: Path) -> AsyncIterator[Unread]:
-    """It has said much."""
     unread = Unread(tmp_path)
     try:
         worker = await ScriptedWorker("w1", unread.fleet).start()

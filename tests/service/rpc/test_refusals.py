@@ -97,7 +97,6 @@ def _counted(lines: Sequence[logging.LogRecord]) -> int:
 
 
 def _refusals(caplog: pytest.LogCaptureFixture) -> int:
-    """Of which the log knows."""
     return len(_told(caplog, "call refused")) + _counted(_told(caplog, "more calls were refused"))
 
 

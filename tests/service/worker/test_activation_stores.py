@@ -54,7 +54,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedSt
 
 @pytest.fixture
 def far() -> Iterator[ScriptedStore]:
-    """Of another host."""
     made = ScriptedStore("one")
     yield made
     made.close()

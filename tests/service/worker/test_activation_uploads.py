@@ -51,7 +51,6 @@ def far() -> Iterator[ScriptedStore]:
 
 
 def sent(store: ScriptedStore) -> Sent:
-    """What has come next."""
     return store.sent.get(timeout=EVENTUALLY_S)
 
 

@@ -47,7 +47,6 @@ def model() -> Model:
 
 
 def everything(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
-    """Takes all, whatever it takes."""
     return follow(steps, [True] * sum(map(len, steps)), load_busy_s=load_busy_s)
 
 
@@ -95,7 +94,6 @@ class Desks:
         return process
 
     def desk(self, host: StoreHost | StoreProcess, **options: Any) -> StoreDesk:
-        """Another worker. options: of StoreDesk."""
         desk = StoreDesk(self._model, HostOffers(store=host), **options)
         self._stack.callback(desk.source.stop)
         return desk

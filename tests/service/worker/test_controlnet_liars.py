@@ -117,7 +117,6 @@ def opening(base: ControlLayout, *, lease: int = 1, sessions: int = 1, **changes
 def step(
     number: int = 5, session: int = 10, half: Half = Half.CONDITIONAL, sample: torch.Tensor = SAMPLE
 ) -> ControlStep:
-    """One row."""
     entries = (StepEntry(session=session, half=half, sample=0),)
     return ControlStep(number=number, entries=entries, samples=sample, timesteps=torch.tensor([500.0]))
 

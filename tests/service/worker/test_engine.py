@@ -76,12 +76,10 @@ class RunningEngine:
             await self._news.wait_for(condition)
 
     def start(self, job_id: str, spec: GenerationSpec, checkpoint: bytes = b"") -> None:
-        """Starts an attempt."""
         start = EngineStart(attempt=AttemptId(job_id=job_id, number=1), spec=spec, checkpoint=checkpoint)
         self.front.send(EngineCommand(start=start))
 
     def cancel(self, job_id: str) -> None:
-        """Drops an attempt."""
         self.front.send(EngineCommand(cancel=EngineCancel(attempt=AttemptId(job_id=job_id, number=1))))
 
     def said_of(self, job_id: str) -> list[tuple[str, EngineEvent]]:
@@ -90,7 +88,6 @@ class RunningEngine:
         return [(kind, event) for kind, event in events if kind != "beat" and attempt_in(kind, event) == job_id]
 
     def kinds_of(self, job_id: str) -> list[str]:
-        """Without the events."""
         return [kind for kind, _ in self.said_of(job_id)]
 
     def beats(self) -> list[tuple[float, EngineEvent]]:

@@ -40,7 +40,6 @@ def latent(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def answer_with(*latents: Tensor, record: bool = False, number: int | None = None) -> CacheMessage:
-    """As a cache makes it."""
     header = CacheAnswer(hits=[CacheStart(entry=ENTRY, step=place + 1) for place in range(len(latents))], record=record)
     said = [
         (messages.latent_spec(place, DTYPES[each.dtype], tuple(each.shape)), each.flatten().view(torch.uint8).numpy())

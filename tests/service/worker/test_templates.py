@@ -63,7 +63,6 @@ async def templates(running: Running) -> ListTemplatesResponse:
 
 
 def metrics(running: Running) -> dict[tuple[str, str | None], float]:
-    """By name and event."""
     families = running.server.registry.collect()
     return {(one.name, one.labels.get("event")): one.value for family in families for one in family.samples}
 

@@ -29,7 +29,6 @@ def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def _guests(caplog: pytest.LogCaptureFixture) -> int:
-    """That the log knows of."""
     lines = caplog.records
     return sum(1 if line.message == "came" else int(line.__dict__["guests"]) for line in lines)
 

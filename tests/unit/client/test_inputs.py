@@ -35,7 +35,6 @@ def refused(mask: Any, source: Any = None) -> dict[str, str]:
 
 
 def white(mask: PIL.Image.Image) -> set[tuple[int, int]]:
-    """Where it is."""
     assert mask.mode == "L"
     assert set(mask.tobytes()) <= {0, 255}
     return {(x, y) for x in range(mask.width) for y in range(mask.height) if mask.getpixel((x, y))}

@@ -25,7 +25,6 @@ CONTROLS = VaeImageProcessor(vae_scale_factor=8, do_convert_rgb=True, do_normali
 
 
 def soft(mask: Image.Image) -> Image.Image:
-    """Grey at its edges."""
     return mask.filter(ImageFilter.GaussianBlur(3))
 
 

@@ -68,7 +68,6 @@ def session(
 
 
 def rows(*sessions: ControlSession, side: int = 16) -> list[ControlRow]:
-    """Both halves of each."""
     return [
         ControlRow(session=each, half=half, sample=torch.randn(4, side, side), timestep=torch.tensor(500.0))
         for each in sessions

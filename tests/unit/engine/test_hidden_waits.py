@@ -65,6 +65,5 @@ def test_no_step_makes_its_thread_wait_unsaid(desk: EditDesk, case: str, caplog:
 
 
 def steps_done(drawing: Drawing) -> int:
-    """Of its image."""
     assert not drawing.all(JobFailed)
     return drawing.job.requests[0].step if drawing.job is not None else 0

@@ -28,7 +28,6 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 @pytest.fixture(scope="module")
 def modules() -> Modules:
-    """The code of the project."""
     return {
         str(path.relative_to(ROOT)): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         for base in ("libs", "services", "kernels")

@@ -34,7 +34,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and bias."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(shape[:4], generator=generator).to(dtype)
     weight, bias = (torch.randn(shape[1], generator=generator).to(dtype) for _ in range(2))

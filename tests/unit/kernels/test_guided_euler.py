@@ -14,7 +14,6 @@ SHAPES = [(1, 1, 1, 1), (1, 4, 5, 7), (1, 3, 16, 33)]
 
 
 def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Conditional, unconditional and latent."""
     generator = torch.Generator().manual_seed(sum(shape))
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
 

@@ -237,7 +237,6 @@ class Case:
 
     @property
     def configs(self) -> Configs:
-        """The configurations of all parts."""
         configs = tiny_configs()
         for part, changes in self.more.items():
             configs[part].update(changes)

@@ -56,7 +56,6 @@ class Server:
 
     @property
     def running(self) -> list[str]:
-        """Whose calls run."""
         return [need.share.tenant for need in self._running.values()]
 
     async def _run(self, need: CallNeed) -> None:

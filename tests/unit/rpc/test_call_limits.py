@@ -17,7 +17,6 @@ def peer(host: str, port: int = 1) -> Peer:
 
 
 def taken(places: CallLimit, who: Peer) -> list[CallSlot]:
-    """As many as `who` gets."""
     got: list[CallSlot] = []
     while True:
         try:

@@ -18,7 +18,6 @@ class Item:
 
 
 def filled(*edits: int) -> TurnQueue[Item]:
-    """Edits ask in this order."""
     queue = TurnQueue[Item]()
     for order, edit in enumerate(edits):
         queue.add(Item(owner=edit, order=order))

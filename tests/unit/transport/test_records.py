@@ -22,7 +22,6 @@ def ends() -> tuple[Records, Records]:
 
 
 def sent(sender: Records, *pieces: bytes) -> list[bytes]:
-    """The records of the pieces."""
     return [bytes(record) for record in sender.seal_all([memoryview(piece) for piece in pieces])]
 
 

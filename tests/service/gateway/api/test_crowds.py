@@ -49,7 +49,6 @@ def gateway(services: Services) -> Service:
 
 @pytest.fixture(scope="module")
 def low(services: Services) -> Service:
-    """Which may have few files."""
     return start(services, soft=LOW, hard=LOW)
 
 

@@ -37,14 +37,12 @@ def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def near(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
-    """Reached by shared memory."""
     with linked_server("near", folders, tmp_path_factory.mktemp("near")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def far(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
-    """Reached by TCP alone."""
     with linked_server("far", folders, tmp_path_factory.mktemp("far"), memfd=False) as server:
         yield server
 
@@ -58,6 +56,5 @@ def local(model: Model, folders: Mapping[str, Path]) -> Iterator[LocalControlNet
 
 @pytest.fixture(autouse=True)
 def _no_links_left() -> Iterator[None]:
-    """Every test ends its links."""
     with Desk.closing():
         yield

@@ -390,7 +390,6 @@ def _started(fleet: Fleet, instance: str, start_s: float, model: str = "m") -> M
 
 
 def _lose(fleet: Fleet, watcher: Watcher, member: Member) -> None:
-    """It leaves, and is lost."""
     fleet.leave(member, member.stream)
     watcher.now += fleet.lease_s
     fleet.expire()

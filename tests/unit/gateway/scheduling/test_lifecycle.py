@@ -113,7 +113,6 @@ class Process:
         return fleet_pb2.Load(step_times=times, max_rows=16, running=running)
 
     def run(self, request: worker_pb2.RunAttemptRequest) -> Attempt:
-        """As Worker.run."""
         key = AttemptKey.of(request.attempt)
         known = self.attempts.find(key)
         if known is not None:
@@ -129,7 +128,6 @@ class Process:
         return attempt
 
     def drop(self, attempt: Attempt, error: BottegaError) -> None:
-        """As Worker._drop."""
         self.engine.pop(attempt.key, None)
         attempt.fail(error, Trace())
         self.attempts.forget(attempt)
@@ -224,13 +222,11 @@ class Wire(Shop):
         self.fleet.report(member, controlnet_hosts.load(controlnet_hosts.net("edges")))
 
     def withdraw(self, name: str) -> None:
-        """A ControlNet server is gone."""
         member = self.here.pop(name, None)
         if member is not None:
             self.fleet.leave(member, member.stream)
 
     def leave(self, process: Process) -> None:
-        """A worker's stream ends."""
         if process.member is not None:
             self.fleet.leave(process.member, process.member.stream)
 
@@ -432,7 +428,6 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 3))
     def no_server_is_there(self, times: int) -> None:
-        """For so many steps."""
         for name in SERVERS:
             self.serve(name, here=False)
         for name in WORKERS:
@@ -504,7 +499,6 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(place=places, back=st.integers(1, 5))
     def late_answer(self, place: int, back: int) -> None:
-        """Whatever an abandoned attempt says."""
         if not self.jobs:
             return
         job = self.jobs[place % len(self.jobs)]

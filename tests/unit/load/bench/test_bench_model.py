@@ -26,7 +26,6 @@ SMALL = BenchShape(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model."""
     path = tmp_path_factory.mktemp("models") / "bench"
     write_bench_model(path, SMALL)
     return path

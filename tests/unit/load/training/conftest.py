@@ -37,7 +37,6 @@ def corpus() -> Corpus:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Training:
-    """As short as can be."""
     return Training(folder=tmp_path / "training", steps=1, rows=2, pictures=4)
 
 

@@ -21,7 +21,6 @@ from load.miniature.training.train import Outcome, Training, train, train_all
 
 
 def _weights(model: Path) -> dict[str, str]:
-    """A digest of each network."""
     return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.rglob("*.safetensors")}
 
 

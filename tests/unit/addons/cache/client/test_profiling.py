@@ -113,7 +113,6 @@ def _measure(suite: ScriptedSuite, **wanted: Any) -> MeasuredCache:
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script records at once."""
     monkeypatch.setattr("bottega.addons.cache.client.profiling._POLL_S", 0.001)
     monkeypatch.setattr("bottega.addons.cache.client.profiling._RECORDED_S", 0.05)
 

@@ -49,7 +49,6 @@ def same(one: Drawing, other: Drawing) -> bool:
 
 @pytest.fixture(scope="module")
 def exact(model: Model) -> Drawing:
-    """The picture from noise."""
     return Cached(model).draw(replace(ORDER, addons={}))
 
 

@@ -26,7 +26,6 @@ def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def size_bytes(model: Model, folders: dict[str, Path]) -> int:
-    """Of each of them."""
     return sources(model, folders)["edges"].size_bytes
 
 

@@ -290,8 +290,6 @@ def test_weights_in_parts_are_loaded(
 
 
 def with_config(**changes: object) -> Callable[[Path], None]:
-    """Changes a folder's configuration."""
-
     def change(folder: Path) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -300,7 +298,6 @@ def with_config(**changes: object) -> Callable[[Path], None]:
 
 
 def without(name: str) -> Callable[[Path], None]:
-    """Takes a file away."""
     return lambda folder: (folder / name).unlink()
 
 

@@ -125,6 +125,5 @@ def test_steps_that_are_no_neighbours_are_not_compared() -> None:
 
 
 def row(step: int) -> Row:
-    """Of one request."""
     sample = torch.zeros(1, 1, 1)
     return Row(owner="owner", step=step, half=Half.CONDITIONAL, sample=sample, timestep=torch.zeros(()), embeds=NOTHING)

@@ -52,7 +52,6 @@ class LoadingDesk(EditDesk):
         return ActivationsElsewhere(budget_bytes)
 
     def move(self, load_bytes_per_s: float = 1e9) -> list[StepElsewhere]:
-        """See ActivationsElsewhere."""
         return self.source.move(load_bytes_per_s)
 
 

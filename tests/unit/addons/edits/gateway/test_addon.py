@@ -68,7 +68,6 @@ class _OneAddOn(ActivationsAddOn):
 
 @pytest.fixture
 def time() -> FakeTime:
-    """The add-on's own."""
     return FakeTime()
 
 
@@ -80,7 +79,6 @@ async def shop(time: FakeTime) -> AsyncIterator[Shop]:
 
 
 def _edit(shop: Shop, template: str = CAT, *, share: float = 0.2) -> Job:
-    """Ten steps."""
     spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, seed=1)
     request = JobRequest(fingerprint="f", shape=SHAPE, edit_source=template, computed_share=share)
     return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
@@ -112,7 +110,6 @@ async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_
     near, far = _edit(shop), _edit(shop, DOG)
 
     def asked() -> list[str]:
-        """Since the last time."""
         queue = addon._prefetcher._queues.get(store)
         names = list(queue.names) if queue is not None else []
         if queue is not None:
