@@ -693,7 +693,7 @@ def _all_of(job: Job) -> tuple[object, ...]:
 
 
 Lifecycle.TestCase.settings = settings(
-    max_examples=50,
+    max_examples=30,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
