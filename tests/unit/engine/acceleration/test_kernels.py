@@ -160,7 +160,10 @@ CASES: dict[str, tuple[Callable[[], Acceleration], Compute]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.endswith("channels-last") else ()) for case in CASES],
+)
 def test_with_a_kernel_the_result_is_nearly_the_same_and_without_it_the_same(
     model: Model, accelerated: Callable[[Acceleration], None], case: str
 ) -> None:

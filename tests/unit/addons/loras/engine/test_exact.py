@@ -194,7 +194,7 @@ def test_a_resumed_attempt_uses_its_loras_from_the_same_step(
 HALF_SPEC = replace(SPEC, num_inference_steps=3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_in_half_precision_a_picture_with_loras_has_the_bits_of_stock(dtype: torch.dtype) -> None:
     """PEFT rounds each product, its scaling and each sum; LoRAs of one module add in the order of the request."""
     pipeline, components = styled_stock(small_model(), dtype)
