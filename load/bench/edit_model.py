@@ -37,11 +37,6 @@ def square_side(share: float) -> int:
     return max(round(SIZE // TOKEN * math.sqrt(share)), 2 * MARGIN + 1)
 
 
-def square_share(share: float) -> float:
-    """Return the share that the square really has."""
-    return (square_side(share) * TOKEN / SIZE) ** 2
-
-
 def square_box(share: float) -> tuple[int, int, int, int]:
     """Return left, top, width and height in pixels of a square in the middle that has this share with its margin.
 

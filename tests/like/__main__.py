@@ -36,7 +36,7 @@ def main() -> int:
     print(describe(tally.faults))
     print("\n".join(tally.table()))
     print(f"{options.requests} requests and their {len(tally.replays)} pictures again in {took_s:.0f} s")
-    return bool(tally.faults)
+    return bool(tally.faults or tally.refused)
 
 
 if __name__ == "__main__":

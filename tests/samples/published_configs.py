@@ -249,22 +249,6 @@ def scheduler() -> Config:
     }
 
 
-def turbo_scheduler() -> Config:
-    """Return SDXL Turbo's scheduler/scheduler_config.json."""
-    turbo = scheduler() | {
-        "_class_name": "EulerAncestralDiscreteScheduler",
-        "_diffusers_version": "0.24.0.dev0",
-        "timestep_spacing": "trailing",
-    }
-    del turbo["use_karras_sigmas"]
-    return turbo
-
-
-def lightning_scheduler() -> Config:
-    """Return what SDXL Lightning's page asks for: SDXL's scheduler with trailing timesteps."""
-    return scheduler() | {"timestep_spacing": "trailing"}
-
-
 def tokenizer(pad_token: str) -> dict[str, Config]:
     """Return the JSON files of a published CLIP tokenizer but its vocabulary, by name.
 

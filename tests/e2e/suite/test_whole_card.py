@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,9 +26,6 @@ from bottega.client.types.provenance import Provenance
 from bottega.miniature import WEIGHTS
 from bottega.v1.activations_pb2 import DropTemplateRequest, ListStoredTemplatesRequest, Template
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub, TemplateServiceStub
-from tests.like.replays import describe, draw_and_replay
-from tests.like.requests import RandomRequests
-from tests.like.suite import allow_cached_starts
 from tests.samples.edits import box_mask, ellipse_mask, template
 from tests.samples.hostile_images import saved
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
@@ -266,16 +262,6 @@ def test_a_trace_says_where_the_time_went_in_all_services(house: House, recorded
     calls = [span.name for span in traces[WHOLE].spans if span.service == f"{CONTROLNETS[0]} server"]
     assert calls == [f"residuals of step {step}" for step in range(STEPS)][-len(calls) :]
     assert any(span.name.startswith("load step") for span in traces[WHOLE].spans)
-
-
-@pytest.mark.slow  # `make like`; the files beside this one draw again what each technique has made
-def test_random_requests_of_every_kind_are_drawn_again_by_their_parameters(house: House, tmp_path: Path) -> None:
-    allow_cached_starts(house.client)
-    requests = RandomRequests(random.Random(SEED), loras=LORAS, late_loras=LORAS, few=True)
-    tally = draw_and_replay(house.client, requests, len(requests.kinds), tmp_path)
-    assert not tally.faults, describe(tally.faults)
-    assert not tally.refused, tally.refused
-    assert {each.technique for each in tally.replays} >= {"", "recording", "cached start"}
 
 
 def assert_says_what_was_reused(made: Provenance, recording: str) -> None:
