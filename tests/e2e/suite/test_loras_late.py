@@ -90,6 +90,7 @@ def test_an_exact_request_waits_and_its_time_is_told_beside_the_steps(
     assert _figures(suite.store)["bottega_lora_fetches_total"] >= 1
 
 
+@pytest.mark.slow  # tests/service/client/test_lora_profile.py has it with a scripted worker
 def test_a_profile_is_measured_with_real_pictures_and_remembered(client: Client, add: Callable[..., None]) -> None:
     add("measured", seed=5, rank=4)
     prompts = [f"a small {colour} ring on a black background" for colour in ("red", "green", "blue", "white")]
