@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -37,7 +38,9 @@ async def running() -> AsyncIterator[Running]:
 async def test_an_attempt_is_drawn_encoded_and_inscribed(running: Running) -> None:
     order = request("a flat colour, 星")
     order.spec.num_images = 2
+    began_s = time.monotonic()
     events = await running.events(order)
+    took_s = time.monotonic() - began_s
     assert kinds(events)[0] == "started"
     assert kinds(events)[-1] == "completed"
     pictures = images(events)
@@ -57,9 +60,9 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(running: Running) -> No
     provenance = events[-1].completed.provenance
     assert (provenance.worker, provenance.model_hash, provenance.bottega_version) == ("w", "abc", "0.1.0")
     assert provenance.parameters == order.spec
-    times = {time.stage: time.seconds for time in provenance.times}
+    times = {stage.stage: stage.seconds for stage in provenance.times}
     assert times.keys() == {"handoff", "encode_image"}
-    assert 0 < times["handoff"] < 1
+    assert 0 < times["handoff"] < took_s
 
 
 @pytest.mark.parametrize("how", ["by this attempt", "by an earlier one", "by nobody"])
