@@ -29,8 +29,8 @@ from tests.fakes.scripted_images import NAME, narrow_channel
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Services, gateway_config
 
-ORDERS = 12
-CALLERS = 96
+ORDERS = 8
+CALLERS = 64
 # Six times max_requests_mib. Without that bound, 64 callers took 3.4 GiB.
 MOST_GROWTH_BYTES = 6 * 128 << 20
 READERS = 150

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
@@ -172,6 +172,10 @@ def test_a_convolution_in_three_parts_is_folded_into_two(
     _assert_same(imported(path), {f"unet.{_CONV}": 0.5 * rebuilt}, atol=1e-6)
 
 
+def _unet() -> Any:
+    return UNet2DConditionModel.from_pretrained(WEIGHTS / "unet", use_safetensors=True, dtype=torch.float32)
+
+
 def _pipeline() -> Any:
     return StableDiffusionXLPipeline.from_pretrained(
         WEIGHTS, local_files_only=True, use_safetensors=True, dtype=torch.float32
@@ -272,11 +276,11 @@ def test_a_folder_of_peft_is_what_peft_loads(
     imported: Callable[..., dict[str, Tensor]], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     chosen = {"r": 4, "lora_alpha": 2, "target_modules": ["to_k", "ff.net.2", "conv2"], **options}
-    model = get_peft_model(_pipeline().unet, LoraConfig(**chosen))
+    model = get_peft_model(_unet(), LoraConfig(**chosen))
     _randomise(model, 3)
     model.save_pretrained(tmp_path)
     # Loaded again: PEFT sorts the keys of patterns when it saves them, and the first one that matches counts.
-    theirs = _added(PeftModel.from_pretrained(_pipeline().unet, tmp_path).get_base_model())
+    theirs = _added(PeftModel.from_pretrained(_unet(), tmp_path).get_base_model())
     _assert_same(imported(tmp_path), theirs)
     alone = imported(tmp_path / "adapter_model.safetensors", (tmp_path / "adapter_config.json").read_bytes())
     _assert_same(alone, theirs)
@@ -286,12 +290,12 @@ def test_a_folder_of_peft_is_what_peft_loads(
 def test_fan_in_fan_out_means_nothing_for_linear_layers(
     imported: Callable[..., dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    model = get_peft_model(_pipeline().unet, LoraConfig(r=4, target_modules=["to_k"]))
+    model = get_peft_model(_unet(), LoraConfig(r=4, target_modules=["to_k"]))
     _randomise(model, 3)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"fan_in_fan_out": True}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    loaded = PeftModel.from_pretrained(_pipeline().unet, tmp_path)
+    loaded = PeftModel.from_pretrained(_unet(), tmp_path)
     _assert_same(imported(tmp_path), _added(loaded.get_base_model()))
 
 
@@ -299,12 +303,12 @@ def test_what_a_network_saved_itself_is_what_it_loads(
     imported: Callable[..., dict[str, Tensor]], tmp_path: Path
 ) -> None:
     """Without a component before its names, in the tensors and in the metadata alike."""
-    unet = _pipeline().unet
+    unet = _unet()
     patterns = {"alpha_pattern": {f"^{_K}": 100, "conv1": 1}, "rank_pattern": {"conv1": 2}}
     unet.add_adapter(LoraConfig(r=2, lora_alpha=8, target_modules=["to_k", "conv1"], **patterns))
     _randomise(unet, 5)
     unet.save_lora_adapter(tmp_path)
-    loading = _pipeline().unet
+    loading = _unet()
     loading.load_lora_adapter(tmp_path, prefix=None, use_safetensors=True)
     theirs = _added(loading)
     assert all(torch.equal(value, theirs[name]) for name, value in _added(unet).items())
