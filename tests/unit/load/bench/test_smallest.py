@@ -17,7 +17,7 @@ from load.bench.framework import Bench
 _FOLDER = Path(framework.__file__).parent
 NAMES = sorted(path.stem for path in _FOLDER.glob("*.py") if "\nBENCH = Bench(" in path.read_text(encoding="utf-8"))
 # Each of the others takes more than some seconds.
-QUICK = {"controlnet_cache", "index", "jobs", "miniature"}
+QUICK = {"controlnet_cache", "index", "jobs"}
 # They write a sheet of pictures, or a page.
 FILES = {
     "controlnet_follow": "--sheet",
@@ -52,13 +52,6 @@ def test_a_smallest_run_reports_figures(
     # Beside other tests a bar may be missed, or requests go out late.
     assert bench.main(["--smallest", *file]) in {0, 1}
     _assert_figures(bench, capfd.readouterr().out)
-
-
-def test_decisions_of_the_scheduler_are_measured_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    from load.bench.scheduling import BENCH
-
-    assert BENCH.main(["--smallest", "--only-decisions"]) == 0
-    _assert_figures(BENCH, capfd.readouterr().out)
 
 
 def _assert_figures(bench: Bench, out: str) -> None:

@@ -45,9 +45,8 @@ def test_what_misses_what_was_wanted_is_said_in_table_and_json() -> None:
     assert said["not_run"] == ["edits"]
 
 
-@pytest.mark.parametrize(
-    "apart", [pytest.param(_APART | _LONG, id="in short"), pytest.param(_APART, id="in full", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [_APART | _LONG, _APART], ids=["in short", "in full"])
 def test_a_small_report_measures_its_parts_and_keeps_them(
     apart: AbstractSet[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

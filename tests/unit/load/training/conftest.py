@@ -14,11 +14,8 @@ from load.miniature.training.stages import STEPS
 from load.miniature.training.train import Training
 from tests.support.torch_threads import torch_threads
 
-# A stage of each kind.
-KINDS = frozenset({"decoder", "vision", "edges"})
 
-
-def every_stage(quick: Collection[str] = KINDS) -> list[object]:
+def every_stage(quick: Collection[str]) -> list[object]:
     """Of which the others, which learn alike, are slow."""
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in STEPS]
 

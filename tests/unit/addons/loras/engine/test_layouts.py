@@ -163,11 +163,18 @@ _LAYOUTS: tuple[Callable[[Parts, Path], tuple[Path, Path]], ...] = (
 )
 
 
-# Names of modules are told apart by the base; of each way to write them one file meets a base without the prefix.
-_CASES = [pytest.param(True, write, id=f"{write.__name__.removeprefix('_')}") for write in _LAYOUTS]
-_CASES += [
-    pytest.param(False, write, id=f"{write.__name__.removeprefix('_')} in a flat folder")
-    for write in (_kohya, _diffusers, _peft_folders_of_flat_towers)
+# Names of modules are told apart by the base; of each way to write them one file meets a base without the prefix. What
+# each layout is converted to, tests/unit/loras/test_converting.py compares with what Diffusers and PEFT load.
+_QUICK = ((True, _kohya), (True, _diffusers), (True, _peft_folders), (False, _kohya))
+_CASES = [
+    pytest.param(
+        prefixed,
+        write,
+        id=write.__name__.removeprefix("_") + ("" if prefixed else " in a flat folder"),
+        marks=() if (prefixed, write) in _QUICK else pytest.mark.slow,
+    )
+    for prefixed, writes in ((True, _LAYOUTS), (False, (_kohya, _diffusers, _peft_folders_of_flat_towers)))
+    for write in writes
 ]
 
 
