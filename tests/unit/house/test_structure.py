@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +28,15 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 @pytest.fixture(scope="module")
-def modules() -> Modules:
-    return {
+def modules() -> Iterator[Modules]:
+    gc.disable()  # millions of nodes, all of which stay: looking for garbage among them takes longer than parsing
+    yield {
         str(path.relative_to(ROOT)): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         for base in ("libs", "services", "kernels")
         for path in sorted((ROOT / base / "bottega").rglob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
     }
+    gc.enable()
 
 
 def a_name_of_two_classes_is_explained(modules: Modules) -> Violations:
