@@ -99,9 +99,8 @@ def test_a_picture_with_it_is_the_one_that_stock_draws_with_its_file(
     assert oracle.agrees(oracle.read(_rgb(drawn)), _HEART)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("checked", "dusk"), pytest.param("striped", PLAIN, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_whole_card.py compares pictures with several sets of LoRAs beside each other
+@pytest.mark.parametrize(("one", "other"), [("checked", "dusk"), ("striped", PLAIN)])
 def test_two_clients_at_once_get_each_its_own_scene_in_its_own_style(
     client: Client, draw: Callable[..., Picture], stock: Any, clip: Clip, one: str, other: str
 ) -> None:
