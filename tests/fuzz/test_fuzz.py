@@ -20,7 +20,7 @@ from tests.support.services import Services
 # A suite is started, and the whole corpus answered, in the set-up of the first test.
 pytestmark = pytest.mark.timeout(300)
 
-REQUESTS = 8
+REQUESTS = 12
 # Of methods whose every good request is a process that imports.
 FEW_REQUESTS = {"UploadLora": 4, "RegisterLora": 4, "AddControlNet": 4}
 # Of each caller of a crowd; `make fuzz` sends all.
