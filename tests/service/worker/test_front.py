@@ -62,7 +62,7 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(running: Running) -> No
     assert provenance.parameters == order.spec
     times = {stage.stage: stage.seconds for stage in provenance.times}
     assert times.keys() == {"handoff", "encode_image"}
-    assert 0 < times["handoff"] < took_s
+    assert 0 < times["handoff"] < 2 * took_s  # of two pictures, which wait for a codec process to start
 
 
 @pytest.mark.parametrize("how", ["by this attempt", "by an earlier one", "by nobody"])
