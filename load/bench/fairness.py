@@ -73,7 +73,7 @@ _WAITING = 8
 _MAX_QUEUED = 100_000
 # The tracks of a trace in which the worker's device is busy.
 _BUSY = frozenset({"encode", "denoise", "decode"})
-_GROUP = "requests in the group"
+_GROUP = "requests in the batch"
 BENCH = Bench(
     __file__,
     __doc__,

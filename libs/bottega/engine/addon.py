@@ -72,7 +72,6 @@ class JobAddOn:
         """Prepare a job whose prompt has been encoded and whose requests exist.
 
         Args:
-            job: The job.
             conditions: Conditions of its first image. Add-ons that depend on the prompt never get a job of several
                 prompts (rules.check_prompts).
             now_s: Monotonic seconds.
@@ -229,8 +228,6 @@ class EngineAddOn:
         """Use the measured time of a forward pass. Return whether plain rows would have taken as long.
 
         Args:
-            rows: Its rows.
-            seconds: Its time.
             plain_s: Measured seconds of a forward pass of as many plain rows; None if not measured.
             masked: Whether rows were partly computed, or recorded. The result is then ignored.
         """

@@ -70,7 +70,6 @@ def encode_prompts(
     """Return the conditions for the prompt of a spec, without an unconditional half if it has no guidance.
 
     Args:
-        model: The model.
         spec: Spec with one prompt.
         field: Name of the prompt's field, for `Conditions.truncations`.
         negative: The unconditional half, if it has already been encoded.

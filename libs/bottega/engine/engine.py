@@ -59,8 +59,6 @@ class Engine:
     """Generates the pictures of jobs on one device. A single thread makes all calls.
 
     Args:
-        model: The model.
-        limits: The operator's limits.
         addons: Features that extend the plain model, such as ControlNets and LoRAs.
         peer: The other worker of a pair, which may compute rows of batches; None if there is none.
         heartbeat: Called often during a turn, to show that the thread is alive.
@@ -217,7 +215,6 @@ class Engine:
         Call it before `warm_up`, which measures the engine with them.
 
         Args:
-            candidates: Accelerations to try.
             deadline_s: See `SelfCheckSettings`.
             trials: See `SelfCheck`.
 

@@ -1,6 +1,6 @@
-"""One forward over a group of rows: the blocks in order, with ControlNets' residuals added where the UNet expects them.
+"""One forward pass of a batch: the blocks in order, with ControlNets' residuals added where the UNet expects them.
 
-Rows whose residuals are late at the first block that needs them leave the forward, and the others go on.
+Rows whose residuals are late at the first block that needs them leave the forward pass, and the others go on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.operations import Operations
 from bottega.model.rows import Embeds, LoraSet, Row
 
-# How long a forward waits for residuals if none of its rows can go on without them, because a server is busy or slow.
+# How long a forward pass waits for residuals if none of its rows can go on without them, because a server is busy or
+# slow.
 # A server that is dead or computes nothing is noticed sooner, over its link. Shorter than stall_s, the time without a
 # turn after which an engine counts as hung.
 RESIDUAL_TIMEOUT_S = 90.0
@@ -34,16 +35,18 @@ STRAGGLER_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prediction:
-    """The result of a forward. Reading `seconds`, `waited_s` or `encoder_s` waits for the device."""
+    """The result of a forward pass. Reading `seconds`, `waited_s` or `encoder_s` waits for the device."""
 
     noise: Mapping[Row, Tensor]
-    """[channels, height, width] of each row that was not late. A missing row must be predicted again, with all rows of
-    its owner.
+    """Predicted noise, [channels, height, width], of each row that was not late.
+
+    A missing row must be predicted again, with all rows of its owner.
     """
     times: ForwardTimes
     shared: frozenset[Hashable] = frozenset()
-    """Owners whose rows, or whose ControlNets' rows, were not computed alone: the forward held rows of others, or
-    padding, or only some of their rows. Their sums may round otherwise.
+    """Owners whose rows, or whose ControlNets' rows, were not computed alone.
+
+    They ran with rows of others, with padding, or without some of their own rows, so that sums may round differently.
     """
     load_waits_s: Mapping[Row, float] = field(default_factory=dict)
     """Seconds for which the thread waited for recorded activations of a row. `seconds` does not include them."""
@@ -62,10 +65,10 @@ class Prediction:
 
 
 class RowWeights(Protocol):
-    """Applies the LoRAs of rows in a forward, without changing the weights."""
+    """Applies the LoRAs of rows during a forward pass, without changing the weights."""
 
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
-        """Begin a forward of rows with these sets, or continue it with fewer rows.
+        """Begin a forward pass of rows with these LoRAs, or continue it with fewer rows.
 
         Args:
             sets: The LoRAs of each row.
@@ -77,44 +80,44 @@ class RowWeights(Protocol):
         ...
 
     def leave(self) -> None:
-        """End the forward."""
+        """End the forward pass."""
         ...
 
 
 class ForwardStrategy(Protocol):
-    """An add-on's own way to run some groups, for example only where an edit's mask is."""
+    """An add-on's own way to run some batches, for example only where an edit's mask is."""
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
-        """Return the backbone that runs this group, or None to leave the group to the model's own one."""
+        """Return the backbone that runs this batch, or None to leave it to the model's own one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Network:
-    """The backbone, LoRA weights, residuals and device that forwards use."""
+    """The backbone, LoRA weights, residuals and device that forward passes use."""
 
     backbone: Backbone
     row_weights: RowWeights | None = None
     """None if no row has LoRAs."""
     residuals: ResidualProvider | None = None
-    """Where ControlNets' residuals come from; None if no row has ControlNets."""
+    """Provider of ControlNets' residuals; None if no row has ControlNets."""
     strategies: Sequence[ForwardStrategy] = ()
     """Asked in this order, unless `fixed_rows` is set: other backbones would change the last bits."""
     fixed_rows: int = 0
-    """Number of rows to which every group is padded, so that results are equal byte for byte; 0 is off."""
+    """Number of rows to which every batch is padded, so that results are equal byte for byte; 0 is no padding."""
     device: Device | None = None
-    """Device of the rows; by default, the one that their tensors are on."""
+    """Device of the rows; if None, the one that their tensors are on."""
     operations: Operations = field(default_factory=Operations)
 
     @property
     def residual_provider(self) -> ResidualProvider:
         """The provider of residuals. Raise Unavailable if there is none."""
         if self.residuals is None:
-            raise Unavailable("this engine has no ControlNets")
+            raise Unavailable("this worker has no ControlNets")
         return self.residuals
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone:
-        """Return the backbone that runs a group."""
+        """Return the backbone that runs a batch."""
         for strategy in () if self.fixed_rows else self.strategies:
             if (backbone := strategy.backbone_for(rows)) is not None:
                 return backbone
@@ -125,7 +128,7 @@ class Network:
 
 
 class Forward:
-    """A forward of rows that share a GroupKey. Rows with the same LoRAs are put side by side."""
+    """A forward pass of rows that share a GroupKey. Rows with the same LoRAs are placed side by side."""
 
     def __init__(self, network: Network, rows: Sequence[Row]) -> None:
         blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)
@@ -143,7 +146,7 @@ class Forward:
         self._clock = ForwardClock(self._device)
 
     def run(self) -> Prediction:
-        """Run the forward. Raise Unavailable if residuals do not come within RESIDUAL_TIMEOUT_S."""
+        """Run the forward pass. Raise Unavailable if residuals do not come within RESIDUAL_TIMEOUT_S."""
         network, group = self._network, self._group
         inputs = stack(group, self._device)
         controlled = [row for row in group if row.controls]
@@ -166,7 +169,7 @@ class Forward:
         )
 
     def _run_blocks(self, activations: Activations) -> Tensor:
-        """Return the prediction [rows, channels, height, width] for the rows that are left in the group."""
+        """Return the prediction [rows, channels, height, width] for the rows that have not left."""
         patience_s = 0.0
         controlled = any(row.controls for row in self._group)
         self._clock.blocks_begin()
@@ -185,7 +188,7 @@ class Forward:
         return self._backbone.finish(activations)
 
     def _wait_for_residuals(self, points: tuple[int, ...], patience_s: float) -> set[Hashable]:
-        """Return the owners with a row that is late after `patience_s`, or whose sender has failed.
+        """Return the owners with a row that is late after `patience_s`, or whose sender of residuals has failed.
 
         The wait is longer only while all owners would be late.
         """
@@ -232,7 +235,7 @@ class Forward:
 
 
 def _by_lora_set(rows: Sequence[Row]) -> list[Row]:
-    """Put rows of one LoRA set side by side: sets with most rows first, rows without LoRAs last."""
+    """Return the rows sorted so that those of one LoRA set are side by side: largest sets first, no LoRAs last."""
     counts = Counter(row.loras.key for row in rows if row.loras is not None)
     if not counts:
         return list(rows)
@@ -240,13 +243,13 @@ def _by_lora_set(rows: Sequence[Row]) -> list[Row]:
 
 
 def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:
-    """Return for how long each row waited for recorded activations, without rows that did not wait."""
+    """Return how long each row waited for recorded activations, for those that waited."""
     waits = ((row, row.activations.waited_s) for row in rows if row.activations is not None)
     return {row: waited_s for row, waited_s in waits if waited_s}
 
 
 def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
-    """Return the inputs of one forward. `device` is that of the rows; by default, the one that their tensors are on."""
+    """Return the inputs of one forward pass. If `device` is None, it is the one that the rows' tensors are on."""
     device = device or open_device(rows[0].sample.device)
     embeds = Embeds.stack([row.embeds for row in rows])
     return Inputs(

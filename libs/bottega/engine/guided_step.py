@@ -1,4 +1,4 @@
-"""Guidance and the sampler's step: from the predictions for a request's rows to its next latent."""
+"""Guidance and the sampler's step: computes a request's next latent from the predictions for its rows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def guided_step(
 
     Args:
         latent: [1, channels, height, width].
-        noise: The prediction for each row, [channels, height, width].
-        generator: On the CPU, for samplers that draw noise.
+        noise: The prediction for each half of guidance, [channels, height, width].
+        generator: Random generator on the CPU, for samplers that draw noise.
     """
     conditional = noise[Half.CONDITIONAL][None]
     unconditional = noise[Half.UNCONDITIONAL][None] if Half.UNCONDITIONAL in noise else None

@@ -1,4 +1,4 @@
-"""One job in the engine: its order, the requests of its images, and the record of what happened to it."""
+"""A job in the engine: its order, the requests of its images, and the record of what happened to it."""
 
 from __future__ import annotations
 
@@ -42,43 +42,43 @@ DENOISE, WAITS = "denoise", "waits"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineOrder:
-    """The input of a job: its spec, images, orders for add-ons, and the state of earlier attempts."""
+    """The input of a job: its spec, images, messages to add-ons, and the state of earlier attempts."""
 
     key: Hashable
     """Unique among the jobs of the engine."""
     spec: ResolvedSpec
     image: Tensor | None = None
-    """Source of image-to-image, uint8 [height, width, 3]."""
+    """Source of image-to-image, uint8 [height, width, 3]; None for text-to-image."""
     mask: Tensor | None = None
-    """Mask of an edit, uint8 [height, width]: 1 where the image is redrawn, else 0."""
+    """Mask of an edit, uint8 [height, width]: 1 where the image is redrawn, else 0. None if the job is no edit."""
     kept: Mapping[str, bytes] = field(default_factory=dict)
-    """`JobKept.by_kind` of the job that drew the image of an edit; empty if nothing was kept."""
+    """`JobKept.by_kind` of the job that drew the image of an edit; empty if nothing was stored."""
     control_images: tuple[Tensor, ...] = ()
     """One for each of the spec's ControlNets, uint8 [its height, its width, 3]."""
     addons: Mapping[str, bytes] = field(default_factory=dict)
-    """Orders for add-ons, by kind: serialized messages that each add-on defines."""
+    """Serialized messages to add-ons, by kind. Each add-on defines its own."""
     decisions: Decisions = field(default_factory=dict)
-    """Decisions of earlier attempts."""
+    """Decisions of earlier attempts, by kind of add-on."""
     latent_parallelism: bool = True
     """Whether the other worker of a pair may compute rows."""
     shared_turns: bool = True
-    """Whether its steps may share forwards with other rows, and be split over forwards and workers."""
+    """Whether its steps may run with rows of other jobs, and be split over forward passes and workers."""
     checkpoint: bytes = b""
-    """A checkpoint of an earlier attempt; empty to begin from the start."""
+    """A checkpoint of an earlier attempt; b"" to start from the beginning."""
     preview: bool = False
-    """Whether progress has previews."""
+    """Whether progress reports have previews."""
     share: Share = field(default_factory=Share)
     """The tenant of the job, and its weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputCheck:
-    """The check of whether an input of a job is finite. The device reports the result later."""
+    """The check that an input of a job has neither NaN nor infinity. The device reports the result later."""
 
     finite: HostCopy
-    """bool."""
+    """One bool: whether it passed."""
     error: NotFinite
-    """The failure of the job if it is not finite."""
+    """The error of the job if it did not."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,44 +88,42 @@ class EngineJob:
     order: EngineOrder
     requests: Sequence[Request]
     truncations: dict[str, str]
-    """Text that did not fit into the tokenizer, by field name."""
+    """Text that was cut off because it did not fit into the tokenizer, by field name."""
     addons: Parts
-    """The job's parts of the engine's add-ons."""
+    """The states of the job's add-ons."""
     pinned: Decisions
-    """Decisions of earlier attempts."""
+    """Decisions of earlier attempts, by kind of add-on."""
     spans: SpanLog
-    """Spans for the trace of the job."""
+    """Time spans for the trace of the job."""
     decided: Decisions = field(default_factory=dict)
     """Decisions of this attempt that have been reported."""
     extra: Sequence[Request] = ()
-    """Additional requests that are denoised for measurements. The images are emitted when these have finished."""
+    """Additional requests that are denoised only to measure something. Images are reported after these are done."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     encoding: Span | None = None
-    """The time of encoding."""
+    """The time of encoding; None while it is not known."""
     device_s: float = 0.0
-    """Seconds of the device that the job has used so far, including its part of shared turns."""
+    """Seconds of the device that the job has used so far, including its share of batches."""
     charged_encoding: bool = False
     """Whether `device_s` includes encoding."""
     remote_job: RemoteJob | None = None
-    """The job as the pair's other worker knows it; None if no rows are offloaded."""
+    """What the other worker of a pair needs to know of the job; None if it may compute no rows."""
     pair: PairRecord | None = None
-    """The share of the pair's other worker in the job; None if no rows were offloaded."""
+    """What the other worker of a pair computed; None if no rows were offloaded."""
     inputs: list[InputCheck] = field(default_factory=list)
-    """Checks of prompts and pictures whose result has not been read."""
+    """Checks of prompts and pictures whose results have not been read."""
     vae_dtype: str = ""
-    """Element type in which its images were decoded; empty before the first."""
+    """Data type in which its images were decoded; "" before the first."""
     vae_tiled: bool = False
     """Whether any of its images was decoded in tiles."""
     decoded_as_stock: bool = True
     """Whether all of its images so far were decoded as stock Diffusers does."""
     shared_in_half_precision: bool = False
-    """Whether, in half precision, a step of its images was not computed alone, in this attempt or before its
-    checkpoint.
-    """
+    """Whether, in half precision, a step of its images was not computed alone, in this attempt or before."""
     drawn: set[int] = field(default_factory=set)
-    """Indices of the images that have been emitted."""
+    """Indices of the images that have been reported."""
     started: bool = False
-    """Whether JobStarted was emitted."""
+    """Whether JobStarted was reported."""
     reported_s: float = -math.inf
     """Time of the last progress report, in monotonic seconds."""
     checkpoint_s: float = 0.0
@@ -137,7 +135,6 @@ class EngineJob:
 
     @property
     def key(self) -> Hashable:
-        """The key of its order."""
         return self.order.key
 
     @property
@@ -157,12 +154,11 @@ class EngineJob:
 
     @property
     def steps_left(self) -> int:
-        """Number of steps that are left over all images."""
         return self.steps_total - self.steps_done
 
     @property
     def computed_share(self) -> float:
-        """Share of its rows' tokens that their next turns compute."""
+        """Fraction of its rows' tokens that their next steps compute; the rest is reused."""
         shares = [request.computed_share for request in self.requests if not request.done]
         return sum(shares) / len(shares) if shares else 1.0
 
@@ -172,9 +168,9 @@ class EngineJob:
         return sum(request.resumed_from - request.begin for request in self.requests)
 
     def undrawn(self) -> Request | None:
-        """Return an image whose latent is finished but that has not been emitted, or None.
+        """Return an image whose latent is finished but that has not been reported, or None.
 
-        While requests of `extra` run, no image is handed out.
+        While requests of `extra` run, no image is reported.
         """
         if not all(request.done for request in self.extra):
             return None
@@ -182,11 +178,11 @@ class EngineJob:
 
     @property
     def finished(self) -> bool:
-        """Whether all images have been emitted."""
+        """Whether all images have been reported."""
         return len(self.drawn) == len(self.requests)
 
     def checkpoint_due(self, now_s: float, interval_s: float) -> bool:
-        """Return whether a checkpoint is due: after `interval_s` or a tenth of the steps, never twice at one step."""
+        """Return whether a checkpoint is due: after `interval_s` or a tenth of the steps, but at most one per step."""
         steps = self.steps_done - self.checkpoint_steps
         share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
@@ -200,7 +196,7 @@ class EngineJob:
         )
 
     def check_inputs(self, *, to_the_end: bool = False) -> None:
-        """Raise NotFinite if the prompt's embeddings or the encoded picture are known not to be finite.
+        """Raise NotFinite if the prompt's embeddings or the encoded picture are known to have NaN or infinity.
 
         Args:
             to_the_end: Whether to wait for results that the device has not reported yet.
@@ -214,13 +210,13 @@ class EngineJob:
         self.inputs = waiting
 
     def note_decoding(self, decoder: VaeDecoder, *, tiled: bool) -> None:
-        """Note how one of its images was decoded."""
+        """Record how one of its images was decoded."""
         self.vae_dtype = decoder.dtype_name
         self.vae_tiled |= tiled
         self.decoded_as_stock &= not tiled and decoder.dtype == decoder.stock_dtype
 
     def note_step(self, request: Request, *, group_requests: int, shared: bool) -> None:
-        """Note that a request of the job made a step in a group of this size.
+        """Record that a request of the job made a step in a batch of `group_requests` requests.
 
         Args:
             shared: Whether its rows were not computed alone (`Prediction.shared`).
@@ -232,16 +228,17 @@ class EngineJob:
         self._group_requests += group_requests
 
     def note_turn(self, prediction: Prediction, *, sampler_s: float, turn: Span, steps: str) -> None:
-        """Note the times of a turn in which the job made a step.
+        """Record the times of a turn in which the job made a step.
 
-        Time spent waiting for an add-on counts for this job only if it has a part of that add-on.
+        Time spent waiting for an add-on counts only for jobs that use this add-on.
 
         Args:
             sampler_s: Seconds of guidance and samplers.
+            turn: The time of the turn.
             steps: Description of the steps that the job made, for the trace.
         """
         turn_s = turn.seconds
-        facts = {"requests in the group": str(len({row.owner for row in prediction.noise}))}
+        facts = {"requests in the batch": str(len({row.owner for row in prediction.noise}))}
         self.spans.add_of_device(steps, DENOISE, turn, facts)
         for wait in prediction.times.waits if self.addons else ():
             self.spans.add_of_device("waiting for residuals", WAITS, wait, {})
@@ -251,7 +248,7 @@ class EngineJob:
         self.seconds["batch"] += turn_s - denoise_s - waited_s
 
     def note_offload(self, prediction: PairPrediction, worker: str) -> None:
-        """Record the job's steps that the pair's other worker, `worker`, computed in a turn."""
+        """Record the job's steps in a turn that the pair's other worker, `worker`, computed."""
         steps = sum(request in prediction.offloaded for request in self.requests)
         taken_back = sum(request in prediction.taken_back for request in self.requests)
         if not steps and not taken_back:
@@ -265,7 +262,7 @@ class EngineJob:
         )
 
     def active_parts(self, row: Row) -> tuple[int, ...]:
-        """Return the number of active parts in a row, as `active_in` gives it, for each part of its remote job."""
+        """Return what is active in a row, as `active_in` of each add-on of the remote job returns it."""
         parts = self.remote_job.parts if self.remote_job is not None else {}
         return tuple(part.active_in(row) for addon, part in self.addons.items() if addon.kind in parts)
 
@@ -307,12 +304,12 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
     """Encode a job's prompt and picture, and resume from its checkpoint if there is one that fits.
 
     Args:
-        addons: The job's parts, which may still wait for something.
+        addons: The states of the job's add-ons, which may still wait for something.
         now_s: Monotonic seconds.
         clock: Clock of the model's device.
 
     Raises:
-        BottegaError: An add-on cannot serve the job, or an input is not finite.
+        BottegaError: An add-on cannot serve the job, or an input has NaN or infinity.
     """
     conditions = encode_all_prompts(model, order.spec)
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
@@ -365,7 +362,7 @@ def _input_checks(
 
 
 def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditions]) -> list[Request]:
-    """Return the requests of an order's images, with these conditions of each image, before their first steps."""
+    """Return the requests of an order's images, before their first steps. `conditions` has those of each image."""
     spec = order.spec
     if (spec.strength is None) != (order.image is None):
         raise InternalError("a strength came without an image, or an image without one")
@@ -381,8 +378,8 @@ def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
     """Return the mask of an edit in the model's latent size; None if the order is no edit.
 
     Raises:
-        FieldNotServed: The VAE has statistics of its latents.
-        InternalError: A part of the edit is missing.
+        FieldNotServed: The model cannot edit images (`Model.edits_refused_because`).
+        InternalError: An input of the edit is missing.
     """
     spec = order.spec
     if order.mask is None and spec.edit is None:
@@ -403,7 +400,7 @@ def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
     try:
         return read_checkpoint(order.checkpoint, model, order.spec)
     except ValueError as error:
-        _log.warning("a checkpoint does not fit; the job begins again", extra={"why": str(error)})
+        _log.warning("a checkpoint does not fit; the job starts from the beginning", extra={"why": str(error)})
         return None
 
 

@@ -1,4 +1,4 @@
-"""The limits that an operator sets for an engine, and which pictures are refused because of them."""
+"""The limits that an operator sets for an engine, and the checks that refuse pictures because of them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ class EngineLimits:
     """The limits that an operator sets."""
 
     max_rows: int = 16
-    """Rows of one group."""
+    """Largest number of rows in one batch; a guided image has two."""
     fixed_rows: int = 0
-    """Number of rows to which every group is padded, for images that are equal byte for byte whatever runs beside them;
-    0 is off.
-    """
+    """Number of rows to which every batch is padded, so that images do not depend on each other; 0 is none."""
     max_wait_turns: int = 8
-    """Number of its tenant's turns in which a request may be passed over."""
+    """Number of its tenant's forward passes in which a request may be passed over."""
     max_pixels: int = 0
-    """Pixels of one image; 0 is four times the model's own size, and at least 512 x 512."""
+    """Largest number of pixels of one image; 0 is four times the model's usual size, and at least 512 x 512."""
     checkpoint_interval_s: float = 2.0
     """Longest time between checkpoints of a running job."""
     progress_interval_s: float = 0.1
     """Shortest time between progress reports."""
     compile_s: float = 300.0
-    """How long the first forward of a kind may take on a GPU before a silent engine counts as hung."""
+    """How long the first forward pass of a kind may take on a GPU before a silent engine counts as hung."""
 
 
 def max_pixels(limits: EngineLimits, model: Model) -> int:
-    """Return the largest number of pixels of one image: the configured one, or a multiple of the model's own size."""
+    """Return the largest number of pixels of one image: the configured one, or a multiple of the model's usual size."""
     own = model.defaults.width * model.defaults.height
     return limits.max_pixels or max(_OWN_SIZES * own, _LEAST_MAX_PIXELS)
 
@@ -51,7 +49,7 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
     """Refuse a spec that cannot be drawn.
 
     Raises:
-        InvalidRequest: Nobody can draw it with this model.
+        InvalidRequest: No worker can draw it with this model.
         TooLarge: It is too large for this worker; the error names the limit.
     """
     rules.refuse([*undrawable(spec, model.size_multiple), *_undrawable_steps(spec, model.samplers)])
@@ -80,14 +78,14 @@ def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[V
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
-    """Raise ValueError if groups of `fixed_rows` rows would not draw pictures that are equal byte for byte."""
+    """Raise ValueError if padding to `fixed_rows` rows would not make pictures equal byte for byte."""
     if fixed_rows == 1:
-        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
+        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 is no padding")
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if threads > 1 and fixed_rows % (2 * threads):
-        # Measured: with 2 threads and 5, 6, 7 or 10 rows, the last bit of a row depends on its place in the group; with
+        # Measured: with 2 threads and 5, 6, 7 or 10 rows, the last bit of a row depends on its place in the batch; with
         # 4, 8, 12 and 16 it does not. Each thread needs an even number of rows.
         raise ValueError(
             f"fixed_rows is {fixed_rows}; with {threads} threads it must be a multiple of {2 * threads}, else the last "
-            "bits of a picture depend on its place in the group; or set threads to 1"
+            "bits of a picture depend on its place in the batch; or set threads to 1"
         )

@@ -1,6 +1,6 @@
-"""Progress, previews and checkpoints of jobs: requested between two steps, reported when their data is on the host.
+"""Progress, previews and checkpoints of jobs: copied from the device between two steps, reported when they arrive.
 
-On a CPU that happens at once. On a GPU the copies run beside the next steps. Reports of one job keep their order.
+On a CPU they arrive at once. On a GPU the copies run in parallel with the next steps. Reports of a job stay in order.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Advance:
-    """The progress of a job."""
+    """A progress report that is not sent yet."""
 
     steps_done: int
     preview_index: int
     preview: HostCopy | None
-    """The latent of image `preview_index`; None without a preview."""
+    """Latent of image `preview_index`; None without a preview."""
 
     @property
     def ready(self) -> bool:
@@ -49,7 +49,7 @@ class _Advance:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Snapshot:
-    """The state of a job for a checkpoint."""
+    """A checkpoint that is not sent yet."""
 
     steps_done: int
     copy: JobCopy
@@ -62,7 +62,7 @@ class _Snapshot:
 class Reporter:
     """Reports the progress and the checkpoints of jobs.
 
-    For each job it keeps what the device has not finished, which is at most two steps.
+    For each job it has the reports that the device has not finished, of at most two steps.
 
     Args:
         progress_interval_s: See `EngineLimits`.
@@ -82,7 +82,7 @@ class Reporter:
         return list(self._reports)
 
     def note_step(self, job: EngineJob, now_s: float) -> None:
-        """Note that a job has made a step, and request a progress report and a checkpoint if they are due."""
+        """Begin a progress report and a checkpoint if they are due, after a step of the job."""
         ended = job.steps_done == job.steps_total
         if ended or now_s - job.reported_s >= self._progress_interval_s:
             job.reported_s = now_s
@@ -95,14 +95,14 @@ class Reporter:
             self._add(job, _Snapshot(steps_done=job.steps_done, copy=copy))
 
     def say(self, job: EngineJob, *, to_the_end: bool = False) -> Iterator[Event]:
-        """Yield the reports of a job that are ready. The job may be forgotten meanwhile.
+        """Yield the reports of a job that are ready. The job may be removed meanwhile.
 
         Args:
             job: The job.
             to_the_end: Whether to wait for the reports that are not ready.
 
         Raises:
-            NotFinite: A latent is not finite.
+            NotFinite: A latent has NaN or infinity.
         """
         while reports := self._reports.get(job):
             if not (to_the_end or reports[0].ready):
@@ -137,7 +137,7 @@ class Reporter:
 
 
 class LatentPreview:
-    """A linear map from one model's latents to RGB.
+    """A linear map from one model's latents to RGB, for small previews.
 
     Args:
         weights: [channels + 1, 3], to RGB in [0, 1]; the last row is the offset.
@@ -151,8 +151,7 @@ class LatentPreview:
     def fit(cls, model: Model) -> LatentPreview:
         """Fit the map by least squares to random colour fields and their latents.
 
-        Previews are grey if the VAE encodes pictures to values that are not finite, because text-to-image works without
-        an encoder.
+        Previews are grey if the VAE encodes pictures to NaN or infinity, because text-to-image needs no encoder.
         """
         side = min(_MAX_SIDE, model.defaults.width, model.defaults.height)
         generator = torch.Generator("cpu").manual_seed(0)
@@ -174,7 +173,7 @@ class LatentPreview:
         return cls(torch.linalg.lstsq(inputs, wanted).solution)
 
     def draw(self, latent: Tensor) -> Tensor:
-        """Return a latent [1, channels, height, width] on the CPU as a picture, uint8 [height, width, 3]."""
+        """Return a latent [1, channels, height, width] on the CPU as a small picture, uint8 [height, width, 3]."""
         height, width = latent.shape[2:]
         colours = _columns(latent.detach().float()) @ self._weights
         return (colours.clamp(0, 1) * 255).round().to(torch.uint8).reshape(height, width, 3)

@@ -1,7 +1,7 @@
-"""One image that is being denoised: a state machine with its own latent, sampler and generator.
+"""One image that is being denoised: its latent, sampler and generator, which change with every step.
 
-A job of several images has several requests, which share their conditions. A request may join a group at any step, and
-leaves it when it is done. It knows what a group must share, but not who else is in it.
+A job of several images has several requests, which share their conditions. A request may join a batch at any step. It
+knows what the requests of a batch must have in common (`key`), but not which others there are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveControl:
-    """A ControlNet of a request."""
+    """A ControlNet of a request, and when it is active."""
 
     handle: Hashable
     """Identifies its session at the provider of residuals."""
@@ -47,21 +47,21 @@ class ActiveControl:
     last: int
     """Step after the last one in which it is active."""
     halves: frozenset[Half] = frozenset(Half)
-    """The halves that it controls."""
+    """The halves of guidance that it controls."""
 
 
 class ImageActivations(Protocol):
-    """The reader or writer of one image's recordings."""
+    """Reads or writes the recorded activations of one image."""
 
     def row(self, half: Half) -> RowActivations | None:
-        """Return the activations of a row of the next step, or None to compute it in full.
+        """Return the activations for a row of the next step, or None to compute the row in full.
 
         A step that is retried may call this again.
         """
 
     @property
     def next_share(self) -> float:
-        """Share of its rows' tokens that the next step computes."""
+        """Fraction of its rows' tokens that the next step computes."""
 
 
 class Request:
@@ -72,7 +72,7 @@ class Request:
         image: Encoded source of image-to-image.
         mask: Mask of an edit of `image`, [1, 1, height, width].
         resume: State to continue from, instead of `image`.
-        alone: Whether its rows are always computed together, and beside no others.
+        alone: Whether its rows are always computed together, and without others.
     """
 
     def __init__(
@@ -93,21 +93,21 @@ class Request:
         self.begin = spec.begin_step
         """The first step; image-to-image starts later than 0."""
         self.controls: tuple[ActiveControl, ...] = ()
-        """ControlNets, in the order in which their residuals are summed. Set by an add-on, as the next three."""
+        """ControlNets, in the order in which their residuals are summed. Add-ons set this and the next three."""
         self.loras: LoraSet | None = None
-        """LoRAs in force from step `loras_from` on; None if there are none, or they have not arrived."""
+        """LoRAs from step `loras_from` on; None if there are none, or they have not arrived."""
         self.loras_from: int | None = None
         self.activations: ImageActivations | None = None
-        """Reads and writes recordings of the image's activations."""
+        """Reads or writes recorded activations of the image; None if it has none."""
         self.edit: Edit | None = None
         self.source_finite = None if image is None else image.finite
-        """Whether the encoded source is finite; None without a source."""
+        """Whether the encoded source has neither NaN nor infinity; None without a source."""
         self._model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)
         self.end = self._sampler.steps
         """The request is done when `step`, the next step to run, equals this."""
-        # On the CPU for every device, so that a seed gives the same picture everywhere.
+        # On the CPU whatever the device is, so that a seed gives the same picture everywhere.
         self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
         if resume is None:
             self.step = self.begin
@@ -119,9 +119,9 @@ class Request:
             self._generator.set_state(resume.generator)
             self._sampler.restore(resume.sampler, resume.step, model.device)
         self.resumed_from = self.step
-        """The step from which it resumed; `begin` if it did not."""
+        """The step of its checkpoint; `begin` without one."""
         self.estimate = self.latent
-        """The finished latent as the last step estimated it. Like `latent`, [1, channels, height, width]."""
+        """The last step's estimate of the finished latent. Like `latent`, [1, channels, height, width]."""
         _, channels, height, width = self.latent.shape
         tokens = conditions.conditional.prompt.shape[0]
         self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
@@ -133,38 +133,36 @@ class Request:
 
     @property
     def loras_now(self) -> LoraSet | None:
-        """The LoRAs of the current step."""
+        """The LoRAs that are active in the current step; None for none."""
         return self.loras if self.loras_from is not None and self.step >= self.loras_from else None
 
     @property
     def row_count(self) -> int:
-        """Number of rows in each of its turns."""
+        """Number of its rows in each forward pass."""
         return self.spec.rows
 
     @property
     def computed_share(self) -> float:
-        """Share of its rows' tokens that the next turn computes."""
+        """Fraction of its rows' tokens that the next step computes."""
         return 1.0 if self.activations is None else self.activations.next_share
 
     @property
     def steps(self) -> int:
-        """Number of all steps."""
+        """Number of all its steps."""
         return self.end - self.begin
 
     @property
     def steps_left(self) -> int:
-        """Number of steps that are left."""
         return self.end - self.step
 
     def share_weights(self, key: SetKey) -> bool:
-        """Note which LoRA set the engine's weights contain. Return whether that changes the group key."""
+        """Record which LoRAs the engine's weights contain. Return whether that changes the request's group key."""
         changed = self.key.weights != key
         if changed:
             self.key = replace(self.key, weights=key)
         return changed
 
     def timestep_of(self, step: int) -> float:
-        """Return the timestep of a step."""
         return float(self._sampler.timestep(step))
 
     def noise_level_of(self, step: int) -> float:
@@ -183,7 +181,7 @@ class Request:
     def use_edit(self, edit: Edit) -> None:
         """Continue with another image latent, noise or trajectory.
 
-        Before the first step, the latent is made again from them. Later they only affect the part outside the mask.
+        Before the first step, the latent is computed again from them. Later they only affect the part outside the mask.
         """
         self.edit = edit
         if self.step == self.begin:
@@ -194,11 +192,11 @@ class Request:
         return self._model.samplers.first_step_from(self.spec.sampler, steps)
 
     def start_from(self, latent: Tensor, steps: int) -> None:
-        """Continue from the latent that another picture had after `steps` steps, and drop the steps made so far.
+        """Continue from the latent that another picture had after `steps` steps, instead of the steps made so far.
 
-        The other picture must differ only in prompt and seed. `first_step_from` returns the step that comes next.
-        The result does not depend on when this is called: the random generator is set to its state after the skipped
-        steps, and a multi-step sampler starts with its first order.
+        The other picture must differ only in prompt and seed. `first_step_from` returns the step that comes next. The
+        result does not depend on when this is called: the random generator gets its state after the skipped steps, and
+        a multi-step sampler starts with its first order.
 
         Args:
             latent: [channels, height, width].
@@ -239,7 +237,7 @@ class Request:
         ]
 
     def advance(self, noise: Mapping[Half, Tensor]) -> None:
-        """Make the step from the predictions of all its rows, [channels, height, width] each."""
+        """Make the step, with the predictions of all its rows, [channels, height, width] each."""
         latent, estimate = guided_step(
             self._sampler,
             self.step,
@@ -287,7 +285,7 @@ class Request:
             self._draw(tuple(image.mean.shape), image.mean.dtype)
             self.edit = Edit(image_latent=latent.contiguous(), noise=noise, mask=mask)
             return self.edit.start(self._sampler, self.begin, self._strength)
-        # Always contiguous: groups and checkpoints are, and the last bits of a sum depend on the memory layout.
+        # Always contiguous: batches and checkpoints are, and the last bits of a sum depend on the memory layout.
         return self._sampler.add_noise(latent, noise, self.begin).contiguous()
 
     def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
@@ -298,6 +296,6 @@ class Request:
         return Edit(image_latent=image_latent, noise=noise, mask=mask)
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Return standard normal noise, in the model's element type by default."""
+        """Return standard normal noise, in the model's data type if `dtype` is None."""
         drawn = torch.randn(shape, generator=self._generator, dtype=dtype or self._model.dtype)
         return self._model.runtime.to_device(drawn)

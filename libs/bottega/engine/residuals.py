@@ -1,4 +1,4 @@
-"""The interface through which a forward gets ControlNet residuals."""
+"""The interface through which a forward pass gets ControlNets' residuals."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from bottega.model.rows import Row
 
 
 class ResidualProvider(Protocol):
-    """A provider of ControlNet residuals. It only gets rows with ControlNets.
+    """Provides ControlNets' residuals for rows with ControlNets, at points of the backbone (`Block.needs`).
 
-    Points are those of the backbone. All calls come from the engine's thread.
+    All calls come from the engine's thread.
     """
 
     def ask(self, rows: list[Row]) -> None:
         """Send the inputs of the ControlNets for these rows' step, and return at once.
 
-        Called at the start of every turn with such rows. A row that was late is asked for again, at the same step.
+        Called at the beginning of every forward pass with such rows. A row that was late is sent again, at the same
+        step.
         """
         ...
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Send the inputs of the ControlNets for rows of a later turn, and return at once.
+        """Send the inputs of the ControlNets for rows of a later forward pass, and return at once.
 
-        The ControlNets then compute while this engine does other work. Called at the end of a turn with the next steps
+        The ControlNets then compute while this engine does other work. Called after a forward pass, with the next steps
         of its requests. It may do nothing, because `ask` is called in any case.
         """
         ...
@@ -37,15 +38,15 @@ class ResidualProvider(Protocol):
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
         """Wait until one of the rows is ready at these points, or its sender has died, or until the timeout.
 
-        None of the rows is ready or void when this is called.
+        When this is called, no row is ready, and no sender has died.
         """
         ...
 
     def is_void(self, row: Row) -> bool:
         """Return whether the sender of a row's residuals has died.
 
-        The residuals that the row took in this turn are then useless. The row must leave the forward. Its step is
-        requested again when the row's sessions are open at another sender, which may have to start them first.
+        The residuals that the row got in this forward pass are then useless, and the row must leave it. Its step is
+        sent again when its sessions are open at another sender, which may have to start them first.
         """
         ...
 
@@ -57,8 +58,8 @@ class ResidualProvider(Protocol):
         ...
 
     def is_shared(self, row: Row) -> bool:
-        """Return whether residuals that the row took were not computed alone.
+        """Return whether a row's residuals were not computed alone.
 
-        A ControlNet's forward then held more or fewer rows than those of the row's owner in one session.
+        Then the ControlNet's forward pass had more or fewer rows than those of the row's owner in one session.
         """
         ...

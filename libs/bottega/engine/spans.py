@@ -1,6 +1,6 @@
-"""The times of one job in this process, as `bottega trace` draws them.
+"""The times of one job in the engine's process, as `bottega trace` draws them.
 
-A log takes spans as they are made, including those of the device, and reads their times once, when the job ends.
+A log stores spans as they are made, including those of the device, and reads their times once, when the job ends.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class TracedSpan:
 
     name: str
     track: str
-    """Row of the trace in which the span is drawn: the part that worked or waited."""
+    """Line of the drawing that shows the span, named after the component that worked or waited."""
     begin_s: float
     """On CLOCK_MONOTONIC, which all processes of a host share."""
     seconds: float
     service: str = ""
-    """Name of the service in which it happened; empty for this one."""
+    """Name of the service in which it happened; "" for this one."""
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTrace:
-    """The spans of a job in this process."""
+    """The spans of a job in the engine's process."""
 
     spans: tuple[TracedSpan, ...] = ()
-    """Sorted by their beginnings."""
+    """Sorted by begin."""
     dropped: int = 0
     """Number of spans that were left out because there were too many."""
 
 
 class DeviceClock:
-    """Converts a device's events to the host's clock."""
+    """Converts times of a device's events to the host's clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -50,15 +50,15 @@ class DeviceClock:
         self._at_s = 0.0
 
     def set(self) -> None:
-        """Set the clock to the current time of the idle device.
+        """Set the clock to the current time of the device, which must be idle.
 
-        Call it now and then: the further an event is from this moment, the fewer digits its distance has.
+        Call it now and then: the later an event is, the less exact its time.
         """
         self._event, self._at_s = self._device.record(), time.monotonic()
 
     def host_s(self, event: Event) -> float:
         """Return when an event happened, in seconds of CLOCK_MONOTONIC. It must be later than the first `set`."""
-        assert self._event is not None, "it was set"
+        assert self._event is not None, "`set` was called"
         return self._at_s + event.seconds_since(self._event)
 
 

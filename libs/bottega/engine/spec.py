@@ -1,4 +1,4 @@
-"""What to draw, as the engine takes it: plain values, with all defaults filled in."""
+"""What an engine shall draw: plain values, with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bottega.planning import control_steps, rows_per_image, steps_to_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSpec:
-    """A ControlNet of a job. Names and meanings are those of Diffusers."""
+    """A ControlNet of a job. Fields have the names and meanings of Diffusers."""
 
     name: str
     image_digest: str
-    """SHA-256 of its control image, hex. A checkpoint fits no other image."""
+    """SHA-256 of its control image, hex. A checkpoint is valid only for the same image."""
     digest: str = ""
-    """Digest of its version, hex; empty for any. A checkpoint fits no other version."""
+    """Digest of its version, hex; "" for any. A checkpoint is valid only for the same version."""
     controlnet_conditioning_scale: float = 1.0
     control_guidance_start: float = 0.0
     control_guidance_end: float = 1.0
@@ -37,16 +37,16 @@ class LoraSpec:
     """SHA-256 of its canonical file, hex."""
     scale: float = 1.0
     from_step: int | None = None
-    """The step at which it is applied, if that is pinned. Else it is applied when it arrives."""
+    """The step at which it is applied; None to apply it when it has arrived."""
     bound: int = 0
-    """Largest number of steps without it, if its step is not pinned; 0 waits for it, which is exact."""
+    """If `from_step` is None: largest number of steps without it; 0 waits for it, which is exact."""
     measured: bool = False
-    """Whether to measure how similar latents with and without it are. Then the job waits for it."""
+    """Whether to measure how similar latents with and without it are. The job then waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditSpec:
-    """The mask of a job that edits its image. A checkpoint fits only the same mask and image, read in the same way."""
+    """The mask of a job that edits its image. A checkpoint is valid only for the same fields."""
 
     mask_digest: str
     """SHA-256 of the mask as it was sent, hex."""
@@ -55,16 +55,16 @@ class EditSpec:
     mask_alpha: bool = False
     padding_mask_crop: int | None = None
     masked_blocks: bool = False
-    """Whether blocks may be computed for masked tokens only."""
+    """Whether blocks may be computed only for masked tokens."""
     any_prompt: bool = False
-    """Whether they may reuse activations of another prompt even if the model's blocks follow the prompt."""
+    """Whether blocks may reuse activations of another prompt even if the model follows the prompt there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSpec:
     """A job of `num_images` images. Image i is drawn with seed + i and, if there are `prompts`, with prompts[i].
 
-    Names and meanings are those of Diffusers.
+    Fields have the names and meanings of Diffusers.
     """
 
     prompt: str
@@ -72,7 +72,7 @@ class ResolvedSpec:
     """Prompt of each image, if they differ; else empty."""
     prompt_2: str | None = None
     negative_prompt: str | None = None
-    """None and "" differ: None conditions on zeros if the model says so."""
+    """None and "" differ: None conditions on zeros if the model's configuration says so."""
     negative_prompt_2: str | None = None
     num_inference_steps: int = 50
     guidance_scale: float = 5.0
@@ -90,11 +90,11 @@ class ResolvedSpec:
     stale_residuals: bool = False
     """Whether residuals may be one step old."""
     loras: tuple[LoraSpec, ...] = ()
-    """They are summed and all applied at one step, by the least bound."""
+    """LoRAs, which are summed and all applied at one step: the smallest `bound` of them holds."""
     edit: EditSpec | None = None
-    """The mask of an edit, which also needs image and strength; None without one."""
+    """The mask of an edit, which also needs image and strength; None if the job is no edit."""
     keep_for_editing: bool = False
-    """Whether to keep the latents of its steps, and to record activations that edits of its pictures reuse."""
+    """Whether to store the latents of its steps, and to record activations, for later edits of its pictures."""
 
     @property
     def sampling(self) -> SamplerChoice:
@@ -103,12 +103,12 @@ class ResolvedSpec:
 
     @property
     def guided(self) -> bool:
-        """Whether classifier-free guidance adds a second row."""
+        """Whether classifier-free guidance adds a second row, the unconditional one."""
         return self.rows > 1
 
     @property
     def rows(self) -> int:
-        """Number of rows of one image in a turn."""
+        """Number of rows of one image in a forward pass."""
         return rows_per_image(self.guidance_scale)
 
     @property
@@ -128,13 +128,13 @@ class ResolvedSpec:
 
     @property
     def lora_bound(self) -> int:
-        """The first step that waits for its LoRAs, if their step is not pinned."""
+        """The step that waits for its LoRAs at the latest, if their step is not fixed."""
         least = 0 if self.loras_measured else min((lora.bound for lora in self.loras), default=0)
         return self.begin_step + min(least, self.steps - 1)
 
     @property
     def lora_step(self) -> int | None:
-        """The step at which its LoRAs are applied, if that is pinned; else None."""
+        """The step at which its LoRAs are applied; None if they are applied when they arrive."""
         return self.loras[0].from_step if self.loras else None
 
     def control_steps(self, control: ControlSpec) -> tuple[int, int]:
@@ -148,7 +148,7 @@ def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
 
     Args:
         spec: The spec.
-        size_multiple: Number of pixels that width and height must be multiples of with this model.
+        size_multiple: Width and height must be multiples of this number of pixels with this model.
     """
     if spec.prompts and len(spec.prompts) != spec.num_images:
         yield Violation(field="spec.prompts", description="must be as many as num_images")

@@ -1,4 +1,4 @@
-"""One denoising step: `Stepper.step` is a turn of the engine, from choosing a group to its new latents.
+"""One denoising step of a batch: from the choice of the requests to their new latents.
 
 The engine's loop adds and removes jobs, and reports the result of a step.
 """
@@ -29,45 +29,45 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutcome:
-    """The result of a turn."""
+    """The result of one step of a batch."""
 
     jobs: Sequence[EngineJob] = ()
     """Jobs that made a step."""
     failed: Mapping[EngineJob, Exception] = field(default_factory=dict)
-    """Jobs that cannot go on, and why."""
+    """Jobs that cannot go on, with their errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _HalfStep:
-    """The state of a request whose step takes two turns, after the first one."""
+    """A request whose rows are predicted in two forward passes, after the first one."""
 
     rows: Sequence[Row]
-    """Rows that are predicted in the second turn."""
+    """Rows that are predicted in the second forward pass."""
     noise: Mapping[Row, Tensor]
     """Predictions for the other rows."""
 
 
 class RequestCost(NamedTuple):
-    """The work of one request in a turn."""
+    """The work of one request in a forward pass."""
 
     rows: float
     """Its rows, each counted as a fraction of a plain row."""
     waits: bool
-    """Whether the request has ControlNets in this step, for which the whole group waits."""
+    """Whether the request has ControlNets in this step, for which the whole batch waits."""
     patched: bool
     """Whether the request has LoRAs in this step."""
 
 
 def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s: float, patch_s: float) -> list[float]:
-    """Return how many seconds of the device each request of a turn is charged.
+    """Return how many seconds of the device each request of a batch is charged.
 
     Args:
         costs: Cost of each request.
-        turn_s: Seconds of the turn.
-        waited_s: Part of the turn in which the device waited for ControlNets or computed them. Requests with
-            ControlNets are charged for it.
-        patch_s: Seconds before the turn in which LoRAs were patched into the weights. Requests with LoRAs are charged
-            for them.
+        turn_s: Seconds of the forward pass, guidance and samplers.
+        waited_s: Part of it in which the device waited for ControlNets or computed them. Requests with ControlNets are
+            charged for it.
+        patch_s: Seconds before it in which LoRAs were patched into the weights. Requests with LoRAs are charged for
+            them.
     """
     computed_s = turn_s - waited_s
     parts = (
@@ -85,13 +85,12 @@ def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EnqueuedTurn:
-    """A turn that was enqueued on the device."""
+    """A step of a batch that was enqueued on the device."""
 
     turn: BatchTurn[Request]
     owners: Sequence[EngineJob]
     """The job of each request."""
     costs: Sequence[RequestCost]
-    """The cost of each request."""
     jobs: Mapping[EngineJob, str]
     """Descriptions of the steps that each job makes."""
     prediction: Prediction
@@ -100,29 +99,29 @@ class _EnqueuedTurn:
     sampler: Span
     """The time of guidance and samplers."""
     whole: Span
-    """The time from the choice of the group."""
+    """The time from the choice of the batch on."""
 
     @property
     def ready(self) -> bool:
-        """Whether its times are known."""
         return self.whole.ready and self.prediction.times.ready
 
 
 class Stepper:
-    """Makes the turns of an engine.
+    """Makes the denoising steps of an engine.
 
     Attributes:
-        turns: Number of turns in which a group ran.
-        steps: Number of steps that requests made in them.
+        turns: Number of batches that have run.
+        steps: Number of steps that their requests have made.
 
     Args:
         denoiser: Predicts noise.
-        batcher: Chooses the group of each turn.
+        batcher: Chooses the batches.
         jobs: Jobs by request. The engine changes it.
         addons: The engine's add-ons.
-        pair: Shares rows with another worker; None if there is none.
+        pair: Computes rows together with another worker; None if there is none.
         device: The engine's device.
-        splits: Whether the rows of a request may be predicted in two turns, so that other tenants wait for one row.
+        splits: Whether the rows of a request may be predicted in two forward passes, so that other tenants wait for one
+            row only.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Stepper:
         self.steps = 0
 
     def step(self) -> StepOutcome | None:
-        """Make one denoising step of the next group. Return None if no request is ready."""
+        """Make one denoising step of the next batch. Return None if no request is ready."""
         preparing = self._device.record()
         self._prepare_weights()
         began = self._device.record()
@@ -199,11 +198,11 @@ class Stepper:
         return StepOutcome(jobs=[job for job in jobs if job not in failed and not splits], failed=failed)
 
     def forget(self, request: Request) -> None:
-        """Forget the prediction for half a step, if there is one."""
+        """Drop the prediction for half a step, if there is one."""
         self._halves.pop(request, None)
 
     def note_times(self) -> None:
-        """Pass the times of turns that the device has finished to their jobs and to the batcher."""
+        """Report the times of finished batches to their jobs and to the batcher."""
         while self._unread and self._unread[0].ready:
             turn = self._unread.popleft()
             for job, steps in turn.jobs.items():
@@ -227,17 +226,17 @@ class Stepper:
         )
 
     def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:
-        """Return the jobs of a group, with the steps that they make next."""
+        """Return the jobs of a batch, with the steps that they make next."""
         steps: dict[EngineJob, list[Request]] = {}
         for request in group:
             steps.setdefault(self._jobs[request], []).append(request)
         return {job: _steps_text(job, requests) for job, requests in steps.items()}
 
     def _prepare_weights(self) -> None:
-        """Let add-ons change weights between two turns, for the requests that are running."""
+        """Let add-ons change weights between two batches, for the requests that are running."""
         requests = list(self._batcher.requests)
         if not requests:
-            return  # The weights stay as they are, because the next job may need the same LoRAs.
+            return  # Leave the weights as they are, because the next job may need the same LoRAs.
         height, width = requests[0].key.shape[1:]
         rows = sum(request.row_count * self._denoiser.cost(request) for request in requests)
         step_s = self._denoiser.step_times.seconds((height, width), rows)
@@ -246,7 +245,7 @@ class Stepper:
             self._batcher.regroup()
 
     def _predict(self, rows: list[Row], jobs: Sequence[EngineJob]) -> Prediction:
-        """Predict the noise of these rows, some of it by the pair's other worker if that pays off."""
+        """Predict the noise of these rows, some of it on the pair's other worker if that is faster."""
         if self._pair is None:
             return self._denoiser.predict(rows)
         offloadable: dict[Hashable, Offloadable] = {
@@ -267,6 +266,8 @@ class Stepper:
         """Apply guidance and samplers to requests whose predictions are complete. Return the jobs that failed.
 
         Args:
+            group: The requests of the batch.
+            noise: The prediction for each row.
             shared: Requests whose rows were not computed alone.
         """
         halves: dict[Hashable, dict[Half, Tensor]] = {}
@@ -289,20 +290,20 @@ class Stepper:
     def _ask_ahead(self, requests: Sequence[Request]) -> None:
         """Start the ControlNets for the next steps of these requests, before the engine does anything else.
 
-        In a pair they do not begin early, because each worker asks for the rows that it computes, and that is decided
+        In a pair they do not begin early, because each worker asks for the rows that it computes, and these are chosen
         in the next turn.
         """
         if self._pair is None:
             self._denoiser.ask_ahead([row for request in requests if not request.done for row in request.rows()])
 
     def _forward_failed(self, group: Sequence[Request], error: Exception) -> StepOutcome:
-        """Fail the job if the group had one request.
+        """Fail the job if the batch had one request.
 
         If it had several, run each alone from now on, to find which one fails.
         """
         if len(group) == 1:
             return StepOutcome(failed={self._jobs[group[0]]: error})
-        _log.warning("a turn failed; its requests are retried one by one", extra={"why": type(error).__name__})
+        _log.warning("a batch failed; its requests are retried one by one", extra={"why": type(error).__name__})
         for request in group:
             self._batcher.make_exclusive(request)
         return StepOutcome()

@@ -1,8 +1,8 @@
-"""The work of a store for a request, as spans of a trace.
+"""The work of a store on a request, as spans of a trace.
 
-The clocks of two hosts are never compared. A store reports the duration of each part of its work, and this process
-knows when it sent the request and received the response. The trace shows the parts in the middle of that time, as if
-request and response had taken equally long on the network. So each part is off by at most half of the network time.
+The clocks of two hosts are never compared. A store reports how long each part of its work took, and this process knows
+when it sent the request and received the response. The trace shows the parts in the middle of that time, as if request
+and response had taken equally long on the network. So each part is off by at most half of the network time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bottega.engine.spans import TracedSpan
 from bottega.v1.trace_pb2 import StoreTimes
 
-# Name of each part, and whether the store only waits in it, by field, in order.
+# Parts of the work in order, by field of StoreTimes: the name, and whether the store only waits in it.
 _PARTS = {
     "wait_s": ("wait for its turn", True),
     "search_s": ("search", False),
@@ -22,7 +22,7 @@ _PARTS = {
     "check_s": ("compare with the checksum", False),
     "send_wait_s": ("wait to be sent", True),
 }
-# The track of waiting spans, which `bottega trace` draws in grey.
+# The track of spans in which a store waits, which `bottega trace` draws in grey.
 _WAITS = "waits"
 
 
@@ -31,20 +31,20 @@ class StoreWork:
     """The work of a store on one request."""
 
     store: str
-    """Name of the store in the fleet."""
+    """Name of the store's service."""
     times: StoreTimes
-    """Validated times."""
+    """The times that the store reported, after they were checked."""
     asked_s: float
     """When the request was sent, on CLOCK_MONOTONIC."""
     answered_s: float
-    """When the beginning of the answer arrived."""
+    """When the beginning of the response arrived."""
     sent_s: float | None = None
     """When the last piece of the response arrived; None if it was not sent in pieces."""
 
     def spans(self, track: str) -> Iterator[TracedSpan]:
         """Yield the parts that took time.
 
-        If they are longer than the time between request and answer, all are shortened by the same factor.
+        If together they are longer than the time between request and response, all are shortened by the same factor.
         """
         parts = [(*_PARTS[field.name], seconds) for field, seconds in self.times.ListFields()]
         reported_s, seen_s = sum(seconds for *_, seconds in parts), max(0.0, self.answered_s - self.asked_s)

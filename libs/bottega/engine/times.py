@@ -1,4 +1,4 @@
-"""The times of a forward, from events of the device. On a GPU they are known a turn later."""
+"""The times of a forward pass, from events of the device. On a GPU they are known one turn later."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from bottega.device.span import Span
 
 
 class ForwardTimes(Protocol):
-    """The times of a forward. Reading them before they are ready waits for the device."""
+    """The times of a forward pass. Reading them before they are known waits for the device."""
 
     @property
     def ready(self) -> bool:
         """Whether the times are known. Never waits."""
         ...
 
-    def wait(self) -> None:
-        """Wait until they are known."""
-        ...
+    def wait(self) -> None: ...
 
     @property
     def waits(self) -> Sequence[Span]:
-        """Times during which the device only waited for residuals."""
+        """Spans in which the device only waited for residuals."""
         ...
 
     @property
@@ -46,7 +44,7 @@ class ForwardTimes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTimes:
-    """Times that are already known."""
+    """Times that are already known, as on a CPU."""
 
     seconds: float
     waited_s: float = 0.0
@@ -71,9 +69,9 @@ class MeasuredTimes:
     whole: Span
     waits: tuple[Span, ...]
     encoder: Span | None
-    """Until the first residual was needed; None if none was."""
+    """The time until the first residual was needed; None if none was."""
     load_waits_s: float
-    """Seconds for which the thread waited for recorded activations."""
+    """Seconds for which the engine's thread waited for recorded activations."""
 
     @property
     def ready(self) -> bool:
@@ -98,7 +96,7 @@ class MeasuredTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JoinedTimes:
-    """The times of forwards that ran one after the other."""
+    """The times of several forward passes that ran one after the other, as one."""
 
     parts: Sequence[ForwardTimes]
 
@@ -128,7 +126,7 @@ class JoinedTimes:
 
 
 class ForwardClock:
-    """Records events of one forward in the device's stream. The forward begins when the clock is made."""
+    """Records events of one forward pass in the device's stream. The pass begins when the clock is created."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -139,7 +137,7 @@ class ForwardClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time in this context as waiting, whether the device idles or computes for ControlNets."""
+        """Count the time in this context as waiting, whether the device is idle or computes ControlNets."""
         began = self._device.record()
         yield
         self._waits.append(Span(begin=began, end=self._device.record()))
@@ -149,13 +147,13 @@ class ForwardClock:
         self._blocks = self._device.record()
 
     def residuals_needed(self) -> None:
-        """Record that the next block needs residuals. The first call ends the encoder."""
+        """Record that the next block needs residuals. The first call ends the encoder's time."""
         if self._encoder is None:
-            assert self._blocks is not None, "blocks have begun"
+            assert self._blocks is not None, "`blocks_begin` was called"
             self._encoder = Span(begin=self._blocks, end=self._device.record())
 
     def times(self, load_waits_s: float) -> MeasuredTimes:
-        """Return the times of the forward, which ends now."""
+        """Return the times of the forward pass, which ends now."""
         return MeasuredTimes(
             whole=Span(begin=self._began, end=self._device.record()),
             waits=tuple(self._waits),

@@ -1,4 +1,4 @@
-"""Jobs that wait: those whose prompts are not encoded yet, and requests whose add-ons are not ready for a step."""
+"""Jobs whose prompts are not encoded yet, and requests whose add-ons are not ready for the next step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class WaitingOrder:
 
     order: EngineOrder
     addons: Parts
-    """Its parts of add-ons."""
+    """The states of its add-ons."""
 
     def refuse(self, error: Exception) -> JobFailed:
-        """Close its parts, and return its failure."""
+        """Close the job's add-ons, and return its failure."""
         close_parts(self.addons)
         return JobFailed(key=self.order.key, error=to_job_failure(error))
 
@@ -32,7 +32,7 @@ class WaitingOrders:
     """The jobs whose prompts have not been encoded, oldest first.
 
     Args:
-        addons: The engine's add-ons, which open a part of each job that needs them.
+        addons: The engine's add-ons.
     """
 
     def __init__(self, addons: Sequence[EngineAddOn]) -> None:
@@ -50,7 +50,7 @@ class WaitingOrders:
         self._waiting.append(WaitingOrder(order=order, addons=open_parts(self._addons, order)))
 
     def drop(self, key: Hashable) -> None:
-        """Forget a job. Do nothing if it is unknown."""
+        """Remove a job. Do nothing if it is unknown."""
         for waiting in [waiting for waiting in self._waiting if waiting.order.key == key]:
             self._waiting.remove(waiting)
             close_parts(waiting.addons)
@@ -69,7 +69,7 @@ class WaitingOrders:
 
         Args:
             now_s: The engine's clock.
-            used: Returns how much of the device a tenant has used. The oldest job of the tenant with least is next.
+            used: Returns how much of the device a tenant has used. The oldest job of the tenant with the least is next.
             may_begin: Returns whether a tenant's job may be encoded now.
         """
         ordered = sorted(self._waiting, key=lambda waiting: used(waiting.order.share.tenant))
@@ -82,25 +82,25 @@ class WaitingOrders:
                 yield waiting.refuse(error)
                 continue
             if not may_begin(waiting.order.share.tenant):
-                return  # All later ones have used more.
+                return  # The tenants of all later ones have used more.
             self._waiting.remove(waiting)
             yield waiting
             return
 
 
-# How long an idle turn waits for what jobs lack. It is short because commands are read between turns.
+# How long an idle engine waits for the data of jobs. It is short because commands are read between turns.
 _PAUSE_S = 0.05
 
 
 class ReadinessGate:
-    """Keeps the batcher's requests up to date: adds those whose add-ons are ready, and removes the others."""
+    """Adds requests to the batcher when their add-ons are ready, and removes them when they are not."""
 
     def __init__(self, batcher: Batcher[Request], addons: Sequence[EngineAddOn]) -> None:
         self._batcher = batcher
         self._addons = addons
 
     def update(self, job: EngineJob, now_s: float) -> Iterator[Event]:
-        """Move requests of a job into the batcher if they can make their next step, and the others out of it.
+        """Add requests of a job to the batcher if they can make their next step, and remove the others.
 
         Raises:
             BottegaError: The job can never go on.

@@ -1,7 +1,7 @@
-"""The warm-up of an engine, which measures its stages before the first job, at a bounded cost.
+"""The warm-up of an engine, which measures its stages before the first job, in limited time.
 
-On a CPU a picture of SDXL's own size takes minutes. So a small picture is drawn first, and one of the model's own size
-only if that promises to be quick. Otherwise its time is estimated from the small one, in proportion to the pixels.
+On a CPU a picture of SDXL's usual size takes minutes. So a small picture is drawn first, and one of the usual size only
+if that promises to be quick. Otherwise its time is estimated from the small one, in proportion to the pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bottega.model.model import Model
 
 # Side of the small picture's latent: for SDXL, 128 instead of 1024 pixels, and a 64th of the work.
 _SMALL_SIDE = 16
-# A picture of the model's own size is encoded and decoded only if that is expected to take at most this long. It is
+# A picture of the model's usual size is encoded and decoded only if that is expected to take at most this long. It is
 # done twice.
 _LONGEST_S = 5.0
 
@@ -30,14 +30,14 @@ class MeasuredStages:
     """The measured time of a picture besides its steps."""
 
     job: EngineJob
-    """A job whose rows are used to measure steps: of the model's own size, or small if that takes too long."""
+    """A job whose rows are used to measure steps: of the model's usual size, or small if that takes too long."""
     fixed_s: float
-    """Seconds for encoding and decoding one image of the model's own size; estimated if `job` is small."""
+    """Seconds for encoding and decoding one image of the model's usual size; estimated if `job` is small."""
 
 
 @torch.inference_mode()
 def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) -> EngineJob:
-    """Open a job of one image without add-ons, of the model's own size or of a small one, and encode its prompt."""
+    """Open a job of one image without add-ons, of the model's usual size or small, and encode its prompt."""
     defaults = model.defaults
     width, height = _small_size(model) if small else (defaults.width, defaults.height)
     spec = ResolvedSpec(
@@ -53,9 +53,9 @@ def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) 
 
 @torch.inference_mode()
 def measure_stages(model: Model, device_clock: DeviceClock) -> MeasuredStages:
-    """Run the stages of a small picture, and of one of the model's own size if that is quick enough and fits.
+    """Run the stages of a small picture, and of one of the model's usual size if that is quick enough and fits.
 
-    On a device whose memory is counted, it is always the model's own size, to measure how much memory decoding needs.
+    On a device whose memory is counted, it is always the usual size, to measure how much memory decoding needs.
     """
     defaults = model.defaults
     growth = defaults.width * defaults.height / math.prod(_small_size(model))
@@ -89,6 +89,6 @@ def _run_stages(model: Model, device_clock: DeviceClock, *, small: bool) -> tupl
 
 
 def _small_size(model: Model) -> tuple[int, int]:
-    """Return width and height of the small picture, which is never larger than the model's own size."""
+    """Return width and height of the small picture, which is never larger than the model's usual size."""
     side = max(_SMALL_SIDE * model.latent_scale, model.size_multiple)
     return min(side, model.defaults.width), min(side, model.defaults.height)

@@ -248,7 +248,9 @@ def test_a_checkpoint_that_does_not_fit_is_logged_and_the_job_begins_again(
     again = easel.draw(EngineOrder(key=1, spec=SHORT, checkpoint=data))
     assert again.job is not None
     assert again.job.steps_resumed == 0
-    assert [record.message for record in caplog.records] == ["a checkpoint does not fit; the job begins again"]
+    assert [record.message for record in caplog.records] == [
+        "a checkpoint does not fit; the job starts from the beginning"
+    ]
     assert (again.pixels[0] == unbroken.pixels[0]).all()
 
 

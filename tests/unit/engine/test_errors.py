@@ -138,7 +138,7 @@ def test_after_a_turn_that_failed_everyone_goes_on_alone(
         easel.turn()
     with failing(model.backbone.unet.conv_in, lambda sample: RuntimeError("too wide") if len(sample) > 2 else None):
         easel.run()
-    assert [record.message for record in caplog.records] == ["a turn failed; its requests are retried one by one"]
+    assert [record.message for record in caplog.records] == ["a batch failed; its requests are retried one by one"]
     for drawing in drawings:
         assert_right(drawing, right)
 

@@ -50,7 +50,7 @@ def test_those_that_share_turns_say_so(model: Model) -> None:
         easel.submit(EngineOrder(key=key, spec=SPEC))
     drawings = easel.run()
     facts = [span.facts for span in drawings[0].trace.spans if span.track == "denoise"]
-    assert {"requests in the group": "2"} in facts
+    assert {"requests in the batch": "2"} in facts
 
 
 def test_a_job_that_fails_says_what_it_took_until_then(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

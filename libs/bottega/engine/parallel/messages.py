@@ -1,9 +1,9 @@
 """Messages between the engines of a pair, as tensors over a link.
 
-The first tensor of a message is named after its kind. The receiver checks a copy of the message before using it, and
-raises ValueError if it breaks a rule. Jobs are identified by number.
+The leader has the jobs, and the follower computes rows for it. The first tensor of a message has the name of its kind.
+The receiver copies a message, checks the copy, and raises ValueError if it breaks a rule. Jobs have numbers.
 
-    leader -> follower    job: conditions, and the parts of add-ons        ready, or refused; with add-ons, again
+    leader -> follower    job: conditions, and data of add-ons             ready, or refused; with add-ons, again
                                                                            whenever that changes
                           step: latents and timesteps of rows              noise, or declined
                           leave: a job has ended                           -
@@ -33,13 +33,13 @@ from bottega.transport import Layout, Part
 _MAX_NUMBER = 2**53
 # Tensors of a step before its samples: the table and the timesteps.
 _STEP_HEADERS = 2
-# Add-ons with a part in one job.
+# Largest number of add-ons of one job.
 _MOST_PARTS = 8
-# Columns of a step's table for a row, before `active`.
+# Number of columns of a row in a step's table, before `active`.
 _FACTS = 4
 # Times are sent as microseconds.
 _PER_S = 1_000_000
-# Rows of one step; the largest groups in use have some tens.
+# Largest number of rows of one step; the largest batches in use have some tens.
 _MOST_ROWS = 512
 
 
@@ -68,18 +68,16 @@ class PairMessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobHeader:
-    """The header of a job message."""
-
     number: _Number
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
-    """Halves of the conditions, in the order of the tensors."""
+    """Halves of guidance that have conditions, in the order of the tensors."""
     parts: Annotated[tuple[_Kind, ...], Field(max_length=_MOST_PARTS)]
-    """Kinds of the add-ons with a part."""
+    """Kinds of the add-ons with data in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteStep:
-    """Rows that share a forward, with samples [rows, channels, height, width] and timesteps [rows]."""
+    """Rows of one forward pass, with samples [rows, channels, height, width] and timesteps [rows]."""
 
     number: int
     rows: tuple[RemoteRow, ...]
@@ -89,7 +87,7 @@ class RemoteStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteNoise:
-    """The response to a step: the noise of its rows."""
+    """The response to a step: the predicted noise of its rows."""
 
     number: int
     places: tuple[int, ...]
@@ -154,7 +152,7 @@ def read_step(layout: Layout, views: Sequence[Part]) -> RemoteStep:
         bounds = f"{_FACTS} to {_FACTS + _MOST_PARTS}"
         raise ValueError(f"a step's table must have {bounds} columns; got {table.shape[1]}")
     if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES or len(samples) != len(table) - 1:
-        raise ValueError("a step's samples must be [rows, channels, height, width]")
+        raise ValueError("samples of a step must be [rows, channels, height, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
         raise ValueError("a step must have one float32 timestep for each row")
     (number, *_), *rows = table.tolist()
@@ -172,7 +170,7 @@ def read_step(layout: Layout, views: Sequence[Part]) -> RemoteStep:
 
 
 def noise_message(answer: RemoteNoise) -> TensorMessage:
-    """Return the message with the noise of rows that a peer computed."""
+    """Return the message with the predicted noise of a step."""
     table = [answer.number, round(answer.waited_s * _PER_S), *answer.places]
     return message_of({PairMessageKind.NOISE.value: torch.tensor(table), "rows": answer.noise}, headers=1)
 
@@ -190,10 +188,10 @@ def read_noise(layout: Layout, views: Sequence[Part]) -> RemoteNoise:
 
 
 def _part(kind: str, parts: Mapping[str, Tensor]) -> OffloadedPart:
-    """Return an add-on's part of a job message, with copies of the tensors."""
+    """Return an add-on's data in a job message, with copies of the tensors."""
     own = {name.removeprefix(f"{kind}."): tensor for name, tensor in parts.items() if name.startswith(f"{kind}.")}
     if "" not in own:
-        raise ValueError(f"a job message lacks the part of {kind}")
+        raise ValueError(f"a job message has no data of {kind}")
     header = unpacked(own.pop(""))
     return OffloadedPart(header=header, tensors={name: tensor.clone() for name, tensor in own.items()})
 

@@ -1,4 +1,4 @@
-"""The leading engine's interface to the pair's other worker: jobs and rows that it offloads, and their results."""
+"""How an engine offloads rows to the other worker of a pair, the follower: the interface and its values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.model.rows import Embeds, Half, Row
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OffloadedPart:
-    """An add-on's data about a job for the same kind of add-on at the follower: a JSON header, and tensors by name."""
+    """An add-on's data about a job for the same add-on of the follower: a JSON header, and tensors by name."""
 
     header: bytes
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class OffloadedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteJob:
-    """A job whose rows may be offloaded. The follower receives it once and keeps it."""
+    """A job whose rows may be offloaded. The follower receives it once and stores it."""
 
     halves: Mapping[Half, Embeds]
     parts: Mapping[str, OffloadedPart] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class OffloadedRow:
     image: int
     """Index of the image in the job."""
     active: tuple[int, ...] = ()
-    """One number for each part, see `JobAddOn.active_in`."""
+    """One number for each add-on in `remote_job.parts`, see `JobAddOn.active_in`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,9 +45,9 @@ class OffloadResult:
     """The follower's result for offloaded rows."""
 
     noise: Mapping[Row, Tensor]
-    """[channels, height, width] by row, without rows whose residuals were late at the follower."""
+    """Predicted noise, [channels, height, width], by row; without rows whose residuals were late at the follower."""
     seconds: float
-    """Time from offloading to the answer, except waiting for residuals, during which this engine waits for its own."""
+    """Seconds from sending the rows to the answer, without the time that this engine waited for residuals."""
 
 
 class OffloadTarget(Protocol):
@@ -60,7 +60,7 @@ class OffloadTarget(Protocol):
 
     @property
     def free(self) -> bool:
-        """Whether the other worker can take rows now: it is linked and idle, and no answer is pending."""
+        """Whether it can compute rows now: it is linked and idle, and no answer is pending."""
         ...
 
     def accepts(self, remote_job: RemoteJob) -> bool:
@@ -68,18 +68,18 @@ class OffloadTarget(Protocol):
         ...
 
     def forget(self, remote_job: RemoteJob) -> None:
-        """End a job, if it was sent."""
+        """Tell the follower that a job has ended, if it knows the job."""
         ...
 
     def offload(self, rows: Sequence[OffloadedRow]) -> bool:
-        """Send rows of one group, and return whether they were sent."""
+        """Send rows of one batch, and return whether they were sent."""
         ...
 
     def result(self, timeout_s: float) -> OffloadResult | None:
-        """Return the result of the last rows, or None if it does not come within the timeout."""
+        """Return the result for the last rows, or None if it does not come within the timeout."""
         ...
 
     @property
     def awaits_result(self) -> bool:
-        """Whether the result of the last rows is still pending."""
+        """Whether the result for the last rows is still pending."""
         ...

@@ -1,7 +1,7 @@
-"""Latent parallelism: the pair's other worker computes some rows of a group's forward.
+"""Latent parallelism: the other worker of a pair, the follower, computes some rows of a batch's forward pass.
 
-The leader decides, and keeps latents, samplers and generators. It computes rows that do not come back in the same turn,
-so that the follower's death costs only time.
+The leader decides which, and has the latents, samplers and generators. It computes rows itself that do not come back in
+the same turn, so that the death of the follower costs only time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _PATIENCE = 4.0
 _LEAST_PATIENCE_S = 1.0
 # Seconds between two heartbeats while waiting.
 _LOOK_S = 0.1
-# Turns without the follower after which it is tried again, whatever was measured: other processes may have ended, and
+# Number of turns without the follower after which it is tried again, whatever was measured: other processes may have
+# ended, and
 # the time of fewer rows here is measured only while rows are shared. Doubled after each failed attempt.
 _LEAST_PAUSE_TURNS = 2
 _MOST_PAUSE_TURNS = 32
@@ -38,14 +39,14 @@ class Offloadable:
 
     remote_job: RemoteJob
     image: int
-    """Place of the image in the job."""
+    """Index of the image in the job."""
     active: Callable[[Row], tuple[int, ...]]
-    """Returns the `active` of an `OffloadedRow`."""
+    """Returns `OffloadedRow.active` for a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairPrediction(Prediction):
-    """The prediction of a turn that was shared. Its seconds exclude waiting for residuals."""
+    """The result of a forward pass that both workers computed. Its seconds exclude waiting for residuals."""
 
     offloaded: frozenset[Hashable] = frozenset()
     """Owners of rows that the follower computed."""
@@ -56,13 +57,14 @@ class PairPrediction(Prediction):
 
 
 class Pair:
-    """Shares forwards with the other worker of the pair.
+    """Computes forward passes together with the other worker of the pair.
 
     Args:
-        predict: Runs a forward on this worker.
-        times: Measured seconds of such forwards; their runner updates it.
-        fractions: Cost of masked rows; their runner updates it.
-        heartbeat: Beats while the leader waits.
+        predict: Runs a forward pass on this worker.
+        target: The other worker.
+        times: Measured seconds of such passes, which `predict` updates.
+        fractions: Measured cost of partly computed rows, which `predict` updates.
+        heartbeat: Called often while this engine waits.
     """
 
     def __init__(
@@ -87,15 +89,15 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Name of the follower's worker."""
+        """Name of the other worker."""
         return self._target.name
 
     def forget(self, remote_job: RemoteJob) -> None:
-        """End a job."""
+        """Tell the other worker that a job has ended."""
         self._target.forget(remote_job)
 
     def predict(self, rows: Sequence[Row], offloadable: Mapping[Hashable, Offloadable]) -> Prediction:
-        """Return one turn's noise. The follower may compute rows of the owners in `offloadable`.
+        """Return the predicted noise of a batch. The follower may compute rows of the owners in `offloadable`.
 
         Raise the errors of `predict`.
         """
@@ -130,7 +132,7 @@ class Pair:
         able = [
             OffloadedRow(row=row, remote_job=known.remote_job, image=known.image, active=known.active(row))
             for row in rows
-            # Rows that read or write a recording stay here, because the recording is here.
+            # Rows that read or write a recording of activations stay here, because the recording is here.
             if free
             and row.activations is None
             and (known := offloadable.get(row.owner))
@@ -160,12 +162,12 @@ class Pair:
         return count
 
     def _saved(self, rows: Sequence[Row]) -> float:
-        """Return the saving of masked rows, which are never offloaded, compared to plain rows, in plain rows."""
+        """Return how much less work masked rows are than plain rows, in plain rows. They are never offloaded."""
         shares = (row.activations.share for row in rows if row.activations is not None and row.activations.reads)
         return sum(1.0 - self._fractions.fraction(_shape(rows[0]), share) for share in shares)
 
     def _wait(self, shape: Shape, rows: int, residuals_s: float) -> OffloadResult | None:
-        """Wait for the follower's result, or return None. This engine has waited `residuals_s` for residuals."""
+        """Return the follower's result, or None if it is late. This engine has waited `residuals_s` for residuals."""
         expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
         until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * (expected_s + residuals_s))
         while (left_s := until_s - perf_counter()) > 0:
@@ -181,15 +183,15 @@ class Pair:
         return None
 
     def _judge(self, shape: Shape, rows: int, seconds: float) -> None:
-        """Reset the pause before the next attempt if sharing this turn was faster than computing it alone."""
+        """Reset the pause before the next attempt if this turn was faster than computing it alone."""
         alone_s = self._times.seconds(shape, rows)
         if alone_s is None or seconds < alone_s:
             self._pause_turns = _LEAST_PAUSE_TURNS
 
     def _learn(self, shape: Shape, rows: int, seconds: float) -> None:
-        """Note the follower's time. Before the first one of a shape, it is assumed to be as fast as this worker.
+        """Record the follower's time. Before the first one of a shape, it is assumed to be as fast as this worker.
 
-        A slow first answer, which is common, then counts as at most twice that time, and does not end the pair by
+        The first answer is often slow. So it counts as at most twice the assumed time, and does not end sharing by
         itself.
         """
         own_s = self._times.seconds(shape, rows)

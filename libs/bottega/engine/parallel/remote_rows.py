@@ -1,6 +1,6 @@
 """Computes rows for the other worker of a pair, the leader.
 
-This engine keeps the conditions of the leader's jobs and what their add-ons need. The leader keeps latents, samplers
+This engine stores the conditions of the leader's jobs and the data of their add-ons. The leader has latents, samplers
 and steps. Only the engine's thread makes calls.
 """
 
@@ -22,42 +22,40 @@ from bottega.model.rows import Embeds, Half, Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRow:
-    """A row of a step."""
+    """A row of a step, as the leader identifies it."""
 
     remote_job: int
     image: int
     half: Half
     step: int
     active: tuple[int, ...] = ()
-    """One number for each part of its job, see `RemoteAddOn.activate`."""
+    """One number for each add-on of its job, see `RemoteAddOn.activate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComputedRows:
-    """The computed rows of a step."""
+    """The result for a step: the noise of its rows."""
 
     places: tuple[int, ...]
     """Indexes of the rows whose residuals were not late."""
     noise: Tensor
-    """[places, channels, height, width], in the same order."""
+    """Predicted noise, [places, channels, height, width], in the same order."""
     waited_s: float
     """Seconds of waiting for residuals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteJobStatus:
-    """A change in whether a job's rows can be computed."""
+    """Tells the leader whether a job's rows can be computed now."""
 
     remote_job: int
     ready: bool
     error: BottegaError | None = None
-    """Reason why its rows can never be computed, after which the job is forgotten; None otherwise."""
+    """Why its rows can never be computed, after which the job is removed; None if they can be, now or later."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _AdmittedJob:
-    """A job of the leader."""
-
     halves: Mapping[Half, Embeds]
     parts: list[RemoteAddOn]
     opened: bool
@@ -113,7 +111,7 @@ class RemoteJobs:
         self._admitted[number] = job
 
     def changed_statuses(self) -> list[RemoteJobStatus]:
-        """Return the changes since the last call: a job became ready, never will be, or must load something again."""
+        """Return what changed since the last call: a job became ready, never will be, or must load something again."""
         news: list[RemoteJobStatus] = []
         for number, admitted in list(self._admitted.items()):
             before = admitted.opened
@@ -128,18 +126,18 @@ class RemoteJobs:
         return news
 
     def dismiss(self, number: int) -> None:
-        """Forget a job. Do nothing if it is unknown."""
+        """Remove a job. Do nothing if it is unknown."""
         admitted = self._admitted.pop(number, None)
         if admitted is not None:
             admitted.close()
 
     def clear(self) -> None:
-        """Forget all jobs."""
+        """Remove all jobs."""
         for number in list(self._admitted):
             self.dismiss(number)
 
     def compute(self, rows: Sequence[RemoteRow], samples: Tensor, timesteps: Tensor) -> ComputedRows | None:
-        """Run one forward; return None if the residuals of all rows were late.
+        """Run one forward pass; return None if the residuals of all rows were late.
 
         `samples` is [rows, channels, height, width] and `timesteps` [rows]. Raise ValueError for a row of an unknown
         job, or the errors of `Denoiser.predict`.
@@ -159,7 +157,7 @@ class RemoteJobs:
         try:
             return addon.open_remote(part, halves)
         except ValueError as error:
-            raise InvalidRequest(f"the peer's part for {kind} is malformed: {error}") from None
+            raise InvalidRequest(f"the other worker's data for {kind} is malformed: {error}") from None
 
     def _row(self, remote: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
         admitted = self._admitted.get(remote.remote_job)
