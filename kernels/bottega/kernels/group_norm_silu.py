@@ -256,7 +256,6 @@ def _joined(x: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> int:
-    """Return how many elements of memory one batch row spans."""
     return 1 + sum((length - 1) * stride for length, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
 
 

@@ -264,7 +264,6 @@ class _LateCredits:
             self._thread.start()
 
     def stop(self) -> None:
-        """Tell the thread to end, without waiting for it."""
         self._queue.put(None)
 
     def _run(self) -> None:

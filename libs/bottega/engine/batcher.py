@@ -460,7 +460,6 @@ class _Filling:
     rows: int = 0
 
     def takes(self, rows: int, width: int, max_rows: int) -> bool:
-        """Return whether a request of `rows` rows fits into the batch."""
         return self.requests < width and self.rows + rows <= max_rows
 
 

@@ -115,7 +115,6 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
 
 
 def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a state, each with its name in a checkpoint."""
     yield "latent", state.latent
     yield "generator", state.generator
     for name in _OF_EDITS:

@@ -289,7 +289,6 @@ class Engine:
                 yield self._fail(job, error)
 
     def _step(self) -> Iterator[Event]:
-        """Make one denoising step of a batch, and yield its events."""
         outcome = self._stepper.step()
         if outcome is None:
             return
@@ -308,7 +307,6 @@ class Engine:
             yield from self._say(job)
 
     def _charge_encoding(self, job: EngineJob) -> None:
-        """Charge a job's tenant for encoding, once the device has finished it."""
         if not job.charged_encoding and job.encoding is not None and job.encoding.ready:
             job.charged_encoding = True
             self._charge(job, job.encoding.seconds)
@@ -319,7 +317,6 @@ class Engine:
         self._batcher.charge(job.order.share, seconds)
 
     def _say(self, job: EngineJob, *, to_the_end: bool = False) -> Iterator[Event]:
-        """Yield the reporter's events about a job."""
         try:
             yield from self._reporter.say(job, to_the_end=to_the_end)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
@@ -347,7 +344,6 @@ class Engine:
                 return
 
     def _collect(self) -> Iterator[Event]:
-        """Yield the events of the decoded image, if decoding is finished."""
         if self._decoding is None or not self._decoding.ready:
             return
         decoding, self._decoding = self._decoding, None

@@ -226,7 +226,6 @@ class Stepper:
         )
 
     def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:
-        """Return the jobs of a batch, with the steps that they make next."""
         steps: dict[EngineJob, list[Request]] = {}
         for request in group:
             steps.setdefault(self._jobs[request], []).append(request)
@@ -310,7 +309,6 @@ class Stepper:
 
 
 def _steps_text(job: EngineJob, requests: Sequence[Request]) -> str:
-    """Return a description of the steps that images of one job make together."""
     if len(job.requests) == 1:
         return f"step {requests[0].step}"
     return ", ".join(f"step {request.step} of image {request.index}" for request in requests)

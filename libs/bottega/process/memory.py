@@ -236,6 +236,5 @@ def _left(mount: Path, path: str, *, limit: str, usage: str, prefix: str) -> Ite
 
 
 def _numbers(path: Path) -> Mapping[str, int]:
-    """Parse a file with a name and a number in each line."""
     lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}

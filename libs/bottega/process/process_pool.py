@@ -195,7 +195,6 @@ class ProcessPool:
                 attempt += 1
 
     def _full(self) -> QueueFull:
-        """Return the error for a call that found the queue full, or waited too long."""
         return QueueFull(
             f"too many {self._limits.waiting}; retry",
             metadata={"limit": self._limits.limit},

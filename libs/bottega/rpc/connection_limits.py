@@ -219,12 +219,10 @@ class ConnectionGuard:
         return True
 
     def _over(self) -> list[InboundConnection]:
-        """Return the connections that were muted for long enough."""
         now = time.monotonic()
         return [connection for connection, until in self._muted_until.items() if until <= now]
 
     def _end_muted(self) -> None:
-        """End the connections that were muted for long enough."""
         for connection in self._over():
             del self._muted_until[connection]
             # Another connection may get the same port.

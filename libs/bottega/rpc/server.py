@@ -161,7 +161,6 @@ class GrpcListener:
         self._interceptor.calls.errors.sum_up()
 
     def _bind(self) -> int:
-        """Bind the port and return it."""
         self._check_exposure()
         try:
             if self._tls is None:

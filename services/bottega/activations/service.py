@@ -98,20 +98,17 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
 
 
 def _check_id(template: str, *, may_be_empty: bool = True) -> Iterator[Violation]:
-    """Yield the violations of a template's ID, or of a prefix of one."""
     if (template or not may_be_empty) and _ID.fullmatch(template) is None:
         empty = "empty, or " if may_be_empty else ""
         yield Violation(field="id", description=f"must be {empty}the first 8 to 32 hex digits of a template's ID")
 
 
 def _check_limit(limit: int) -> Iterator[Violation]:
-    """Yield the violations of a list's limit; 0 means the default."""
     if not 0 <= limit <= _MAX_LIMIT:
         yield Violation(field="limit", description=f"must be from 0 to {_MAX_LIMIT}")
 
 
 def _check_sources(sources: Sequence[str]) -> Iterator[Violation]:
-    """Yield the violations of the sources whose templates are to be loaded."""
     if len(sources) > _MAX_SOURCES:
         yield Violation(field="sources", description=f"must have at most {_MAX_SOURCES} entries")
     for index, source in enumerate(sources[:_MAX_SOURCES]):

@@ -104,7 +104,6 @@ def _stats(figures: LatentStatistics) -> pb.GetCacheStatsResponse:
 
 
 def _check_entry(entry: str) -> Iterator[Violation]:
-    """Yield the violations of an entry's name (without @ and a step)."""
     if ENTRY_PATTERN.fullmatch(entry) is None:
         yield Violation(field="entry", description="must be 32 hex digits, with @ and a step behind them or without")
 
@@ -116,6 +115,5 @@ def _check_model_hash(model_hash: str) -> Iterator[Violation]:
 
 
 def _check_limit(limit: int) -> Iterator[Violation]:
-    """Yield the violations of a list's limit; 0 means the default."""
     if not 0 <= limit <= _MAX_LIMIT:
         yield Violation(field="limit", description=f"must be from 0 to {_MAX_LIMIT}")

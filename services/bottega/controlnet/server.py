@@ -207,7 +207,6 @@ class ControlNetServer:
         await self._catalogue.close()
 
     def _start_engine(self) -> None:
-        """Start the engine, unless it was started already."""
         if not self._engine_wanted:
             self._engine_wanted = True
             self._tasks.start(self._watch_engine())
@@ -340,7 +339,6 @@ class ControlNetServer:
         self._report()
 
     def _with_profiles(self, beat: ControlNetEngineBeat) -> list[Hosted]:
-        """Return the heartbeat's ControlNets with their profiles."""
         for net in beat.controlnets:
             del net.profiles[:]
             net.profiles.extend(self._profiles.of(net.digest))

@@ -155,7 +155,6 @@ class _Members(Collector):
         self._own_kinds = [service.kind for service in read_services()]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauge with its current values."""
         gauge = GaugeMetricFamily("bottega_members", "Services that have joined, by kind.", labels=("kind",))
         counts = dict.fromkeys(self._own_kinds, 0)
         for kind in self._kinds():
@@ -204,7 +203,6 @@ class _Waiting(Collector):
         self._waiting = waiting
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauge with its current values."""
         counts: dict[str, int] = {}
         for tenant, jobs in self._waiting().items():
             label = self._tenants.label(tenant)

@@ -121,7 +121,6 @@ class LoraCatalogue:
             after = rows[-1].key[0]
 
     def _sound(self, rows: Iterable[StoredRow]) -> list[CatalogueRecord]:
-        """Return the records of the undamaged rows, and log the damaged ones."""
         found = []
         for row in rows:
             try:
@@ -185,6 +184,5 @@ def _remove(connection: sqlite3.Connection, name: str) -> None:
 
 
 def _write(connection: sqlite3.Connection, record: CatalogueRecord) -> CatalogueRecord:
-    """Add a record or replace the one with its name, and return it."""
     LORAS.add(connection, [(values_of(record), ())])
     return record

@@ -110,7 +110,6 @@ def _record(values: Sequence[Any]) -> CatalogueRecord:
 
 
 def _damaged_row(name: str) -> DataLoss:
-    """Return the error for a LoRA with a damaged row."""
     return DataLoss(
         f"the catalogue's row of {name} is damaged; `bottega loras rebuild` restores it from the LoRA's file",
         metadata={"loras": name},

@@ -95,7 +95,6 @@ class LoraStore(StoreServer):
         self._needed_until: dict[str, float] = {}
 
     async def _open(self) -> None:
-        """Open catalogue and files, import configured LoRAs, and load pinned ones."""
         await asyncio.to_thread(self._hold_folder)
         await self.catalogue.open()
         await asyncio.to_thread(self._files.open)

@@ -225,7 +225,6 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
 
 
 def _remove_left_folders() -> None:
-    """Remove the trial folders that killed processes of this user have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TRIALS}*"):
         with contextlib.suppress(OSError):  # another process holds it, or has just removed it
             status = folder.lstat()

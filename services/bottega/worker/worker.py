@@ -305,7 +305,6 @@ class Worker:
                 self._first_ready.set_exception(error)
 
     def _check_model(self, spec: GenerationSpec) -> None:
-        """Raise ModelNotFound if the spec names a model other than the served one."""
         served = self._model_name
         if served is not None and spec.HasField("model") and spec.model != served:
             raise ModelNotFound(f"no such model; served: {served}", metadata={"served": served})
@@ -340,7 +339,6 @@ class Worker:
         self._report_load()
 
     def _abort(self, attempt: Attempt, error: BottegaError) -> None:
-        """End an attempt if it has not ended, and remove it."""
         runner = self._runners.get(attempt.key)
         if runner is not None:
             runner.abort(error)

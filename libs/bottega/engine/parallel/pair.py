@@ -127,7 +127,6 @@ class Pair:
         )
 
     def _offload(self, rows: Sequence[Row], offloadable: Mapping[Hashable, Offloadable]) -> list[Row]:
-        """Send rows for the follower to compute, and return them."""
         free = self._target.free
         able = [
             OffloadedRow(row=row, remote_job=known.remote_job, image=known.image, active=known.active(row))

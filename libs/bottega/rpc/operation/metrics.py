@@ -141,7 +141,6 @@ class _DroppedLines(Collector):
     """The number of log lines that were dropped, read at each scrape."""
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the current number."""
         text = "Log lines that this process dropped because its stderr was not read fast enough."
         yield CounterMetricFamily("bottega_log_lines_dropped", text, value=logs.dropped_lines())
 

@@ -273,6 +273,5 @@ class CertificateFolder:
 
 
 def _write(pair: CertificatePair, paths: CertificatePaths) -> None:
-    """Write the key, then the certificate: a process that reads between the two writes keeps using the old pair."""
     write_file(paths.key, pair.key)
     write_file(paths.certificate, pair.certificate, PUBLIC)

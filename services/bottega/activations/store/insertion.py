@@ -238,7 +238,6 @@ class TemplateInsertion:
         self.release([before.digest] if before is not None else [])
 
     def _replace(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
-        """Add or replace a section of an existing template."""
         try:
             self.room.write(
                 _RECORD_BYTES,

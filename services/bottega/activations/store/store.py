@@ -347,7 +347,6 @@ class ActivationStore:
         )
 
     def _drop_section(self, layout: SectionLayout, reason: DropReason) -> None:
-        """Drop a section for which queue space was reserved."""
         self._writer.unreserve(layout.size_bytes)
         self._counts.drop(reason)
 

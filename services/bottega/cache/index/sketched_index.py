@@ -44,12 +44,10 @@ class _Block:
         self.numbers: Numbers = np.empty(_BLOCK_ROWS, np.int64)
 
     def write(self, rows: slice, numbers: Numbers, vectors: Vectors, codes: Codes) -> None:
-        """Write vectors and their sketches into rows."""
         self.numbers[rows], self.vectors[rows] = numbers, vectors
         self.first[rows], self.second[rows] = codes[:, :FIRST_BYTES], codes[:, FIRST_BYTES:]
 
     def copy_row(self, row: int, source: _Block, other: int) -> None:
-        """Overwrite a row with a row of another block."""
         self.numbers[row], self.vectors[row] = source.numbers[other], source.vectors[other]
         self.first[row], self.second[row] = source.first[other], source.second[other]
 

@@ -60,7 +60,6 @@ class _Served:
     holes: int = 0
 
     def answer(self, outcome: CacheOutcome.ValueType) -> StoreAnswer:
-        """Return the answer for the worker."""
         return StoreAnswer(header=CacheAnswer(hits=self.starts, outcome=outcome), latents=tuple(self.latents))
 
 
@@ -285,7 +284,6 @@ def _saved_s(question: CacheQuestion, found: list[Selection]) -> float | None:
 
 
 def _saved_steps(question: CacheQuestion, starts: Iterable[CacheStart | Selection]) -> int:
-    """Return how many steps these starts save in total."""
     return sum(max(0, start.step - max(0, question.repeated_steps)) for start in starts)
 
 

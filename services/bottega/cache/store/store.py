@@ -241,7 +241,6 @@ class LatentStore:
         return tuple(found)
 
     def _described(self, entries: Sequence[Entry]) -> list[CacheEntry]:
-        """Return the entries that still exist as messages, in the same order."""
         parameters = self._writer.parameters(entries)
         found = []
         for entry in entries:

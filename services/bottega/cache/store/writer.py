@@ -194,7 +194,6 @@ class CacheWriter(BlobWriter):
         return self._thread.call(lambda: read_parameters(self._disk.records, numbers))
 
     def _enqueue(self, recording: CheckedRecording) -> Dropped | None:
-        """Queue a recording, or return the reason why it is dropped."""
         if self._trouble:
             return Dropped.TROUBLE
         if recording.file_bytes > self._settings.budget_bytes:

@@ -180,7 +180,6 @@ class Admission:
         return self._job(request, full, model, decisions=self._decisions_of(before) if before else None)
 
     def _violations(self, spec: GenerationSpec, request: JobRequest) -> list[Violation]:
-        """Return the violations in a request that do not depend on the model."""
         return [
             *validation.check_request_id(request.request_id),
             *validation.check_deadline(request.deadline_s),
@@ -299,7 +298,6 @@ class Admission:
                 self._controller.queue.remove(job)  # submit was not reached: give back the reserved place
 
     def _check_deadline(self, job: Job) -> None:
-        """Raise DeadlineUnmeetable if a job is expected to end after its deadline."""
         try:
             self._controller.estimates.check_deadline(job)
         except DeadlineUnmeetable:

@@ -130,7 +130,6 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
 
 
 def _guidance_scale(spec: GenerationSpec, model: image_pb2.Model) -> float:
-    """Return the guidance scale of a request that names none."""
     plain_edit = spec.HasField("mask_image") and not spec.controlnets
     if plain_edit and model.HasField("default_edit_guidance_scale"):
         return model.default_edit_guidance_scale

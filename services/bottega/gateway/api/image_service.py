@@ -339,7 +339,6 @@ def _job_to_wire(job: Job) -> image_pb2.Job:
 
 
 def _image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
-    """Convert a finished image to its message."""
     picture = job.images[index]
     width, height = job.request.result_size if any(job.request.result_size) else (job.bare.width, job.bare.height)
     return image_pb2.Image(

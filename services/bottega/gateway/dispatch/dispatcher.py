@@ -354,7 +354,6 @@ class Dispatcher:
             attempt.connection.enable_previews(attempt)
 
     def _note_trace(self, attempt: DispatchedAttempt) -> None:
-        """Store the trace of an ended attempt, at most once."""
         if attempt.traced:
             return
         attempt.traced = True

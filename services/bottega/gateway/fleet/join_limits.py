@@ -148,12 +148,10 @@ class _TokenBuckets:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, key: str) -> float:
-        """Return the seconds until the bucket has a token; 0 if it has one now."""
         left = self._now(key)
         return 0.0 if left >= 1 else (1 - left) / self._rate
 
     def consume(self, key: str) -> None:
-        """Remove a token from the bucket."""
         left = self._now(key) - 1
         self._left.pop(key, None)  # so that it is the newest
         self._left[key] = (left, self._clock.monotonic())

@@ -84,14 +84,12 @@ class _TenantJobs:
     """Virtual time at which the last job ends."""
 
     def insert(self, at: int, job: Job, served_by: float, cost: float) -> None:
-        """Insert a job at index `at`."""
         self.jobs.insert(at, job)
         self.served_by.insert(at, served_by)
         self.begins.insert(at, self.begins[at] if at < len(self.begins) else self.end)
         self._shift(at + 1, cost)
 
     def remove(self, at: int) -> None:
-        """Remove the job at index `at`."""
         cost = self._cost(at)
         del self.jobs[at], self.served_by[at], self.begins[at]
         if at:  # jobs behind the first one start later by the removed cost
@@ -241,13 +239,11 @@ class Line:
         return bisect_left(own.begins, place, key=lambda begin: (tag + (begin - first), own.number))
 
     def _index(self, own: _TenantJobs, job: Job) -> int:
-        """Return the index of a waiting job among those of its tenant."""
         served_by = self._served_by(job, job.times.due_at)
         at = bisect_left(own.served_by, served_by)
         return own.jobs.index(job, at)
 
     def _cost_s(self, job: Job) -> float:
-        """Return the device seconds that a job is expected to use."""
         return self._seconds(job) or UNMEASURED_S * max(1, job.rows * job.steps.total)
 
     def _due_at(self, job: Job) -> float:

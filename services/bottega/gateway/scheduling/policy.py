@@ -188,7 +188,6 @@ def assign(
 
 
 def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[WorkerPlan]:
-    """Return the few workers for which completion times are computed."""
     plans = [plan for plan in candidates if not plan.closed]
     if len(plans) <= _NEAREST + _IDLEST:
         return plans
@@ -236,7 +235,6 @@ class _Option:
         return self.plan.completes_s(self.request, self._behind) + self._load_s
 
     def assignment(self) -> Assignment:
-        """Return the assignment that chooses this option."""
         state = self.plan.state
         return Assignment(
             job_id=self.job.job_id,

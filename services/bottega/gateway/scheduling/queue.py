@@ -192,7 +192,6 @@ class JobQueue:
             del self._lines[model]
 
     def _release(self, job: Job) -> None:
-        """Release the place and bytes that were reserved for a job, if any were."""
         size = self._reserved.pop(job.job_id, None)
         if size is not None:
             self._unhold(job.request.tenant, size)

@@ -116,7 +116,6 @@ class _ModuleParts:
 
     @property
     def rank(self) -> int:
-        """Rank of its factors; 0 if it has no factors."""
         down = self.parts.get(Part.DOWN)
         return down[2].shape[0] if down is not None and down[2].shape else 0
 

@@ -153,7 +153,6 @@ class WorkerEngineLoop:
 
     @property
     def _pause_s(self) -> float:
-        """Seconds for which an idle engine waits for commands."""
         if self._engine.remote_jobs.opening:
             return _LOOK_S
         at_rest = self._follower is None and time.monotonic() - self._stirred_s > _REST_AFTER_S

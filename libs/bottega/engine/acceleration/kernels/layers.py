@@ -59,7 +59,6 @@ class GroupNormSilu:
 
 
 def _resnets(network: nn.Module) -> Iterator[ResnetBlock2D]:
-    """Yield the residual blocks that `_resnet_forward` can replace."""
     for module in network.modules():
         if type(module) is ResnetBlock2D and _is_plain(module):
             yield module

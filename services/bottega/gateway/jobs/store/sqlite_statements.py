@@ -333,7 +333,6 @@ def from_row(row: Sequence[Any]) -> JobRecord:
 
 
 def _images_of(column: str) -> tuple[StoredImage, ...]:
-    """Parse the column of a job's images."""
     names = [field.name for field in dataclasses.fields(StoredImage)]
     return tuple(StoredImage(**dict(zip(names, values, strict=True))) for values in json.loads(column))
 

@@ -106,7 +106,6 @@ class GroupCommit:
         self._log_change(failing=False)
 
     def _transact(self, group: Sequence[SerialTask]) -> None:
-        """Run all operations and commit."""
         connection = self._open()
         self._check(connection, False)
         connection.execute("BEGIN IMMEDIATE")
