@@ -122,9 +122,7 @@ class WorkerPair:
 
     def links(self, name: str) -> int:
         """How often a worker's newest life has been linked to the other one as its leader."""
-        return sum(
-            line.get("event") == "connected to the other worker of the pair" for line in self.worker(name).events()
-        )
+        return sum(line.get("event") == "linked to the peer" for line in self.worker(name).events())
 
     def wait_for_link(self, name: str, more_than: int = 0) -> None:
         """Waits until `name` leads the other one, for the next time after so many."""

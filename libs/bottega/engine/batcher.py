@@ -35,8 +35,7 @@ from bottega.planning import (
     most_on_trial,
 )
 
-# Batch sizes ("widths") are chosen again after this many turns even if no request came or left, because step times
-# drift.
+# Batch sizes ("widths") are chosen again after this many turns, because step times drift.
 _REPLAN_TURNS = 16
 # How far a tenant that asked for less than its share may get ahead of the others, in seconds of so many rows: about
 # four guided images of 50 steps, because some are submitted together. These are rows of the smallest requests that are
@@ -218,8 +217,7 @@ class Batcher(Generic[Request]):
         if lack < 0:
             members = self._shortened(self._fill(own[0], [*own, *others], self._width_now(own[0])))
         else:
-            # If the most urgent request is just in time, the batch has its usual size; if it is late, all that fit are
-            # in it.
+            # If the most urgent request is just in time, the batch has its usual size; if it is late, the largest.
             width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
             members = self._fill(urgent[0], [*urgent, *others], width)
         for slot in members:
@@ -452,8 +450,6 @@ class Batcher(Generic[Request]):
 
 @dataclass(slots=True, kw_only=True)
 class _Filling:
-    """A batch that is being filled."""
-
     turn: int = 0
     """The turn in which it runs."""
     requests: int = 0

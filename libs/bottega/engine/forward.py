@@ -23,8 +23,7 @@ from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.operations import Operations
 from bottega.model.rows import Embeds, LoraSet, Row
 
-# How long a forward pass waits for residuals if none of its rows can go on without them, because a server is busy or
-# slow.
+# How long a forward pass waits for residuals if none of its rows can go on without them: a server may be busy or slow.
 # A server that is dead or computes nothing is noticed sooner, over its link. Shorter than stall_s, the time without a
 # turn after which an engine counts as hung.
 RESIDUAL_TIMEOUT_S = 90.0

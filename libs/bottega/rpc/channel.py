@@ -16,8 +16,7 @@ from bottega.rpc.security.tls import AuthorityFile, TlsFiles
 # An input image of 8 MiB with a mask and a few control images; as in ServerConfig.
 MAX_MESSAGE_MIB = 24
 
-# Upper bound on trailers, which carry the details of a BottegaError. gRPC's default of 8 KiB is too small for long
-# lists.
+# Upper bound on trailers, which have the details of a BottegaError. gRPC's default, 8 KiB, is too small for long lists.
 MAX_METADATA_BYTES = 64 * 1024
 
 

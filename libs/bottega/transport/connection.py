@@ -346,9 +346,7 @@ class Keepalive:
         now_s = self._awake()
         quiet_s = now_s - self._last_s
         if quiet_s > self._silence_s:
-            raise DeadlineExceeded(
-                f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped or unreachable"
-            ) from error
+            raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s: stopped or unreachable") from error
         self._check()
         quiet_since_s = max(self._last_s, self._pinged_s)
         share = _REST_PING_SHARE if self._is_at_rest() else _PING_SHARE

@@ -65,8 +65,6 @@ class LinkServerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OpenLink(Generic[H]):
-    """A link that is open, with its thread."""
-
     connection: Connection
     handler: H
     caller: str

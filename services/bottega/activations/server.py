@@ -108,10 +108,6 @@ def _gauges(store: ActivationStatistics) -> Iterator[Metric]:
         ("pinned", "Pinned images, whose recordings are never evicted.", store.pinned),
         ("recording", "Images that are being recorded.", store.recording),
         ("waiting_bytes", "Bytes of sections that wait to be written.", store.waiting_bytes),
-        (
-            "disk_bytes_per_second",
-            "Recent rate of loads from disk in bytes per second; 0 if unknown.",
-            store.disk_bytes_per_s,
-        ),
+        ("disk_bytes_per_second", "Recent rate of loads from disk; 0 if unknown.", store.disk_bytes_per_s),
         ("in_trouble", "1 if nothing can be recorded now, else 0.", int(bool(store.trouble))),
     )

@@ -41,8 +41,7 @@ _LEAST_EIGENVALUE = 1e-3
 # Scale if all vectors are equal.
 _LEAST_SCALE = 1e-6
 # Gamma of the kernel, for deviations with a mean square of 1. A wider kernel does not separate clusters, a narrower one
-# does not separate
-# those without a landmark.
+# does not separate those without a landmark.
 _GAMMA = 4.0
 
 

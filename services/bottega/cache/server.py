@@ -128,11 +128,7 @@ def _store_metrics(store: LatentStatistics) -> Iterator[Metric]:
     yield counter_by("reason", f"{_PREFIX}_dropped", "Recordings that were not stored, by reason.", store.dropped)
     yield from counters(
         _PREFIX,
-        (
-            "steps_skipped",
-            "Denoising steps that pictures skipped by starting from cached latents.",
-            store.steps_skipped,
-        ),
+        ("steps_skipped", "Denoising steps that pictures skipped by using its latents.", store.steps_skipped),
         ("recorded", "Recordings that were stored.", store.recorded),
         ("evictions", "Latents that were evicted.", store.evictions),
         ("holes", "Hits that skipped fewer steps than allowed, because the best latent was evicted.", store.holes),
@@ -154,10 +150,7 @@ def _predictor_metrics(figures: PredictorStatistics) -> Iterator[Metric]:
     outcomes = {"hit": figures.predicted_hits, "miss": figures.predicted_misses}
     text = "Searches, by whether they were predicted to find something."
     yield counter_by("outcome", f"{_PREFIX}_predictions", text, outcomes)
-    yield from counters(
-        _PREFIX,
-        ("searches_spared", "Searches that were skipped because they were predicted to find nothing.", figures.skipped),
-    )
+    yield from counters(_PREFIX, ("searches_spared", "Searches skipped as hopeless.", figures.skipped))
     yield from gauges(
         _PREFIX,
         ("predictor_on", "1 if searches that are predicted to find nothing are skipped, else 0.", float(figures.on)),

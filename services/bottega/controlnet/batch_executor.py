@@ -204,9 +204,7 @@ class BatchExecutor:
         """Retry the steps of a failed forward pass one by one. A step that ran alone fails."""
         works = list(dict.fromkeys(work for work, _ in group))
         if len(works) > 1:
-            _log.warning(
-                "a shared forward pass failed; its steps are retried one by one", extra={"why": type(error).__name__}
-            )
+            _log.warning("a batch failed; its steps are retried one by one", extra={"why": type(error).__name__})
             for work in works:
                 work.retried = True
             return

@@ -184,10 +184,7 @@ class ControlNetCatalogue:
                 why = "the configuration has a ControlNet of that name; add it under another name"
                 self.left_out[f"{name} (added)"] = why
                 facts = {"controlnet": name, "folder": folder}
-                _log.warning(
-                    "an added ControlNet is not hosted, because the configuration has another one of that name",
-                    extra=facts,
-                )
+                _log.warning("an added ControlNet is not hosted: the configuration has its name, too", extra=facts)
                 continue
             try:
                 kept[name] = str(self._checked_again(name, folder))
@@ -256,9 +253,7 @@ def _usable_profile(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
     except DecodeError:
         broken = "it cannot be decoded"
     if broken:
-        _log.warning(
-            "a stored profile breaks the current rules and is not used", extra={"digest": digest, "why": broken}
-        )
+        _log.warning("a stored profile is not valid any more", extra={"digest": digest, "why": broken})
     else:
         yield profile
 

@@ -34,9 +34,7 @@ class ControlNetMetrics(Collector):
             "bottega_controlnet_budget_bytes", "Upper bound on the bytes of loaded weights.", registry=registry
         )
         self._restarts = Counter(
-            "bottega_controlnet_engine_restarts",
-            "Engine processes that died, hung or failed to start.",
-            registry=registry,
+            "bottega_controlnet_engine_restarts", "Engine processes that were lost.", registry=registry
         )
         registry.register(self)
 
@@ -68,11 +66,7 @@ class ControlNetMetrics(Collector):
         yield from device_metrics(beat.device_memory)
         nets, loaded = beat.controlnets, hosted_pb2.HOSTED_STATE_LOADED
         for name, text, values in (
-            (
-                "popularity",
-                "Number of the newest sessions that used the ControlNet.",
-                {net.name: net.popularity for net in nets},
-            ),
+            ("popularity", "Number of recent sessions that used it.", {net.name: net.popularity for net in nets}),
             ("sessions", "Open sessions of the ControlNet.", {net.name: net.sessions for net in nets}),
             ("loaded", "1 if the weights are in memory, else 0.", {net.name: int(net.state == loaded) for net in nets}),
         ):

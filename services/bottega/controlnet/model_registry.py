@@ -42,8 +42,6 @@ class ControlNetReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RegisteredModel:
-    """A hosted ControlNet."""
-
     source: ControlNetSource
     """How to load it, in the configured data type, else in that of its files. Its name is unique for each version."""
     digest: str

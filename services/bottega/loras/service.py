@@ -183,8 +183,6 @@ def _check_bounds(bounds: Sequence[pb.LoraBound]) -> Iterator[Violation]:
         )
     for index, bound in enumerate(bounds[:_MAX_BOUNDS]):
         if not 1 <= bound.num_inference_steps <= rules.MAX_STEPS:
-            yield Violation(
-                field=f"bounds[{index}].num_inference_steps", description=f"must be from 1 to {rules.MAX_STEPS}"
-            )
+            yield Violation(field=f"bounds[{index}].num_inference_steps", description=f"must be 1 to {rules.MAX_STEPS}")
         if not 0 <= bound.max_step <= bound.num_inference_steps:
             yield Violation(field=f"bounds[{index}].max_step", description="must be from 0 to the number of steps")

@@ -117,9 +117,7 @@ def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, m
     peer = request.worker
     if not config.peer.address or peer == worker:
         why = (
-            "is configured as its own peer (engine.peer.address)"
-            if peer == worker
-            else f"has no peer; engine.peer.address must name {peer}"
+            "is configured as its own peer" if peer == worker else f"has no peer; engine.peer.address must name {peer}"
         )
         raise Unavailable(f"worker {worker} {why}")
     if config.peer.name and peer != config.peer.name:

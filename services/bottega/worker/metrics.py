@@ -103,10 +103,7 @@ class WorkerMetrics:
             what: Gauge(f"bottega_worker_acceleration_{what}", text, ("acceleration",), registry=registry)
             for what, text in (
                 ("kept", "1 if the worker uses the acceleration, 0 if its self-check turned it off."),
-                (
-                    "speedup",
-                    "Time without the acceleration over the time with it, in the self-check; 0 if it was not timed.",
-                ),
+                ("speedup", "Plain time over accelerated time in the self-check; 0 if it was not timed."),
             )
         }
         self.memory_bytes = Gauge(
@@ -118,7 +115,7 @@ class WorkerMetrics:
             registry=registry,
         )
         self._restarts = Counter(
-            "bottega_worker_engine_restarts", "Engine processes that died, hung or failed to start.", registry=registry
+            "bottega_worker_engine_restarts", "Engine processes that were lost.", registry=registry
         )
 
     def attempt_began(self) -> None:

@@ -74,9 +74,7 @@ def test_each_draws_the_same_image_with_the_other_as_alone(pair: WorkerPair) -> 
 
 
 def test_the_link_within_a_host_is_shared_memory(pair: WorkerPair) -> None:
-    linked = [
-        line for line in pair.worker("a").events() if line.get("event") == "connected to the other worker of the pair"
-    ]
+    linked = [line for line in pair.worker("a").events() if line.get("event") == "linked to the peer"]
     assert linked[-1]["backend"] == "memfd"
 
 

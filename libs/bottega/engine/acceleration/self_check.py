@@ -31,10 +31,8 @@ LEAST_SPEEDUP = 1.03
 # use.
 _RUNS = 3
 _WARM_UP_RUNS = 3
-# A machine's speed drifts by more than the gain that matters. Near LEAST_SPEEDUP, the paths alternate and medians of
-# all
-# runs are compared; with more rounds, smaller differences count. (With one round, starts of one model had .98 and
-# 1.02.)
+# A machine's speed drifts by more than the gain that matters. Near LEAST_SPEEDUP, paths alternate and medians of all
+# runs are compared. With more rounds, smaller differences count. (With one round, starts of a model had .98 and 1.02.)
 _MOST_TURNS = 4
 # Distance from LEAST_SPEEDUP below which another round follows after one round; divided by n after n rounds.
 _DOUBT = 0.15

@@ -25,8 +25,7 @@ _PATIENCE = 4.0
 _LEAST_PATIENCE_S = 1.0
 # Seconds between two heartbeats while waiting.
 _LOOK_S = 0.1
-# Number of turns without the follower after which it is tried again, whatever was measured: other processes may have
-# ended, and
+# Number of turns without the follower before it is tried again, whatever was measured: other processes may end, and
 # the time of fewer rows here is measured only while rows are shared. Doubled after each failed attempt.
 _LEAST_PAUSE_TURNS = 2
 _MOST_PAUSE_TURNS = 32

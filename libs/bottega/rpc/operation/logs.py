@@ -160,8 +160,6 @@ def _add_bound_fields(record: logging.LogRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LogLine:
-    """A line in the queue."""
-
     data: bytes
     dropped: int = 0
     """Number of dropped lines that this line reports; 0 for ordinary lines."""

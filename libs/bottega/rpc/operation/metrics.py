@@ -53,11 +53,7 @@ class CallMetrics:
         self._in_flight = Gauge("bottega_rpc_in_flight", "Calls that are being served.", registry=registry)
         self._calls = Counter("bottega_rpc_calls", "Calls by method and code.", ("method", "code"), registry=registry)
         self._seconds = Histogram(
-            "bottega_rpc_seconds",
-            "Seconds from the start to the end of a call.",
-            ("method",),
-            buckets=_SECONDS_BUCKETS,
-            registry=registry,
+            "bottega_rpc_seconds", "Duration of calls.", ("method",), buckets=_SECONDS_BUCKETS, registry=registry
         )
 
     def on_start(self) -> None:

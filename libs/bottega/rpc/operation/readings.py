@@ -82,10 +82,6 @@ def device_metrics(memory: DeviceMemory) -> Iterator[Metric]:
     yield from gauges(
         "bottega_device",
         ("budget_bytes", "Upper bound on the device memory of the engine; 0 on a CPU.", memory.budget_bytes),
-        (
-            "allocated_bytes",
-            "Bytes of device memory that the engine's tensors use; 0 on a CPU.",
-            memory.allocated_bytes,
-        ),
+        ("allocated_bytes", "Device memory that the engine's tensors use; 0 on a CPU.", memory.allocated_bytes),
         ("free_bytes", "Bytes of device memory that no process uses; 0 on a CPU.", memory.free_bytes),
     )

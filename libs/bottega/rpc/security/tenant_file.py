@@ -104,9 +104,7 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
             check_private(path, os.fstat(file.fileno()), group_may_read=True)
             text = file.read(_MAX_CHARACTERS + 1)
         if len(text) > _MAX_CHARACTERS:
-            raise ConfigError(
-                f"{path} is not a file of tenants: it is longer than {_MAX_CHARACTERS >> 20} Mi characters"
-            )
+            raise ConfigError(f"{path} is no file of tenants: it is longer than {_MAX_CHARACTERS >> 20} Mi characters")
         contents = parse(_Contents, json.loads(text), source=str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} is not there; create it with: bottega tenants add NAME --file {path}") from None

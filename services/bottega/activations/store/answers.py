@@ -23,8 +23,7 @@ from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, TemplateAnswer
 
 # Budget in bytes of cached image latents and noise. One template has half a MiB for SDXL at 1024x1024.
 _DRAWN_BYTES = 64 << 20
-# Number of templates to load for a source. It has one for each set of LoRAs and ControlNets; which one comes is
-# unknown.
+# Number of templates to load for a source, which has one for each set of LoRAs and ControlNets.
 _MOST_OF_A_SOURCE = 2
 # Shorter loads do not show the disk's rate; they count only until there is a longer one.
 _LEAST_MEASURED_S = 0.01

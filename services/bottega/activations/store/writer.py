@@ -98,9 +98,7 @@ class ActivationWriter(BlobWriter):
         gone = self._table.lose(digest)
         if gone:
             self._counts.add("damaged")
-            _log.error(
-                "a section is damaged or missing and was deleted; edits compute it again", extra={"digest": digest}
-            )
+            _log.error("a section is damaged or missing, and was deleted", extra={"digest": digest})
             self._thread.post(lambda: self._insertion.release(gone))
             self._thread.post(self._tidy)
 

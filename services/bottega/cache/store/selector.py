@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from bottega.addons.cache.planning.skip_profile import SkipProfile, served_step, skip_steps
 
-# Decimals to which similarities are rounded. In single precision, the cosine of equal embeddings differs from 1 by
-# less.
+# Decimals to which similarities are rounded. In float32 the cosine of equal embeddings differs from 1 by less.
 _DIGITS = 5
 
 

@@ -254,10 +254,7 @@ class WorkerConnection:
             await self.client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
         except BottegaError as error:
             # The worker gives the attempt up by itself once its deadline or grace is over.
-            _log.info(
-                "the worker could not be told to stop an attempt",
-                extra={"job_id": attempt.job_id, "text": error.message},
-            )
+            _log.info("an attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
 
     async def _stop_stale_attempt(self, attempt: worker_pb2.AttemptId) -> None:
         try:

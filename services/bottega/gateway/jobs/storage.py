@@ -238,10 +238,7 @@ class Storage:
         try:
             return await self.images.get(name) or b""
         except (StorageUnavailable, DataLoss) as error:
-            _log.warning(
-                "the kept latents of an image cannot be read; they are not used",
-                extra={"digest": name, "text": error.message},
-            )
+            _log.warning("stored latents of an image cannot be read", extra={"digest": name, "text": error.message})
             return b""
 
     async def renew_images(self, images: Sequence[StoredImage]) -> bool:

@@ -264,8 +264,7 @@ class FleetSnapshot:
             worker=member.name,
             running=running,
             due_s=due_s,
-            # A reported attempt counts until the next report: one that was stopped may still be in its last forward
-            # pass.
+            # A reported attempt counts until the next report: one that was stopped may still run a forward pass.
             finishing=len({job.job_id for job in ours} | member.steps_left.keys()) - len(running),
             exclusive=any(job.quarantined for job in ours),
             times=member.times,

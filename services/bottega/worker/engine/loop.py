@@ -185,11 +185,7 @@ class WorkerEngineLoop:
             if kind == "start":
                 self._send(failed(command.start.attempt, to_job_failure(error)))
             else:
-                _log.error(
-                    "a command from the front process failed with an unexpected error",
-                    exc_info=error,
-                    extra={"command": kind},
-                )
+                _log.error("a command of the front process failed", exc_info=error, extra={"command": kind})
 
     def _execute(self, command: EngineCommand) -> None:
         match command.WhichOneof("command"):

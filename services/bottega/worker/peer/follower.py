@@ -86,9 +86,7 @@ class LeaderLink(LinkHandler):
                 case PairMessageKind.JOB:
                     number, remote_job = read_job(layout, parts)
                     if number in self._remote_jobs or len(self._remote_jobs) >= _MAX_REMOTE_JOBS:
-                        raise ValueError(
-                            f"job {number} was sent before, or more than {_MAX_REMOTE_JOBS} jobs were sent"
-                        )
+                        raise ValueError(f"job {number} was sent before, or more than {_MAX_REMOTE_JOBS} are open")
                     self._remote_jobs.add(number)
                     self._follower.admit(self, number, remote_job)
                 case PairMessageKind.LEAVE:
@@ -237,10 +235,7 @@ class Follower(LinkServer[LeaderLink]):
         try:
             computed = self._remote_jobs.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step, which the leader then computes itself
-            _log.warning(
-                "rows of the other worker of the pair could not be computed",
-                extra={"why": f"{type(error).__name__}: {error}"},
-            )
+            _log.warning("rows of the leader could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
         self.report_jobs()  # before the answer, so that the leader does not offload rows again that have failed
         if computed is None:
             link.decline(step)

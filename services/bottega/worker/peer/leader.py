@@ -170,10 +170,7 @@ class Leader(LinkClientHandler):
         """Start with an empty state, because the follower knows none of the jobs over a new connection."""
         assert connection.link is not None
         choice = connection.link.backend_choice
-        _log.info(
-            "connected to the other worker of the pair",
-            extra={"peer": self.name, "backend": choice.backend, "why": choice.reason},
-        )
+        _log.info("linked to the peer", extra={"peer": self.name, "backend": choice.backend, "why": choice.reason})
         self._complaint = ""
         self._state = _FollowerState(connection=connection)
 

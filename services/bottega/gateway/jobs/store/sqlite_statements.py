@@ -20,8 +20,7 @@ from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.checksums import Value, checksum
 
 COLUMNS = tuple(TYPES)
-# Columns stored as REAL. They are converted first, since an integer would be read back as a float and fail the
-# checksum.
+# Columns stored as REAL. They are converted first: an integer would be read back as a float and fail the checksum.
 _REAL = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
 _INSERT = (
