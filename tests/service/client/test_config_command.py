@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_served_is_named(worker: Path, tmp_path: Path) ->
         ),
         ("loras", "bases: {{sdxl: {folder}}}", "bases.sdxl: {folder} is not a model in Diffusers' layout"),
         ("cache", "profiles: [{folder}/profile.json]", "profiles: {folder}/profile.json cannot be read"),
-        ("loras", "loras: {{ink: {{path: a, base: b}}}}", "loras.ink.base: b is none of the bases"),
+        ("loras", "loras: {{ink: {{path: a, base: b}}}}", "loras.ink.base: b is not in bases"),
     ],
 )
 def test_what_a_start_would_not_find_is_named(tmp_path: Path, service: str, text: str, named: str) -> None:

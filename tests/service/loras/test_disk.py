@@ -56,7 +56,7 @@ async def test_a_file_that_cannot_be_opened_is_said_to_be_the_disks_fault(tmp_pa
 
 
 async def test_an_upload_that_ends_early_is_said_to_though_the_disk_is_full(tmp_path: Path) -> None:
-    with files_at_most(_SMALL_BYTES - 1), pytest.raises(InvalidRequest, match=f"brought {_SMALL_BYTES} of the"):
+    with files_at_most(_SMALL_BYTES - 1), pytest.raises(InvalidRequest, match=f"contained {_SMALL_BYTES} of the"):
         await _receive(tmp_path / "upload", _SMALL_BYTES + 1)
 
 

@@ -66,7 +66,7 @@ def test_all_hosts_together_have_so_many_links_and_no_more(server: EchoServer) -
     with ExitStack() as links:
         for number in range(6):
             links.enter_context(link_to(server, caller=f"10.0.0.{number}"))
-        with pytest.raises(LinksFull, match="6 workers are linked"):
+        with pytest.raises(LinksFull, match="the server has links with 6 workers"):
             server.offer("w", "", caller="10.0.0.9")
     wait_until(lambda: not server.handlers, "the links to be forgotten")
     link_to(server, caller="10.0.0.9").close()

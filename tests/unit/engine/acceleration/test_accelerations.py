@@ -272,7 +272,7 @@ def test_an_acceleration_of_an_add_on_is_tried_where_the_engine_has_that(
     engine.check_accelerations([acceleration], deadline_s=60.0)
     (result,) = engine.accelerations
     assert (result.speedup > 0) == bool(addons)
-    assert ("nothing that this worker serves uses it" in result.reason) == (not addons)
+    assert ("nothing on this worker uses it" in result.reason) == (not addons)
     acceleration.disable()
 
 

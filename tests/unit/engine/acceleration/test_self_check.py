@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[Machine], Faked], str]] = {
         "OutOfMemoryError: tried to allocate 3 GiB",
     ),
     "unsupported": (lambda machine: Faked(machine, why_not="it is for another device"), "it is for another device"),
-    "unprobed": (lambda machine: Faked(machine, probe="none"), "there is no probe none to show its gain"),
+    "unprobed": (lambda machine: Faked(machine, probe="none"), "there is no probe none"),
 }
 
 

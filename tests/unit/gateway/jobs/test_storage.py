@@ -231,7 +231,7 @@ async def test_a_folder_of_another_user_is_not_waited_for(tmp_path: Path, monkey
 
     monkeypatch.setattr(images, "open", refuse)
     try:
-        with pytest.raises(ConfigError, match="cannot be used: permission denied; let the gateway have it"):
+        with pytest.raises(ConfigError, match="cannot be used: permission denied; change its permissions"):
             await asyncio.wait_for(storage.open(), 5)
     finally:
         await storage.close()
