@@ -239,7 +239,7 @@ class DeviceReceiver(_DeviceEnd):
             self._credits.send(frame, moment)
 
     def send_late_credit(self, frame: Frame) -> None:
-        """Send a credit from the thread of late credits."""
+        """Give the sender credit for a message that the device has read. Only the thread of late credits calls it."""
         super().send_credit(frame)
 
     def close(self) -> None:

@@ -206,7 +206,7 @@ class EngineRecord:
     cached_starts: tuple[CachedStart, ...] = ()
     """Cached latents from which its images started."""
     edit: EditRecord | None = None
-    """None if the job is no edit that may compute only masked regions."""
+    """How an edit used recorded activations; None for a job that may not use any."""
     vae_dtype: str = ""
     """Data type in which its images were decoded."""
     vae_tiled: bool = False

@@ -69,7 +69,7 @@ class ProcessSpec:
     deadline_s: float
     """Seconds that one call may take."""
     limits: Mapping[int, int] = field(default_factory=dict)
-    """Resource limits. For these, `environment` and `sandbox` see ChildProcess.start."""
+    """Resource limits. ChildProcess.start describes these, `environment` and `sandbox`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     sandbox: Literal["reads", "writes"] | None = None
 

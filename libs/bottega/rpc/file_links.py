@@ -310,7 +310,7 @@ TurnT = TypeVar("TurnT", bound=Turn)
 
 
 class TurnQueue(Generic[TurnT]):
-    """A queue whose owners take turns. Only one thread at a time may use it."""
+    """A queue that serves its owners in turn. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._spent_bytes = 0  # Bytes sent in the current turn.

@@ -232,7 +232,7 @@ def _by_two(target: int, source: int, size: int) -> None:
 
 @functools.cache
 def _second() -> ThreadPoolExecutor:
-    """Return the other thread, which all links share and which ends with the process."""
+    """Return the thread that helps to copy large parts. All links share it, and it ends with the process."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
 
 

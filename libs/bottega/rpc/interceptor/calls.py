@@ -289,7 +289,7 @@ class CallErrorLog:
         self._expected = _faults("call failed")
 
     def refused(self, method: str, reason: str, text: str) -> None:
-        """Log a refused call, with the log fields that are bound for it."""
+        """Log a refused call. The log is sampled, because callers can repeat such calls."""
         self._refusals.log_event({"method": method, "reason": reason}, {"text": text})
 
     def failed(self, method: str, error: Exception, *, expected: bool) -> None:

@@ -95,6 +95,6 @@ def bye(cause: LinkError) -> Frame:
 
 
 def cause_of_bye(frame: Frame) -> LinkError:
-    """Return the cause of the link's end that the peer's BYE frame states."""
+    """Return why the peer ended the link, as it says in its BYE frame."""
     kind = _REASONS[frame.flag] if frame.flag < len(_REASONS) else LinkClosed
     return kind(_BYE_MESSAGES[kind])

@@ -1,4 +1,4 @@
-"""The sending half of a link: credit, layouts, and one message at a time, in pieces or whole."""
+"""The sending half of a link. It sends a message, whole or in pieces, when the receiver has a free slot for it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class MemfdEndpoint:
 
     path: str
     host: str
-    """Identity of the running system."""
+    """Boot ID of the host, because host names need not be unique."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

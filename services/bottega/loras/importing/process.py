@@ -20,7 +20,7 @@ from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
 
 def main() -> None:
-    """Serve one call."""
+    """Receive one import call over a pipe, and send its answer."""
     parser = argparse.ArgumentParser(description="Bottega's LoRA import process; the LoRA store starts it")
     parser.add_argument("--fd", type=int, required=True)
     channel = FramedPipe.from_fd(parser.parse_args().fd)

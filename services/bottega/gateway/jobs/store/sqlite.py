@@ -193,7 +193,7 @@ class SqliteJobStore:
         )
 
     async def probe(self) -> None:
-        """Write a page with unchanged contents."""
+        """Check that the disk can be written, by writing a page with unchanged contents."""
         await self._write(sqlite_statements.probe)
 
     async def _write(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:

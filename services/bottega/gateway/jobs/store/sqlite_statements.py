@@ -228,7 +228,7 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
 
 
 def probe(connection: sqlite3.Connection) -> None:
-    """Write a page with unchanged contents."""
+    """Check that the disk can be written, by writing a page with unchanged contents."""
     connection.execute("UPDATE generation SET number = number")
 
 

@@ -211,7 +211,7 @@ class FilePlace:
         self._log = None
 
     def forget_log(self) -> None:
-        """Drop the inode of the log. SQLite deletes the log when the last connection closes."""
+        """Note that the log is gone: SQLite deletes it when the last connection closes."""
         self._log = None
 
     def follow(self) -> None:
