@@ -150,7 +150,7 @@ async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house:
     file.unlink()
     gone = await _run(house, "pin", "ink")
     assert (gone.exit_code, gone.stdout) == (1, "")
-    assert "the file of ink is gone; upload it again" in gone.stderr
+    assert "the file of ink is missing; upload the LoRA again" in gone.stderr
 
 
 async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(house: House, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_renewed_files_count_and_those_that_cannot_be_used_do_not(
 def test_files_are_all_or_none_and_must_name_somebody(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     config = authority.issue("worker/w1")
-    with pytest.raises(ValueError, match="key must be given too"):
+    with pytest.raises(ValueError, match="key must be set too"):
         replace(config, key="")
     assert not TlsConfig().given
     with pytest.raises(ConfigError, match="is not there"):

@@ -247,7 +247,7 @@ def test_recordings_have_their_place_in_the_budget_of_the_device(caplog: pytest.
     assert often(store, 2, 40) is not None
     assert memory.reserved["graphs"] == 40, "the first one made room"
     assert often(store, 20, 30) is None, "forwards of twenty rows need what would be left"
-    assert "forwards need what is left" in caplog.records[-1].__dict__["why"]
+    assert "forward passes need the memory that is left" in caplog.records[-1].__dict__["why"]
     assert memory.reserved["graphs"] == 0
     assert often(store, 3, 61) is None
     assert (len(store), memory.left_bytes) == (0, 60)

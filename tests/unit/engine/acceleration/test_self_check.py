@@ -300,7 +300,7 @@ def test_an_engine_starts_also_where_trials_cannot_be_noted(
     gone = tmp_path / "tidied up" / "trials.json"
     found = check(model, machine, Faked(machine, name="faked"), trials=TrialLog(gone))
     assert found[0].kept
-    told = [each.__dict__ for each in caplog.records if "will try the same again" in each.getMessage()]
+    told = [each.__dict__ for each in caplog.records if "cannot write the trial log" in each.getMessage()]
     assert [each["tried"] for each in told] == [[], ["faked"], []]
     assert {each["why"] for each in told} == {"No such file or directory"}
 
