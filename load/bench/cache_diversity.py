@@ -22,7 +22,7 @@ import torch
 from google.protobuf import json_format
 
 from bottega.addons.cache.client.samples import miniature_pairs
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS
 from bottega.cache.store.settings import StoreSettings
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene, unplaced_caption

@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bottega.addons.cache.wire import recorded_steps
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS, recorded_steps
 from bottega.client import CacheProfile, LengthClass, Picture, SkipProfile
 from bottega.client.types.options import SamplerName
 from load.bench.bench_model import BenchShape, write_bench_model

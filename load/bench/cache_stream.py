@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bottega.addons.cache.planning.eviction import EvictionPolicy
-from bottega.addons.cache.wire import prompt_digest, recorded_steps
+from bottega.addons.cache.starts import prompt_digest, recorded_steps
 from bottega.cache.latent import RecordedLatent, StoreAnswer
-from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import LatentStatistics
+from bottega.cache.store.settings import LatentStatistics, StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.clocks import Clock
 from bottega.transport import DType

@@ -199,7 +199,7 @@ def engine(*, model: str, sparse: bool) -> Answer:
     from safetensors.torch import save_file
 
     from bottega.addons.edits.engine.addon import EngineEdits
-    from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+    from bottega.addons.edits.engine.recordings.source import MemoryActivations
     from bottega.engine.engine import Engine
     from bottega.engine.events import EditRecord, Event, JobStarted
     from bottega.engine.limits import EngineLimits

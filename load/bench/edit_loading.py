@@ -213,7 +213,7 @@ class EditLoading:
 
     def __init__(self, model: Path, store: str) -> None:
         from bottega.addons.edits.engine.addon import EngineEdits
-        from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+        from bottega.addons.edits.engine.recordings.source import MemoryActivations
         from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
         from bottega.engine.engine import Engine
         from bottega.engine.limits import EngineLimits

@@ -78,7 +78,7 @@ def engine(*, model: str) -> Answer:
     Templates have been edited before: the first question with a set of shares does that, not timed.
     """
     from bottega.addons.edits.engine.addon import EngineEdits
-    from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+    from bottega.addons.edits.engine.recordings.source import MemoryActivations
     from bottega.engine.engine import Engine
     from bottega.engine.job import EngineOrder
     from bottega.engine.limits import EngineLimits

@@ -28,7 +28,7 @@ from diffusers import StableDiffusionXLInpaintPipeline
 
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.masked import tokens
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.codec import edits
 from bottega.codec.pixels import MaskOrder, Overlay
 from bottega.engine.engine import Engine

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 
 from bottega.addons.edits.engine.addon import EngineEdits
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.engine.addon import EngineAddOn, JobAddOn
 from bottega.engine.encode import Conditions
 from bottega.engine.engine import Engine

@@ -26,11 +26,10 @@ import grpc
 import torch
 
 from bottega import kinds
-from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import DropReason
+from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.errors import DataLoss
 from bottega.model.rows import Half

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from bottega import kinds
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS
 from bottega.client import CacheProfile, Client, ControlNet, LengthClass, Picture, SkipProfile
 from load.bench.framework import GUIDANCE_SCALE, PROMPT, scratch
 from load.bench.suites import stage_s

@@ -6,8 +6,8 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bottega.addons.cache.wire import messages
-from bottega.addons.cache.wire.messages import CacheMessage, CacheMessageKind
+from bottega.addons.cache import wire
+from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
 from bottega.errors import BottegaError, PeerDead
 from bottega.transport import (
     Connection,
@@ -47,19 +47,19 @@ class _Link(LinkHandler):
         with incoming:
             views = connection.wait_all(incoming)
             if kind_of(layout) == CacheMessageKind.STARTS:
-                self._cache.starts.put(messages.read_header(layout, views, CacheStarts)[1])
+                self._cache.starts.put(wire.read_header(layout, views, CacheStarts)[1])
                 return
-            messages.check_embedding(layout)
+            wire.check_embedding(layout)
             if kind_of(layout) == CacheMessageKind.QUESTION:
-                number, question = messages.read_header(layout, views, CacheQuestion)
+                number, question = wire.read_header(layout, views, CacheQuestion)
                 self._cache.questions.put(question)
                 reply = self._cache.reply(number, question)
                 if reply is not None:
                     connection.send(reply)
                 return
-            _, header = messages.read_header(layout, views, CacheRecording)
-            messages.check_picture(layout)
-            messages.check_latents(layout, 4, len(header.steps))
+            _, header = wire.read_header(layout, views, CacheRecording)
+            wire.check_picture(layout)
+            wire.check_latents(layout, 4, len(header.steps))
             recorded = Recorded(header=header, layout=layout, tensors=tuple(bytes(view) for view in views[2:]))
             self._cache.recordings.put(recorded)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import LoadTime, MemoryStep, RecordedStep
 
 

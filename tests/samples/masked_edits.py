@@ -9,7 +9,7 @@ import PIL.Image
 from torch import Tensor
 
 from bottega.addons.edits.engine.addon import EngineEdits
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.edit import Edit
 from bottega.engine.events import EditRecord

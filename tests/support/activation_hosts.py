@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from bottega.activations.server import ActivationLinks
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.store import ActivationStore
-from bottega.activations.worker_link import ActivationLinks
 from bottega.errors import PeerDead
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire

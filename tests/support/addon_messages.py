@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bottega import kinds
-from bottega.addons.cache.wire import parse_start
+from bottega.addons.cache.starts import parse_start
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetPlacements, ControlNetServer
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bottega import kinds
-from bottega.addons.cache.wire import messages
-from bottega.addons.cache.wire.messages import CacheMessage, CacheMessageKind
+from bottega.addons.cache import wire
+from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
 from bottega.cache.__main__ import build
 from bottega.cache.config import CacheConfig
 from bottega.cache.server import CacheServer
@@ -165,7 +165,7 @@ def send(link: Link, message: CacheMessage) -> None:
 
 def ask(link: Link, vector: Vector, *, number: int = 1, **fields: Any) -> Answer:
     """Asks, and waits for the answer."""
-    send(link, messages.question_message(number, question(**fields), vector.data.cast("B")))
+    send(link, wire.question_message(number, question(**fields), vector.data.cast("B")))
     return receive(link, number)
 
 
@@ -176,9 +176,9 @@ def receive(link: Link, number: int = 1) -> Answer:
         layout: Layout = incoming.layout
         assert kind_of(layout) == CacheMessageKind.ANSWER
         views = [incoming.view(index) for index in range(len(layout.specs))]
-        answered, header = messages.read_header(layout, views, pb.CacheAnswer)
+        answered, header = wire.read_header(layout, views, pb.CacheAnswer)
         assert answered == number
-        messages.check_latents(layout, 2, len(header.hits))
+        wire.check_latents(layout, 2, len(header.hits))
         found = [
             np.frombuffer(bytes(view), np.float32).reshape(spec.shape)
             for spec, view in zip(layout.specs[2:], views[2:], strict=True)
@@ -191,12 +191,12 @@ def recording_message(
 ) -> CacheMessage:
     """What a worker sends of a picture."""
     height, width, _ = pixels.shape
-    return messages.recording_message(
+    return wire.recording_message(
         header,
         embedding=vector.data.cast("B"),
-        picture=(messages.picture_spec(height, width), pixels.data.cast("B")),
+        picture=(wire.picture_spec(height, width), pixels.data.cast("B")),
         latents=[
-            (messages.latent_spec(index, DType.FLOAT32, latent.shape), latent.data.cast("B"))
+            (wire.latent_spec(index, DType.FLOAT32, latent.shape), latent.data.cast("B"))
             for index, latent in enumerate(recorded)
         ],
     )

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.activations.store.recordings import SectionIntake
-from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import DropReason
+from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.caching import Tier

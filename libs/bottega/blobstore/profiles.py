@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from bottega.errors import DataLoss, StorageUnavailable, Violation
 from bottega.storage import folders, os_errors
-from bottega.storage.checksums import checksum
+from bottega.storage.content_reader import checksum
 
 ProfileT = TypeVar("ProfileT", bound=Message)
 

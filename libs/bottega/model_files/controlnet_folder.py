@@ -36,7 +36,7 @@ from bottega.model_files.weights import (
 )
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import LENGTH_BYTES, Header, HeaderError, header_bytes, read_header
-from bottega.storage.contained_paths import listed, open_below
+from bottega.storage.folders import listed, open_below
 
 SUFFIX = ".safetensors"
 

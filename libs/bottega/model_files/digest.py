@@ -11,7 +11,7 @@ from pathlib import Path
 from bottega import rules
 from bottega.model_files.controlnet_config import FILE
 from bottega.model_files.controlnet_folder import SUFFIX
-from bottega.storage.contained_paths import listed, open_below
+from bottega.storage.folders import listed, open_below
 
 _PIECE_BYTES = 4 << 20
 # Bytes of a ControlNet's files, which take a minute to hash. ControlNets of SDXL have 5 GB.

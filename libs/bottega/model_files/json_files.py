@@ -9,7 +9,7 @@ from pathlib import Path
 import pydantic_core
 
 from bottega.plain_text import excerpt
-from bottega.storage.contained_paths import open_below
+from bottega.storage.folders import open_below
 
 MAX_CONFIG_BYTES = 1 << 20
 """Limit of a configuration's size; real ones have some thousand bytes."""

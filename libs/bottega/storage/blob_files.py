@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bottega.storage import folders, free_space, os_errors
+from bottega.storage import folders, os_errors
+from bottega.storage import os_errors as free_space
 
 PROBE_BYTES = 256 << 10
 """Size of the file by which `probe` tests whether the disk can be written."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from bottega import rules
 from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile, fallback_profile
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS
 from bottega.blobstore import ProfileFolder
 from bottega.errors import Violation
 from bottega.v1 import generation_pb2

@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 
 from bottega import rules
-from bottega.addons.cache.wire import ENTRY_PATTERN
+from bottega.addons.cache.starts import ENTRY_PATTERN
 from bottega.cache.profiles import check_profile
-from bottega.cache.store.statistics import LatentStatistics
+from bottega.cache.store.settings import LatentStatistics
 from bottega.cache.store.store import LatentStore
 from bottega.codec import Pixels, images
 from bottega.errors import CacheEntryNotFound, Violation

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bottega.errors import QueueFull, StorageUnavailable, TooLarge
-from bottega.storage import free_space, os_errors
+from bottega.storage import os_errors
+from bottega.storage import os_errors as free_space
 
 # Seconds after which to retry: some running uploads have ended by then.
 _RETRY_S = 5.0

@@ -30,7 +30,7 @@ from bottega.loras.records import CatalogueRecord
 from bottega.loras.upload import Upload, UploadLimits, check_upload, receive
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
-from bottega.storage.contained_paths import check_below, resolved_below
+from bottega.storage.folders import check_below, resolved_below
 
 _log = logging.getLogger(__name__)
 

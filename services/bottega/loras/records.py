@@ -20,7 +20,7 @@ from typing import Any
 from bottega.blobstore import RecordTable, StoredRow
 from bottega.blobstore.records import Values
 from bottega.errors import DataLoss
-from bottega.storage.checksums import Value, checksum
+from bottega.storage.content_reader import Value, checksum
 
 DESCRIPTION = ".json"
 """Suffix of description files."""

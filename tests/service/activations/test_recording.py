@@ -13,7 +13,7 @@ import pytest
 
 from bottega.activations.store import writer
 from bottega.activations.store.recordings import SectionIntake
-from bottega.activations.store.statistics import DropReason
+from bottega.activations.store.settings import DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.wire import SectionLayout
 from bottega.addons.edits.wire.pieces import SectionPieces

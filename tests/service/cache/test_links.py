@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bottega.addons.cache.wire import messages
-from bottega.addons.cache.wire.messages import CacheMessage
+from bottega.addons.cache import wire
+from bottega.addons.cache.wire import CacheMessage
 from bottega.errors import Draining, LinkError
 from bottega.rpc.server_config import LinksConfig
 from bottega.transport import DType, Layout, Limits, TensorSpec, number_message, number_spec, pack_number
@@ -122,7 +122,7 @@ def _recording(**facts: object) -> CacheMessage:
 _VECTOR = TensorSpec(name="embedding", dtype=DType.FLOAT32, shape=(4,))
 _BROKEN: dict[str, Callable[[], object]] = {
     "of no kind": lambda: number_message("colour"),
-    "an answer": lambda: messages.answer_message(1, pb.CacheAnswer(), ()),
+    "an answer": lambda: wire.answer_message(1, pb.CacheAnswer(), ()),
     "a question without anything": lambda: number_message("question"),
     "a question without an embedding": lambda: _question_with(_header(1)),
     "a question with numbers of another kind": lambda: _question_with(
@@ -132,9 +132,9 @@ _BROKEN: dict[str, Callable[[], object]] = {
         _header(1), TensorSpec(name="embedding", dtype=DType.FLOAT32, shape=(4097,))
     ),
     "a question with a header that is none": lambda: _question_with(_header(3), _VECTOR, header=b"\xff\xff "),
-    "a question of no key": lambda: messages.question_message(1, pb.CacheQuestion(), memoryview(bytes(64))),
-    "a question of nine pictures": lambda: messages.question_message(1, question(images=9), _nonzero()),
-    "a question without a direction": lambda: messages.question_message(1, question(), memoryview(bytes(64))),
+    "a question of no key": lambda: wire.question_message(1, pb.CacheQuestion(), memoryview(bytes(64))),
+    "a question of nine pictures": lambda: wire.question_message(1, question(images=9), _nonzero()),
+    "a question without a direction": lambda: wire.question_message(1, question(), memoryview(bytes(64))),
     "a recording of other steps": lambda: _recording(steps=[2, 4, 6]),
     "a recording of one step twice": lambda: _recording(steps=[2, 2]),
     "a recording of no key": lambda: _recording(key="x"),
@@ -175,7 +175,7 @@ async def test_a_worker_that_reads_nothing_gets_no_more_latents(cache: Running) 
     asked = 100
     with await cache.link(limits=Limits(slots=1, slot_bytes=1 << 20)) as link:
         for number in range(asked):
-            send(link, messages.question_message(number, question(), _nonzero()))
+            send(link, wire.question_message(number, question(), _nonzero()))
         await asyncio.to_thread(record, link, embedding(1), prompt="last")
         await eventually(lambda: len(cache.cache.store.entries(MODEL_HASH, 9)) == 2, "all of it to be heard")
         answers = [await asyncio.to_thread(receive, link, number) for number in range(asked)]

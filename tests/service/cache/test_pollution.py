@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bottega.addons.cache.engine.key import start_key
+from bottega.addons.cache.engine.order import start_key
 from bottega.cache.store.store import LatentStore
 from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CacheQuestion, CacheStart

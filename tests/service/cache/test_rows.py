@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.addons.cache.wire import prompt_digest
+from bottega.addons.cache.starts import prompt_digest
 from bottega.cache.latent import StoreAnswer
 from bottega.cache.store.store import LatentStore
 from bottega.v1 import cache_pb2

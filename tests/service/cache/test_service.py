@@ -13,7 +13,7 @@ import PIL.Image
 import pytest
 from google.protobuf import json_format
 
-from bottega.addons.cache.wire import messages
+from bottega.addons.cache import wire
 from bottega.cache.server import read_profile
 from bottega.errors import BottegaError, CacheEntryNotFound, ConfigError, InvalidRequest
 from bottega.v1 import cache_pb2 as pb
@@ -131,7 +131,7 @@ async def test_figures_say_what_is_there_and_how_it_serves(cache: Running) -> No
             answer = await asyncio.to_thread(ask, link, embedding(number))
             assert answer.header.counts_starts
         # The answer came when the picture had made 3 of the 10 steps.
-        starts = messages.starts_message(CacheStarts(key=KEY, pictures=1, skipped_steps=7))
+        starts = wire.starts_message(CacheStarts(key=KEY, pictures=1, skipped_steps=7))
         await asyncio.to_thread(send, link, starts)
         await eventually(lambda: cache.cache.store.statistics().steps_skipped > 0, "the message to be counted")
     stats = await cache.call("GetCacheStats")

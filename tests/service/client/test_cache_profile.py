@@ -12,7 +12,7 @@ from bottega.addons.cache.client import cli_drawing
 from bottega.addons.cache.client.profiling import judge_name
 from bottega.addons.cache.client.samples import Method, PairSample, SampleFile, miniature_pairs
 from bottega.addons.cache.planning.skip_profile import count_words
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS
 from bottega.v1.cache_pb2 import CacheProfile
 from bottega.v1.fleet_pb2 import ListMembersRequest
 from bottega.v1.generation_pb2 import FIDELITY_EXACT

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from bottega.addons.cache.engine.addon import EngineCachedStarts, JobCachedStarts
-from bottega.addons.cache.wire import format_start
+from bottega.addons.cache.starts import format_start
 from bottega.addons.cache.worker import CacheLinkSettings, LatentStores
 from bottega.addons.loras.engine import UNET
+from bottega.cache.server import CacheLinks
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
-from bottega.cache.worker_link import CacheLinks
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spans import TracedSpan

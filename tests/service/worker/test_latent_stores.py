@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega.addons.cache import wire
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
-from bottega.addons.cache.wire import messages
-from bottega.addons.cache.wire.messages import CacheMessage
-from bottega.addons.cache.worker import CacheLinkSettings, LatentStores, latent_stores
+from bottega.addons.cache.wire import CacheMessage
+from bottega.addons.cache.worker import CacheLinkSettings, LatentStores
+from bottega.addons.cache.worker import addon as latent_stores
 from bottega.device_links.tensor_messages import DTYPES
 from bottega.engine.spec import LoraSpec, ResolvedSpec
 from bottega.transport import LinkCounters
@@ -42,10 +43,10 @@ def latent(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
 def answer_with(*latents: Tensor, record: bool = False, number: int | None = None) -> CacheMessage:
     header = CacheAnswer(hits=[CacheStart(entry=ENTRY, step=place + 1) for place in range(len(latents))], record=record)
     said = [
-        (messages.latent_spec(place, DTYPES[each.dtype], tuple(each.shape)), each.flatten().view(torch.uint8).numpy())
+        (wire.latent_spec(place, DTYPES[each.dtype], tuple(each.shape)), each.flatten().view(torch.uint8).numpy())
         for place, each in enumerate(latents)
     ]
-    return messages.answer_message(number or 1, header, [(spec, data.data) for spec, data in said])
+    return wire.answer_message(number or 1, header, [(spec, data.data) for spec, data in said])
 
 
 def replying(*latents: Tensor, name: str = "one") -> ScriptedCache:
@@ -129,7 +130,7 @@ def test_a_cache_that_is_lost_is_linked_again_and_asked_again() -> None:
         cache.questions.get(timeout=EVENTUALLY_S)
         cache.reply = lambda number, _: answer_with(latent(), number=number)
         # A hit without its latent breaks a rule, which ends the link.
-        cache.say(messages.answer_message(99, CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)]), []))
+        cache.say(wire.answer_message(99, CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)]), []))
         assert len(asked.result(EVENTUALLY_S).latents) == 1
         assert stores.linked == 1
 
@@ -148,7 +149,7 @@ def test_a_question_that_ends_every_link_is_given_up_and_others_are_answered() -
 
 def test_what_a_cache_says_that_it_has_spent_comes_with_when_it_was_asked() -> None:
     times = StoreTimes(search_s=0.25, read_s=1e-6)
-    cache = ScriptedCache("one", lambda number, _: messages.answer_message(number, CacheAnswer(times=times), []))
+    cache = ScriptedCache("one", lambda number, _: wire.answer_message(number, CacheAnswer(times=times), []))
     with linked(cache) as (stores, _):
         before_s = time.monotonic()
         work = ask(stores).result(EVENTUALLY_S).work
@@ -163,7 +164,7 @@ def test_a_cache_that_says_what_is_no_duration_is_lost() -> None:
         asked = ask(stores)
         cache.questions.get(timeout=EVENTUALLY_S)
         cache.reply = lambda number, _: answer_with(latent(), number=number)
-        cache.say(messages.answer_message(1, CacheAnswer(times=StoreTimes(search_s=float("nan"))), []))
+        cache.say(wire.answer_message(1, CacheAnswer(times=StoreTimes(search_s=float("nan"))), []))
         assert len(asked.result(EVENTUALLY_S).latents) == 1, "it was linked and asked again"
 
 
@@ -182,8 +183,8 @@ def test_an_answer_to_what_nobody_asks_any_more_is_thrown_away() -> None:
 def _hit(number: int, *, counts_starts: bool = False) -> CacheMessage:
     header = CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)], counts_starts=counts_starts)
     one = latent()
-    spec = messages.latent_spec(0, DTYPES[one.dtype], tuple(one.shape))
-    return messages.answer_message(number, header, [(spec, one.flatten().view(torch.uint8).numpy().data)])
+    spec = wire.latent_spec(0, DTYPES[one.dtype], tuple(one.shape))
+    return wire.answer_message(number, header, [(spec, one.flatten().view(torch.uint8).numpy().data)])
 
 
 def test_a_cache_that_counts_is_told_what_its_latents_saved() -> None:

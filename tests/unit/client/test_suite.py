@@ -29,7 +29,7 @@ from bottega.client.suite.service_log import (
     lines_of,
     services_with_logs,
 )
-from bottega.client.transport.address import default_address, default_fleet_address
+from bottega.client.transport.connection import default_address, default_fleet_address
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.model_files import name_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.storage.contained_paths import check_below, listed, open_below, resolved_below
+from bottega.storage.folders import check_below, listed, open_below, resolved_below
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2, worker_pb2
-from bottega.worker.validation import read_attempt
+from bottega.worker.service import read_attempt
 
 IMAGE_BYTES = 8 << 20
 HOSTS = {"controlnet": b"who hosts it"}

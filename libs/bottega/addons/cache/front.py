@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bottega import kinds
-from bottega.addons.cache.wire import format_start, pin_start
+from bottega.addons.cache.starts import format_start, pin_start
 from bottega.addons.interface.front_addon import FrontAddOn
 from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.generation_pb2 import GenerationSpec

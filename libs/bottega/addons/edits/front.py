@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from bottega import kinds, rules
-from bottega.addons.edits.wire.masked_blocks import pin_edit, taken_from
+from bottega.addons.edits.wire.messages import pin_edit, taken_from
 from bottega.addons.interface.front_addon import Ask, FrontAddOn
 from bottega.errors import Violation
 from bottega.rpc.server import Server

@@ -11,7 +11,7 @@ import click
 from bottega.client.cli.options import address_option, fleet_option, gateway_choice, state_option
 from bottega.client.cli.terminal import Styled, say
 from bottega.client.instance import StateFolder
-from bottega.client.transport.address import default_fleet_address
+from bottega.client.transport.connection import default_fleet_address
 from bottega.client.types.checks import CheckResult, Level
 
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}

@@ -100,7 +100,7 @@ def _note_fleet_address(ctx: click.Context, _: click.Parameter, value: str | Non
 
 
 def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
-    from bottega.client.transport.address import default_address
+    from bottega.client.transport.connection import default_address
 
     address = value or default_address()
     gateway_choice(ctx).address = address

@@ -24,7 +24,7 @@ from bottega.client.sdk.clients import Client
 from bottega.client.suite.plan import SuiteOptions, SuitePlan, plan_suite
 from bottega.client.suite.service_log import ServiceLog
 from bottega.client.suite.service_process import DoesNotStart
-from bottega.client.transport.address import DEFAULT_PORT
+from bottega.client.transport.connection import DEFAULT_PORT
 from bottega.client.types.fleet import FleetStatus
 from bottega.errors import BottegaError
 from bottega.manifest import options_of, read_services

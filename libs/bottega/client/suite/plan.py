@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bottega.client.instance import StateFolder
-from bottega.client.transport.address import DEFAULT_PORT
+from bottega.client.transport.connection import DEFAULT_PORT
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.errors import BottegaError, Code, ConfigError
 from bottega.manifest import ServiceSpec, SuiteSettings, missing_packages, options_of, read_services

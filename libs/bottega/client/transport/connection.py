@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 
 import grpc
 
-from bottega.client.transport.address import ADDRESS_VARIABLE, default_fleet_address
+from bottega.client.instance import StateFolder
 from bottega.client.transport.calls import CallDeadline, CallTerms, RequestT, ResponseT, RetryPolicy, call_with_retries
 from bottega.client.transport.credentials import Tls, channels_of, checked_key, tls_from_environment
 from bottega.client.types.messages import UNSENDABLE, describe
 from bottega.errors import Forbidden, InvalidRequest, Violation
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.security.caller import Role
+from bottega.state_folder import state_folder
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
 from bottega.v1.fleet_pb2_grpc import FleetServiceStub
 from bottega.v1.image_pb2_grpc import ImageServiceStub
@@ -139,3 +141,40 @@ class GatewayConnection:
         except (AttributeError, *UNSENDABLE):  # AttributeError: gRPC's, for an address that is no text
             rule = f"must be HOST:PORT; got {describe(address)}"
             raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None
+
+
+ADDRESS_VARIABLE = "BOTTEGA_ADDRESS"
+FLEET_VARIABLE = "BOTTEGA_FLEET"
+DEFAULT_PORT = 8470
+DEFAULT_FLEET_PORT = 8472
+
+
+def default_address() -> str:
+    """Return the default host:port of the gateway.
+
+    It is $BOTTEGA_ADDRESS, else that of the suite that runs from the state folder, else the default port on this
+    machine.
+    """
+    if chosen := os.environ.get(ADDRESS_VARIABLE):
+        return chosen
+    running = StateFolder(state_folder()).running()
+    return running.address if running else f"127.0.0.1:{DEFAULT_PORT}"
+
+
+def default_fleet_address(address: str) -> str:
+    """Return the default host:port of the listener for services of the gateway at `address`.
+
+    It is $BOTTEGA_FLEET, else that of the suite that runs from the state folder, else the default port on the gateway's
+    machine.
+    """
+    if chosen := os.environ.get(FLEET_VARIABLE):
+        return chosen
+    record = StateFolder(state_folder()).running()
+    if record is not None and _as_number(record.address) == _as_number(address):
+        return record.fleet_address
+    host, colon, _ = address.rpartition(":")
+    return f"{host if colon else address}:{DEFAULT_FLEET_PORT}"
+
+
+def _as_number(address: str) -> str:
+    return address.replace("localhost:", "127.0.0.1:")

@@ -1,16 +1,44 @@
-"""Converts counters: of tensor links and devices to metrics, and of a process's own metrics to numbers."""
+"""Metric families of tables, tensor links and devices, and the values of a process's own metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from bottega.rpc.operation.metric_families import counter_by, counters, gauge_by, gauges
 from bottega.transport import LinkCounters
 from bottega.v1.device_pb2 import DeviceMemory
 from bottega.v1.link_pb2 import LinkCounts
+
+
+def counters(prefix: str, *rows: tuple[str, str, float]) -> Iterator[Metric]:
+    """Yield a counter for each row: name without prefix, help text, value."""
+    for name, text, value in rows:
+        yield CounterMetricFamily(f"{prefix}_{name}", text, value=value)
+
+
+def gauges(prefix: str, *rows: tuple[str, str, float]) -> Iterator[Metric]:
+    """Yield a gauge for each row: name without prefix, help text, value."""
+    for name, text, value in rows:
+        yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)
+
+
+def counter_by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
+    """Return a counter with a label. `values` has a count for each value of the label."""
+    return _with_label(CounterMetricFamily(name, text, labels=(label,)), values)
+
+
+def gauge_by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
+    """Return a gauge with a label. `values` has an amount for each value of the label."""
+    return _with_label(GaugeMetricFamily(name, text, labels=(label,)), values)
+
+
+def _with_label(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    for value, amount in values.items():
+        family.add_metric((value,), amount)
+    return family
 
 
 def totals(counter: Counter) -> Mapping[str, float]:

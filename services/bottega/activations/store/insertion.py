@@ -16,8 +16,7 @@ from bottega.activations.records import load_templates, new_rows
 from bottega.activations.store.checks import fits_answer
 from bottega.activations.store.recordings import PendingRecording
 from bottega.activations.store.sealed_parts import drawn_file
-from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import DropReason
+from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse, map_bytes
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout

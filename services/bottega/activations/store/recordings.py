@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from bottega.activations.store.sealed_parts import SectionFile
-from bottega.activations.store.statistics import DropReason
+from bottega.activations.store.settings import DropReason
 from bottega.activations.template import SectionKey, SectionRecord
 from bottega.errors import StorageUnavailable
 

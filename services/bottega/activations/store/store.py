@@ -23,8 +23,7 @@ from bottega.activations.store.checks import (
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings, SectionIntake
 from bottega.activations.store.sealed_parts import SectionFile
-from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import ActivationStatistics, DropReason
+from bottega.activations.store.settings import ActivationStatistics, ActivationStoreSettings, DropReason
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
 from bottega.activations.template import TemplateRecord, TemplateReply

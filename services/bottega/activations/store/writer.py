@@ -12,8 +12,7 @@ import threading
 
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings
-from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import DropReason
+from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.addons.edits.wire import DrawnTensors
 from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges, StoreCounts

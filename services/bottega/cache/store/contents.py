@@ -15,7 +15,7 @@ from bottega.cache.index import EntryIndex
 from bottega.cache.latent import Entry, EntryRecord
 from bottega.cache.predictor import MatchPredictor
 from bottega.cache.store.entry_table import EntryTable
-from bottega.cache.store.rows import PromptRows
+from bottega.cache.store.selector import PromptRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from bottega.cache.store.contents import Contents
 from bottega.cache.store.entry_table import Removal
 from bottega.cache.store.recording import Vector
 from bottega.cache.store.selector import Exploration, Selection, select_latents
-from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import CacheCounts
+from bottega.cache.store.settings import CacheCounts, StoreSettings
 from bottega.errors import StorageUnavailable
 from bottega.storage import BlobFiles
 from bottega.store_times import LapTimer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bottega.addons.cache.wire.messages import MAX_EMBEDDING, MAX_LATENTS, MAX_PICTURE_SIDE
+from bottega.addons.cache.wire import MAX_EMBEDDING, MAX_LATENTS, MAX_PICTURE_SIDE
 from bottega.cache.latent import RecordedLatent
 from bottega.transport import DType
 from bottega.v1.cache_pb2 import CacheRecording

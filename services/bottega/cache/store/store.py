@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bottega.addons.cache.wire import prompt_digest
+from bottega.addons.cache.starts import prompt_digest
 from bottega.cache.index import EntryIndex, KeyedIndex
 from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
 from bottega.cache.predictor import MatchPredictor
@@ -25,9 +25,8 @@ from bottega.cache.store.contents import Contents
 from bottega.cache.store.entry_table import EntryTable
 from bottega.cache.store.lookup import Lookup, picture_s
 from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
-from bottega.cache.store.rows import PromptRows
-from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import CacheCounts, LatentStatistics
+from bottega.cache.store.selector import PromptRows
+from bottega.cache.store.settings import CacheCounts, LatentStatistics, StoreSettings
 from bottega.cache.store.writer import CacheWriter
 from bottega.clocks import Clock
 from bottega.v1 import generation_pb2

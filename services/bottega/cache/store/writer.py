@@ -18,8 +18,7 @@ from bottega.cache.records import latent_name, load_entries, new_rows, noise_of,
 from bottega.cache.store.contents import Contents
 from bottega.cache.store.entry_table import Removal, new_usage
 from bottega.cache.store.recording import CheckedRecording
-from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import CacheCounts, Dropped
+from bottega.cache.store.settings import CacheCounts, Dropped, StoreSettings
 from bottega.clocks import Clock
 from bottega.errors import DataLoss, QueueFull, StorageUnavailable
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from bottega.addons.loras.wire.canonical import COMPONENTS, ModuleWeights, headers_of_loras
-from bottega.addons.loras.wire.weights_files import PEFT_CONFIG, LoraFile, find_weights
+from bottega.addons.loras.wire.messages import PEFT_CONFIG, LoraFile, find_weights
 from bottega.errors import BadLora
 from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
@@ -32,7 +32,7 @@ from bottega.loras.importing.naming import (
 from bottega.loras.importing.peft_config import WHOLE_FILE, AdapterConfig, from_metadata, read_adapter_config
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, TensorEntry, read_header
-from bottega.storage.contained_paths import open_below
+from bottega.storage.folders import open_below
 
 # Upper bound on PEFT's configuration. PEFT writes the names of all modules into it, some ten thousand bytes.
 MAX_CONFIG_BYTES = 1 << 20

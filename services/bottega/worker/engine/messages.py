@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from bottega.addons.cache.wire import format_start
+from bottega.addons.cache.starts import format_start
 from bottega.engine.engine import Engine
 from bottega.engine.errors import to_job_failure
 from bottega.engine.events import (

@@ -12,8 +12,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from bottega import kinds
-from bottega.addons.controlnets.engine.hosts import read_hosts
-from bottega.addons.controlnets.engine.provider import ControlHosts
+from bottega.addons.controlnets.engine.provider import ControlHosts, read_hosts
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share

@@ -1,13 +1,14 @@
-"""Creates the parts of a worker's engine process: the model, the engine, its add-ons and the connection to its peer."""
+"""Builds the parts of a worker's engine process: model, engine, the manifest's add-ons, link to its peer."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from bottega import kinds
 from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.device.heartbeat import Heartbeat
 from bottega.device.start_reporter import StartReporter, silent_reporter
@@ -15,9 +16,11 @@ from bottega.device.threads import compute_with
 from bottega.device_links import device_links
 from bottega.engine.acceleration.registry import candidates
 from bottega.engine.acceleration.trial_log import TrialLog
+from bottega.engine.addon import EngineAddOn
 from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
 from bottega.errors import ConfigError, InvalidRequest
+from bottega.manifest import load_object, read_services
 from bottega.model.dtype import pick_dtype
 from bottega.model.model import Model, load_model, pick_device
 from bottega.model.vae import VaeSettings
@@ -27,8 +30,22 @@ from bottega.rpc.status import from_job_error
 from bottega.transport import DeviceLinks, LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.addons import load_addons
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
+
+
+def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
+    """Yield the add-ons of the manifest's services in order, but edits last; see EngineEdits.
+
+    Raises:
+        ConfigError: The manifest names something that is not an add-on, or an add-on raises it.
+    """
+    for service in sorted(read_services(), key=lambda service: service.kind == kinds.ACTIVATIONS):
+        if not service.engine_add_on:
+            continue
+        addon = load_object(service.engine_add_on)(context)
+        if not isinstance(addon, EngineAddOn) or addon.kind != service.kind:
+            raise ConfigError(f"{service.engine_add_on} does not make an EngineAddOn of kind {service.kind}")
+        yield addon
 
 
 class LinkRequests:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.cache.store.rows import PromptRows
+from bottega.cache.store.selector import PromptRows
 from tests.fakes.fake_time import FakeTime
 
 KEY, PROMPT, OTHER = "ab" * 32, "01" * 32, "02" * 32

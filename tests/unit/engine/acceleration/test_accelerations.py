@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from bottega.addons.edits.engine.masked.probe import masked_probe
-from bottega.addons.loras.engine.probe import patch_probe
+from bottega.addons.loras.engine.patching import patch_probe
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.acceleration import attention
 from bottega.engine.acceleration.acceleration import Probe

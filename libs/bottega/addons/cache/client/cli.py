@@ -11,8 +11,7 @@ import click
 from bottega import errors, kinds
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile, CacheStats
 from bottega.addons.cache.planning.skip_profile import LengthClass
-from bottega.addons.cache.wire import ENTRY_PATTERN, parse_start
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import ENTRY_PATTERN, FRACTIONS, parse_start
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.error_help import storage_advice
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples

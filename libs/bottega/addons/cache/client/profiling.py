@@ -21,8 +21,7 @@ from zlib import crc32
 from bottega.addons.cache.client.samples import Method, PairSample, PromptPair, SampleFile, measured_profile
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile
 from bottega.addons.cache.planning.skip_profile import LEAST_SAMPLES, count_words, fraction_of
-from bottega.addons.cache.wire import format_start
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS, format_start
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import FleetStatus
 from bottega.client.types.messages import as_list, describe

@@ -22,8 +22,7 @@ from bottega.addons.cache.planning.skip_profile import (
     SkipProfile,
     measured_class,
 )
-from bottega.addons.cache.wire import has_enough_words
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS, has_enough_words
 from bottega.errors import InvalidRequest
 
 # Numbers of refinements between the two prompts: mostly one, as in a session, and seldom so many that little is left in

@@ -21,8 +21,7 @@ from bottega.addons.cache.client.types import (
     profile_to_wire,
     stats_from,
 )
-from bottega.client.addons.addon import ClientAddOn
-from bottega.client.addons.service_calls import ServiceCalls
+from bottega.client.addons.addon import ClientAddOn, ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.checks import CheckResult, ok, warn

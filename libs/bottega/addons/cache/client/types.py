@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
-from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.addons.cache.starts import FRACTIONS
 from bottega.client.types.messages import moment_from, value_from
 from bottega.client.types.provenance import Parameters, parameters_from
 from bottega.errors import InternalError

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from bottega import kinds, rules
-from bottega.addons.cache.engine.key import has_key, start_key
-from bottega.addons.cache.engine.order import PIN_FIELD, StartOrder, read_decision, read_order
-from bottega.addons.cache.engine.picture import StartingPicture
-from bottega.addons.cache.engine.recorder import LatentRecorder
+from bottega.addons.cache.engine.order import PIN_FIELD, StartOrder, has_key, read_decision, read_order, start_key
+from bottega.addons.cache.engine.recorder import LatentRecorder, StartingPicture
 from bottega.addons.cache.engine.source import LatentQuestion, LatentReply, LatentSource
 from bottega.addons.cache.planning.skip_profile import count_words
-from bottega.addons.cache.wire import ENTRY_PATTERN, format_start, prompt_digest, recorded_steps
+from bottega.addons.cache.starts import ENTRY_PATTERN, format_start, prompt_digest, recorded_steps
 from bottega.device.device import HostCopy
 from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions

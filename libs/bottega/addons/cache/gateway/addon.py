@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from prometheus_client import Counter
 
 from bottega import kinds
-from bottega.addons.cache.wire import (
+from bottega.addons.cache.starts import (
     LEAST_WORDS,
     has_enough_words,
     is_cacheable,

@@ -1,23 +1,33 @@
 """The connection of a worker's engine to one approximate cache: sends queries and recordings, and receives responses.
 
 The connection is opened as soon as the cache is known, so that the first query finds it open, and again after a loss.
-LatentStores keeps the queries and recordings.
+LatentStores keeps the queries and recordings. Tensors are converted to messages and back here.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from bottega import kinds
-from bottega.addons.cache.engine import LatentQuestion
-from bottega.addons.cache.wire.messages import CacheMessageKind, starts_message
-from bottega.addons.cache.worker import messages
+from bottega.addons.cache import wire
+from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.engine.recorder import latents_in_order
+from bottega.addons.cache.wire import CacheMessageKind, starts_message
+from bottega.device_links.tensor_messages import DTYPES, tensor_at
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
+from bottega.model.samplers import KARRAS
+from bottega.store_times import check_times
 from bottega.transport import (
     Connection,
     Incoming,
+    Layout,
     Limits,
     Link,
     LinkClient,
@@ -27,11 +37,12 @@ from bottega.transport import (
     OfferSource,
     kind_of,
 )
-from bottega.v1.cache_pb2 import CacheStarts
+from bottega.v1 import generation_pb2
+from bottega.v1.cache_pb2 import CacheAnswer, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 if TYPE_CHECKING:
-    from bottega.addons.cache.worker.latent_stores import LatentStores
+    from bottega.addons.cache.worker.addon import LatentStores
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +97,7 @@ class CacheStoreLink(LinkClientHandler):
     def ask(self, number: int, question: LatentQuestion) -> bool:
         """Send a query. Return False if the connection is not open."""
         connection = self._connection
-        return connection is not None and connection.send(messages.question_of(number, question))
+        return connection is not None and connection.send(question_of(number, question))
 
     def report(self, starts: CacheStarts) -> None:
         """Report how many steps latents of this cache have saved. Do nothing if the connection is not open."""
@@ -115,7 +126,7 @@ class CacheStoreLink(LinkClientHandler):
         with incoming:
             if kind_of(incoming.layout) != CacheMessageKind.ANSWER:
                 raise ValueError(f"a cache must not send a {kind_of(incoming.layout)[:40]} message")
-            number, answer = messages.answer_of(incoming.layout, connection.wait_all(incoming))
+            number, answer = answer_of(incoming.layout, connection.wait_all(incoming))
         self._owner.on_answer(self, number, answer)
 
     def on_end(self, cause: BottegaError) -> None:
@@ -143,3 +154,80 @@ class CacheStoreLink(LinkClientHandler):
 
     def _begin_recording(self, _link: Link) -> None:
         self._records = True
+
+
+_HEADER_SPECS = 2
+
+
+def question_of(number: int, question: LatentQuestion) -> wire.CacheMessage:
+    """Return the message of a query."""
+    return wire.question_message(number, question.header, _bytes(question.embedding))
+
+
+def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentReply]:
+    """Return the number of the query, and a copy of the response. Raise ValueError if the message breaks a rule."""
+    number, header = wire.read_header(layout, views, CacheAnswer)
+    check_times(header.times)
+    wire.check_latents(layout, _HEADER_SPECS, len(header.hits))
+    latents = [tensor_at(layout, views, index).clone() for index in range(_HEADER_SPECS, len(layout.specs))]
+    return number, LatentReply(header=header, latents=tuple(latents))
+
+
+def recording_of(recording: JobRecording, *, model_name: str) -> wire.CacheMessage:
+    """Return the message of a recording.
+
+    This waits for the device and scales down the image, so it must not be called in the engine's thread.
+    """
+    latents = latents_in_order(recording)
+    picture = recording.small_picture()
+    height, width, _ = picture.shape
+    return wire.recording_message(
+        CacheRecording(
+            key=recording.key,
+            model_hash=recording.model_hash,
+            parameters=parameters_of(recording.spec, model_name=model_name),
+            steps=[step for step, _ in latents],
+        ),
+        embedding=_bytes(recording.embedding),
+        picture=(wire.picture_spec(height, width), _bytes(picture)),
+        latents=[
+            (wire.latent_spec(place, DTYPES[latent.dtype], tuple(latent.shape)), _bytes(latent))
+            for place, (_, latent) in enumerate(latents)
+        ],
+    )
+
+
+def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.GenerationSpec:
+    """Return the spec of an image for display, without input images."""
+    pb = generation_pb2
+    return pb.GenerationSpec(
+        model=model_name,
+        prompt=spec.prompt,
+        negative_prompt=spec.negative_prompt,
+        negative_prompt_2=spec.negative_prompt_2,
+        num_inference_steps=spec.num_inference_steps,
+        guidance_scale=spec.guidance_scale,
+        guidance_rescale=spec.guidance_rescale,
+        width=spec.width,
+        height=spec.height,
+        seed=spec.seed,
+        num_images=spec.num_images,
+        sampler=pb.Sampler.Value(f"SAMPLER_{spec.sampler.name}"),
+        use_karras_sigmas=spec.use_karras_sigmas if spec.sampler in KARRAS else None,
+        loras=[pb.Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in spec.loras],
+        controlnets=[
+            pb.ControlNet(
+                name=control.name,
+                controlnet_conditioning_scale=control.controlnet_conditioning_scale,
+                control_guidance_start=control.control_guidance_start,
+                control_guidance_end=control.control_guidance_end,
+                guess_mode=control.guess_mode,
+            )
+            for control in spec.controlnets
+        ],
+    )
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data

@@ -16,8 +16,7 @@ from bottega.addons.controlnets.client.types import (
     ProfileCase,
     ServedControlNet,
 )
-from bottega.client.addons.addon import ClientAddOn, LeftOutThing
-from bottega.client.addons.service_calls import ServiceCalls
+from bottega.client.addons.addon import ClientAddOn, LeftOutThing, ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.checks import CheckResult, ok, warn

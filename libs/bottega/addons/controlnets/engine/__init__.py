@@ -4,9 +4,7 @@ A session is the use of one ControlNet by one request. ControlNet servers use th
 ControlNets themselves.
 """
 
-from bottega.addons.controlnets.engine.cache import ControlNetCache, ControlNetLease
-from bottega.addons.controlnets.engine.group import ControlRow, computes_one_session, run_group, write_residuals
-from bottega.addons.controlnets.engine.local import LocalControlNets
+from bottega.addons.controlnets.engine.local import ControlNetCache, ControlNetLease, LocalControlNets
 from bottega.addons.controlnets.engine.network import (
     ControlNetSource,
     LoadedControlNet,
@@ -14,7 +12,14 @@ from bottega.addons.controlnets.engine.network import (
     find_controlnet,
     load_controlnet,
 )
-from bottega.addons.controlnets.engine.session import ControlSession, process_image
+from bottega.addons.controlnets.engine.session import (
+    ControlRow,
+    ControlSession,
+    computes_one_session,
+    process_image,
+    run_group,
+    write_residuals,
+)
 from bottega.model_files.controlnet_layout import ControlLayout, base_layout, read_base_layout
 
 __all__ = [

@@ -16,13 +16,14 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from bottega import kinds, rules
-from bottega.addons.controlnets.engine.hosts import HOSTS_FIELD, read_hosts
 from bottega.addons.controlnets.engine.provider import (
+    HOSTS_FIELD,
     ControlHosts,
     ControlInput,
     ControlNetProvider,
     ControlRecord,
     ControlServer,
+    read_hosts,
 )
 from bottega.addons.controlnets.engine.similarity import MeasuredControlNets
 from bottega.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn

@@ -1,22 +1,85 @@
-"""ControlNets in the engine's own process, where no server hosts them."""
+"""ControlNets that a process loads and runs: a server's, or those of a worker where no server hosts them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
-from bottega.addons.controlnets.engine.cache import ControlNetCache, ControlNetLease
-from bottega.addons.controlnets.engine.group import ControlRow, computes_one_session, run_group, write_residuals
-from bottega.addons.controlnets.engine.network import LoadedControlNet
+from bottega.addons.controlnets.engine.network import ControlNetSource, LoadedControlNet, load_controlnet
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
-from bottega.addons.controlnets.engine.session import ControlSession
+from bottega.addons.controlnets.engine.session import (
+    ControlRow,
+    ControlSession,
+    computes_one_session,
+    run_group,
+    write_residuals,
+)
+from bottega.caching import Lease, LoadCache, Popularity
 from bottega.device.pick import open_device
 from bottega.device.span import Span, SpanSum
+from bottega.engine.errors import to_job_failure
+from bottega.errors import BottegaError, ControlNetNotFound
 from bottega.model.rows import Row
+
+ControlNetLease = Lease[LoadedControlNet]
+_Load = Callable[[ControlNetSource, torch.device], LoadedControlNet]
+
+
+class ControlNetCache(LoadCache[LoadedControlNet]):
+    """A cache that loads ControlNets within `budget_bytes`, and evicts unused ones.
+
+    Args:
+        sources: Where to load each ControlNet from, by name; more may be added while the cache is open.
+        popularity: Determines the order of eviction.
+        load: Loads a ControlNet from a source, in the cache's own thread. Raises BottegaError.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, ControlNetSource],
+        *,
+        budget_bytes: int,
+        device: torch.device,
+        popularity: Popularity | None = None,
+        load: _Load = load_controlnet,
+    ) -> None:
+        super().__init__(_ControlNetLoader(sources, device, load), budget_bytes=budget_bytes, popularity=popularity)
+
+
+class _ControlNetLoader:
+    """Sizes and loads ControlNets for the cache."""
+
+    what = "ControlNet"
+
+    def __init__(self, sources: Mapping[str, ControlNetSource], device: torch.device, load: _Load) -> None:
+        self._sources = sources
+        self._device = device
+        self._load = load
+
+    def size_bytes(self, name: str) -> int:
+        """Return the size of the ControlNet's weights. Raise ControlNetNotFound if there is none of this name."""
+        return self._source(name).size_bytes
+
+    def load(self, name: str) -> LoadedControlNet:
+        """Return the ControlNet with its weights on the device. Raise BottegaError if it cannot be loaded."""
+        try:
+            return self._load(self._source(name), self._device)
+        except BottegaError:
+            raise
+        except Exception as error:  # errors of torch
+            raise to_job_failure(error) from error
+
+    def _source(self, name: str) -> ControlNetSource:
+        source = self._sources.get(name)
+        if source is None:
+            served = ", ".join(sorted(self._sources))
+            raise ControlNetNotFound(f"this process has no ControlNet {name!r}", metadata={"served": served})
+        return source
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

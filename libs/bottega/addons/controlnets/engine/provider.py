@@ -1,16 +1,23 @@
-"""The engine's interface to ControlNets: the input of a session, the provider of sessions, and their records."""
+"""The engine's interface to ControlNets: the input of a session, the provider of sessions, and their records.
+
+`read_hosts` reads where the gateway says that a job's ControlNets are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
+from bottega import kinds, rules
 from bottega.engine.residuals import ResidualProvider
+from bottega.errors import InvalidRequest, Violation
 from bottega.fair_order import Share
 from bottega.model.rows import Embeds, Half
+from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetPlacements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +118,47 @@ class ControlNetProvider(ResidualProvider, Protocol):
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
         """End sessions, whether they have opened or not, and return their records."""
         ...
+
+
+HOSTS_FIELD = f"addons[{kinds.CONTROLNET}].hosts"
+
+_MAX_DIGEST_CHARACTERS = 128
+_MAX_NAME_CHARACTERS = 128
+_MAX_ADDRESS_CHARACTERS = 300
+# Maximum number of servers for one ControlNet of a job.
+_MAX_SERVERS = 64
+
+
+def read_hosts(data: bytes) -> tuple[ControlHosts, ...]:
+    """Return the servers of each ControlNet in the spec. Raise InvalidRequest with all violations.
+
+    Args:
+        data: Serialized ControlNetPlacements; empty if the gateway sent none.
+    """
+    try:
+        placements = ControlNetPlacements.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(f"addons[{kinds.CONTROLNET}] is no ControlNetPlacements") from None
+    rules.refuse([wrong for index, hosts in enumerate(placements.hosts) for wrong in _check(index, hosts)])
+    return tuple(
+        ControlHosts(
+            digest=hosts.digest,
+            servers=tuple(ControlServer(name=server.name, address=server.address) for server in hosts.servers),
+            similarity=hosts.similarity if hosts.HasField("similarity") else None,
+        )
+        for hosts in placements.hosts
+    )
+
+
+def _check(index: int, hosts: ControlNetHosts) -> Iterator[Violation]:
+    path = f"{HOSTS_FIELD}[{index}]"
+    if len(hosts.digest) > _MAX_DIGEST_CHARACTERS:
+        yield Violation(field=f"{path}.digest", description=f"must be at most {_MAX_DIGEST_CHARACTERS} characters")
+    if len(hosts.servers) > _MAX_SERVERS or any(
+        not 0 < len(server.name) <= _MAX_NAME_CHARACTERS or not 0 < len(server.address) <= _MAX_ADDRESS_CHARACTERS
+        for server in hosts.servers
+    ):
+        rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
+        yield Violation(field=f"{path}.servers", description=rule)
+    if not rules.is_cosine(hosts.similarity):
+        yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")

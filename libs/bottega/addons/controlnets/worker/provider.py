@@ -20,10 +20,8 @@ from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
 from bottega.addons.controlnets.planning import pipelines
-from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, ServerLink, smoothed
-from bottega.addons.controlnets.worker.session import PlacedSession
-from bottega.addons.controlnets.worker.session_manager import SessionManager
-from bottega.addons.controlnets.worker.step_result import StepResult
+from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, ServerLink, StepResult, smoothed
+from bottega.addons.controlnets.worker.session_manager import PlacedSession, SessionManager
 from bottega.device.heartbeat import Heartbeat
 from bottega.model.model import Model
 from bottega.model.rows import Row

@@ -1,7 +1,8 @@
 """The connection of a worker's engine to one ControlNet server: requests leases and steps, and receives responses.
 
 A lease is the sessions that one request has at the server. A server that makes no progress for `stall_s` counts as
-lost, even if it answers pings.
+lost, even if it answers pings. Results of steps arrive point by point: the connection's thread fills them, and the
+engine's thread reads them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from bottega import kinds
 from bottega.addons.controlnets.engine.messages import (
@@ -22,13 +25,13 @@ from bottega.addons.controlnets.engine.messages import (
     step_message,
 )
 from bottega.addons.controlnets.engine.provider import ControlServer
-from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.device_links.tensor_messages import TensorMessage, tensor_of
 from bottega.errors import BottegaError, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkClosed
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (
     Connection,
     Incoming,
+    Layout,
     Limits,
     LinkClient,
     LinkClientHandler,
@@ -43,6 +46,97 @@ from bottega.transport import (
 )
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CallTimes:
+    """When a step was requested, and how long the response took."""
+
+    asked_s: float
+    """Time of the request, on CLOCK_MONOTONIC."""
+    seconds: float = 0.0
+    """Seconds from the request to the complete response; 0 until then."""
+
+
+class StepResult:
+    """A server's response to one step. The connection's thread fills it, the engine's thread reads it.
+
+    Args:
+        layout: Layout that the response must have.
+        points: Number of residuals of the network.
+    """
+
+    def __init__(self, layout: Layout, points: int) -> None:
+        self.layout = layout
+        self.points = points
+        self.shared = False
+        """Whether the server computed rows of other sessions or steps in the same batch (`computes_one_session`)."""
+        self.refused = False
+        """Whether the server has refused the step."""
+        self.void = False
+        """Whether the result can never become complete. Steps that used a part of it have to be repeated."""
+        self.times = CallTimes(asked_s=time.monotonic())
+        """Times of the request. They may outlive the result, whose memory they do not hold."""
+        self._tensors: dict[int, Tensor] = {}
+        self._users = 0
+        self._given_back = False
+        self._give_back: Callable[[], None] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all residuals have arrived."""
+        return len(self._tensors) == self.points
+
+    def has(self, points: tuple[int, ...]) -> bool:
+        """Return whether the residuals with these indices have arrived."""
+        return all(point in self._tensors for point in points)
+
+    def at(self, point: int, place: int) -> Tensor:
+        """Return one row's residuals at a point that is here: [channels, height, width], read-only."""
+        return self._tensors[point][place]
+
+    def begin(self, give_back: Callable[[], None]) -> None:
+        """Record that the result begins to arrive.
+
+        Args:
+            give_back: Returns the result's memory to the server.
+        """
+        self._give_back = give_back
+        if self._users == 0:
+            self._return()
+
+    def put(self, point: int, tensor: Tensor) -> None:
+        """Add the residual with index `point`: [rows, channels, height, width]."""
+        self._tensors[point] = tensor
+        if self.whole:
+            self.times.seconds = time.monotonic() - self.times.asked_s
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the result occupies, or will occupy, memory of the server."""
+        return not (self._given_back or self.refused)
+
+    def keep_copy(self) -> None:
+        """Copy the result, and return its memory to the server. Call this only while nothing reads the result."""
+        self._tensors = {point: tensor.clone() for point, tensor in self._tensors.items()}
+        self._return()
+
+    def use(self) -> None:
+        """Count one more row that reads the result."""
+        self._users += 1
+
+    def drop(self) -> None:
+        """Count one row less. When no row is left, return the memory to the server."""
+        self._users -= 1
+        if self._users == 0:
+            self._return()
+
+    def _return(self) -> None:
+        """Return the memory to the server, now or when the result begins to arrive."""
+        if self._give_back is not None:
+            self._given_back = True
+            self._give_back()
+
 
 # A quiet link is checked several times a second. A check that is later than this shows that this process itself was
 # stopped, and that messages of the server are still to be read.

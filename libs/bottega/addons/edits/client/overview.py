@@ -20,7 +20,7 @@ from bottega.addons.edits.client.types import (
     TemplateOverview,
     template_from,
 )
-from bottega.client.addons.service_calls import ServiceCalls
+from bottega.client.addons.addon import ServiceCalls
 from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.models import ServedModel

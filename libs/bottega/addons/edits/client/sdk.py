@@ -30,8 +30,7 @@ from bottega.addons.edits.client.types import (
     profile_from,
     profile_to_wire,
 )
-from bottega.client.addons.addon import ClientAddOn
-from bottega.client.addons.service_calls import ServiceCalls
+from bottega.client.addons.addon import ClientAddOn, ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember, FleetStatus

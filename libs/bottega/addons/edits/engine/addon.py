@@ -12,9 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from torch import Tensor
 
 from bottega import kinds
-from bottega.addons.edits.engine.asking import PendingAnswer
 from bottega.addons.edits.engine.job_edits import JobEdits
-from bottega.addons.edits.engine.keeping import JobKeeping, open_keeping
+from bottega.addons.edits.engine.kept import JobKeeping, open_keeping
 from bottega.addons.edits.engine.loading.planner import LoadPlanner
 from bottega.addons.edits.engine.loading.profile import kept_names, measure_blocks
 from bottega.addons.edits.engine.loading.times import BlockTimes
@@ -23,15 +22,15 @@ from bottega.addons.edits.engine.masked.feature_maps import FullMaps
 from bottega.addons.edits.engine.masked.probe import masked_probe
 from bottega.addons.edits.engine.masked.support import unsupported
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, finest_stride
-from bottega.addons.edits.engine.order import read_decision, read_order
+from bottega.addons.edits.engine.order import PendingAnswer, read_decision, read_order
 from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.addons.edits.engine.recordings.image_reader import ImageReader
 from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
 from bottega.addons.edits.engine.recordings.keys import RecordedControl, RecordingKey
-from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery
-from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
+from bottega.addons.edits.engine.recordings.step import ProjectionsRoom
+from bottega.addons.edits.engine.recordings.step_access import StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.acceleration.acceleration import Probe

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from bottega import kinds
-from bottega.addons.edits.engine.asking import PendingAnswer
 from bottega.addons.edits.engine.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
 from bottega.addons.edits.engine.masked.tokens import share
-from bottega.addons.edits.engine.order import Decided, read_decision
+from bottega.addons.edits.engine.order import Decided, PendingAnswer, read_decision
 from bottega.addons.edits.engine.recordings.image_reader import FULL_MASK, ImageReader, ReadTerms
 from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
 from bottega.addons.edits.engine.recordings.keys import RecordingKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
-from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
-from bottega.addons.edits.wire.masked_blocks import taken_from
+from bottega.addons.edits.engine.recordings.step_access import StepLoadCounts
+from bottega.addons.edits.wire.messages import taken_from
 from bottega.engine.addon import JobAddOn
 from bottega.engine.edit import Edit
 from bottega.engine.encode import Conditions, encode_image

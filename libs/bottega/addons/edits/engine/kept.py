@@ -1,26 +1,46 @@
 """The latents that `keep_for_editing` stores with a picture for later edits, and their file format.
 
-The format is safetensors with a JSON header. This module does not know where the bytes are stored or who may read them.
+`JobKeeping` keeps them, and records the generation for later edits. The format is safetensors with a JSON header. This
+module does not know where the bytes are stored or who may read them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from bottega.addons.edits.engine.activations import EditActivations
+from bottega.addons.edits.engine.order import PendingAnswer
+from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
+from bottega.device.device import Device, HostCopy
+from bottega.engine.addon import JobAddOn
 from bottega.engine.edit import Trajectory
+from bottega.engine.encode import Conditions
+from bottega.engine.events import EngineRecord
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
+from bottega.engine.store_work import StoreWork
 from bottega.model.model import Model
+from bottega.model.rows import Half
 from bottega.model.samplers import same_noise
 from bottega.rules import MAX_KEPT_BYTES
+
+if TYPE_CHECKING:
+    from bottega.addons.edits.engine.addon import EngineEdits
+
+_log = logging.getLogger(__name__)
 
 VERSION = 3
 _MAX_BYTES = MAX_KEPT_BYTES - 256  # the rest is for the message around them
@@ -131,3 +151,157 @@ def _header(data: bytes) -> dict[str, Any]:
     length = int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
     return header
+
+
+_TOO_LARGE = "no latents are kept: those of the picture are too large"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Picture:
+    """An image whose latents are kept."""
+
+    request: Request
+    template: str
+    """See `KeptLatents.template`."""
+    device: Device
+    latents: dict[int, HostCopy] = field(default_factory=dict)
+    """Latents before each step and after the last one, being copied to the host; by the number of finished steps."""
+    recorder: ImageRecorder | None = None
+    """Records the image's activations; None if they are not recorded."""
+
+    def row(self, half: Half) -> EditActivations | None:
+        """Return the activations that one row of the next step records, None without a recorder, and keep the latent.
+
+        A step that is retried may call this again.
+        """
+        self.keep_latent()
+        return self.recorder.row(half) if self.recorder is not None else None
+
+    @property
+    def next_share(self) -> float:
+        """Share of the tokens that the next step computes: always 1 in a generation."""
+        return 1.0
+
+    def keep_latent(self) -> None:
+        """Keep the current latent, unless that was done for this step."""
+        request = self.request
+        if request.step not in self.latents:
+            # A request that continues from a cached latent has skipped steps; drop latents from its other steps.
+            self.latents = {step: latent for step, latent in self.latents.items() if step < request.step}
+            self.latents[request.step] = self.device.to_host(request.latent[0])
+
+    def kept(self) -> KeptLatents | None:
+        """Return the finished picture's latents; None if another worker ran some steps, because edits need all."""
+        request = self.request
+        self.keep_latent()
+        steps = range(request.begin, request.end + 1)
+        if not self.latents.keys() >= set(steps):
+            return None
+        return KeptLatents(
+            latents=torch.stack([self.latents[step].take() / request.signal_of(step) for step in steps]),
+            noise_levels=tuple(request.noise_levels),
+            seed=request.spec.seed + request.index,
+            template=self.template,
+        )
+
+
+def open_keeping(addon: EngineEdits, order: EngineOrder) -> JobKeeping | None:
+    """Return the object for a job that keeps latents; None if they would be too large.
+
+    Then activations are not recorded either, because edits find a recording by the name of the latents.
+    """
+    spec = order.spec
+    if not are_too_large(addon.model, spec):
+        return JobKeeping(addon, order)
+    _log.warning(_TOO_LARGE, extra={"width": spec.width, "height": spec.height, "steps": spec.steps})
+    return None
+
+
+class JobKeeping(JobAddOn):
+    """The add-on's object for one generation with `keep_for_editing`."""
+
+    def __init__(self, addon: EngineEdits, order: EngineOrder) -> None:
+        self._addon = addon
+        self._order = order
+        self._job: EngineJob | None = None
+        self._pictures: dict[int, _Picture] = {}
+        self._templates = [uuid.uuid4().hex for _ in range(order.spec.num_images)]
+        self._answers: list[PendingAnswer] = []
+        if not addon.unusable:
+            self._answers = [addon.ask(order, addon.key(order, template)) for template in self._templates]
+
+    @property
+    def waiting_for(self) -> Future[StoreWork | None] | None:
+        """The first response that the job waits for, about space for a recording; None if it waits for none."""
+        return next((answer.asked for answer in self._answers if answer.asked is not None), None)
+
+    @property
+    def waiting(self) -> bool:
+        return self.waiting_for is not None
+
+    def prompt_ready(self, now_s: float) -> bool:
+        """Return whether all responses have arrived or timed out."""
+        waiting = [answer for answer in self._answers if not answer.ready(now_s)]
+        return not waiting
+
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        self._job = job
+        for request in job.requests:
+            picture = self._pictures[request.index] = _Picture(
+                request=request, template=self._templates[request.index], device=self._addon.model.runtime
+            )
+            # A request that began elsewhere keeps no latents, so that no edit would find its recording.
+            if not self._addon.unusable and request.step == request.begin:
+                picture.recorder = self._begin(picture)
+            request.activations = picture
+
+    @property
+    def offloadable(self) -> bool:
+        """Whether a second worker, which records nothing, may compute rows of this job."""
+        return not any(picture.recorder is not None for picture in self._pictures.values())
+
+    def after_step(self, request: Request) -> None:
+        picture = self._pictures.get(request.index)
+        if picture is None or picture.request is not request:
+            return
+        if request.done:
+            picture.keep_latent()  # Starts the copy now, so that it has ended when the picture is decoded.
+        if picture.recorder is not None:
+            picture.recorder.made_step()
+
+    def keep(self, index: int) -> bytes | None:
+        picture = self._pictures[index]
+        latents = picture.kept()
+        kept = None if latents is None else write_kept(self._addon.model, latents)
+        if kept is None:
+            why = "no latents are kept: the picture did not begin on this worker" if latents is None else _TOO_LARGE
+            _log.warning(why, extra={"image": index})
+            if picture.recorder is not None:
+                picture.recorder.give_up("its latents are not kept")
+        return kept
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """Complete the recordings. Discard those with stale residuals, which are known only now."""
+        for recorder in self._recorders():
+            if any(use.stale_steps for use in record.controlnets):
+                recorder.give_up("residuals of its ControlNets were stale")
+            recorder.complete()
+        return record
+
+    def close(self) -> None:
+        for answer in self._answers:
+            answer.close()
+        for recorder in self._recorders():
+            if self._job is None or not self._job.finished:
+                recorder.give_up("the job that recorded it did not finish")
+
+    def _recorders(self) -> Iterator[ImageRecorder]:
+        return (picture.recorder for picture in self._pictures.values() if picture.recorder is not None)
+
+    def _begin(self, picture: _Picture) -> ImageRecorder | None:
+        _, _, height, width = picture.request.latent.shape
+        key = self._addon.key(self._order, picture.template)
+        begun = self._addon.begin(self._order, key, (height, width))
+        if begun is None:
+            return None
+        return self._addon.recorder(begun, picture.request, torch.ones(height, width, dtype=torch.bool))

@@ -15,7 +15,7 @@ from prometheus_client import Counter
 
 from bottega import kinds
 from bottega.addons.edits.gateway.client import GrpcActivationsClient
-from bottega.addons.edits.wire.masked_blocks import may_mask_blocks, pin_edit
+from bottega.addons.edits.wire.messages import may_mask_blocks, pin_edit
 from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
-from bottega.addons.edits.engine.recordings.source import TemplateQuery
+from bottega.addons.edits.engine.recordings.source import MemoryActivations, TemplateQuery
 from bottega.addons.edits.worker.load_meter import LoadMeter
 from bottega.addons.edits.worker.questions import LinkAnswer, TemplateQuestions
 from bottega.addons.edits.worker.store_link import ActivationLinkSettings, ActivationStoreLink

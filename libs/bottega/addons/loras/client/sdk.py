@@ -27,8 +27,7 @@ from bottega.addons.loras.client.types import (
     quarantined_from,
     stored_from,
 )
-from bottega.client.addons.addon import ClientAddOn
-from bottega.client.addons.service_calls import all_pages
+from bottega.client.addons.addon import ClientAddOn, all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from bottega import kinds, rules
-from bottega.addons.loras.wire.weights_files import LoraFile, find_weights
-from bottega.client.addons.service_calls import ServiceCalls
+from bottega.addons.loras.wire.messages import LoraFile, find_weights
+from bottega.client.addons.addon import ServiceCalls
 from bottega.client.transport.connection import service_channels
 from bottega.client.types.fleet import FleetMember
 from bottega.client.types.messages import build_message, describe

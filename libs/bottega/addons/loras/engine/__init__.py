@@ -1,6 +1,5 @@
 """LoRAs in the engine: their layers, their source, and two ways to apply them: beside the weights, or merged."""
 
-from bottega.addons.loras.engine.costs import SwapCosts
 from bottega.addons.loras.engine.lora import (
     TEXT_ENCODERS,
     UNET,
@@ -16,7 +15,7 @@ from bottega.addons.loras.engine.lora import (
 from bottega.addons.loras.engine.lora_set import make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import UnmergedLoras
-from bottega.addons.loras.engine.weights import LoraWeights
+from bottega.addons.loras.engine.weights import LoraWeights, SwapCosts
 from bottega.model.rows import Factors, LoraSet, SetKey
 
 __all__ = [

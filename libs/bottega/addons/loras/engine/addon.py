@@ -22,8 +22,8 @@ from bottega.addons.loras.engine import (
     has_mixed_alphas,
     left_out_by_stock,
 )
-from bottega.addons.loras.engine.offload import RemoteLoras, loras_part, read_loras
-from bottega.addons.loras.engine.probe import patch_probe
+from bottega.addons.loras.engine.lora_set import RemoteLoras, loras_part, read_loras
+from bottega.addons.loras.engine.patching import patch_probe
 from bottega.addons.loras.engine.similarity import LatentMeter
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES
 from bottega.engine.acceleration.acceleration import Probe

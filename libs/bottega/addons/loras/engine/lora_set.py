@@ -1,4 +1,4 @@
-"""Combines the LoRAs of one request into one set of factors.
+"""Combines the LoRAs of one request into one set of factors, here or at the other worker of a pair.
 
 The sum of B A over several LoRAs is one product of wider factors, with every scale folded in, so a request costs the
 same however its rank is divided among LoRAs. Both merging and computing beside the weights start from such a set.
@@ -11,14 +11,22 @@ separate, in order ("terms"), so that the same roundings can be made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer
 from bottega.addons.loras.wire.canonical import spellings
+from bottega.engine.parallel.offload import OffloadedPart
+from bottega.engine.spec import LoraSpec
 from bottega.errors import LoraUnusable
-from bottega.model.rows import Factors, LoraSet, SetKey, Term
+from bottega.model.rows import Factors, LoraSet, Row, SetKey, Term
+
+if TYPE_CHECKING:
+    from bottega.addons.loras.engine.addon import JobLoras
 
 
 def make_set(
@@ -105,3 +113,46 @@ def _separate(layers: Sequence[tuple[LoraLayer, float]], weight: Tensor) -> Fact
         up=torch.cat(ups, dim=1),
         terms=tuple(Term(rank=layer.down.shape[0], scale=scale) for layer, scale in layers),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lora:
+    """A LoRA of a job in the message, see LoraSpec. The first worker decides row by row from which step it is used."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    digest: Annotated[str, Field(max_length=128)]
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+
+
+_LORAS = TypeAdapter(Annotated[tuple[_Lora, ...], Field(min_length=1, max_length=8)])
+
+
+class RemoteLoras:
+    """A RemoteAddOn: the LoRAs of another worker's job, which this worker has fetched itself."""
+
+    def __init__(self, loras: JobLoras) -> None:
+        self._loras = loras
+
+    def ready(self, now_s: float) -> bool:
+        self._loras.update(now_s)
+        return not self._loras.waiting
+
+    def activate(self, row: Row, active: int) -> Row:
+        if active > 1 or (active and self._loras.loras is None):
+            raise ValueError("a row has LoRAs that have not arrived")
+        return replace(row, loras=self._loras.loras) if active else row
+
+    def close(self) -> None:
+        self._loras.close()
+
+
+def loras_part(specs: Sequence[LoraSpec]) -> OffloadedPart:
+    """Return the message about these LoRAs for the second worker."""
+    messages = tuple(_Lora(name=spec.name, digest=spec.digest, scale=spec.scale) for spec in specs)
+    return OffloadedPart(header=_LORAS.dump_json(messages))
+
+
+def read_loras(part: OffloadedPart) -> tuple[LoraSpec, ...]:
+    """Return the LoRAs in a message. Raise ValueError if it breaks a rule."""
+    messages = _LORAS.validate_json(part.header)
+    return tuple(LoraSpec(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in messages)

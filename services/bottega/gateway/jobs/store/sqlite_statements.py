@@ -17,7 +17,7 @@ from bottega.errors import DataLoss
 from bottega.gateway.jobs.store.job_store import Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.store.sqlite_schema import DAY_S, TYPES, damaged
 from bottega.gateway.jobs.values import StoredImage
-from bottega.storage.checksums import Value, checksum
+from bottega.storage.content_reader import Value, checksum
 
 COLUMNS = tuple(TYPES)
 # Columns stored as REAL. They are converted first: an integer would be read back as a float and fail the checksum.

@@ -19,7 +19,7 @@ from bottega.addons.cache.client.profiling import (
 )
 from bottega.addons.cache.client.samples import PromptPair, miniature_pairs
 from bottega.addons.cache.client.types import CachedEntry, entry_from
-from bottega.addons.cache.wire import parse_start, recorded_steps
+from bottega.addons.cache.starts import parse_start, recorded_steps
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import fleet_from
 from bottega.client.types.picture import Picture

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.addons.cache.engine import addon
-from bottega.addons.cache.wire import format_start, prompt_digest
+from bottega.addons.cache.starts import format_start, prompt_digest
 from bottega.engine.events import JobAdvanced, JobCheckpointed, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bottega.addons.cache.engine import LatentReply
-from bottega.addons.cache.engine.picture import StartingPicture
-from bottega.addons.cache.wire import format_start
+from bottega.addons.cache.engine.recorder import StartingPicture
+from bottega.addons.cache.starts import format_start
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.loras.engine import UNET
 from bottega.engine.encode import encode_prompts

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.edits.engine.addon import EngineEdits
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits

@@ -9,7 +9,7 @@ import torch
 from PIL import ImageOps
 from torch import Tensor
 
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.addons.edits.planning.work_fit import WorkCost, WorkFit
 from bottega.engine.job import EngineOrder

@@ -12,7 +12,7 @@ from bottega.addons.edits.engine.loading.planner import Coming, ComingRow, LoadP
 from bottega.addons.edits.engine.loading.times import BlockTimes
 from bottega.addons.edits.engine.recordings.keys import StepKey
 from bottega.addons.edits.engine.recordings.step import MemoryStep
-from bottega.addons.edits.engine.recordings.step_loads import StepLoads
+from bottega.addons.edits.engine.recordings.step_access import StepLoads
 from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, plan_steps
 from bottega.model.rows import Half
 from tests.samples.activations_elsewhere import ActivationsElsewhere, StepElsewhere

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from bottega.addons.edits.engine.activations import EditActivations, edit_activations
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
 from bottega.addons.edits.engine.masked.tokens import MaskTokens, dilate, finest_stride
-from bottega.addons.edits.engine.sparse import SparseMaps, norms
-from bottega.addons.edits.engine.sparse.norms import Statistics
+from bottega.addons.edits.engine.sparse import SparseMaps
+from bottega.addons.edits.engine.sparse import layer as norms
+from bottega.addons.edits.engine.sparse.layer import Statistics
 from bottega.addons.edits.engine.sparse.rectangles import Rectangle, cover, pays
 from bottega.addons.loras.engine.unmerged import UnmergedLoras
 from bottega.engine.encode import encode_prompts

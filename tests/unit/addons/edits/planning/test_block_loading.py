@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from random import Random
 from time import process_time
 
@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bottega.addons.edits.planning.block_loading import BlockCost, follow, least_end_s, plan_step, plan_steps
+from bottega.addons.edits.planning.block_loading import (
+    BlockCost,
+    BlockValue,
+    choose,
+    follow,
+    least_end_s,
+    plan_step,
+    plan_steps,
+)
 from load.bench.edit_loading import decide_one_by_one
 from tests.support.processor_speed import on_this_machine
 
@@ -164,3 +172,51 @@ def test_ten_steps_of_140_blocks_are_planned_in_milliseconds(loading: float) -> 
         plan_steps(drifted)
         took_s.append(process_time() - began_s)
     assert min(took_s) < on_this_machine(0.03)  # 2 to 6 ms on two cores of 2020
+
+
+_values = st.lists(st.tuples(st.floats(-1.0, 5.0), st.integers(0, 12)), max_size=9).map(
+    lambda pairs: [
+        BlockValue(name=f"block {place}", saved_s=saved_s, size_bytes=size_bytes)
+        for place, (saved_s, size_bytes) in enumerate(pairs)
+    ]
+)
+
+
+def value(name: str, saved_s: float, size_bytes: int) -> BlockValue:
+    return BlockValue(name=name, saved_s=saved_s, size_bytes=size_bytes)
+
+
+def saved(blocks: list[BlockValue], names: frozenset[str]) -> float:
+    return sum(block.saved_s for block in blocks if block.name in names)
+
+
+@given(blocks=_values, budget_bytes=st.integers(0, 40))
+def test_what_is_chosen_fits_and_saves_at_least_half_of_what_is_possible(
+    blocks: list[BlockValue], budget_bytes: int
+) -> None:
+    chosen = choose(blocks, budget_bytes)
+    assert sum(block.size_bytes for block in blocks if block.name in chosen) <= budget_bytes
+    sets = (each for count in range(len(blocks) + 1) for each in combinations(blocks, count))
+    best_s = max(
+        sum(block.saved_s for block in each) for each in sets if sum(b.size_bytes for b in each) <= budget_bytes
+    )
+    assert saved(blocks, chosen) >= best_s / 2
+
+
+@given(blocks=_values)
+def test_without_a_bound_all_that_saves_anything_is_recorded(blocks: list[BlockValue]) -> None:
+    assert choose(blocks, None) == {block.name for block in blocks if block.saved_s > 0.0}
+
+
+def test_the_most_seconds_per_byte_come_first() -> None:
+    blocks = [value("large", 3.0, 10), value("dense", 2.0, 4), value("small", 1.0, 3)]
+    assert choose(blocks, 7) == {"dense", "small"}
+    assert choose(blocks, 13) == {"dense", "small"}
+
+
+def test_what_has_no_room_leaves_it_to_those_behind_it() -> None:
+    assert choose([value("first", 5.0, 5), value("second", 4.0, 6), value("third", 1.0, 2)], 8) == {"first", "third"}
+
+
+def test_one_that_saves_most_is_not_lost_to_a_dense_crumb() -> None:
+    assert choose([value("crumb", 0.2, 1), value("large", 10.0, 100)], 100) == {"large"}

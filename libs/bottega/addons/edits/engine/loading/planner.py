@@ -19,7 +19,7 @@ from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.recordings.keys import StepKey
 from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step import RecordedStep
-from bottega.addons.edits.engine.recordings.step_loads import StepLoads
+from bottega.addons.edits.engine.recordings.step_access import StepLoads
 from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, plan_steps
 
 # Bytes per request, in the order of use over all rows: the tensors of one SDXL block are some MiB.

@@ -23,7 +23,7 @@ from bottega.addons.edits.engine.masked.rows import MaskedActivations
 from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.recordings.step_access import StepRecorder
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.addons.edits.planning.template_blocks import BlockValue, choose
+from bottega.addons.edits.planning.block_loading import BlockValue, choose
 from bottega.engine.encode import encode_prompts
 from bottega.engine.forward import stack
 from bottega.engine.request import Request

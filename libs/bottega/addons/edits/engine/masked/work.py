@@ -19,7 +19,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
-from bottega.addons.edits.engine.masked.residual import is_plain
+from bottega.addons.edits.engine.masked.feature_maps import is_plain
 from bottega.addons.edits.engine.sparse.maps import convolves_plainly, upsamples_plainly
 
 _Size = tuple[int, int]

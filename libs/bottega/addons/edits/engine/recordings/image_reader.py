@@ -17,12 +17,16 @@ from bottega.addons.edits.engine.activations import EditActivations, KeptProject
 from bottega.addons.edits.engine.loading.planner import Coming, ComingRow
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, share
 from bottega.addons.edits.engine.recordings.keys import StepKey, begins_with_noise, lacks_loras, prompt_of, step_key
-from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom
 from bottega.addons.edits.engine.recordings.recording import Recording
 from bottega.addons.edits.engine.recordings.source import ActivationSource
-from bottega.addons.edits.engine.recordings.step import RecordedStep
-from bottega.addons.edits.engine.recordings.step_access import StepCompleter, StepReader, StepRecorder
-from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts, StepLoads
+from bottega.addons.edits.engine.recordings.step import ProjectionsRoom, RecordedStep
+from bottega.addons.edits.engine.recordings.step_access import (
+    StepCompleter,
+    StepLoadCounts,
+    StepLoads,
+    StepReader,
+    StepRecorder,
+)
 from bottega.engine.request import Request
 from bottega.model.rows import Half
 

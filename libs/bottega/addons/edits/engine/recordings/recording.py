@@ -17,8 +17,13 @@ import torch
 from torch import Tensor
 
 from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom, StepProjections
-from bottega.addons.edits.engine.recordings.step import MemoryStep, RecordedStep, copy_step
+from bottega.addons.edits.engine.recordings.step import (
+    MemoryStep,
+    ProjectionsRoom,
+    RecordedStep,
+    StepProjections,
+    copy_step,
+)
 from bottega.v1.activations_pb2 import BlockProfile
 
 

@@ -20,12 +20,10 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from bottega.addons.edits.engine.masked.feature_maps import FullMaps, TokensIn
-from bottega.addons.edits.engine.masked.residual import is_plain
+from bottega.addons.edits.engine.masked.feature_maps import FullMaps, TokensIn, is_plain
 from bottega.addons.edits.engine.masked.rows import MaskedActivations
 from bottega.addons.edits.engine.masked.tokens import MaskTokens
-from bottega.addons.edits.engine.sparse.layer import Layer
-from bottega.addons.edits.engine.sparse.norms import RecordedStatistics
+from bottega.addons.edits.engine.sparse.layer import Layer, RecordedStatistics
 from bottega.addons.edits.engine.sparse.pieces import Whole, pieces
 from bottega.addons.edits.engine.sparse.rectangles import Rectangle, cover, pays
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.packing import adjacent
-from bottega.addons.edits.engine.sparse import norms
-from bottega.addons.edits.engine.sparse.norms import RecordedStatistics, Statistics, moments, of_tiles, scale_and_shift
+from bottega.addons.edits.engine.sparse import layer as norms
+from bottega.addons.edits.engine.sparse.layer import RecordedStatistics, Statistics, moments, of_tiles, scale_and_shift
 from bottega.addons.edits.engine.sparse.rectangles import Rectangle
 
 GROUPS, CHANNELS, SIZE = 4, 12, 16

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from bottega.addons.controlnets.engine.hosts import HOSTS_FIELD, read_hosts
-from bottega.addons.controlnets.engine.provider import ControlHosts, ControlServer
+from bottega.addons.controlnets.engine.provider import HOSTS_FIELD, ControlHosts, ControlServer, read_hosts
 from bottega.errors import InvalidRequest
 from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetServer
 from tests.support.addon_messages import placed

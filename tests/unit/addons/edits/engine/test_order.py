@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bottega import kinds
-from bottega.addons.edits.engine.recordings.memory import MemoryActivations
-from bottega.addons.edits.engine.recordings.source import TemplateQuery
+from bottega.addons.edits.engine.recordings.source import MemoryActivations, TemplateQuery
 from bottega.engine.events import JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec

@@ -1,4 +1,4 @@
-"""The messages between a worker's engine and an approximate cache over a tensor connection.
+"""Cached latents: their names, which requests may start from them, and the messages between workers and caches.
 
 A message is a list of tensors. The first is named after the message's kind and holds a number. The second is a header,
 a message of cache.proto. The receiver checks both in a copy before it uses them, and raises ValueError for a message

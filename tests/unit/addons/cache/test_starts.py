@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.addons.cache.wire import has_enough_words
-from bottega.addons.cache.wire.prompt_words import split_words
+from bottega.addons.cache.starts import has_enough_words, split_words
 
 
 @pytest.mark.parametrize(

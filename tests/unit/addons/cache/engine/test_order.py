@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bottega.addons.cache.engine.key import has_key, start_key
+from bottega.addons.cache.engine.order import has_key, start_key
 from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.model.samplers import SamplerKind
 
