@@ -76,11 +76,11 @@ bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goe
 
 clean: ## Remove everything that the commands made
 	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .grimp_cache .import_linter_cache
-	rm -rf {protos,libs,libs/weights,services,kernels}/{*.egg-info,build}
+	rm -rf {protos,libs,libs/serving,libs/weights,services,kernels}/{*.egg-info,build}
 	rm -f protos/bottega/v1/*_pb2.py protos/bottega/v1/*_pb2.pyi protos/bottega/v1/*_pb2_grpc.py protos/bottega/v1/*_pb2_grpc.pyi
 	find protos libs services kernels tests load -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.ready: constraints.txt requirements-dev.txt deploy/set_up.py protos/pyproject.toml protos/setup.py libs/pyproject.toml libs/weights/pyproject.toml services/pyproject.toml kernels/pyproject.toml
+.venv/.ready: constraints.txt requirements-dev.txt deploy/set_up.py protos/pyproject.toml protos/setup.py libs/pyproject.toml libs/serving/pyproject.toml libs/weights/pyproject.toml services/pyproject.toml kernels/pyproject.toml
 	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then \
 		echo "Bottega needs Python 3.11, 3.12 or 3.13; say where it is: make PYTHON=/path/to/python3.11"; exit 2; fi
 	@echo "Setting up .venv. torch is a large download (on Linux, the CUDA build with its libraries: several GB);"

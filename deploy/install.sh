@@ -218,7 +218,8 @@ build() {
 	echo "building release $1 (if torch is needed, it is a large download)"
 	"$python" -m venv "$release"
 	# libs is listed without an extra too, so that pip finds it by name, as in --with 'bottega-libs[otel]'.
-	packages=("$made/protos" "$made/libs" "$made/libs[client]" "$made/libs/weights" "$made/services[${services/#all/$all_services},sandbox]")
+	packages=("$made/protos" "$made/libs" "$made/libs[client]" "$made/libs/serving" "$made/libs/weights"
+		"$made/services[${services/#all/$all_services},sandbox]")
 	[ "$kernels" = no ] || packages+=("$made/kernels")
 	"$release/bin/python" -m pip install --quiet --disable-pip-version-check -c "$source_folder/constraints.txt" \
 		"${packages[@]}" "${with[@]}" ||

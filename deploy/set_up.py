@@ -18,6 +18,7 @@ DISTRIBUTIONS = (
     "protos",
     "libs/weights",
     "libs[client,diffusion,otel]",
+    "libs/serving",
     "services[activations,cache,controlnet,gateway,loras,worker]",
     "kernels",
 )

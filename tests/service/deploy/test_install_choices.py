@@ -24,7 +24,7 @@ def packages(machine: StubbedMachine) -> list[str]:
     words = [
         word.removesuffix(",sandbox]")
         for word in line.split()
-        if not word.endswith(("/protos", "/libs", "/libs[client]", "/libs/weights"))
+        if not word.endswith(("/protos", "/libs", "/libs[client]", "/libs/serving", "/libs/weights"))
     ]
     return [word.rpartition("/services")[2] for word in words[words.index("-c") + 2 :]]
 

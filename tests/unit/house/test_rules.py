@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
 import runpy
 import subprocess
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-DISTRIBUTIONS = ("protos", "libs", "libs/weights", "services", "kernels")
+DISTRIBUTIONS = ("protos", "libs", "libs/serving", "libs/weights", "services", "kernels")
 SERVICES = sorted(path.name for path in (ROOT / "services" / "bottega").iterdir() if (path / "__init__.py").exists())
 
 
@@ -70,14 +68,13 @@ def test_every_distribution_is_for_the_same_pythons() -> None:
     assert {str(_project(distribution)["requires-python"]) for distribution in DISTRIBUTIONS} == {">=3.11,<3.14"}
 
 
-def test_the_libraries_wheel_is_below_2_mb() -> None:
-    """Who installs the SDK alone gets no weights of a model."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as wheel:
-        for path in (ROOT / "libs/bottega").rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                wheel.write(path)
-    assert len(packed.getvalue()) < 2_000_000
+def test_the_services_have_what_the_libraries_wheel_leaves_out() -> None:
+    found = {
+        name: tomllib.loads((ROOT / name / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+        for name in ("libs", "libs/serving")
+    }
+    assert found["libs"]["exclude"] == found["libs/serving"]["include"]
+    assert "bottega-serving" in _project("services")["dependencies"]  # type: ignore[operator]
 
 
 def test_every_service_is_built_alike() -> None:

@@ -20,7 +20,7 @@ from bottega.model_files.controlnet_layout import ControlLayout, read_base_layou
 from bottega.model_files.own_files import own_controlnets
 from bottega.process.open_files import ENOUGH, LITTLE
 
-_OURS = ("bottega-protos", "bottega-libs", "bottega-services")
+_OURS = ("bottega-protos", "bottega-libs", "bottega-serving", "bottega-services")
 _PYTHON = ((3, 11), (3, 14))
 # The logs of a suite take at most 16 MiB a service, but a full disk stops more than the suite.
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
