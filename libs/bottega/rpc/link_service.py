@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -12,10 +12,21 @@ from bottega.errors import BottegaError, Forbidden, InvalidRequest, Violation
 from bottega.rpc.address import host_of, split
 from bottega.rpc.security.caller import Role, caller
 from bottega.rpc.server import Server
+from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.status import to_job_error
-from bottega.transport import Endpoints, LinkServer, TcpEndpoint, offer_to_wire
+from bottega.transport import (
+    Endpoints,
+    LinkHandler,
+    LinkServer,
+    LinkServerSettings,
+    TcpEndpoint,
+    default_socket_path,
+    offer_to_wire,
+)
 from bottega.v1 import link_pb2, link_pb2_grpc
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest, OpenLinkResponse
+
+HandlerT = TypeVar("HandlerT", bound=LinkHandler)
 
 # Limits of the contract.
 _MAX_CHARACTERS = 128
@@ -109,3 +120,21 @@ def tcp_endpoint(address: str) -> TcpEndpoint | None:
         return None
     host, port = split(address)
     return TcpEndpoint(host=host, port=port)
+
+
+class StoreLinks(LinkServer[HandlerT]):
+    """The server of a service's links to all workers. Raises ConfigError if an address cannot be bound.
+
+    Args:
+        kind: The service's kind, which names its unix socket.
+        what: Name of the service in texts, such as "the activation store".
+    """
+
+    def __init__(self, config: LinksConfig, *, kind: str, what: str, settings: LinkServerSettings) -> None:
+        socket: str | Path | None = default_socket_path(kind) if config.socket == "" else config.socket
+        super().__init__(
+            link_endpoints(config.listen, socket, seal=config.seal),
+            service=what,
+            settings=settings,
+            advertised=tcp_endpoint(config.advertised),
+        )

@@ -21,10 +21,9 @@ from bottega.errors import Draining, NoSharedMemory, TooLarge
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import FleetMembership, Listening, registration_of
-from bottega.rpc.link_service import add_link_service, link_endpoints, tcp_endpoint
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.operation.readings import link_counts, link_metrics
 from bottega.rpc.server import Server
-from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.service_config import StoreConfig
 from bottega.state_folder import state_folder
 from bottega.transport import (
@@ -32,9 +31,7 @@ from bottega.transport import (
     Link,
     LinkHandler,
     LinkServer,
-    LinkServerSettings,
     WholeMessage,
-    default_socket_path,
     offer_to_wire,
 )
 from bottega.v1 import fleet_pb2
@@ -84,24 +81,6 @@ class StoreLinkHandler(LinkHandler):
     def _sent(self) -> None:
         with self._counting:
             self._unsent -= 1
-
-
-class StoreLinks(LinkServer[HandlerT]):
-    """The server of a store's links to all workers. Raises ConfigError if an address cannot be bound.
-
-    Args:
-        kind: The service's kind, which names its unix socket.
-        what: Name of the service in texts, such as "the activation store".
-    """
-
-    def __init__(self, config: LinksConfig, *, kind: str, what: str, settings: LinkServerSettings) -> None:
-        socket: str | Path | None = default_socket_path(kind) if config.socket == "" else config.socket
-        super().__init__(
-            link_endpoints(config.listen, socket, seal=config.seal),
-            service=what,
-            settings=settings,
-            advertised=tcp_endpoint(config.advertised),
-        )
 
 
 class StoreServer(Collector):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bottega import kinds
 from bottega.addons.controlnets.engine import ControlNetLease, ControlRow, ControlSession, write_residuals
 from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
@@ -33,7 +34,7 @@ from bottega.device_links import beside, keep_until_used
 from bottega.device_links.tensor_messages import TensorMessage, tensor_at
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
-from bottega.rpc.link_service import link_endpoints, tcp_endpoint
+from bottega.rpc.link_service import StoreLinks
 from bottega.rpc.status import job_error_to_json
 from bottega.transport import (
     MESSAGE_S,
@@ -44,7 +45,6 @@ from bottega.transport import (
     Limits,
     Link,
     LinkHandler,
-    LinkServer,
     LinkServerSettings,
     kind_of,
     number_message,
@@ -220,7 +220,7 @@ class ControlNetWorkerLink(LinkHandler):
             self._connection.send_now(link, refusal(outcome, step=number))
 
 
-class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
+class ControlNetLinks(StoreLinks[ControlNetWorkerLink]):
     """The server of workers' connections. Raises ConfigError if an address cannot be bound."""
 
     def __init__(
@@ -234,10 +234,10 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
         self._registry = registry
         self._executor = executor
         super().__init__(
-            link_endpoints(config.links.listen, config.links.socket, seal=config.links.seal),
-            service="the ControlNet server",
+            config.links,
+            kind=kinds.CONTROLNET,
+            what="the ControlNet server",
             settings=LinkServerSettings(limits=_LIMITS, devices=devices),
-            advertised=tcp_endpoint(config.links.advertised),
         )
 
     def new_handler(self, connection: Connection) -> ControlNetWorkerLink:

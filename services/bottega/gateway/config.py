@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from bottega.addons.interface.job import MAX_ATTEMPTS
 from bottega.errors import ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
-from bottega.gateway.jobs.job import MAX_ATTEMPTS
 from bottega.rpc.address import Address
 from bottega.rpc.security.tenant_file import read_tenants
 from bottega.rpc.server_config import ListenerConfig, ServerConfig

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from bottega.manifest import read_services
-from bottega.rpc.operation.readings import count_and_sum, totals
+from bottega.rpc.operation.readings import count_and_sum, gauge_by, totals
 from bottega.v1.fleet_pb2 import Activity
 
 # In seconds, from a picture of the embedded miniature model to the longest that callers wait for.
@@ -155,13 +154,10 @@ class _Members(Collector):
         self._own_kinds = [service.kind for service in read_services()]
 
     def collect(self) -> Iterator[Metric]:
-        gauge = GaugeMetricFamily("bottega_members", "Services that have joined, by kind.", labels=("kind",))
         counts = dict.fromkeys(self._own_kinds, 0)
         for kind in self._kinds():
             counts[kind] = counts.get(kind, 0) + 1
-        for kind, count in counts.items():
-            gauge.add_metric((kind,), count)
-        yield gauge
+        yield gauge_by("kind", "bottega_members", "Services that have joined, by kind.", counts)
 
 
 class _TenantMetrics:
@@ -207,9 +203,4 @@ class _Waiting(Collector):
         for tenant, jobs in self._waiting().items():
             label = self._tenants.label(tenant)
             counts[label] = counts.get(label, 0) + jobs
-        gauge = GaugeMetricFamily(
-            "bottega_tenant_queued", "Jobs of a tenant that wait for a worker.", labels=["tenant"]
-        )
-        for label, jobs in counts.items():
-            gauge.add_metric([label], jobs)
-        yield gauge
+        yield gauge_by("tenant", "bottega_tenant_queued", "Jobs of a tenant that wait for a worker.", counts)

@@ -18,14 +18,9 @@ from bottega.errors import ConfigError
 from bottega.model_files import check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import read_base_layout
-from bottega.rpc.address import OptionalAddress
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
-
-AtLeastOne = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,17 +201,14 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(MemberConfig):
     """The configuration of a worker."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     renamed_keys: ClassVar[Mapping[str, str]] = {"start_s": "start_stall_s"}
 
-    name: str = ""
+    name: Annotated[str, Field(max_length=128)] = ""
     """Name of this worker, unique in the fleet. Empty: "worker-", the host name and the process ID."""
-    gateway: OptionalAddress = "127.0.0.1:8472"
-    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
-    server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2
     """Number of processes that encode images and decode input images."""

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.rpc.operation.readings import device_metrics, link_metrics, totals
+from bottega.rpc.operation.readings import counters, device_metrics, link_metrics, totals
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import Acceleration, Activity
 from bottega.v1.generation_pb2 import LoraUse, StageTime
@@ -35,11 +35,14 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from link_metrics(self.beat.links)
         yield from device_metrics(self.beat.device_memory)
-        yield CounterMetricFamily("bottega_worker_turns", "Turns: forward passes of a batch.", value=self.beat.turns)
-        yield CounterMetricFamily(
-            "bottega_worker_turn_requests",
-            "Requests summed over all forward passes. Divided by bottega_worker_turns: the mean batch size.",
-            value=self.beat.steps,
+        yield from counters(
+            "bottega_worker",
+            ("turns", "Turns: forward passes of a batch.", self.beat.turns),
+            (
+                "turn_requests",
+                "Requests summed over all forward passes. Divided by bottega_worker_turns: the mean batch size.",
+                self.beat.steps,
+            ),
         )
         for metric in self.beat.metrics:
             family = CounterMetricFamily if metric.counts else GaugeMetricFamily

@@ -34,7 +34,7 @@ from bottega.fair_order import Share
 from bottega.manifest import read_services
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer
+from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer, registration_of
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -363,17 +363,11 @@ class Worker:
         """Join the fleet with the model of a ready engine, or with no model while the engine starts."""
         if not self._config.gateway:
             return
-        registration = fleet_pb2.Registration(
-            kind=kinds.WORKER,
-            name=self.name,
-            address=self._server.address,
-            version=self._version,
-            metrics_address=self._server.metrics_address,
-            models=[] if ready is None else [ready.model],
-            device="" if ready is None else ready.device,
-            instance=self._instance,
-            uses=[service.kind for service in read_services() if service.engine_add_on],
-        )
+        device = "" if ready is None else ready.device
+        registration = registration_of(self._server, kind=kinds.WORKER, name=self.name, device=device)
+        registration.instance = self._instance
+        registration.models.extend([] if ready is None else [ready.model])
+        registration.uses.extend(service.kind for service in read_services() if service.engine_add_on)
         self._membership = FleetMembership(
             self._config.gateway,
             registration,

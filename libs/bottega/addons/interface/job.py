@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from bottega.planning import Shape
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.image_pb2 import PRIORITY_NORMAL, Priority
 from bottega.v1.worker_pb2 import AttemptDecisions
+
+MAX_ATTEMPTS = (1 << 12) - 1
+"""Most attempts at a job in one life of the gateway, and the bits of an attempt's number that count them.
+
+The high bits count the gateway's starts. So attempts after a restart outrank earlier ones, even if the last of those
+were not written. An int32 allows 500,000 starts.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,37 +105,48 @@ class JobLosses:
         self.quarantined_until = steps.done if self.quarantined_until is None else steps.total
 
 
-class AddOnJob(Protocol):
-    """A job of the gateway, as add-ons see it. `bottega.gateway.jobs.job.Job` says how the fields change."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class AddOnJob:
+    """The part of a gateway's job that add-ons see. `bottega.gateway.jobs.job.Job` derives from it, and changes it.
 
-    job_id: str
+    It has many fields, because each add-on reads others.
+    """
+
     request: JobRequest
     bare: GenerationSpec
     """The job's complete spec without input images."""
-    num_images: int
-    rows: int
-    """Batch rows that the job has in a forward pass: one for each image, two with guidance."""
-    steps: JobSteps
-    losses: JobLosses
-    decisions: AttemptDecisions
+    job_id: str = ""
+    number: int = 0
+    """Number of the newest attempt; 0 before the first one."""
+    decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
     """The engine add-ons' decisions in the attempts so far, which later attempts must follow."""
-    provenance: Provenance | None
-    worker: str
+    provenance: Provenance | None = None
+    worker: str = ""
     """Name of the worker that runs the job; empty while the job waits."""
-    controlnets: tuple[str, ...]
-    """Names of the job's ControlNets, in the spec's order."""
-    versions: Mapping[str, str]
+    steps: JobSteps = field(default_factory=JobSteps)
+    losses: JobLosses = field(default_factory=JobLosses)
+    versions: Mapping[str, str] = field(default_factory=dict)
     """Hash of each ControlNet that the newest attempt uses, by name."""
-    servers: tuple[str, ...]
+    servers: tuple[str, ...] = ()
     """ControlNet servers that the newest attempt uses."""
-    loras: tuple[str, ...]
+
+    # Read from the spec once, because the scheduler reads them for every job each time it runs.
+
+    num_images: int = field(init=False)
+    rows: int = field(init=False)
+    """Batch rows that the job has in a forward pass: one for each image, two with guidance."""
+    controlnets: tuple[str, ...] = field(init=False)
+    """Names of the job's ControlNets, in the spec's order."""
+    loras: tuple[str, ...] = field(init=False)
     """Digests of the job's LoRAs, in the spec's order."""
-    lora_set: tuple[tuple[str, float], ...]
+    lora_set: tuple[tuple[str, float], ...] = field(init=False)
     """Sorted pairs of digest and scale of the job's LoRAs: equal for jobs that need the same merged weights."""
 
     @property
     def attempts(self) -> int:
-        """Number of attempts so far, with the running one."""
+        """Number of attempts so far, with the running one, in all lives of the gateway."""
+        return self.number & MAX_ATTEMPTS
 
     def use_controlnets(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
         """Record the ControlNets, with their hashes, and the servers that the newest attempt uses."""
+        self.versions, self.servers = versions, servers

@@ -35,7 +35,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bottega.addons.interface.job import JobLosses, JobRequest, JobSteps
+from bottega.addons.interface.job import MAX_ATTEMPTS, AddOnJob
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway.jobs import specs
@@ -52,30 +52,23 @@ from bottega.v1.image_pb2 import (
 )
 from bottega.v1.worker_pb2 import AttemptDecisions
 
-# The low bits of an attempt's number count the job's attempts, the high bits the gateway's starts. So attempts after a
-# restart outrank earlier ones, even if the last of those were not written. An int32 allows 500,000 starts.
-_COUNT_BITS = 12
-MAX_ATTEMPTS = (1 << _COUNT_BITS) - 1
+_COUNT_BITS = MAX_ATTEMPTS.bit_length()
 # Deadlines that differ by less are the same: a repeated call gives its deadline a little later.
 _SAME_DEADLINE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
+class Job(AddOnJob):
     """One job of the gateway, from its acceptance until it has ended. The SDK has a class of the same name.
 
     Only its methods change it, and each returns whether it changed anything. It has many fields, because it holds
-    everything that the gateway knows about a job. They are in four groups, by how long they live.
+    everything that the gateway knows about a job, in three groups, by how long they live. AddOnJob has the rest.
     """
 
     # Stored when the job is accepted. Later they only lose data, when the job ends.
 
-    request: JobRequest
     spec: GenerationSpec
     """The complete spec. At the end its input images are removed, and if it is cancelled, long texts are shortened."""
-    bare: GenerationSpec
-    """The spec without input images."""
-    job_id: str = ""
     sequence: int = 0
     """Number of the job in the order of arrival of all jobs; 0 until it is stored."""
     created_wall: float = 0.0
@@ -83,16 +76,11 @@ class Job:
     # Stored again at every change and when the job ends, as `losses.deaths` is.
 
     state: JobState.ValueType = JOB_STATE_QUEUED
-    number: int = 0
-    """Number of the newest attempt; 0 before the first one."""
     deadline: float | None = None
     """Time after which no caller wants the result, on the monotonic clock; None means no deadline."""
-    decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
-    """Decisions that attempts made so far and that later attempts must repeat, so that the images stay the same."""
     started_wall: float | None = None
     ended_wall: float | None = None
     images: tuple[StoredImage, ...] = ()
-    provenance: Provenance | None = None
     error: BottegaError | None = None
 
     # In memory only.
@@ -102,37 +90,18 @@ class Job:
     """Number of times that the gateway was started before this process."""
     preview: bool = False
     """Whether a caller wants previews."""
-    worker: str = ""
     exclusive: bool = False
     """Whether the worker has run no other job since the current attempt started."""
     queue_position: QueuePosition | None = None
-    steps: JobSteps = field(default_factory=JobSteps)
-    losses: JobLosses = field(default_factory=JobLosses)
     times: JobTimes = field(default_factory=JobTimes)
     previews: dict[int, JobPreview] = field(default_factory=dict)
     checkpoint: JobCheckpoint | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of the ControlNets that the newest attempt uses, by name."""
-    servers: tuple[str, ...] = ()
-    """Names of the ControlNet servers that the newest attempt uses."""
     outcome: JobOutcome | None = None
     """How the job ends, None while that is undecided. It is published once it is stored durably."""
     detached: BottegaError | None = None
     """The error for callers that watch the job if the gateway no longer follows it, else None."""
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    # Read from the spec once, because the scheduler reads them for every job each time it runs.
-
-    num_images: int = field(init=False)
-    rows: int = field(init=False)
-    """Number of batch rows that the job adds to a forward pass: one or two for each image."""
-    controlnets: tuple[str, ...] = field(init=False)
-    """Names of the job's ControlNets, in the order of the spec."""
-    loras: tuple[str, ...] = field(init=False)
-    """Digests of the job's LoRAs, in the order of the spec."""
-    lora_set: tuple[tuple[str, float], ...] = field(init=False)
-    """Sorted pairs of digest and scale of the job's LoRAs."""
 
     def __post_init__(self) -> None:
         now, now_wall = self.clock.monotonic(), self.clock.wall()
@@ -166,11 +135,6 @@ class Job:
     def age_s(self) -> float:
         """Seconds from the job's acceptance to its end, or until now."""
         return (self.clock.monotonic() if self.times.ended_at is None else self.times.ended_at) - self.times.created_at
-
-    @property
-    def attempts(self) -> int:
-        """Number of attempts so far, including those before restarts of the gateway."""
-        return self.number & MAX_ATTEMPTS
 
     @property
     def quarantined(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from bottega.addons.interface.gateway_addon import AddOn, WorkerCosts
-from bottega.addons.interface.job import AddOnJob
+from bottega.addons.interface.job import MAX_ATTEMPTS, AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.errors import (
     BottegaError,
@@ -27,7 +27,7 @@ from bottega.errors import (
     WorkerLost,
 )
 from bottega.gateway.dispatch.connection import DispatchedAttempt
-from bottega.gateway.jobs.job import MAX_ATTEMPTS, Job
+from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling import periodic
 from bottega.planning import MAX_BACKLOG
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2

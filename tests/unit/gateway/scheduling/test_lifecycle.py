@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bottega import kinds
+from bottega.addons.interface.job import MAX_ATTEMPTS
 from bottega.addons.interface.member import Member
 from bottega.errors import (
     BottegaError,
@@ -33,7 +34,7 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.jobs.job import MAX_ATTEMPTS, Job
+from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.channel import Target
 from bottega.rpc.status import to_job_error
