@@ -19,6 +19,7 @@ import PIL.Image
 import torch
 
 from bottega.addons.cache.client.samples import PromptPair, miniature_pairs
+from bottega.addons.cache.starts import parse_start
 from bottega.cache.store.settings import StoreSettings
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, read_caption
@@ -177,7 +178,7 @@ def _skipped(drawn: Drawn) -> int:
 def _entry_picture(engine: CachedEngine, drawn: Drawn) -> PIL.Image.Image:
     """Return the picture of the most similar prompt, as plain retrieval would."""
     assert drawn.start is not None, "it started from a latent"
-    details = engine.store.entry(drawn.start.entry)
+    details = engine.store.entry(parse_start(drawn.start.name)[0])
     assert details is not None, "the store has room for all"
     assert details.picture is not None, "it is whole"
     return PIL.Image.fromarray(details.picture)

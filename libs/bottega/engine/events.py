@@ -149,10 +149,8 @@ class CachedStart:
 
     image: int
     """Index of the image in its job."""
-    entry: str
-    """Name of the cache entry."""
-    step: int
-    """Number of steps that had made the latent when it was recorded."""
+    name: str
+    """Name of the latent, by which requests can pin it."""
     from_step: int
     """First step that the image makes after the start."""
     skipped_steps: int

@@ -27,9 +27,10 @@ from bottega.caching import CacheLease
 from bottega.errors import BottegaError, DataLoss, InvalidRequest
 from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
 from bottega.rpc.fleet_membership import Listening
+from bottega.rpc.link_service import StoreLinks
 from bottega.rpc.operation.readings import counter_by, counters, gauge_by, gauges
 from bottega.rpc.server_config import LimitedLinksConfig
-from bottega.rpc.store_server import StoreLinks, StoreServer
+from bottega.rpc.store_server import StoreServer
 from bottega.transport import Connection, Incoming, Layout, Link, LinkServerSettings, WholeMessage, kind_of, read_number
 from bottega.v1 import fleet_pb2
 from bottega.v1.activations_pb2 import ChunkHeader, SectionHeader, SectionRequest, TemplateAnswer

@@ -12,8 +12,8 @@ from bottega.addons.loras.wire.messages import LoraMessageKind
 from bottega.caching import CacheLease, TieredCache
 from bottega.errors import BottegaError, DataLoss
 from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
+from bottega.rpc.link_service import StoreLinks
 from bottega.rpc.server_config import LimitedLinksConfig
-from bottega.rpc.store_server import StoreLinks
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, header_bytes
 from bottega.transport import (
     Connection,

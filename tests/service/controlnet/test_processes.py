@@ -142,7 +142,7 @@ def test_one_request_may_use_two_servers(cast: Cast, stock: Any, nets: Mapping[s
     assert_same_image(drawn.picture, reference(stock, nets, spec))
     assert (drawn.servers(0), drawn.servers(1)) == (["far"], ["near"])
     linked = [event for event in cast.bare.service.events() if event["event"] == "linked to a ControlNet server"]
-    assert {event["server"]: event["backend"] for event in linked} == {"near": "memfd", "far": "tcp"}
+    assert {event["service"]: event["backend"] for event in linked} == {"near": "memfd", "far": "tcp"}
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])

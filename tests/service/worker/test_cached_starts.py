@@ -135,17 +135,17 @@ def test_a_picture_is_recorded_found_by_another_job_and_pinned_until_it_is_gone(
 
     second = desk.draw(cached(replace(ORDER, key="second", spec=replace(SPEC, seed=6))))
     (start,) = second.record.cached_starts
-    assert (start.entry, start.step, start.from_step) == (entry.entry, 8, 7)
+    assert (start.name, start.from_step) == (format_start(entry.entry, 8), 7)
     # The answer came when the picture had made its first step.
     assert start.skipped_steps <= 7
     wait_until(lambda: desk.store.statistics().steps_skipped == start.skipped_steps, "the cache to be told")
     assert start.similarity == pytest.approx(1.0, abs=1e-3)
 
-    name = format_start(start.entry, start.step)
+    name = start.name
     pinned = cached(replace(ORDER, key="third", spec=replace(SPEC, seed=6)), pin=name)
     third = desk.draw(pinned)
     assert torch.equal(third.latents[0], second.latents[0])
-    assert [each.entry for each in third.record.cached_starts] == [entry.entry]
+    assert [each.name for each in third.record.cached_starts] == [name]
 
     assert list(at_cache(first)) == ["search", "select"]
     assert list(at_cache(second)) == ["search", "select", "read from the disk"]
@@ -169,8 +169,8 @@ def test_a_picture_with_loras_starts_from_what_was_recorded_without_where_the_ca
     for bound, step in ((7, None), (10, 8)):
         styled = replace(SPEC, seed=6, loras=(lora_spec("ink", bound=bound),))
         drawing = desk.draw(cached(replace(ORDER, key=("styled", bound), spec=styled), record=False))
-        starts = [(start.entry, start.step, start.without_loras) for start in drawing.record.cached_starts]
-        assert starts == ([] if step is None else [(entry.entry, step, True)])
+        starts = [(start.name, start.without_loras) for start in drawing.record.cached_starts]
+        assert starts == ([] if step is None else [(format_start(entry.entry, step), True)])
 
 
 def test_a_store_that_is_closed_keeps_no_picture_waiting(desk: Desk) -> None:

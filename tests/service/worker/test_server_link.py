@@ -82,7 +82,7 @@ def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: Lin
     link = begun(offers)
     message = message_of({"open": torch.zeros(1)})
     for lease in range(5000):
-        link.open(lease, message)
+        link.open_lease(lease, message)
     assert isinstance(link.lost, PeerDead)
     offer = listener.offer()
     offers.offer.set_result(offer_of(offer))

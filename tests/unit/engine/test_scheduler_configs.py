@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 import torch
 
+from bottega.addons.cache.starts import format_start
 from bottega.engine.encode import encode_prompts
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
@@ -154,7 +155,7 @@ def test_a_start_from_a_latent_draws_what_its_own_steps_would(models: dict[str, 
     easel = Cached(case.model, limits=ALONE)
     drawing = easel.draw(cached(EngineOrder(key=1, spec=case.spec)), hits=[(entry(1), 4, own.latent[0])])
     (start,) = drawing.record.cached_starts
-    assert (start.step, start.from_step) == (4, 4)
+    assert (start.name, start.from_step) == (format_start(entry(1), 4), 4)
     shape = (1, 4, 8, 8)
     begun.start_from(own.latent[0], 4)
     generator = torch.Generator("cpu").manual_seed(case.spec.seed)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from bottega.addons.cache.starts import format_start
 from bottega.engine.engine import Engine
 from bottega.engine.errors import to_job_failure
 from bottega.engine.events import (
@@ -267,7 +266,7 @@ def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
 
 def _start(start: CachedStart) -> generation_pb2.CacheUse:
     return generation_pb2.CacheUse(
-        entry=format_start(start.entry, start.step),
+        entry=start.name,
         similarity=start.similarity,
         from_step=start.from_step,
         skipped_steps=start.skipped_steps,

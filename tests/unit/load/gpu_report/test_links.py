@@ -9,7 +9,7 @@ from load.gpu_report.rig import FULL, Rig
 
 GPU = Rig(size=FULL, device="cuda:0", folder=Path())
 SERVING = {"event": "serving", "address": "127.0.0.1:1"}
-BY_IPC = {"event": "linked to a ControlNet server", "server": "controlnet", "backend": "cuda-ipc", "why": "probed"}
+BY_IPC = {"event": "linked to a ControlNet server", "service": "controlnet", "backend": "cuda-ipc", "why": "probed"}
 
 
 def test_what_carries_the_link_is_read_from_the_workers_log() -> None:

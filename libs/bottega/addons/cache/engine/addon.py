@@ -426,13 +426,13 @@ class JobCachedStarts(JobAddOn):
         """Set the decision: for each picture, the latent from which it started or must start."""
         starts = [
             CacheStart(
-                entry=started.entry,
-                step=started.step,
+                entry=start.entry,
+                step=start.step,
                 similarity=started.similarity,
                 without_loras=started.without_loras,
                 made_steps=started.from_step - started.skipped_steps,
             )
-            if (started := picture.started) is not None
+            if (started := picture.started) is not None and (start := picture.start) is not None
             else (picture.pinned if self._decided else None) or CacheStart()
             for picture in self._pictures
         ]

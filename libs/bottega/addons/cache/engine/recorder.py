@@ -123,8 +123,10 @@ class StartingPicture:
     """The latent that the picture must start from, and waits for before its first step; None if any latent will do."""
     hit: tuple[CacheStart, Tensor] | None = None
     """A latent that has arrived and that the picture may start from; None without one."""
-    started: CachedStart | None = None
+    start: CacheStart | None = None
     """The latent that the picture has started from; None for noise."""
+    started: CachedStart | None = None
+    """The same, for the job's record."""
 
     @property
     def blocked(self) -> bool:
@@ -146,11 +148,11 @@ class StartingPicture:
             made_steps: Steps that the picture had made from noise before.
         """
         self.hit = None
+        self.start = start
         first = self.first_step(start)
         self.started = CachedStart(
             image=self.request.index,
-            entry=start.entry,
-            step=start.step,
+            name=format_start(start.entry, start.step),
             from_step=first,
             skipped_steps=max(0, first - made_steps),
             similarity=start.similarity,

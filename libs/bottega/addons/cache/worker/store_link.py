@@ -19,6 +19,7 @@ from bottega.addons.cache import wire
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.addons.cache.engine.recorder import latents_in_order
 from bottega.addons.cache.wire import CacheMessageKind, starts_message
+from bottega.addons.interface.store_link import StoreLink
 from bottega.device_links.tensor_messages import DTYPES, tensor_at
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
@@ -30,8 +31,6 @@ from bottega.transport import (
     Layout,
     Limits,
     Link,
-    LinkClient,
-    LinkClientHandler,
     LinkClientSettings,
     LinkCounters,
     OfferSource,
@@ -59,7 +58,7 @@ class CacheLinkSettings(LinkClientSettings):
     retry_s: float = 1.0
 
 
-class CacheStoreLink(LinkClientHandler):
+class CacheStoreLink(StoreLink):
     """A connection to one cache. Any thread may call it."""
 
     def __init__(
@@ -71,28 +70,12 @@ class CacheStoreLink(LinkClientHandler):
         settings: CacheLinkSettings,
         counters: LinkCounters,
     ) -> None:
-        self.store = store
         self._owner = owner
-        self._connection: Connection | None = None
         self._records = False
-        self._loss_logged = False
-        self._client = LinkClient(
-            self,
-            peer=f"cache {store.name}",
-            request=lambda link_id: offers.request(kinds.CACHE, store.address, link_id),
-            settings=settings,
-            counters=counters,
+        super().__init__(
+            store, kind=kinds.CACHE, title="an approximate cache", offers=offers, settings=settings, counters=counters
         )
-        self._client.start()
-
-    @property
-    def open(self) -> bool:
-        return self._connection is not None
-
-    @property
-    def wants_link(self) -> bool:
-        """Always True, because the connection is only closed when its cache leaves the fleet."""
-        return True
+        self.start()
 
     def ask(self, number: int, question: LatentQuestion) -> bool:
         """Send a query. Return False if the connection is not open."""
@@ -111,15 +94,8 @@ class CacheStoreLink(LinkClientHandler):
         if connection is not None:
             connection.post(self._begin_recording)
 
-    def close(self) -> None:
-        self._client.close()
-
     def on_open(self, connection: Connection) -> None:
-        self._connection, self._loss_logged = connection, False
-        assert connection.link is not None
-        choice = connection.link.backend_choice
-        facts = {"cache": self.store.name, "backend": choice.backend, "why": choice.reason}
-        _log.info("linked to an approximate cache", extra=facts)
+        super().on_open(connection)
         self._owner.on_link(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
@@ -130,10 +106,7 @@ class CacheStoreLink(LinkClientHandler):
         self._owner.on_answer(self, number, answer)
 
     def on_end(self, cause: BottegaError) -> None:
-        self._connection = None
-        if not self._loss_logged:  # once, however often it is tried again
-            self._loss_logged = True
-            _log.warning("an approximate cache is lost", extra={"cache": self.store.name, "text": cause.message})
+        super().on_end(cause)
         self._owner.on_lost(self)
 
     @property
@@ -150,7 +123,7 @@ class CacheStoreLink(LinkClientHandler):
         try:
             connection.send_now(link, recording)
         except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link goes on
-            _log.warning("latents are not recorded", extra={"cache": self.store.name, "text": error.message})
+            _log.warning("latents are not recorded", extra={"service": self.store.name, "text": error.message})
 
     def _begin_recording(self, _link: Link) -> None:
         self._records = True

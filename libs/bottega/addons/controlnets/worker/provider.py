@@ -125,7 +125,7 @@ class RemoteControlNets:
     @property
     def servers(self) -> list[str]:
         """Names of the connected servers."""
-        return [link.server.name for link in self._manager.links if link.lost is None]
+        return [link.store.name for link in self._manager.links if link.lost is None]
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         sessions = [PlacedSession(control=control) for control in controls]

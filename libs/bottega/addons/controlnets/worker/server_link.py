@@ -25,6 +25,7 @@ from bottega.addons.controlnets.engine.messages import (
     step_message,
 )
 from bottega.addons.controlnets.engine.provider import ControlServer
+from bottega.addons.interface.store_link import StoreLink
 from bottega.device_links.tensor_messages import TensorMessage, tensor_of
 from bottega.errors import BottegaError, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkClosed
 from bottega.rpc.status import from_job_error, job_error_from_json
@@ -33,8 +34,6 @@ from bottega.transport import (
     Incoming,
     Layout,
     Limits,
-    LinkClient,
-    LinkClientHandler,
     LinkClientSettings,
     LinkCounters,
     OfferSource,
@@ -188,7 +187,7 @@ class ChangeCondition:
             self._changed.wait_for(lambda: self._count > seen, timeout_s)
 
 
-class ServerLink(LinkClientHandler):
+class ServerLink(StoreLink):
     """A connection to one server, used by one thread.
 
     Messages may be sent right after `start`. Once `lost` is set, the connection is not used again.
@@ -207,7 +206,6 @@ class ServerLink(LinkClientHandler):
         counters: LinkCounters,
         link_id: str = "",
     ) -> None:
-        self.server = server
         self.answer_s = 0.0
         """Recent seconds from a request to its complete response; 0 if unknown."""
         self.transfer_s = 0.0
@@ -221,10 +219,11 @@ class ServerLink(LinkClientHandler):
         self._progress = 0
         self._progress_s = self._checked_s = 0.0
         self._lost: BottegaError | None = None
-        self._client = LinkClient(
-            self,
-            peer=f"ControlNet server {server.name}",
-            request=lambda link_id: offers.request(kinds.CONTROLNET, server.address, link_id),
+        super().__init__(
+            server,
+            kind=kinds.CONTROLNET,
+            title="a ControlNet server",
+            offers=offers,
             settings=settings,
             counters=counters,
             link_id=link_id,
@@ -250,17 +249,13 @@ class ServerLink(LinkClientHandler):
         """Maximum bytes of one response."""
         return self._settings.limits.slot_bytes
 
-    def start(self) -> None:
-        """Open the connection in the background."""
-        self._client.start()
-
-    def open(self, lease: int, message: TensorMessage) -> LeaseStatus:
+    def open_lease(self, lease: int, message: TensorMessage) -> LeaseStatus:
         """Request a lease in the background. The returned status has the outcome, unless the connection is lost."""
         answer = self._leases[lease] = LeaseStatus()
         self._send(message, lease=lease)
         return answer
 
-    def close(self, lease: int) -> None:
+    def close_lease(self, lease: int) -> None:
         """End a lease in the background."""
         self._leases.pop(lease, None)
         self._send(number_message(ControlMessageKind.CLOSE, lease))
@@ -298,13 +293,6 @@ class ServerLink(LinkClientHandler):
         self._client.close()
         self._client.join()
 
-    def on_open(self, connection: Connection) -> None:
-        """Log over which transport the connection runs."""
-        assert connection.link is not None
-        choice = connection.link.backend_choice
-        facts = {"server": self.server.name, "backend": choice.backend, "why": choice.reason}
-        _log.info("linked to a ControlNet server", extra=facts)
-
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         """Handle a message. Residuals are passed on one by one as they arrive."""
         if kind_of(incoming.layout) == ControlMessageKind.RESIDUALS:
@@ -325,7 +313,7 @@ class ServerLink(LinkClientHandler):
 
     def on_end(self, cause: BottegaError) -> None:
         if not isinstance(cause, LinkClosed):
-            _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": cause.message})
+            super().on_end(cause)
         self._lost = cause
         self._client.close()
         self._changes.notify()
@@ -355,7 +343,7 @@ class ServerLink(LinkClientHandler):
         if lease is not None and (answer := self._leases.pop(lease, None)) is not None:
             answer.refusal = error
         if step is not None and (result := self._results.pop(step, None)) is not None:
-            _log.warning("a server refused a step", extra={"server": self.server.name, "text": error.message})
+            _log.warning("a server refused a step", extra={"service": self.store.name, "text": error.message})
             result.refused = True
             self._progress_s = time.monotonic()
         self._changes.notify()
@@ -392,7 +380,7 @@ class ServerLink(LinkClientHandler):
         still_s = now_s - self._progress_s
         if self._results and still_s > self._settings.stall_s:
             raise DeadlineExceeded(
-                f"ControlNet server {self.server.name} has made no progress on a pending answer for {still_s:.1f} s"
+                f"ControlNet server {self.store.name} has made no progress on a pending answer for {still_s:.1f} s"
             )
 
 

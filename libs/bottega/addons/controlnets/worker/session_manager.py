@@ -120,7 +120,7 @@ class PlacedSession:
         """Record that `result` will have the row's residuals, at index `place`."""
         result.use()
         if self.lease is not None and len(self._calls) < MAX_SPANS:
-            self._calls[row.step, result.times] = self.lease.link.server.name
+            self._calls[row.step, result.times] = self.lease.link.store.name
         answers = self._of(row)
         _drop(answers.before)
         answers.before = None
@@ -240,7 +240,7 @@ class SessionManager:
     def release(self, sessions: Sequence[PlacedSession]) -> None:
         """End sessions that are not needed any more."""
         for lease in dict.fromkeys(session.lease for session in sessions if session.lease is not None):
-            lease.link.close(lease.number)
+            lease.link.close_lease(lease.number)
             self._leases.remove(lease)
         for session in sessions:
             self._detach(session)
@@ -270,10 +270,10 @@ class SessionManager:
             elif not lease.opened and lease.answer.opened:
                 lease.opened = True
                 for session in lease.sessions:
-                    session.ran.append(link.server.name)
+                    session.ran.append(link.store.name)
             elif any(session.refused for session in lease.sessions):
-                link.close(lease.number)
-                self._reassign(lease, NoControlNet(f"ControlNet server {link.server.name} could not compute a step"))
+                link.close_lease(lease.number)
+                self._reassign(lease, NoControlNet(f"ControlNet server {link.store.name} could not compute a step"))
         for server, link in list(self._links.items()):
             if link.lost is not None:
                 del self._links[server]
@@ -354,7 +354,7 @@ class SessionManager:
             controls=tuple(session.control for session in sessions),
         )
         self._leases.append(lease)
-        lease.answer = link.open(lease.number, open_message(opening))
+        lease.answer = link.open_lease(lease.number, open_message(opening))
 
 
 def _nobody(session: PlacedSession, why: BottegaError | None) -> NoControlNet:

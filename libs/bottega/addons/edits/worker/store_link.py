@@ -19,6 +19,7 @@ from bottega.addons.edits.worker.load_meter import LinkPace, LoadMeter
 from bottega.addons.edits.worker.stored_step import SectionFetch, StoredStep
 from bottega.addons.edits.worker.template import read_template
 from bottega.addons.edits.worker.uploads import Uploads
+from bottega.addons.interface.store_link import StoreLink
 from bottega.errors import BottegaError, DataLoss, NoSharedMemory, TooLarge
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (
@@ -26,8 +27,6 @@ from bottega.transport import (
     Incoming,
     Limits,
     Link,
-    LinkClient,
-    LinkClientHandler,
     LinkClientSettings,
     LinkCounters,
     OfferSource,
@@ -58,7 +57,7 @@ class ActivationLinkSettings(LinkClientSettings):
     """Maximum bytes of recordings that wait to be sent."""
 
 
-class ActivationStoreLink(LinkClientHandler):
+class ActivationStoreLink(StoreLink):
     """A connection to one store. Thread-safe."""
 
     def __init__(
@@ -71,7 +70,6 @@ class ActivationStoreLink(LinkClientHandler):
         meter: LoadMeter,
         counters: LinkCounters,
     ) -> None:
-        self.store = store
         self.tried = False
         """Whether the connection was opened, or failed to open, at least once."""
         self.uploads = Uploads(budget_bytes=settings.upload_bytes, meter=meter, wake=self._wake_uploads)
@@ -81,26 +79,16 @@ class ActivationStoreLink(LinkClientHandler):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._fetches: dict[int, SectionFetch] = {}
-        self._connection: Connection | None = None
-        self._loss_logged = False
         self._files: bool | None = None  # whether the last large section came as a file; None before the first
-        self._client = LinkClient(
-            self,
-            peer=f"activation store {store.name}",
-            request=lambda link_id: offers.request(kinds.ACTIVATIONS, store.address, link_id),
+        super().__init__(
+            store,
+            kind=kinds.ACTIVATIONS,
+            title="an activation store",
+            offers=offers,
             settings=settings,
             counters=counters,
         )
-        self._client.start()
-
-    @property
-    def open(self) -> bool:
-        return self._connection is not None
-
-    @property
-    def wants_link(self) -> bool:
-        """Always True, because the connection is only closed when its store leaves the fleet."""
-        return True
+        self.start()
 
     @property
     def shares(self) -> bool:
@@ -148,18 +136,12 @@ class ActivationStoreLink(LinkClientHandler):
             if connection is not None:
                 connection.send(messages.cancel_message(number))
 
-    def close(self) -> None:
-        self._client.close()
-
     def on_open(self, connection: Connection) -> None:
         self.uploads.lose()  # recordings that were begun without a link cannot be completed
         with self._lock:
-            self._connection, self._loss_logged, self._files = connection, False, None
+            super().on_open(connection)
+            self._files = None
         self.tried = True
-        assert connection.link is not None
-        choice = connection.link.backend_choice
-        facts = {"store": self.store.name, "backend": choice.backend, "why": choice.reason}
-        _log.info("linked to an activation store", extra=facts)
         self._owner.on_link(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
@@ -189,16 +171,13 @@ class ActivationStoreLink(LinkClientHandler):
     def on_end(self, cause: BottegaError) -> None:
         """Fail the pending requests; edits compute those steps instead."""
         with self._lock:
-            self._connection = None
+            super().on_end(cause)
             lost, self._fetches = self._fetches, {}
         self.tried = True
         for fetch in lost.values():
             fetch.step.give_up(fetch)
         self._meter.note("loads_lost", len(lost))
         self.uploads.lose()
-        if not self._loss_logged:  # once, however often it is tried again
-            self._loss_logged = True
-            _log.warning("an activation store is lost", extra={"store": self.store.name, "text": cause.message})
         self._owner.on_lost(self)
 
     def check(self) -> None:
@@ -217,7 +196,7 @@ class ActivationStoreLink(LinkClientHandler):
         try:
             size_bytes = upload.send(connection, link)
         except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link goes on
-            _log.warning("the store refused a section", extra={"store": self.store.name, "text": error.message})
+            _log.warning("the store refused a section", extra={"service": self.store.name, "text": error.message})
             self.uploads.refused(upload)
         else:
             self.uploads.sent(upload, size_bytes)
@@ -268,7 +247,7 @@ class ActivationStoreLink(LinkClientHandler):
         if fetch is None:
             return
         self._meter.note("loads_refused")
-        _log.info("a section is not loaded but computed", extra={"store": self.store.name, "text": error.message})
+        _log.info("a section is not loaded but computed", extra={"service": self.store.name, "text": error.message})
         fetch.step.give_up(fetch, lost=True)
 
     def _finish(self, number: int) -> None:

@@ -19,7 +19,7 @@ from bottega.addons.loras.config import LorasConfig
 from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.worker.download import DownloadHandle, LoraDownload
-from bottega.addons.loras.worker.store_link import LoraLinkSettings, StoreLink
+from bottega.addons.loras.worker.store_link import LoraLinkSettings, LoraStoreLink
 from bottega.caching import LruCache
 from bottega.errors import BottegaError, DataLoss, LoraNotFound
 from bottega.transport import LinkCounters, OfferSource
@@ -59,7 +59,7 @@ class LoraCache:
         self._counters = counters
         self._stores: tuple[ServiceAddress, ...] = ()
         self._without_store: list[LoraDownload] = []  # downloads that no store can be asked for now
-        self._links: OrderedDict[str, StoreLink] = OrderedDict()
+        self._links: OrderedDict[str, LoraStoreLink] = OrderedDict()
         self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
         self._downloads = LruCache[LoraDownload](
             budget_bytes=budget_bytes, on_evict=lambda _, download: self._refusals.pop(download, None)
@@ -81,7 +81,7 @@ class LoraCache:
     @property
     def linked(self) -> int:
         """Number of connected stores."""
-        return sum(link.linked for link in list(self._links.values()))
+        return sum(link.open for link in list(self._links.values()))
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         with self._changed:
@@ -141,10 +141,10 @@ class LoraCache:
         passed = {but, *self._refusals.get(download, ())}
         return next((store for store in self._stores if store.address not in passed), None)
 
-    def _link_to(self, store: ServiceAddress) -> StoreLink:
+    def _link_to(self, store: ServiceAddress) -> LoraStoreLink:
         link = self._links.get(store.address)
         if link is None:
-            link = self._links[store.address] = StoreLink(
+            link = self._links[store.address] = LoraStoreLink(
                 store,
                 offers=self._offers,
                 settings=self._settings,
@@ -159,10 +159,10 @@ class LoraCache:
         self._links.move_to_end(store.address)
         return link
 
-    def _refused(self, link: StoreLink, download: LoraDownload, error: BottegaError) -> None:
+    def _refused(self, link: LoraStoreLink, download: LoraDownload, error: BottegaError) -> None:
         """Request a LoRA that a store refused from another store, or fail. Called in a thread of the connection."""
         if isinstance(error, DataLoss):  # the operator must know, whether or not another store has it undamaged
-            facts = {"store": link.store.name, "lora": download.ref.name, "text": error.message}
+            facts = {"service": link.store.name, "lora": download.ref.name, "text": error.message}
             _log.warning("a LoRA is damaged in its store; delete it and upload it again", extra=facts)
         with self._changed:
             if download.given_up:
@@ -177,7 +177,7 @@ class LoraCache:
                 download.restart()
                 self._ask(download)
 
-    def _lost(self, link: StoreLink, _error: BottegaError) -> None:
+    def _lost(self, link: LoraStoreLink, _error: BottegaError) -> None:
         """Fetch the pending LoRAs of a lost store from other stores, or again over its connection if there are none."""
         with self._changed:
             for download in link.wanted():

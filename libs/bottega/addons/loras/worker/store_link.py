@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bottega import kinds
+from bottega.addons.interface.store_link import StoreLink
 from bottega.addons.loras.wire import messages
 from bottega.addons.loras.wire.canonical import MAX_FILE_BYTES
 from bottega.addons.loras.wire.messages import HEADER, PIECE, TEXT, TIMES, UNET_BYTES, LoraMessageKind
@@ -26,8 +27,6 @@ from bottega.transport import (
     Incoming,
     Layout,
     Limits,
-    LinkClient,
-    LinkClientHandler,
     LinkClientSettings,
     LinkCounters,
     OfferSource,
@@ -51,7 +50,7 @@ class LoraLinkSettings(LinkClientSettings):
     limits: Limits = field(default_factory=lambda: Limits(slots=messages.SLOTS, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
 
 
-class StoreLink(LinkClientHandler):
+class LoraStoreLink(StoreLink):
     """A connection to one store. It requests the LoRAs of `fetch` until they have arrived. Any thread may call it.
 
     Args:
@@ -68,31 +67,21 @@ class StoreLink(LinkClientHandler):
         settings: LoraLinkSettings,
         counters: LinkCounters,
         on_progress: Callable[[], None],
-        on_refused: Callable[[StoreLink, LoraDownload, BottegaError], None],
-        on_lost: Callable[[StoreLink, BottegaError], None],
+        on_refused: Callable[[LoraStoreLink, LoraDownload, BottegaError], None],
+        on_lost: Callable[[LoraStoreLink, BottegaError], None],
     ) -> None:
-        self.store = store
         self._on_progress = on_progress
         self._on_refused = on_refused
         self._on_lost = on_lost
         self._numbers = itertools.count(1)
         self._wanted: dict[int, LoraDownload] = {}
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
         self._closed = False
         self._checks = ThreadPoolExecutor(1, thread_name_prefix=f"checks-{store.name}")
-        self._client = LinkClient(
-            self,
-            peer=f"LoRA store {store.name}",
-            request=lambda link_id: offers.request(kinds.LORAS, store.address, link_id),
-            settings=settings,
-            counters=counters,
+        super().__init__(
+            store, kind=kinds.LORAS, title="a LoRA store", offers=offers, settings=settings, counters=counters
         )
-        self._client.start()
-
-    @property
-    def linked(self) -> bool:
-        return self._connection is not None
+        self.start()
 
     @property
     def wants_link(self) -> bool:
@@ -124,25 +113,20 @@ class StoreLink(LinkClientHandler):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self._client.close()
+        super().close()
         self._checks.shutdown(wait=False)  # checks that wait still run, because a job may need them
 
     def on_open(self, connection: Connection) -> None:
         """Request all pending downloads over the new connection."""
         with self._lock:
-            self._connection = connection
+            super().on_open(connection)
             for number, download in self._wanted.items():
                 self._ask(connection, number, download)
-        assert connection.link is not None
-        choice = connection.link.backend_choice
-        facts = {"store": self.store.name, "backend": choice.backend, "why": choice.reason}
-        _log.info("linked to a LoRA store", extra=facts)
 
     def on_end(self, cause: BottegaError) -> None:
         """Report the loss. Pending downloads are requested again, over a new connection or from another store."""
         with self._lock:
-            self._connection = None
-        _log.warning("a LoRA store is lost; reconnecting", extra={"store": self.store.name, "text": cause.message})
+            super().on_end(cause)
         for download in self.wanted():
             download.restart()
         self._on_lost(self, cause)

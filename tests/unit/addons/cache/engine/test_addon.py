@@ -80,7 +80,7 @@ def test_a_pin_makes_the_same_picture_again(model: Model, kind: SamplerKind) -> 
     order = replace(ORDER, spec=replace(SPEC, sampler=kind))
     first = Cached(model).draw(order, at_turn=2, hits=[HIT])
     (start,) = first.record.cached_starts
-    pinned = cached(order, pin=format_start(start.entry, start.step), record=False)
+    pinned = cached(order, pin=start.name, record=False)
     desk = Cached(model, ScriptedLatents(pinned={HIT[:2]: HIT[2]}))
     again = desk.draw(pinned)
     assert same(first, again)
@@ -149,7 +149,10 @@ def test_each_picture_starts_from_a_latent_of_its_own(model: Model) -> None:
     desk = Cached(model, ScriptedLatents([answer(HIT, (entry(2), 3, latent(2)))]))
     drawing = desk.draw(order)
     starts = drawing.record.cached_starts
-    assert [(start.image, start.entry, start.from_step) for start in starts] == [(0, entry(1), 4), (1, entry(2), 2)]
+    assert [(start.image, start.name, start.from_step) for start in starts] == [
+        (0, format_start(entry(1), 5), 4),
+        (1, format_start(entry(2), 3), 2),
+    ]
     alone = Cached(model, ScriptedLatents([answer((entry(2), 3, latent(2)))]))
     second = alone.draw(replace(ORDER, spec=replace(SPEC, seed=SPEC.seed + 1)))
     assert torch.equal(drawing.latents[1], second.latents[0])

@@ -1,0 +1,91 @@
+"""The connection of a worker's engine to one store or server, for all add-ons."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from bottega.errors import BottegaError
+from bottega.transport import Connection, LinkClient, LinkClientHandler, LinkClientSettings, LinkCounters, OfferSource
+
+_log = logging.getLogger(__name__)
+
+
+class LinkedService(Protocol):
+    """The name and address of a service, as ServiceAddress and ControlServer have them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
+
+
+class StoreLink(LinkClientHandler):
+    """A connection to one service, opened again after each loss. Any thread may call it.
+
+    Subclasses handle messages, and call `on_open` and `on_end` of this class in their own.
+
+    Args:
+        store: The service at the other end.
+        kind: Its kind, see bottega.kinds.
+        title: What the service is, in texts, with its article: "a LoRA store".
+        link_id: ID of the connection that it replaces.
+    """
+
+    def __init__(
+        self,
+        store: LinkedService,
+        *,
+        kind: str,
+        title: str,
+        offers: OfferSource,
+        settings: LinkClientSettings,
+        counters: LinkCounters,
+        link_id: str = "",
+    ) -> None:
+        self.store = store
+        self._title = title
+        self._connection: Connection | None = None
+        self._loss_logged = False
+        self._client = LinkClient(
+            self,
+            peer=f"{title.partition(' ')[2]} {store.name}",
+            request=lambda link_id: offers.request(kind, store.address, link_id),
+            settings=settings,
+            counters=counters,
+            link_id=link_id,
+        )
+
+    @property
+    def open(self) -> bool:
+        """Whether the connection is open."""
+        return self._connection is not None
+
+    @property
+    def wants_link(self) -> bool:
+        """Always True, because the connection is only closed when its service leaves the fleet."""
+        return True
+
+    def start(self) -> None:
+        """Open the connection in the background."""
+        self._client.start()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def on_open(self, connection: Connection) -> None:
+        """Log over which transport the connection runs."""
+        self._connection, self._loss_logged = connection, False
+        assert connection.link is not None
+        choice = connection.link.backend_choice
+        facts = {"service": self.store.name, "backend": choice.backend, "why": choice.reason}
+        _log.info(f"linked to {self._title}", extra=facts)
+
+    def on_end(self, cause: BottegaError) -> None:
+        """Log the loss once, however often the connection is tried again."""
+        self._connection = None
+        if not self._loss_logged:
+            self._loss_logged = True
+            _log.warning(f"{self._title} is lost", extra={"service": self.store.name, "text": cause.message})
