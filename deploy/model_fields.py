@@ -35,6 +35,12 @@ _EVERY_VALUE = frozenset(
         "a number",
         "a number above 0",
         "a number other than 0",
+        "a number between 0 and 1",
+        "a number or -Infinity",
+        "null or a number above 0",
+        "null or a list of numbers between 0 and 1",
+        "[] or a list of whole numbers from 0",
+        "true or false",
         "a number from 0",
         "a number from 0 to 1",
         "a number from 0 to 1 or null",
@@ -60,17 +66,17 @@ def table(rules: Sequence[FieldRule]) -> str:
 
 
 def scheduler_table() -> str:
-    """Return a table of the schedulers' rules; fields of the same samplers with equal values are one row."""
-    samplers: dict[tuple[str, str, str, str], list[str]] = {}
+    """Return a table of the schedulers' rules that limit a field. Samplers are named where they differ."""
+    served: dict[str, dict[tuple[str, str], list[str]]] = {}
     for sampler, name in SAMPLER_CLASSES.items():
-        for rule in SCHEDULER_RULES[name]:
-            key = f"`{rule.name}`", _default(rule), rule.values.text, rule.why
-            samplers.setdefault(key, []).append(sampler)
+        for rule in filter(_limits, SCHEDULER_RULES[name]):
+            served.setdefault(rule.name, {}).setdefault((rule.values.text, rule.why), []).append(sampler)
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for (field, default, values, why), names in sorted(samplers.items()):
-        of = "all" if len(names) == len(SAMPLER_CLASSES) else ", ".join(names)
-        rows.setdefault((of, values, why), []).append(f"{field}{default}")
-    cells = [("fields (default)", "samplers", "served", "why"), ("---",) * 4]
+    for field, samplers in sorted(served.items()):
+        for (values, why), names in samplers.items():
+            of = ", ".join(names) if len(samplers) > 1 else "all with the field"
+            rows.setdefault((of, values, why), []).append(f"`{field}`")
+    cells = [("fields", "samplers", "served", "why"), ("---",) * 4]
     cells += [(", ".join(fields), *row) for row, fields in rows.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 

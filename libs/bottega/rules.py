@@ -14,8 +14,6 @@ from types import MappingProxyType
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
 from bottega.v1.generation_pb2 import (
-    SAMPLER_DPMPP_2M,
-    SAMPLER_EULER,
     ControlNet,
     Fidelity,
     GenerationSpec,
@@ -59,7 +57,11 @@ ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit firs
 _DIGEST = re.compile("[0-9a-f]{64}")
 _CACHE_ENTRY = re.compile("[0-9a-f]{32}@[1-9][0-9]{0,2}")
 _RECORDING = re.compile("[0-9a-f]{32}")
-_KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
+_KARRAS_SAMPLERS = frozenset(
+    Sampler.Value(f"SAMPLER_{name}")
+    for name in ("EULER", "DPMPP_2M", "DPMPP_2M_SDE", "DPMPP_2S", "LMS", "DEIS", "UNIPC")
+)
+_KARRAS_NAMES = ", ".join(Sampler.Name(sampler).removeprefix("SAMPLER_") for sampler in sorted(_KARRAS_SAMPLERS))
 # Fields that only count with a mask.
 _OF_MASKS = ("mask_alpha", "padding_mask_crop", "keep_unmasked", "mask_feather")
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
@@ -160,7 +162,7 @@ def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[V
         sampler: The spec's sampler, or the model's default.
     """
     if spec.use_karras_sigmas and spec.sampler in _ENUMS["sampler"] and not takes_karras_sigmas(sampler):
-        yield Violation(field="spec.use_karras_sigmas", description="only with the samplers EULER and DPMPP_2M")
+        yield Violation(field="spec.use_karras_sigmas", description=f"only with the samplers {_KARRAS_NAMES}")
 
 
 def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:

@@ -127,7 +127,9 @@ def controlled_latent(
     stock: Any, nets: Mapping[str, ControlNetModel], spec: ResolvedSpec, images: Sequence[Tensor] = ()
 ) -> Tensor:
     """What Diffusers makes of a spec and its control images, with these ControlNets: [1, channels, height, width]."""
-    parts: dict[str, Any] = {"scheduler": spec.sampler.value.from_config(stock.scheduler.config)}
+    parts: dict[str, Any] = {
+        "scheduler": spec.sampler.scheduler_class.from_config(stock.scheduler.config, **spec.sampler.overrides)
+    }
     used = [nets[control.name] for control in spec.controlnets]
     if not used:
         return latent_of(variant(stock, **parts), spec, width=spec.width, height=spec.height)

@@ -46,7 +46,8 @@ def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None) -
     latent: Tensor = noise * scheduler.init_noise_sigma
     if strength is not None:
         latent = scheduler.add_noise(source(), noise, timesteps[:1])
-    extra = {"generator": generator} if "generator" in scheduler.step.__code__.co_varnames else {}
+    accepted = scheduler.step.__code__.co_varnames
+    extra = {name: value for name, value in (("generator", generator), ("eta", 0.0)) if name in accepted}
     for timestep in timesteps:
         noise = predicted(scheduler.scale_model_input(latent, timestep), timestep)
         latent = scheduler.step(noise, timestep, latent, **extra, return_dict=False)[0]

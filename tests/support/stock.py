@@ -69,7 +69,7 @@ class Stock:
         options: dict[str, Any] = {"width": spec.width, "height": spec.height}
         if image is not None:
             options = {"image": image, "strength": spec.strength}
-        pipeline.scheduler = self._scheduler(spec.sampler.value.__name__, spec.use_karras_sigmas)
+        pipeline.scheduler = self._scheduler_of(spec)
         prepare, latents = pipeline.prepare_latents, list[Tensor]()
 
         def prepared(*args: Any, **kwargs: Any) -> Tensor:
@@ -87,7 +87,7 @@ class Stock:
 
     def reference_list(self, spec: ResolvedSpec) -> list[Reference]:
         """All images of a spec with several prompts: one run with their list, and a generator for each."""
-        self.text.scheduler = self._scheduler(spec.sampler.value.__name__, spec.use_karras_sigmas)
+        self.text.scheduler = self._scheduler_of(spec)
         latents = list[Tensor]()
 
         def keep(_: Any, __: int, ___: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class Stock:
     ) -> Reference:
         """Image `index` of an edit: the inpainting pipeline, with the model's own UNet of four channels."""
         pipeline = self._inpaint
-        pipeline.scheduler = self._scheduler(spec.sampler.value.__name__, spec.use_karras_sigmas)
+        pipeline.scheduler = self._scheduler_of(spec)
         latents = list[Tensor]()
 
         def keep(_: Any, __: int, ___: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,10 +136,14 @@ class Stock:
         )
         return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
 
-    def _scheduler(self, name: str, karras: bool) -> Any:
+    def _scheduler(self, name: str, karras: bool, **overrides: Any) -> Any:
         kind = getattr(diffusers, name or self._scheduler_config["_class_name"])
         extra = {"use_karras_sigmas": True} if karras else {}
-        return kind.from_config(self._scheduler_config, **extra)
+        return kind.from_config(self._scheduler_config, **overrides, **extra)
+
+    def _scheduler_of(self, spec: ResolvedSpec) -> Any:
+        kind = spec.sampler
+        return self._scheduler(kind.scheduler_class.__name__, spec.use_karras_sigmas, **kind.overrides)
 
 
 def load_stock(

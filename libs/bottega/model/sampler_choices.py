@@ -114,7 +114,7 @@ class ModelSamplers:
 
     def _problems(self, choice: SamplerChoice, steps: int) -> Iterator[str]:
         karras = choice.karras if choice.kind in KARRAS else None
-        yield from sampler_problems(choice.kind.value.__name__, self.config, use_karras_sigmas=karras)
+        yield from sampler_problems(choice.kind.value, self.config, use_karras_sigmas=karras)
         try:
             sampler = self.open(choice, steps=steps)
             if reason := _miscounted(sampler.steps, steps):

@@ -8,32 +8,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-)
+from diffusers.schedulers.scheduling_lms_discrete import LMSDiscreteScheduler
 from torch import Tensor
 
 from bottega.device.pick import open_device
 from bottega.model.operations import EulerStep
-from bottega.model_files.scheduler_rules import takes_karras_sigmas
+from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SAMPLER_OVERRIDES, takes_karras_sigmas
 
 
 class SamplerKind(Enum):
-    """The samplers that are supported, by their Diffusers class."""
+    """The samplers that are supported, by the names in requests."""
 
-    EULER = EulerDiscreteScheduler
-    EULER_ANCESTRAL = EulerAncestralDiscreteScheduler
-    DDIM = DDIMScheduler
-    DPMPP_2M = DPMSolverMultistepScheduler
+    EULER = "euler"
+    EULER_ANCESTRAL = "euler_ancestral"
+    DDIM = "ddim"
+    DPMPP_2M = "dpmpp_2m"
+    DPMPP_2M_SDE = "dpmpp_2m_sde"
+    DPMPP_2S = "dpmpp_2s"
+    DDPM = "ddpm"
+    DEIS = "deis"
+    UNIPC = "unipc"
+    LMS = "lms"
+    LCM = "lcm"
+    TCD = "tcd"
+    EDM_EULER = "edm_euler"
+    EDM_DPMPP_2M = "edm_dpmpp_2m"
+
+    @property
+    def scheduler_class(self) -> Any:
+        """The Diffusers class of its scheduler."""
+        # Diffusers itself offers this one only where SciPy is installed, of which it needs one integral.
+        return LMSDiscreteScheduler if self is SamplerKind.LMS else getattr(diffusers, SAMPLER_CLASSES[self.value])
+
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """Scheduler configuration that makes this sampler of its class, in place of the model's."""
+        return SAMPLER_OVERRIDES.get(self.value, {})
 
 
-KARRAS = frozenset(kind for kind in SamplerKind if takes_karras_sigmas(kind.value.__name__))
+KARRAS = frozenset(kind for kind in SamplerKind if takes_karras_sigmas(kind.value))
 """Samplers whose Diffusers class accepts use_karras_sigmas."""
 
 # Samplers compute the noise of a timestep in different orders, with results that differ by about 1e-6.
@@ -42,26 +60,63 @@ _SAME_NOISE = 1e-5
 # When nothing of the picture is left, Diffusers' samplers use a signal of 2**-12 to keep its inverse finite.
 _LEAST_SIGNAL = 2.0**-12
 
-# Prefix of the model's outputs in a sampler's state, by their age in steps: model_output.1 is the newest.
-_MODEL_OUTPUT = "model_output."
-
-# Values of algorithm_type with which DPMSolverMultistepScheduler draws noise at every step.
+# Samplers that draw noise at every step with some values of algorithm_type, and these values.
+_SOLVERS = frozenset({SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE, SamplerKind.DPMPP_2S, SamplerKind.EDM_DPMPP_2M})
 _STOCHASTIC_ALGORITHMS = frozenset({"sde-dpmsolver", "sde-dpmsolver++"})
 
-# Values of algorithm_type with which it keeps predicted noise in model_outputs instead of the predicted picture.
-_NOISE_ALGORITHMS = frozenset({"dpmsolver", "sde-dpmsolver"})
+# Samplers that read the noise of a latent from the timestep; they know no sigmas.
+_BY_TIMESTEP = frozenset({SamplerKind.DDIM, SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.TCD})
+
+# Samplers whose schedulers derive their place from the timestep. The others count steps.
+_UNCOUNTED = frozenset({SamplerKind.DDIM, SamplerKind.DDPM})
+
+# Samplers that have sigmas, and latents of variance 1: a x0 + s n with a^2 + s^2 = 1. Latents of the others with sigmas
+# are x0 + sigma n.
+_VARIANCE_KEPT = frozenset(
+    {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE, SamplerKind.DPMPP_2S, SamplerKind.DEIS, SamplerKind.UNIPC}
+)
+
+# Samplers that were made for models trained with EDM's noise levels.
+_EDM = frozenset({SamplerKind.EDM_EULER, SamplerKind.EDM_DPMPP_2M})
+
+# Samplers whose schedulers return the estimate of the finished latent beside the next latent.
+_ESTIMATING = frozenset(
+    {
+        SamplerKind.EULER,
+        SamplerKind.DDIM,
+        SamplerKind.DDPM,
+        SamplerKind.LMS,
+        SamplerKind.LCM,
+        SamplerKind.EDM_EULER,
+    }
+)
+
+# Attributes in which a scheduler keeps what later steps need: tensors, lists of tensors, and numbers.
+_MULTISTEP = ("model_outputs", "lower_order_nums")
+_STATE: Mapping[SamplerKind, tuple[str, ...]] = {
+    SamplerKind.DPMPP_2M: _MULTISTEP,
+    SamplerKind.DPMPP_2M_SDE: _MULTISTEP,
+    SamplerKind.DPMPP_2S: ("model_outputs", "sample"),
+    SamplerKind.DEIS: _MULTISTEP,
+    SamplerKind.UNIPC: (*_MULTISTEP, "last_sample", "this_order"),
+    SamplerKind.LMS: ("derivatives",),
+    SamplerKind.EDM_DPMPP_2M: _MULTISTEP,
+}
+
+# Schedulers that read all entries of model_outputs. The others drop the oldest one before they read.
+_READ_OLDEST = frozenset({SamplerKind.UNIPC})
 
 
 def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
-    """Return whether each step of a sampler draws noise. Otherwise the first latent determines the picture.
+    """Return whether steps of a sampler draw noise. Otherwise the first latent determines the picture.
 
     Args:
         kind: The sampler.
-        config: The model's scheduler configuration, which can make DPM++ stochastic.
+        config: The model's scheduler configuration, which can make some samplers stochastic.
     """
-    if kind is SamplerKind.DPMPP_2M:
-        return config.get("algorithm_type") in _STOCHASTIC_ALGORITHMS
-    return kind is SamplerKind.EULER_ANCESTRAL
+    if kind in {SamplerKind.EULER_ANCESTRAL, SamplerKind.DDPM, SamplerKind.LCM}:
+        return True
+    return kind in _SOLVERS and {**config, **kind.overrides}.get("algorithm_type") in _STOCHASTIC_ALGORITHMS
 
 
 def same_noise(level: float, other: float) -> bool:
@@ -76,7 +131,7 @@ def default_kind(config: Mapping[str, Any]) -> SamplerKind:
         ValueError: That class is not supported.
     """
     name = config.get("_class_name")
-    kind = next((kind for kind in SamplerKind if kind.value.__name__ == name), None)
+    kind = next((kind for kind in SamplerKind if SAMPLER_CLASSES[kind.value] == name), None)
     if kind is None:
         raise ValueError(f"the scheduler {name} is not supported")
     return kind
@@ -127,6 +182,7 @@ class Sampler:
         self._kind = kind
         self._scheduler = make_scheduler(kind, config, overrides)
         self._scheduler.set_timesteps(steps)
+        self._draws = draws_noise(kind, config)
         self._begin_at(begin)
         # Diffusers counts timesteps. All kinds here are of order 1, with one timestep for each step.
         self.steps = len(self._scheduler.timesteps)
@@ -158,6 +214,8 @@ class Sampler:
         """
         timestep, (signal, deviation) = float(self.timestep(step)), self._noise_level(step)
         level = deviation / max(signal, _LEAST_SIGNAL)
+        if self._kind in _EDM:
+            return level
         kept = self._scheduler.alphas_cumprod
         if timestep.is_integer() and 0 <= timestep < len(kept):
             trained = float(kept[int(timestep)])
@@ -172,11 +230,11 @@ class Sampler:
         This computes what Diffusers' `add_noise` does, which however copies all noise levels to the latent's device and
         waits.
         """
-        if self._kind is SamplerKind.DDIM:
+        if self._kind in _BY_TIMESTEP:
             kept: Tensor = self._scheduler.alphas_cumprod[int(self.timestep(step))].to(latent.dtype)
             return kept**0.5 * latent + (1 - kept) ** 0.5 * noise
         sigma: Tensor = self._scheduler.sigmas[step].to(latent.dtype)
-        if self._kind is SamplerKind.DPMPP_2M:
+        if self._kind in _VARIANCE_KEPT:
             levels: tuple[Tensor, Tensor] = self._scheduler._sigma_to_alpha_sigma_t(sigma)
             return levels[0] * latent + levels[1] * noise
         return latent + noise * sigma
@@ -218,10 +276,18 @@ class Sampler:
             made = ancestral_step(self._scheduler, step, noise, latent, generator)
             self.count_step()
             return made
-        if self._kind is SamplerKind.DPMPP_2M:
-            return self._dpm_step(noise, step, latent, generator)
-        made = self._scheduler.step(noise, self.timestep(step), latent, return_dict=False)
-        return made[0], made[1]
+        extra: dict[str, Any] = {}
+        if self._kind in {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE}:
+            if self._draws:
+                # Diffusers draws float32 on the CPU, where the generator is, and its thread waits while it is copied.
+                drawn = torch.randn(noise.shape, generator=generator)
+                extra["variance_noise"] = open_device(noise.device).to_device(drawn)
+        elif self._draws:
+            extra["generator"] = generator
+        elif self._kind is SamplerKind.TCD:
+            extra["eta"] = 0.0  # as Diffusers' pipelines have it
+        made = self._scheduler.step(noise, self.timestep(step), latent, **extra, return_dict=False)
+        return made[0], made[1] if self._kind in _ESTIMATING else self._estimate(noise, step, latent)
 
     def skip_noise(self, steps: int, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> None:
         """Advance the generator by the draws of `steps` steps.
@@ -230,9 +296,12 @@ class Sampler:
             shape: Shape of the latent.
             dtype: Element type of the model's predictions.
         """
-        if draws_noise(self._kind, self._scheduler.config):
-            drawn = torch.float32 if self._kind is SamplerKind.DPMPP_2M else dtype
-            for _ in range(steps):
+        if not self._draws:
+            return
+        drawn = torch.float32 if self._kind in {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE} else dtype
+        for step in range(steps):
+            last = step == self.steps - 1 if self._kind is SamplerKind.LCM else float(self.timestep(step)) <= 0
+            if self._kind not in {SamplerKind.LCM, SamplerKind.DDPM} or not last:
                 torch.randn(tuple(shape), generator=generator, dtype=drawn)
 
     def euler_step(self, step: int) -> EulerStep | None:
@@ -251,15 +320,20 @@ class Sampler:
         self._scheduler._step_index += 1
 
     def state(self) -> SamplerState:
-        """Return the state for `restore`, without the step. Only multi-step samplers have any."""
-        if self._kind is not SamplerKind.DPMPP_2M:
-            return SamplerState(tensors={}, numbers={})
-        tensors = {
-            f"{_MODEL_OUTPUT}{age}": output
-            for age, output in enumerate(reversed(self._outputs_looked_back_at()), 1)
-            if output is not None
-        }
-        return SamplerState(tensors=tensors, numbers={"lower_order_nums": self._scheduler.lower_order_nums})
+        """Return the state for `restore`, without the step. Only samplers that look back at earlier steps have any."""
+        state = SamplerState(tensors={}, numbers={})
+        for name in _STATE.get(self._kind, ()):
+            value = getattr(self._scheduler, name, None)
+            if isinstance(value, list):
+                state.numbers[name] = len(value)
+                first = 1 if name == "model_outputs" and self._kind not in _READ_OLDEST else 0
+                kept = {f"{name}.{index}": each for index, each in enumerate(value) if index >= first}
+                state.tensors.update({key: each for key, each in kept.items() if each is not None})
+            elif isinstance(value, Tensor):
+                state.tensors[name] = value
+            elif value is not None:
+                state.numbers[name] = value
+        return state
 
     def restore(self, state: SamplerState, step: int, device: torch.device) -> None:
         """Continue before `step` as if the earlier steps had been made by this sampler.
@@ -268,60 +342,59 @@ class Sampler:
             ValueError: The state is that of another sampler.
         """
         self._begin_at(step)
-        if self._kind is not SamplerKind.DPMPP_2M:
-            return
-        if "lower_order_nums" not in state.numbers:
+        names = _STATE.get(self._kind, ())
+        if names and not state.numbers.keys() & set(names):
             raise ValueError("the state of a multi-step sampler is missing")
-        self._scheduler.lower_order_nums = state.numbers["lower_order_nums"]
-        for age in range(1, len(self._outputs_looked_back_at()) + 1):
-            output = state.tensors.get(f"{_MODEL_OUTPUT}{age}")
-            self._scheduler.model_outputs[-age] = None if output is None else output.to(device)
+        tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
+        for name in names:
+            if isinstance(getattr(self._scheduler, name, None), list):
+                value = [tensors.get(f"{name}.{index}") for index in range(state.numbers[name])]
+                setattr(self._scheduler, name, value)
+            elif name in tensors or name in state.numbers:
+                setattr(self._scheduler, name, tensors.get(name, state.numbers.get(name)))
 
-    def _outputs_looked_back_at(self) -> Sequence[Tensor | None]:
-        """Return the outputs of earlier steps that the next step reads, oldest first: the solver's order less one."""
-        outputs: list[Tensor | None] = self._scheduler.model_outputs
-        return outputs[1:]
-
-    def _dpm_step(
-        self, noise: Tensor, step: int, latent: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        algorithm = self._scheduler.config.algorithm_type
-        drawn = None
-        if algorithm in _STOCHASTIC_ALGORITHMS:
-            # Diffusers draws float32 on the CPU, where the generator is, and its thread waits while it is copied.
-            drawn = open_device(noise.device).to_device(torch.randn(noise.shape, generator=generator))
-        following = self._scheduler.step(noise, self.timestep(step), latent, variance_noise=drawn, return_dict=False)[0]
-        output: Tensor = self._scheduler.model_outputs[-1]
-        if algorithm in _NOISE_ALGORITHMS:
-            signal, deviation = self._scheduler._sigma_to_alpha_sigma_t(self._scheduler.sigmas[step])
-            return following, (latent - deviation * output) / signal
-        return following, output
+    def _estimate(self, predicted: Tensor, step: int, latent: Tensor) -> Tensor:
+        """Return the finished latent that a prediction for the latent before a step implies."""
+        if self._kind is SamplerKind.EDM_DPMPP_2M:
+            estimate: Tensor = self._scheduler.model_outputs[-1]
+            return estimate
+        signal, deviation = self._noise_level(step)
+        prediction = self._scheduler.config.prediction_type
+        if prediction == "sample":
+            return predicted
+        if prediction == "v_prediction":
+            return signal * latent - deviation * predicted
+        if prediction == "flow_prediction":
+            return latent - deviation * predicted
+        return (latent - deviation * predicted) / max(signal, _LEAST_SIGNAL)
 
     def _noise_level(self, step: int) -> tuple[float, float]:
         """Return the factor of the picture in the latent before a step, and the standard deviation of its noise."""
-        if self._kind is SamplerKind.DDIM:
+        if self._kind in _BY_TIMESTEP:
             kept = float(self._scheduler.alphas_cumprod[int(self.timestep(step))])
             return math.sqrt(kept), math.sqrt(1.0 - kept)
         sigma = self._scheduler.sigmas[step]
-        if self._kind is SamplerKind.DPMPP_2M:
+        if self._kind in _VARIANCE_KEPT:
             signal, deviation = self._scheduler._sigma_to_alpha_sigma_t(sigma)
             return float(signal), float(deviation)
         return 1.0, float(sigma)
 
     def _begin_at(self, step: int) -> None:
-        # DDIM derives its place from the timestep. The others count steps from here on.
-        if self._kind is not SamplerKind.DDIM:
+        if self._kind not in _UNCOUNTED:
             self._scheduler.set_begin_index(step)
 
 
 def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
     """Return the Diffusers scheduler that `Kind.from_config(pipe.scheduler.config, **overrides)` makes."""
     with ignored_algorithm_advice():
-        return kind.value.from_config(dict(config), **overrides)
+        scheduler = kind.scheduler_class.from_config(dict(config), **{**kind.overrides, **overrides})
+    if kind is SamplerKind.LMS:
+        scheduler.get_lms_coefficient = partial(_lms_coefficient, scheduler)
+    return scheduler
 
 
 def ancestral_step(
-    scheduler: EulerAncestralDiscreteScheduler,
+    scheduler: diffusers.EulerAncestralDiscreteScheduler,
     step: int,
     prediction: Tensor,
     latent: Tensor,
@@ -352,3 +425,24 @@ def ancestral_step(
     noise = open_device(prediction.device).to_device(drawn)
     stepped = sample + derivative * (down - sigma) + noise * up
     return stepped.to(prediction.dtype), estimate
+
+
+def _lms_coefficient(scheduler: LMSDiscreteScheduler, order: int, step: int, age: int) -> float:
+    """Return the weight of an earlier derivative in a step of LMS, as `get_lms_coefficient` does with SciPy.
+
+    It is the integral of a Lagrange polynomial of degree 3 or less, for which Gauss' rule with two points is exact.
+
+    Args:
+        scheduler: The scheduler, whose sigmas are those of the schedule.
+        order: Number of derivatives that the step uses.
+        step: Index of the step.
+        age: Number of steps since the derivative was computed.
+    """
+    sigmas = [float(sigma) for sigma in scheduler.sigmas]
+
+    def derivative(sigma: float) -> float:
+        others = (earlier for earlier in range(order) if earlier != age)
+        return math.prod((sigma - sigmas[step - k]) / (sigmas[step - age] - sigmas[step - k]) for k in others)
+
+    half, middle = (sigmas[step + 1] - sigmas[step]) / 2, (sigmas[step + 1] + sigmas[step]) / 2
+    return half * (derivative(middle - half / math.sqrt(3.0)) + derivative(middle + half / math.sqrt(3.0)))

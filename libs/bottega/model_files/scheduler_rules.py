@@ -19,6 +19,7 @@ from bottega.model_files.field_rules import (
     FLAG,
     FRACTION,
     NULL,
+    OFF,
     POSITIVE,
     FieldRule,
     Values,
@@ -37,28 +38,34 @@ SAMPLER_CLASSES: Mapping[str, str] = MappingProxyType(
         "euler_ancestral": "EulerAncestralDiscreteScheduler",
         "ddim": "DDIMScheduler",
         "dpmpp_2m": "DPMSolverMultistepScheduler",
+        "dpmpp_2m_sde": "DPMSolverMultistepScheduler",
+        "dpmpp_2s": "DPMSolverSinglestepScheduler",
+        "ddpm": "DDPMScheduler",
+        "deis": "DEISMultistepScheduler",
+        "unipc": "UniPCMultistepScheduler",
+        "lms": "LMSDiscreteScheduler",
+        "lcm": "LCMScheduler",
+        "tcd": "TCDScheduler",
+        "edm_euler": "EDMEulerScheduler",
+        "edm_dpmpp_2m": "EDMDPMSolverMultistepScheduler",
     }
 )
-"""The served samplers, as requests name them, with their classes in Diffusers."""
+"""The served samplers, as requests name them, with their classes in Diffusers; a class's own sampler comes first."""
+
+SAMPLER_OVERRIDES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {"dpmpp_2m_sde": {"algorithm_type": "sde-dpmsolver++"}}
+)
+"""Scheduler configuration that makes a sampler of its class, in place of the model's."""
 
 UNSERVED_CLASSES: Mapping[str, str] = MappingProxyType(
     {
         "CosineDPMSolverMultistepScheduler": "it is for models of sound",
-        "DDPMScheduler": "",
-        "DEISMultistepScheduler": "",
         "DPMSolverSDEScheduler": "it needs torchsde, which is not installed with the suite",
-        "DPMSolverSinglestepScheduler": "",
-        "EDMDPMSolverMultistepScheduler": "it is for models that were trained with EDM's noise levels",
-        "EDMEulerScheduler": "it is for models that were trained with EDM's noise levels",
         "FlowMatchEulerDiscreteScheduler": "it is for models that were trained with flow matching",
         "HeunDiscreteScheduler": "",
         "KDPM2AncestralDiscreteScheduler": "",
         "KDPM2DiscreteScheduler": "",
-        "LCMScheduler": "it is for models that were distilled to consistency models",
-        "LMSDiscreteScheduler": "",
         "PNDMScheduler": "",
-        "TCDScheduler": "it is for models that were distilled to consistency models",
-        "UniPCMultistepScheduler": "",
     }
 )
 """Classes of Diffusers that are known and not served, each with its reason.
@@ -74,8 +81,8 @@ _SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 _NOISE_PREDICTING = ("dpmsolver", "sde-dpmsolver")
 
 
-def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
-    """Return the rules for the fields that every scheduler has."""
+def _betas(start: float, end: float, schedule: str) -> tuple[FieldRule, ...]:
+    """Return the rules for the noise of training, with a class's defaults."""
     return (
         FieldRule(
             name="num_train_timesteps",
@@ -86,17 +93,34 @@ def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
             ),
             why="each of them takes memory; published models have 1000",
         ),
-        FieldRule(name="beta_start", default=0.0001, values=_SHARE),
-        FieldRule(name="beta_end", default=0.02, values=_SHARE),
-        FieldRule(name="beta_schedule", default="linear", values=only("linear", "scaled_linear", "squaredcos_cap_v2")),
+        FieldRule(name="beta_start", default=start, values=_SHARE),
+        FieldRule(name="beta_end", default=end, values=_SHARE),
+        FieldRule(name="beta_schedule", default=schedule, values=only("linear", "scaled_linear", "squaredcos_cap_v2")),
         FieldRule(
             name="trained_betas", default=None, values=NULL | list_of(_SHARE, "a list of numbers between 0 and 1")
         ),
-        FieldRule(name="prediction_type", default="epsilon", values=only(*predictions)),
+    )
+
+
+_DEFAULT_BETAS = _betas(0.0001, 0.02, "linear")
+_LATENT_BETAS = _betas(0.00085, 0.012, "scaled_linear")
+_ZERO_SNR = FieldRule(name="rescale_betas_zero_snr", default=False, values=FLAG)
+
+
+def _prediction(*served: str) -> FieldRule:
+    return FieldRule(name="prediction_type", default="epsilon", values=only(*served))
+
+
+def _timesteps(spacing: str) -> tuple[FieldRule, ...]:
+    return (
         FieldRule(name="timestep_spacing", default=spacing, values=_SPACINGS),
         FieldRule(name="steps_offset", default=0, values=whole(0), why="timesteps are those of training"),
-        FieldRule(name="rescale_betas_zero_snr", default=False, values=FLAG),
     )
+
+
+def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
+    """Return the rules for the fields that most schedulers have."""
+    return (*_DEFAULT_BETAS, _prediction(*predictions), *_timesteps(spacing), _ZERO_SNR)
 
 
 _CONVERTED_SIGMAS = tuple(FieldRule(name=name, default=False, values=BOOLEAN) for name in _SIGMAS)
@@ -110,6 +134,67 @@ _THRESHOLDING = (
         values=POSITIVE,
         why="at 0 every value of the picture would be clipped to 0",
     ),
+)
+
+
+def _clipping(default: bool) -> tuple[FieldRule, ...]:
+    return (
+        FieldRule(name="clip_sample", default=default, values=FLAG),
+        FieldRule(
+            name="clip_sample_range",
+            default=1.0,
+            values=POSITIVE,
+            why="at 0 every value of the picture would be clipped to 0",
+        ),
+    )
+
+
+def _consistency() -> tuple[FieldRule, ...]:
+    """Return the rules for samplers of models that were distilled to consistency models."""
+    return (
+        *_LATENT_BETAS,
+        _prediction("epsilon", "v_prediction", "sample"),
+        *_timesteps("leading"),
+        _ZERO_SNR,
+        FieldRule(name="original_inference_steps", default=50, values=whole(1)),
+        FieldRule(name="timestep_scaling", default=10.0, values=POSITIVE),
+        FieldRule(name="set_alpha_to_one", default=True, values=FLAG),
+        *_clipping(False),
+        *_THRESHOLDING,
+    )
+
+
+_DYNAMIC_SHIFTING = (
+    FieldRule(name="use_dynamic_shifting", default=False, values=FLAG),
+    FieldRule(name="time_shift_type", default="exponential", values=ANY),
+)
+_FLOW_SIGMAS = (
+    FieldRule(name="use_flow_sigmas", default=False, values=FLAG),
+    FieldRule(name="flow_shift", default=1.0, values=POSITIVE),
+)
+_SOLVER_ORDER = FieldRule(name="solver_order", default=2, values=only(1, 2, 3), why="Diffusers has no other solvers")
+_CLIPPED_LAMBDA = FieldRule(
+    name="lambda_min_clipped",
+    default=-math.inf,
+    values=Values(text="a number or -Infinity", accepts=lambda value: value == -math.inf or number("").accepts(value)),
+)
+_NO_LEARNED_VARIANCE = FieldRule(
+    name="variance_type",
+    default=None,
+    values=Values(text="null", accepts=lambda value: value not in ("learned", "learned_range")),
+    why="models that predict a variance beside the noise are not served",
+)
+# Diffusers takes the names of other solvers for its own one.
+_SOLVER_TYPES = ("midpoint", "heun", "logrho", "bh1", "bh2")
+_EDM_LEVELS = (
+    FieldRule(name="sigma_min", default=0.002, values=POSITIVE),
+    FieldRule(name="sigma_max", default=80.0, values=POSITIVE),
+    FieldRule(name="sigma_data", default=0.5, values=POSITIVE),
+    FieldRule(name="sigma_schedule", default="karras", values=only("karras", "exponential")),
+    FieldRule(name="num_train_timesteps", default=1000, values=whole(1)),
+    _prediction("epsilon", "v_prediction"),
+    FieldRule(name="rho", default=7.0, values=POSITIVE),
+    _LAST_SIGMA,
 )
 
 SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
@@ -131,58 +216,123 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
         "EulerAncestralDiscreteScheduler": _noise_schedule("linspace", "epsilon", "v_prediction"),
         "DDIMScheduler": (
             *_noise_schedule("leading", "epsilon", "v_prediction", "sample"),
-            FieldRule(name="clip_sample", default=True, values=FLAG),
-            FieldRule(
-                name="clip_sample_range",
-                default=1.0,
-                values=POSITIVE,
-                why="at 0 every value of the picture would be clipped to 0",
-            ),
+            *_clipping(True),
             FieldRule(name="set_alpha_to_one", default=True, values=FLAG),
             *_THRESHOLDING,
         ),
         "DPMSolverMultistepScheduler": (
             *_noise_schedule("linspace", "epsilon", "v_prediction", "sample", "flow_prediction"),
-            FieldRule(name="solver_order", default=2, values=only(1, 2, 3), why="Diffusers has no other solvers"),
+            _SOLVER_ORDER,
             FieldRule(
                 name="algorithm_type",
                 default="dpmsolver++",
                 values=only("dpmsolver++", "sde-dpmsolver++", "dpmsolver", "sde-dpmsolver", "deis"),
             ),
-            FieldRule(name="solver_type", default="midpoint", values=only("midpoint", "heun", "logrho", "bh1", "bh2")),
+            FieldRule(name="solver_type", default="midpoint", values=only(*_SOLVER_TYPES)),
             FieldRule(name="lower_order_final", default=True, values=FLAG),
             FieldRule(name="euler_at_final", default=False, values=FLAG),
             *_CONVERTED_SIGMAS,
             FieldRule(name="use_lu_lambdas", default=False, values=FLAG),
-            FieldRule(name="use_flow_sigmas", default=False, values=FLAG),
-            FieldRule(name="flow_shift", default=1.0, values=POSITIVE),
+            *_FLOW_SIGMAS,
             _LAST_SIGMA,
+            _CLIPPED_LAMBDA,
+            _NO_LEARNED_VARIANCE,
+            *_THRESHOLDING,
+            *_DYNAMIC_SHIFTING,
+        ),
+        "DPMSolverSinglestepScheduler": (
+            *_DEFAULT_BETAS,
+            _prediction("epsilon", "v_prediction", "sample", "flow_prediction"),
+            _SOLVER_ORDER,
             FieldRule(
-                name="lambda_min_clipped",
-                default=-math.inf,
-                values=Values(
-                    text="a number or -Infinity",
-                    accepts=lambda value: value == -math.inf or number("").accepts(value),
-                ),
+                name="algorithm_type",
+                default="dpmsolver++",
+                values=only("dpmsolver++", "sde-dpmsolver++", "dpmsolver", "deis"),
             ),
+            FieldRule(name="solver_type", default="midpoint", values=only(*_SOLVER_TYPES)),
+            FieldRule(name="lower_order_final", default=False, values=FLAG),
+            *_CONVERTED_SIGMAS,
+            *_FLOW_SIGMAS,
+            _LAST_SIGMA,
+            _CLIPPED_LAMBDA,
+            _NO_LEARNED_VARIANCE,
+            *_THRESHOLDING,
+            *_DYNAMIC_SHIFTING,
+        ),
+        "DDPMScheduler": (
+            *_noise_schedule("leading", "epsilon", "v_prediction", "sample"),
             FieldRule(
                 name="variance_type",
-                default=None,
-                values=Values(text="null", accepts=lambda value: value not in ("learned", "learned_range")),
+                default="fixed_small",
+                values=only("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
                 why="models that predict a variance beside the noise are not served",
             ),
+            *_clipping(True),
             *_THRESHOLDING,
-            FieldRule(name="use_dynamic_shifting", default=False, values=FLAG),
+        ),
+        "DEISMultistepScheduler": (
+            *_DEFAULT_BETAS,
+            _prediction("epsilon", "v_prediction", "sample", "flow_prediction"),
+            *_timesteps("linspace"),
+            _SOLVER_ORDER,
+            FieldRule(name="algorithm_type", default="deis", values=only("deis", "dpmsolver", "dpmsolver++")),
+            FieldRule(name="solver_type", default="logrho", values=only(*_SOLVER_TYPES)),
+            FieldRule(name="lower_order_final", default=True, values=FLAG),
+            *_CONVERTED_SIGMAS,
+            *_FLOW_SIGMAS,
+            *_THRESHOLDING,
+            *_DYNAMIC_SHIFTING,
+        ),
+        "UniPCMultistepScheduler": (
+            *_noise_schedule("linspace", "epsilon", "v_prediction", "sample", "flow_prediction"),
+            _SOLVER_ORDER,
+            FieldRule(name="predict_x0", default=True, values=FLAG),
+            FieldRule(name="solver_type", default="bh2", values=only(*_SOLVER_TYPES)),
+            FieldRule(name="lower_order_final", default=True, values=FLAG),
+            FieldRule(
+                name="disable_corrector",
+                default=[],
+                values=only([]) | list_of(whole(0), "a list of whole numbers from 0"),
+            ),
+            FieldRule(name="solver_p", default=None, values=NULL, why="another solver inside this one is not served"),
+            *_CONVERTED_SIGMAS,
+            *_FLOW_SIGMAS,
+            FieldRule(name="shift_terminal", default=None, values=NULL, why="it is for flow matching"),
+            FieldRule(name="sigma_min", default=None, values=NULL | POSITIVE),
+            FieldRule(name="sigma_max", default=None, values=NULL | POSITIVE),
+            _LAST_SIGMA,
+            *_THRESHOLDING,
+            FieldRule(
+                name="use_dynamic_shifting", default=False, values=OFF, why="Diffusers' pipelines do not support it"
+            ),
             FieldRule(name="time_shift_type", default="exponential", values=ANY),
+        ),
+        "LMSDiscreteScheduler": (
+            *_DEFAULT_BETAS,
+            _prediction("epsilon", "v_prediction", "sample"),
+            *_timesteps("linspace"),
+            *_CONVERTED_SIGMAS,
+        ),
+        "LCMScheduler": _consistency(),
+        "TCDScheduler": _consistency(),
+        "EDMEulerScheduler": _EDM_LEVELS,
+        "EDMDPMSolverMultistepScheduler": (
+            *_EDM_LEVELS,
+            _SOLVER_ORDER,
+            FieldRule(name="algorithm_type", default="dpmsolver++", values=only("dpmsolver++", "sde-dpmsolver++")),
+            FieldRule(name="solver_type", default="midpoint", values=only(*_SOLVER_TYPES)),
+            FieldRule(name="lower_order_final", default=True, values=FLAG),
+            FieldRule(name="euler_at_final", default=False, values=FLAG),
+            *_THRESHOLDING,
         ),
     }
 )
 """By class, the rules for its fields."""
 
 
-def takes_karras_sigmas(class_name: str) -> bool:
-    """Return whether a served class has a choice of Karras' sigmas."""
-    return any(rule.name == "use_karras_sigmas" for rule in SCHEDULER_RULES[class_name])
+def takes_karras_sigmas(sampler: str) -> bool:
+    """Return whether a sampler has a choice of Karras' sigmas."""
+    return any(rule.name == "use_karras_sigmas" for rule in SCHEDULER_RULES[SAMPLER_CLASSES[sampler]])
 
 
 def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -> Iterator[str]:
@@ -195,10 +345,11 @@ def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -
         sampler: The sampler that a preset names in place of the model's own; empty without one.
     """
     name = config.get("_class_name")
-    if isinstance(name, str) and sampler and (name in SCHEDULER_RULES or UNSERVED_CLASSES.get(name) == ""):
-        name = SAMPLER_CLASSES[sampler]
-    if isinstance(name, str) and name in SCHEDULER_RULES:
-        yield from sampler_problems(name, config)
+    own = next((own for own, served in SAMPLER_CLASSES.items() if served == name), "")
+    if sampler and (own or UNSERVED_CLASSES.get(str(name)) == ""):
+        own = sampler
+    if own:
+        yield from sampler_problems(own, config)
         return
     *others, last = SCHEDULER_RULES
     sentence = f"_class_name must be {', '.join(others)} or {last}, not {shown(name)}"
@@ -211,49 +362,71 @@ def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -
         )
 
 
-def sampler_problems(
-    class_name: str, config: Mapping[str, object], *, use_karras_sigmas: bool | None = None
-) -> list[str]:
-    """Return the reasons why a scheduler of a served class cannot draw with a model's configuration.
+def sampler_problems(sampler: str, config: Mapping[str, object], *, use_karras_sigmas: bool | None = None) -> list[str]:
+    """Return the reasons why a sampler cannot draw with a model's configuration.
 
     Args:
-        class_name: Class of the requested sampler, which may differ from the model's own scheduler.
+        sampler: Name of the requested sampler, which may differ from the model's own.
         config: Contents of the model's scheduler_config.json.
         use_karras_sigmas: Value in a request; None uses the configuration.
     """
-    table = SCHEDULER_RULES[class_name]
-    if use_karras_sigmas is not None and takes_karras_sigmas(class_name):
-        config = {**config, "use_karras_sigmas": use_karras_sigmas}
+    table = SCHEDULER_RULES[SAMPLER_CLASSES[sampler]]
+    config = {**config, **SAMPLER_OVERRIDES.get(sampler, {})}
+    if use_karras_sigmas is not None and takes_karras_sigmas(sampler):
+        config["use_karras_sigmas"] = use_karras_sigmas
     problems = list(broken_fields(table, config))
     # Rules between fields assume valid fields.
-    return problems or list(_broken_together(class_name, with_defaults(table, config)))
+    return problems or list(_broken_together(SAMPLER_CLASSES[sampler], with_defaults(table, config)))
 
 
 def _broken_together(class_name: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each field that does not fit the others. Single fields must be valid."""
-    count, betas = config["num_train_timesteps"], config["trained_betas"]
-    if betas is not None and len(betas) != count:
+    fields = {rule.name for rule in SCHEDULER_RULES[class_name]}
+    count, betas = config["num_train_timesteps"], config.get("trained_betas")
+    if "trained_betas" in fields and betas is not None and len(betas) != count:
         yield f"trained_betas must have {count} numbers, as num_train_timesteps says, not {len(betas)}"
-    if config["steps_offset"] >= count:
+    if "steps_offset" in fields and config["steps_offset"] >= count:
         yield f"steps_offset must be below {count}, num_train_timesteps, not {config['steps_offset']}"
-    if class_name == "DDIMScheduler":
-        yield from _broken_zero_snr(config)
-    if class_name in ("EulerDiscreteScheduler", "DPMSolverMultistepScheduler"):
+    if "use_beta_sigmas" in fields:
         yield from _broken_sigmas(config)
-    if class_name == "EulerDiscreteScheduler":
-        yield from _broken_continuous(config)
-    if class_name == "DPMSolverMultistepScheduler":
-        yield from _broken_solver(config)
+    match class_name:
+        case "DDIMScheduler" | "DDPMScheduler":
+            yield from _broken_zero_snr(config, divides=config["timestep_spacing"] != "leading")
+        case "LCMScheduler" | "TCDScheduler":
+            yield from _broken_zero_snr(config, divides=True)
+        case "EulerDiscreteScheduler":
+            yield from _broken_continuous(config)
+        case "DPMSolverMultistepScheduler" | "DPMSolverSinglestepScheduler":
+            yield from _broken_solver(config)
+        case "DEISMultistepScheduler":
+            yield from _broken_flow(config)
+        case "UniPCMultistepScheduler" if config["final_sigmas_type"] == "zero":
+            yield from _broken_last_step(config)
 
 
-def _broken_zero_snr(config: Mapping[str, Any]) -> Iterator[str]:
-    divides_by_zero = config["prediction_type"] == "epsilon" and config["timestep_spacing"] != "leading"
+def _broken_zero_snr(config: Mapping[str, Any], *, divides: bool) -> Iterator[str]:
+    """Yield a sentence if the scheduler divides by the signal of the last timestep, which is 0.
+
+    Args:
+        config: The fields.
+        divides: Whether the schedule has the last timestep.
+    """
     bounded = config["clip_sample"] or config["thresholding"]
-    if config["rescale_betas_zero_snr"] and divides_by_zero and not bounded:
+    if config["rescale_betas_zero_snr"] and config["prediction_type"] == "epsilon" and divides and not bounded:
         yield (
             'rescale_betas_zero_snr must be false with prediction_type "epsilon" and timestep_spacing '
-            f"{shown(config['timestep_spacing'])}: DDIM divides by zero at the last timestep"
+            f"{shown(config['timestep_spacing'])}: Diffusers divides by zero at the last timestep"
         )
+
+
+def _broken_last_step(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field with which UniPC cannot reach a noise level of 0."""
+    if config["solver_order"] == 3 and not config["lower_order_final"]:
+        yield 'lower_order_final must be true with solver_order 3 and final_sigmas_type "zero"'
+    if not config["predict_x0"]:
+        yield 'predict_x0 must be true with final_sigmas_type "zero"'
+    if config["solver_type"] == "bh1":
+        yield 'solver_type must be "bh2" with final_sigmas_type "zero", not "bh1"'
 
 
 def _broken_sigmas(config: Mapping[str, Any]) -> Iterator[str]:
@@ -279,6 +452,10 @@ def _broken_solver(config: Mapping[str, Any]) -> Iterator[str]:
         yield f'prediction_type must not be "flow_prediction" with algorithm_type {shown(algorithm)}'
     if algorithm == "sde-dpmsolver" and config["solver_order"] == 3:
         yield 'solver_order must be 1 or 2 with algorithm_type "sde-dpmsolver", not 3'
-    converted = [name for name in (*_SIGMAS, "use_lu_lambdas") if config[name]]
+    yield from _broken_flow(config)
+
+
+def _broken_flow(config: Mapping[str, Any]) -> Iterator[str]:
+    converted = [name for name in (*_SIGMAS, "use_lu_lambdas") if config.get(name)]
     if config["use_flow_sigmas"] and converted:
         yield f"use_flow_sigmas must be false with {converted[0]}: there the noise is more than all of a latent"

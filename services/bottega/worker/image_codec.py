@@ -27,6 +27,16 @@ _SAMPLER_TITLES = {
     Sampler.SAMPLER_EULER_ANCESTRAL: "Euler a",
     Sampler.SAMPLER_DDIM: "DDIM",
     Sampler.SAMPLER_DPMPP_2M: "DPM++ 2M",
+    Sampler.SAMPLER_DPMPP_2M_SDE: "DPM++ 2M SDE",
+    Sampler.SAMPLER_DPMPP_2S: "DPM++ 2S",
+    Sampler.SAMPLER_DDPM: "DDPM",
+    Sampler.SAMPLER_DEIS: "DEIS",
+    Sampler.SAMPLER_UNIPC: "UniPC",
+    Sampler.SAMPLER_LMS: "LMS",
+    Sampler.SAMPLER_LCM: "LCM",
+    Sampler.SAMPLER_TCD: "TCD",
+    Sampler.SAMPLER_EDM_EULER: "Euler EDM",
+    Sampler.SAMPLER_EDM_DPMPP_2M: "DPM++ 2M EDM",
 }
 _MODEL_HASH_LETTERS = 10
 _LORA_HASH_LETTERS = 12

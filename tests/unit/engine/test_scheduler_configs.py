@@ -187,7 +187,7 @@ def test_a_presets_spacing_counts_where_the_configuration_has_none(tmp_path: Pat
     for kind in (SamplerKind.EULER, SamplerKind.DDIM):
         spec = replace(SPEC, sampler=kind)
         drawing = ManualEngine(make_engine(model, ALONE)).draw(EngineOrder(key=1, spec=spec))
-        stock.scheduler = kind.value.from_config(config, timestep_spacing="trailing")
+        stock.scheduler = kind.scheduler_class.from_config(config, timestep_spacing="trailing")
         assert_close(drawing.latents[0], latent_of(stock, spec, width=32, height=32))
 
 

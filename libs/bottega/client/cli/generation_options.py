@@ -40,7 +40,7 @@ _SAMPLING = (
         "--karras/--no-karras",
         "use_karras_sigmas",
         default=None,
-        help="Use Karras sigmas (euler, dpmpp_2m). Default: as the model is configured.",
+        help="Use Karras sigmas (euler, lms, deis, unipc, dpmpp_*). Default: as the model is configured.",
     ),
 )
 _IMAGE_TO_IMAGE = (

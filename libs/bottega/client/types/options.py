@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from bottega.client.types.inputs import (
     ControlNet,
@@ -28,14 +28,26 @@ from bottega.rules import refuse
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, Sampler
 
-SamplerName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]
+SamplerName = Literal[
+    "euler",
+    "euler_ancestral",
+    "ddim",
+    "dpmpp_2m",
+    "dpmpp_2m_sde",
+    "dpmpp_2s",
+    "ddpm",
+    "deis",
+    "unipc",
+    "lms",
+    "lcm",
+    "tcd",
+    "edm_euler",
+    "edm_dpmpp_2m",
+]
 FidelityName = Literal["exact", "balanced", "fast"]
 
 SAMPLERS: dict[SamplerName, Sampler.ValueType] = {
-    "euler": generation_pb2.SAMPLER_EULER,
-    "euler_ancestral": generation_pb2.SAMPLER_EULER_ANCESTRAL,
-    "ddim": generation_pb2.SAMPLER_DDIM,
-    "dpmpp_2m": generation_pb2.SAMPLER_DPMPP_2M,
+    name: Sampler.Value(f"SAMPLER_{name.upper()}") for name in get_args(SamplerName)
 }
 FIDELITIES: dict[FidelityName, Fidelity.ValueType] = {
     "exact": generation_pb2.FIDELITY_EXACT,
@@ -59,9 +71,9 @@ class EditOptions(TypedDict, total=False):
         width: Width in pixels, a multiple of the model's size_multiple. A source is resized to it.
         height: Height in pixels, likewise.
         seed: Seed of the first picture; picture i is drawn like a single one with seed + i.
-        sampler: "euler", "euler_ancestral", "ddim" or "dpmpp_2m".
-        use_karras_sigmas: Whether to use Karras sigmas, with "euler" and "dpmpp_2m"; by default as in the model's
-            scheduler configuration.
+        sampler: One of SamplerName, such as "euler" or "dpmpp_2m".
+        use_karras_sigmas: Whether to use Karras sigmas, with "euler", "lms", "deis", "unipc" and the "dpmpp" samplers;
+            by default as in the model's scheduler configuration.
         strength: Share of the source that is redrawn, above 0 to 1. The default is .3, with ControlNets .8 and with a
             mask .9999, as in Diffusers.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.

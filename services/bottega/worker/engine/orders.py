@@ -42,13 +42,8 @@ _OPTIONAL = frozenset(
 
 _OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
 
-# The engine's samplers by the API's.
-SAMPLERS = {
-    generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
-    generation_pb2.SAMPLER_EULER_ANCESTRAL: SamplerKind.EULER_ANCESTRAL,
-    generation_pb2.SAMPLER_DDIM: SamplerKind.DDIM,
-    generation_pb2.SAMPLER_DPMPP_2M: SamplerKind.DPMPP_2M,
-}
+# Samplers of the API, and the engine's.
+SAMPLERS = {generation_pb2.Sampler.Value(f"SAMPLER_{kind.name}"): kind for kind in SamplerKind}
 
 
 def key_of(attempt: AttemptId) -> Key:

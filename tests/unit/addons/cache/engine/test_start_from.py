@@ -41,7 +41,7 @@ class Pipeline:
 
     def scheduler(self, spec: ResolvedSpec) -> Any:
         extra = {"use_karras_sigmas": spec.use_karras_sigmas} if spec.sampler in KARRAS else {}
-        made = spec.sampler.value.from_config(self._stock.scheduler.config, **extra)
+        made = spec.sampler.scheduler_class.from_config(self._stock.scheduler.config, **extra)
         made.set_timesteps(spec.num_inference_steps)
         return made
 

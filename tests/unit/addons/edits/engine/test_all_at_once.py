@@ -119,7 +119,7 @@ class Stock:
     def pipeline(self, asked: Asked) -> tuple[Any, dict[str, Any]]:
         """The pipeline that is meant for it, and what else it is given."""
         spec = asked.spec
-        scheduler = spec.sampler.value.from_config(self._text.scheduler.config)
+        scheduler = spec.sampler.scheduler_class.from_config(self._text.scheduler.config)
         if asked.mask is None:
             return variant(self._text, scheduler=scheduler), {"width": spec.width, "height": spec.height}
         options = edit_options(spec, IMAGE, asked.mask)

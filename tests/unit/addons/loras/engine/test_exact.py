@@ -138,7 +138,7 @@ def test_unlike_sets_plain_rows_and_controlnets_share_groups_and_each_is_its_own
 
 def reference(stock: Any, spec: ResolvedSpec, scales: Mapping[str, float], from_step: int = 0) -> Tensor:
     before = stock.scheduler
-    stock.scheduler = spec.sampler.value.from_config(before.config)
+    stock.scheduler = spec.sampler.scheduler_class.from_config(before.config)
     latent = styled_latent(stock, spec, scales, from_step)
     stock.scheduler = before
     return latent
