@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
+from bottega.model.samplers import SamplerKind
 
+BASIC = (SamplerKind.EULER, SamplerKind.EULER_ANCESTRAL, SamplerKind.DDIM, SamplerKind.DPMPP_2M)
+"""A sampler of each kind that the engine treats in its own way; tables of the model's tests have all samplers."""
+WITH_STATE = (*BASIC, SamplerKind.DPMPP_2S, SamplerKind.UNIPC, SamplerKind.LMS, SamplerKind.DDPM, SamplerKind.LCM)
+"""These, and samplers with other states between steps or other draws."""
 SHAPE = (1, 4, 6, 6)
 SEED = 11
 

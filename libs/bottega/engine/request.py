@@ -203,7 +203,7 @@ class Request:
             steps: Number of steps that the other picture had made.
         """
         first = self.first_step_from(steps)
-        self._sampler = self._new_sampler(first)
+        self._sampler = self._new_sampler(first, restarts=True)
         self._generator.manual_seed(self.spec.seed + self.index)
         shape = tuple(self.latent.shape)
         self._draw(shape)
@@ -263,8 +263,9 @@ class Request:
             noise=None if self.edit is None else self.edit.noise,
         )
 
-    def _new_sampler(self, begin: int) -> Sampler:
-        return self._model.samplers.open(self.spec.sampling, steps=self.spec.num_inference_steps, begin=begin)
+    def _new_sampler(self, begin: int, *, restarts: bool = False) -> Sampler:
+        steps = self.spec.num_inference_steps
+        return self._model.samplers.open(self.spec.sampling, steps=steps, begin=begin, restarts=restarts)
 
     @property
     def _strength(self) -> float:

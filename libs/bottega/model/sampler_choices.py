@@ -80,9 +80,9 @@ class ModelSamplers:
         """
         return steps if draws_noise(kind, self.config) else steps - 1
 
-    def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0) -> Sampler:
-        """Return a sampler for one request."""
-        return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras)
+    def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0, restarts: bool = False) -> Sampler:
+        """Return a sampler for one request; see `Sampler`."""
+        return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras, restarts=restarts)
 
     def refusal(self, choice: SamplerChoice, steps: int) -> str:
         """Return the reason why a choice cannot make `steps` steps; empty if it can."""

@@ -103,6 +103,9 @@ _STATE: Mapping[SamplerKind, tuple[str, ...]] = {
     SamplerKind.EDM_DPMPP_2M: _MULTISTEP,
 }
 
+# Earlier derivatives that LMS uses at most, in Diffusers' pipelines.
+_LMS_ORDER = 4
+
 # Schedulers that read all entries of model_outputs. The others drop the oldest one before they read.
 _READ_OLDEST = frozenset({SamplerKind.UNIPC})
 
@@ -167,6 +170,8 @@ class Sampler:
         steps: Number of denoising steps.
         begin: The first step that is made.
         karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
+        restarts: Whether a later `begin` is a first step, from a latent that this schedule did not make. Without it LMS
+            counts on earlier steps even if there were none, as Diffusers does in image-to-image.
     """
 
     def __init__(
@@ -177,12 +182,14 @@ class Sampler:
         steps: int,
         begin: int = 0,
         karras: bool | None = None,
+        restarts: bool = False,
     ) -> None:
         overrides: dict[str, Any] = {"use_karras_sigmas": karras} if karras is not None and kind in KARRAS else {}
         self._kind = kind
         self._scheduler = make_scheduler(kind, config, overrides)
         self._scheduler.set_timesteps(steps)
         self._draws = draws_noise(kind, config)
+        self._restarts = restarts
         self._begin_at(begin)
         # Diffusers counts timesteps. All kinds here are of order 1, with one timestep for each step.
         self.steps = len(self._scheduler.timesteps)
@@ -284,6 +291,8 @@ class Sampler:
                 extra["variance_noise"] = open_device(noise.device).to_device(drawn)
         elif self._draws:
             extra["generator"] = generator
+        elif self._kind is SamplerKind.LMS and self._restarts:
+            extra["order"] = min(len(self._scheduler.derivatives) + 1, _LMS_ORDER)
         elif self._kind is SamplerKind.TCD:
             extra["eta"] = 0.0  # as Diffusers' pipelines have it
         made = self._scheduler.step(noise, self.timestep(step), latent, **extra, return_dict=False)
@@ -321,7 +330,7 @@ class Sampler:
 
     def state(self) -> SamplerState:
         """Return the state for `restore`, without the step. Only samplers that look back at earlier steps have any."""
-        state = SamplerState(tensors={}, numbers={})
+        state = SamplerState(tensors={}, numbers={"restarts": 1} if self._restarts else {})
         for name in _STATE.get(self._kind, ()):
             value = getattr(self._scheduler, name, None)
             if isinstance(value, list):
@@ -345,6 +354,7 @@ class Sampler:
         names = _STATE.get(self._kind, ())
         if names and not state.numbers.keys() & set(names):
             raise ValueError("the state of a multi-step sampler is missing")
+        self._restarts = "restarts" in state.numbers
         tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
         for name in names:
             if isinstance(getattr(self._scheduler, name, None), list):

@@ -158,3 +158,23 @@ def test_where_nothing_of_the_picture_is_left_the_noise_level_is_a_number() -> N
     config = {**CONFIG, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     levels = {Sampler(kind, config, steps=STEPS).noise_level(0) for kind in (SamplerKind.DDIM, SamplerKind.DPMPP_2M)}
     assert all(level == pytest.approx(2.0**12, rel=1e-3) for level in levels)
+
+
+def test_lms_that_restarts_weighs_the_steps_that_it_made() -> None:
+    """The first step from another picture's latent is Euler's; stock's has weights for earlier steps without any."""
+    generator = torch.Generator().manual_seed(2)
+    latent, predicted = (torch.randn(SHAPE, generator=generator) for _ in range(2))
+    restarted, euler, stock = (
+        Sampler(kind, CONFIG, steps=STEPS, begin=3, restarts=restarts)
+        for kind, restarts in ((SamplerKind.LMS, True), (SamplerKind.EULER, False), (SamplerKind.LMS, False))
+    )
+    for sampler in (restarted, euler, stock):
+        sampler.model_input(latent, 3)
+    expected = euler.step(predicted, 3, latent, None)[0]
+    assert torch.allclose(restarted.step(predicted, 3, latent, None)[0], expected, atol=1e-5)
+    assert not torch.allclose(stock.step(predicted, 3, latent, None)[0], expected, atol=1e-2)
+    resumed = Sampler(SamplerKind.LMS, CONFIG, steps=STEPS)
+    resumed.restore(restarted.state(), 4, torch.device("cpu"))
+    assert torch.equal(
+        *(sampler.step(sampler.model_input(expected, 4), 4, expected, None)[0] for sampler in (restarted, resumed))
+    )
