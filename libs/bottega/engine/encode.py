@@ -24,7 +24,7 @@ _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conditions:
-    """What an image is conditioned on: the embeddings of its prompts."""
+    """The conditions of an image: the embeddings of its prompts."""
 
     conditional: Embeds
     unconditional: Embeds | None

@@ -131,7 +131,7 @@ class LoraRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRecord:
-    """What the other worker of a pair computed for a job."""
+    """The share of a job that the other worker of a pair computed."""
 
     worker: str
     """Name of the other worker."""
@@ -185,7 +185,7 @@ class EditRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """What happened to a job, for its history and its pictures' metadata."""
+    """The record of what happened to a job, for its history and its pictures' metadata."""
 
     begin_step: int
     truncations: Mapping[str, str]

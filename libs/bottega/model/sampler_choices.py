@@ -133,6 +133,8 @@ def _miscounted(made: int, steps: int) -> str:
 
 
 def _impossible(steps: int, error: Exception) -> str:
+    if "original_steps" in str(error):  # LCM and TCD name each combination at length
+        return f"Diffusers cannot make {steps} steps: more than original_inference_steps of the scheduler configuration"
     return f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
 
 

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Listening(Protocol):
-    """What a registration needs to know about a started server."""
+    """The facts about a started server that a registration needs."""
 
     @property
     def channels(self) -> Channels:

@@ -29,7 +29,7 @@ _VIOLATION_BYTES = 8
 
 
 class _Failure(Protocol):
-    """What the blocking and the asyncio RpcError have in common."""
+    """The methods that the blocking and the asyncio RpcError share."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...

@@ -41,7 +41,7 @@ _MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureOrigin:
-    """What a worker writes about itself into provenances and image files, and the add-ons that add more."""
+    """The facts that a worker writes about itself into provenances and image files, and the add-ons that add more."""
 
     worker: str
     """Name of the worker."""

@@ -161,7 +161,7 @@ class SentSlot(Protocol):
 
 
 class BackendEnd(Protocol):
-    """What the two ends of a direction have in common. Only one thread at a time calls these, except `shut_down`."""
+    """The state that the two ends of a direction share. Only one thread at a time calls these, except `shut_down`."""
 
     def receive_frame(self, deadline: Deadline) -> Frame | None:
         """Return the peer's next frame with its payload, or None at the deadline.

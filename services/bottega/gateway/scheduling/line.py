@@ -274,7 +274,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Charge:
-    """What a tenant was charged for a job that started."""
+    """The charge of a tenant for a job that started."""
 
     tenant: str
     weight: float

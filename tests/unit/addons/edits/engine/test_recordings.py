@@ -40,6 +40,7 @@ from tests.samples.masked_edits import (
     masked_order,
     outside,
 )
+from tests.support.schedulers import BASIC
 
 
 def recorded(step: RecordedStep, name: str) -> Tensor:
@@ -284,7 +285,7 @@ def test_at_one_timestep_all_samplers_give_the_model_the_same_input(model: Model
     latent, noise = torch.randn(2, 1, 4, 16, 16, generator=generator)
     inputs: dict[float, Tensor] = {}
     met = 0
-    for kind in SamplerKind:
+    for kind in BASIC:
         sampler = Sampler(kind, model.scheduler_config, steps=10)
         for step in range(sampler.steps):
             sampler = Sampler(kind, model.scheduler_config, steps=10, begin=step)
@@ -339,7 +340,7 @@ def test_a_recording_with_karras_sigmas_is_not_taken_for_other_noise_at_its_time
 def test_keys_tell_all_steps_apart_though_the_last_bits_of_their_noise_do_not_count(model: Model) -> None:
     """Two kinds of processors compute those otherwise, and their workers may share a store."""
     told_apart = levels = 0
-    for kind in SamplerKind:
+    for kind in BASIC:
         for karras in (False, True) if kind in KARRAS else (False,):
             for count in range(1, rules.MAX_STEPS + 1, 3):
                 sampler = Sampler(kind, model.scheduler_config, steps=count, karras=karras)
