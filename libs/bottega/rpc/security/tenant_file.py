@@ -1,7 +1,7 @@
 """The file of a gateway's tenants: their names, and the hashes of their API keys.
 
 `bottega tenants` writes it, and gateways read it. It is replaced atomically. Only its owner may write it, because
-whoever can write it can create keys. A gateway under systemd has its own user, which may read a file that root owns
+a writer can create keys. A gateway under systemd has its own user, which may read a file that root owns
 through the group GROUP.
 """
 
