@@ -51,7 +51,7 @@ class PeerLinkSettings(LinkClientSettings):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _FollowerState:
-    """The state of a follower, as its leader knows it over one connection: the jobs sent to it, and the step it computes.
+    """The state of a follower, as its leader knows it over one connection: the jobs sent to it, and its current step.
 
     A reopened connection starts with a new state.
     """
