@@ -57,7 +57,7 @@ async def test_a_server_that_stops_says_first_how_many_more_it_refused(caplog: p
 async def test_a_fault_that_a_crowd_repeats_is_a_few_lines_too(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crowd, event = 60, "call failed with an unexpected error"
+    crowd, event = 60, "a call failed with an unexpected error"
     await asyncio.gather(*(_refused(served[2], "caller", "break") for _ in range(crowd)))
     await eventually(lambda: len(_told(caplog, event)) + _counted(_told(caplog, f"more times: {event}")) == crowd)
     assert len(_told(caplog, event)) <= 3 * LINES_PER_SECOND

@@ -233,7 +233,7 @@ def test_what_cannot_be_recorded_or_is_too_large_is_not_tried_again(caplog: pyte
     assert len(tried) == 1
     assert "not permitted" in caplog.records[-1].__dict__["why"]
     assert often(store, 2, 101) is None
-    assert "it takes 0 MiB" in caplog.records[-1].__dict__["why"]
+    assert "it needs 0 MiB" in caplog.records[-1].__dict__["why"]
     assert len(store) == 0
 
 

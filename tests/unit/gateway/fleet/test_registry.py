@@ -362,7 +362,7 @@ def test_a_model_that_a_caller_may_not_have_is_as_none() -> None:
         with pytest.raises(ModelNotFound) as refused:
             fleet.resolve(name, shop)
         said.add((refused.value.message, *refused.value.metadata.items()))
-    assert said == {("no such model; served: a", ("served", "a"))}
+    assert said == {("no such model; served models: a", ("served", "a"))}
 
 
 def test_a_model_is_expected_for_its_grace_after_the_last_worker_left() -> None:
