@@ -186,6 +186,7 @@ _NO_LEARNED_VARIANCE = FieldRule(
 )
 # Diffusers takes the names of other solvers for its own one.
 _SOLVER_TYPES = ("midpoint", "heun", "logrho", "bh1", "bh2")
+_EDM_SAMPLERS = ("edm_euler", "edm_dpmpp_2m")
 _EDM_LEVELS = (
     FieldRule(name="sigma_min", default=0.002, values=POSITIVE),
     FieldRule(name="sigma_max", default=80.0, values=POSITIVE),
@@ -371,6 +372,8 @@ def sampler_problems(sampler: str, config: Mapping[str, object], *, use_karras_s
         use_karras_sigmas: Value in a request; None uses the configuration.
     """
     table = SCHEDULER_RULES[SAMPLER_CLASSES[sampler]]
+    if sampler in _EDM_SAMPLERS and config.get("_class_name") not in {SAMPLER_CLASSES[name] for name in _EDM_SAMPLERS}:
+        return ["it is for models that were trained with EDM's noise levels"]
     config = {**config, **SAMPLER_OVERRIDES.get(sampler, {})}
     if use_karras_sigmas is not None and takes_karras_sigmas(sampler):
         config["use_karras_sigmas"] = use_karras_sigmas

@@ -63,7 +63,7 @@ def test_what_a_model_cannot_draw_with_is_told_with_the_reason(tmp_path: Path) -
     folder = with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", prediction_type="sample")
     model = ready_of(make_engine(load(folder), EngineLimits())).ready.model
     refused = {choice.sampler: choice.refused_because for choice in model.sampler_choices if choice.refused_because}
-    edm = "sigma_min must be a number above 0, not null"  # the model was not trained with EDM's noise levels
+    edm = "it is for models that were trained with EDM's noise levels"
     assert refused == {
         generation_pb2.SAMPLER_EULER_ANCESTRAL: 'prediction_type must be "epsilon" or "v_prediction", not "sample"',
         generation_pb2.SAMPLER_EDM_EULER: edm,

@@ -39,8 +39,12 @@ def models_table(models: Sequence[ServedModel]) -> PlainTable:
     )
     for model in models:
         table.add_row(*_row(model))
-    refused = [(model, choice) for model in models for choice in model.sampler_choices if choice.refused_because]
-    refusals = [f"{model.name} does not draw with {_choice(one)}: {one.refused_because}" for model, one in refused]
+    refused: dict[tuple[str, str], list[str]] = {}
+    for model in models:
+        for choice in model.sampler_choices:
+            if choice.refused_because:
+                refused.setdefault((model.name, choice.refused_because), []).append(_choice(choice))
+    refusals = [f"{name} does not draw with {', '.join(them)}: {reason}" for (name, reason), them in refused.items()]
     refusals += [model.edits_refused_because for model in models if model.edits_refused_because]
     if refusals:
         table.add_caption(*refusals)
