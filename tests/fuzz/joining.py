@@ -30,7 +30,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "default_steps": ((0, 200), (-1, 201)),
     "default_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     "default_edit_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
-    "default_sampler": ((0, 4), (5, 99)),
+    "default_sampler": ((0, 14), (15, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
     "sampler_choices": (
         (
