@@ -56,7 +56,7 @@ def taking(device: MemoryDevice, model: Model, *, row_bytes: int, decoding_bytes
 
     hooks = [
         model.backbone.unet.conv_in.register_forward_pre_hook(forward),
-        model.vae.decoder.register_forward_pre_hook(decode),
+        model.vae.decoder.conv_in.register_forward_pre_hook(decode),
     ]
     try:
         yield widths

@@ -245,6 +245,14 @@ class Batcher(Generic[Request]):
         """Charge a tenant for seconds of the device for other work."""
         self._order.charge(share.tenant, cost=seconds, weight=share.weight)
 
+    def is_long(self, seconds: float) -> bool:
+        """Return whether work takes longer than a turn of one of several tenants that are here or were here lately.
+
+        Only work that can pause at no cost ends for that.
+        """
+        turns_s = [visitor.turn_s for visitor in self._visitors.values()]
+        return len(turns_s) > 1 and seconds > min(turns_s)
+
     def _plan(self) -> None:
         """Choose the batch sizes, and admit as many requests as the limit on waiting allows."""
         self._planned_at = self._turn

@@ -1,93 +1,101 @@
 """The decoding of finished latents, which runs in parallel with the steps of other images.
 
-One image is decoded at a time, in its own stream. On a CPU, decoding is done when it has been enqueued.
+It runs layer by layer in a stream of its own. On a GPU all layers are enqueued at once. On a CPU decoding may pause
+between two layers, and the pixels exist when the last one has been enqueued.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from bottega.device.device import HostCopy
+from bottega.device.pieces import PausableWork
 from bottega.device.span import Span
 from bottega.engine.errors import not_finite, vae_not_finite
 from bottega.engine.job import EngineJob
 from bottega.engine.request import Request
-from bottega.model.decode import DecodedLatent, decode_image
+from bottega.model.decode import decode_in_pieces
 from bottega.model.model import Model
 
 _STREAM = "decode"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoding:
-    """An image of a job that is being decoded."""
+    """The decoding of a finished image of a job.
 
-    job: EngineJob
-    request: Request
-    latent: Tensor
-    """The VAE's input, held so that its memory is not reused before decoding is finished."""
-    finite: HostCopy
-    """One bool: whether the latent has neither NaN nor infinity."""
-    image: DecodedLatent | None
-    """Output of the VAE on the device; None if the latent was known to have NaN or infinity."""
-    image_finite: HostCopy | None
-    pixels: HostCopy | None
-    span: Span
-    """The time that the device spent decoding."""
+    It holds the latent, so that the latent's memory is not reused before decoding is finished.
+    """
+
+    def __init__(self, model: Model, job: EngineJob, request: Request) -> None:
+        self.job = job
+        self.request = request
+        self._model = model
+        self._latent = request.latent
+        self._finite = model.runtime.to_host(torch.isfinite(self._latent).all())
+        self._work = PausableWork(model.runtime, decode_in_pieces(model, self._latent))
+        self._known_bad = False
+        self._copies: tuple[HostCopy, HostCopy] | None = None
+        """The pixels, and whether the output of the VAE is finite."""
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """The time that the device spent in each call of `enqueue`."""
+        return self._work.spans
+
+    @property
+    def area(self) -> int:
+        """Number of elements of the latent that are decoded at once."""
+        return self._model.decoded_area(self._latent.shape[-2] * self._latent.shape[-1])
+
+    @property
+    def paused(self) -> bool:
+        """Whether layers are left to enqueue."""
+        return not self._known_bad and self._copies is None
 
     @property
     def ready(self) -> bool:
         """Whether decoding is finished. Never waits."""
-        copies = (self.finite, self.image_finite, self.pixels)
-        return self.span.ready and all(copy is None or copy.ready for copy in copies)
+        copies = (self._finite, *(self._copies or ()))
+        return not self.paused and all(span.ready for span in self.spans) and all(copy.ready for copy in copies)
 
     @property
     def tiled(self) -> bool:
         """Whether the latent was decoded in tiles."""
-        return self.image is not None and self.image.tiled
+        return self._work.result is not None and self._work.result.tiled
+
+    def enqueue(self, pause_due: Callable[[], bool] = lambda: False) -> None:
+        """Enqueue the layers that are left, or fewer if a pause is due; see `PausableWork.run`.
+
+        A latent that is known not to be finite is not decoded.
+        """
+        device = self._model.runtime
+        self._known_bad = self._finite.ready and not bool(self._finite.take())
+        if self._known_bad:
+            return
+        with device.stream(_STREAM):
+            self._work.run(pause_due)
+            if (image := self._work.result) is not None:
+                self._copies = device.to_host(image.pixels), device.to_host(image.finite)
 
     def wait(self) -> None:
-        """Wait until decoding is finished."""
-        self.span.end.wait()
-        for copy in (self.finite, self.image_finite, self.pixels):
-            if copy is not None:
-                copy.take()
+        """Wait until decoding is finished. All layers must be enqueued."""
+        for copy in (*reversed(self._copies or ()), self._finite):
+            copy.take()
+        for span in self.spans:
+            span.end.wait()
 
-    def take(self, model: Model) -> Tensor:
+    def take(self) -> Tensor:
         """Return the pixels, uint8 [height, width, 3] on the CPU. Wait if decoding is not finished.
 
         Raises:
             NotFinite: The latent, or the output of the VAE, has NaN or infinity.
         """
-        if self.pixels is None or self.image_finite is None or not bool(self.finite.take()):
+        if self._copies is None or not bool(self._finite.take()):
             raise not_finite(self.job.order.spec.loras, self.job.order.spec.controlnets)
-        if not bool(self.image_finite.take()):
-            raise vae_not_finite("decoded a latent", model.decoder.dtype)
-        return self.pixels.take()
-
-
-@torch.inference_mode()
-def start_decoding(model: Model, job: EngineJob, request: Request) -> Decoding:
-    """Enqueue the decoding of a job's finished image, unless its latent is known to have NaN or infinity."""
-    device, latent = model.runtime, request.latent
-    finite = device.to_host(torch.isfinite(latent).all())
-    with device.stream(_STREAM):
-        began = device.record()
-        known_bad = finite.ready and not bool(finite.take())
-        image = None if known_bad else decode_image(model, latent)
-        image_finite = None if image is None else device.to_host(image.finite)
-        pixels = None if image is None else device.to_host(image.pixels)
-        span = Span(begin=began, end=device.record())
-    return Decoding(
-        job=job,
-        request=request,
-        latent=latent,
-        finite=finite,
-        image=image,
-        image_finite=image_finite,
-        pixels=pixels,
-        span=span,
-    )
+        pixels, finite = self._copies
+        if not bool(finite.take()):
+            raise vae_not_finite("decoded a latent", self._model.decoder.dtype)
+        return pixels.take()

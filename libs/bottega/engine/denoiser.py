@@ -47,7 +47,7 @@ class Denoiser:
         network: The blocks, LoRA weights and residuals that forward passes use.
         addons: Add-ons, which get the time of each forward pass.
         memory: Memory of the device.
-        decoded_area: Returns how many elements of a latent of a given area are decoded at once.
+        decoded_area: Returns how many elements may be decoded beside forward passes of latents of a given area.
         heartbeat: Sends heartbeats during the first forward pass of a kind, which may compile.
         compile_s: Upper bound on that time; 0 if nothing compiles.
     """

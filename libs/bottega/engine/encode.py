@@ -6,6 +6,7 @@ over a link.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,11 +14,12 @@ from diffusers.loaders import TextualInversionLoaderMixin
 from torch import Tensor
 
 from bottega.device.device import HostCopy
+from bottega.device.pieces import run_pieces
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.family import EncodedText
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
-from bottega.model.vae import encode_dtype
+from bottega.model.vae import encode_in_pieces
 
 _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
@@ -100,13 +102,18 @@ def encode_prompts(
     )
 
 
-@torch.inference_mode()
 def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
     """Return the latent distribution of a picture, uint8 [height, width, 3]."""
+    return run_pieces(encode_image_in_pieces(model, pixels))
+
+
+@torch.inference_mode()
+def encode_image_in_pieces(model: Model, pixels: Tensor) -> Generator[None, None, LatentDistribution]:
+    """Encode as `encode_image` does, and yield after each layer, so that other work can run between them."""
     # In Diffusers' memory layout, because sums in another layout have another order.
     image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
     image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
-    distribution = model.vae.encode(image.to(encode_dtype(model.vae))).latent_dist
+    distribution = yield from encode_in_pieces(model.vae, image)
     mean, std = distribution.mean, distribution.std
     return LatentDistribution(mean=mean, std=std, finite=_all_finite(model, mean, std))
 

@@ -15,6 +15,7 @@ import torch
 
 from bottega.device.heartbeat import Heartbeat, call_after_blocks
 from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.pieces import PausableWork
 from bottega.device.span import Span
 from bottega.engine.acceleration.acceleration import Acceleration, AccelerationResult
 from bottega.engine.acceleration.probes import engine_probes
@@ -22,7 +23,7 @@ from bottega.engine.acceleration.self_check import SelfCheck, SelfCheckSettings
 from bottega.engine.acceleration.trial_log import TrialLog
 from bottega.engine.addon import EngineAddOn, close_parts
 from bottega.engine.batcher import Batcher
-from bottega.engine.decoding import Decoding, start_decoding
+from bottega.engine.decoding import Decoding
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.errors import to_job_failure
 from bottega.engine.events import (
@@ -92,12 +93,13 @@ class Engine:
             progress_interval_s=limits.progress_interval_s,
             checkpoint_interval_s=limits.checkpoint_interval_s,
         )
-        self._decoding: Decoding | None = None
+        self._decodings: dict[EngineJob, Decoding] = {}
         self._device_clock = DeviceClock(model.runtime)
+        self._turn_began = model.runtime.record()
         self._waiting = WaitingOrders(self.addons)
         heartbeat = heartbeat or Heartbeat()
         self.beat = heartbeat.beat
-        self._denoiser = _open_denoiser(model, limits, self.addons, heartbeat)
+        self._denoiser = _open_denoiser(model, limits, self.addons, heartbeat, self._decoded_area)
         self.step_times = self._denoiser.step_times
         self.row_fractions = self._denoiser.row_fractions
         self._batcher: Batcher[Request] = Batcher(
@@ -242,21 +244,43 @@ class Engine:
     def turn(self) -> Iterator[Event]:
         """Run one turn, and yield its events as they happen. Do nothing if there is no work."""
         yield from self._say_arrived()
+        self._turn_began = self.model.runtime.record()
         yield from self._encode_next()
         yield from self._update_readiness()
         turns = self.turns
-        yield from self._step()
+        if not (self._is_long() or self._decodes_first()):
+            yield from self._step()
         yield from self._decode_next()
-        if self.turns == turns and self._decoding is not None:
-            self._decoding.wait()  # There is nothing else to do.
-        elif self.turns == turns:
-            waiting = [order.addons for order in self._waiting]
-            self._readiness.wait([*waiting, *(job.addons for job in self._jobs.values())])
+        if self.turns == turns:
+            self._wait()
+
+    def _is_long(self) -> bool:
+        """Return whether this turn would delay a tenant with short turns, who is here or may come, if it went on.
+
+        A GPU that still works on what was enqueued before is not delayed.
+        """
+        turn = Span(begin=self._turn_began, end=self.model.runtime.record())
+        return turn.ready and self._batcher.is_long(turn.seconds)
+
+    def _wait(self) -> None:
+        """Wait for the device or for data of add-ons, unless there is something to do."""
+        if any(decoding.paused for decoding in self._decodings.values()):
+            return
+        if any(order.encoding is not None for order in self._waiting):
+            return
+        for decoding in self._decodings.values():
+            decoding.wait()
+            return
+        waiting = [order.addons for order in self._waiting]
+        self._readiness.wait([*waiting, *(job.addons for job in self._jobs.values())])
 
     def _encode_next(self) -> Iterator[Event]:
-        """Encode the prompt of the next job whose add-ons are ready. Fail jobs whose add-ons never will be."""
+        """Encode the next job whose add-ons are ready, in part if this turn becomes long.
+
+        Fail jobs whose add-ons never will be ready.
+        """
         now_s = self._clock()
-        ready = self._waiting.take_ready(now_s, used=self._batcher.used, may_begin=self._batcher.may_go_first)
+        ready = self._waiting.take_ready(now_s, used=self._batcher.used, may_begin=self._may_go_first)
         for taken in ready:
             if isinstance(taken, JobFailed):
                 yield taken
@@ -265,16 +289,25 @@ class Engine:
 
     def _open(self, waiting: WaitingOrder, now_s: float) -> Iterator[Event]:
         try:
-            for addon in self.addons:
-                addon.before_prompt(waiting.addons.get(addon))
-            if not self._jobs:
-                self._device_clock.set()
-            began = self.model.runtime.record()
-            job = open_job(self.model, waiting.order, waiting.addons, now_s, self._device_clock)
+            if waiting.encoding is None:
+                for addon in self.addons:
+                    addon.before_prompt(waiting.addons.get(addon))
+                if not self._jobs:
+                    self._device_clock.set()
+                pieces = open_job(self.model, waiting.order, waiting.addons, now_s, self._device_clock)
+                waiting.encoding = PausableWork(self.model.runtime, pieces)
+            waiting.encoding.run(self._is_long)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield waiting.refuse(self._named(error, waiting.order.spec))
             return
-        job.encoding = Span(begin=began, end=self.model.runtime.record())
+        *earlier, last = waiting.encoding.spans
+        job = waiting.encoding.result
+        if job is None:
+            self._batcher.charge(waiting.order.share, last.seconds)
+            self._waiting.put_back(waiting)
+            return
+        job.order, job.encodings = waiting.order, waiting.encoding.spans
+        job.device_s = sum(span.seconds for span in earlier)
         self._jobs[job.key] = job
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
 
@@ -307,9 +340,9 @@ class Engine:
             yield from self._say(job)
 
     def _charge_encoding(self, job: EngineJob) -> None:
-        if not job.charged_encoding and job.encoding is not None and job.encoding.ready:
+        if not job.charged_encoding and job.encodings[-1].ready:
             job.charged_encoding = True
-            self._charge(job, job.encoding.seconds)
+            self._charge(job, job.encodings[-1].seconds)
 
     def _charge(self, job: EngineJob, seconds: float) -> None:
         """Charge a job's tenant for device seconds outside of denoising steps."""
@@ -322,31 +355,84 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield self._fail(job, error)
 
+    def _may_go_first(self, tenant: str) -> bool:
+        """Return whether a tenant may use the device now: no other one that could has used less."""
+        others = [order.order.share.tenant for order in self._waiting if order.encoding is not None]
+        if all(decoding.paused for decoding in self._decodings.values()):
+            others += [job.order.share.tenant for job in self._due()]
+        used = self._batcher.used(tenant)
+        return self._batcher.may_go_first(tenant) and all(used <= self._batcher.used(other) for other in others)
+
+    def _due(self) -> list[EngineJob]:
+        """Return the jobs with an image that may be decoded now, or go on being decoded.
+
+        Without memory for one more image beside those that are being decoded, these are finished first.
+        """
+        return [
+            job
+            for job in self._jobs.values()
+            if job in self._decodings or ((request := job.undrawn()) is not None and self._has_room(request))
+        ]
+
+    def _decodes_first(self) -> bool:
+        """Return whether an image that is being decoded goes on before the next step."""
+        return any(
+            decoding.paused and self._may_go_first(job.order.share.tenant) for job, decoding in self._decodings.items()
+        )
+
     def _decode_next(self) -> Iterator[Event]:
-        """Yield the decoded image, and start to decode the next finished latent.
+        """Yield the decoded image, and decode the next finished latent, or go on with one.
 
         The oldest latent of the tenant that has used the device least is next. It waits while another tenant that has
         used less has requests to denoise.
         """
         yield from self._collect()
-        if self._decoding is not None:
+        if not all(decoding.paused for decoding in self._decodings.values()):
+            return  # The device decodes one image at a time.
+        due = self._due()
+        if not due:
             return
-        for job in sorted(self._jobs.values(), key=lambda job: self._batcher.used(job.order.share.tenant)):
-            request = job.undrawn()
-            if request is not None and self._batcher.may_go_first(job.order.share.tenant):
-                try:
-                    check_decodable(self.model, request.latent)
-                    with self._denoiser.covered(("decode", request.latent.shape)):
-                        self._decoding = start_decoding(self.model, job, request)
-                except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-                    yield self._fail(job, error)
-                yield from self._collect()
-                return
+        job = min(due, key=lambda job: (self._batcher.used(job.order.share.tenant), job not in self._decodings))
+        if not self._may_go_first(job.order.share.tenant):
+            return
+        try:
+            self._decode(job)
+        except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+            yield self._fail(job, error)
+        yield from self._collect()
+
+    def _has_room(self, request: Request) -> bool:
+        """Return whether there is memory to decode an image beside those that are being decoded."""
+        if not self._decodings:
+            return True
+        area = request.latent.shape[-2] * request.latent.shape[-1]
+        return self.model.memory.fits_decoding(self._decoding_area() + self.model.decoded_area(area))
+
+    def _decode(self, job: EngineJob) -> None:
+        """Decode a finished image of a job, or a part of it if this turn becomes long."""
+        decoding, request = self._decodings.get(job), job.undrawn()
+        if decoding is None:
+            assert request is not None, "one of its images is finished"
+            check_decodable(self.model, request.latent)
+            decoding = self._decodings[job] = Decoding(self.model, job, request)
+        with self._denoiser.covered(("decode", decoding.request.latent.shape, len(decoding.spans))):
+            decoding.enqueue(self._is_long)
+        if decoding.paused:
+            self._charge(job, decoding.spans[-1].seconds)
+
+    def _decoding_area(self) -> int:
+        """Return the number of elements of latents that are being decoded."""
+        return sum(decoding.area for decoding in self._decodings.values())
+
+    def _decoded_area(self, area: int) -> int:
+        """Return how many elements of latents may be decoded beside forwards of latents of this area."""
+        return max(self._decoding_area(), self.model.decoded_area(area))
 
     def _collect(self) -> Iterator[Event]:
-        if self._decoding is None or not self._decoding.ready:
+        decoding = next((decoding for decoding in self._decodings.values() if decoding.ready), None)
+        if decoding is None:
             return
-        decoding, self._decoding = self._decoding, None
+        del self._decodings[decoding.job]
         self._stepper.note_times()
         yield from self._say(decoding.job, to_the_end=True)
         if decoding.job in self._jobs.values():
@@ -354,13 +440,15 @@ class Engine:
 
     def _hand_out(self, decoding: Decoding) -> Iterator[Event]:
         job, request = decoding.job, decoding.request
-        self._charge(job, decoding.span.seconds)
+        for span in decoding.spans[-1:]:  # Earlier ones were charged when it paused.
+            self._charge(job, span.seconds)
         try:
             job.check_inputs(to_the_end=True)
-            pixels = decoding.take(self.model)
+            pixels = decoding.take()
             job.note_decoding(self.model.decoder, tiled=decoding.tiled)
-            job.seconds["decode"] += decoding.span.seconds
-            job.spans.add_of_device(f"decode image {request.index}", "decode", decoding.span, {})
+            for span in decoding.spans:
+                job.seconds["decode"] += span.seconds
+                job.spans.add_of_device(f"decode image {request.index}", "decode", span, {})
             for part in job.addons.values():
                 part.after_decode(request.index, pixels)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
@@ -395,8 +483,7 @@ class Engine:
         self._charge_encoding(job)
         del self._jobs[job.key]
         self._reporter.forget(job)
-        if self._decoding is not None and self._decoding.job is job:
-            self._decoding = None
+        self._decodings.pop(job, None)
         close_parts(job.addons)
         if self._pair is not None and job.remote_job is not None:
             self._pair.forget(job.remote_job)
@@ -406,7 +493,13 @@ class Engine:
             self._stepper.forget(request)
 
 
-def _open_denoiser(model: Model, limits: EngineLimits, addons: Sequence[EngineAddOn], heartbeat: Heartbeat) -> Denoiser:
+def _open_denoiser(
+    model: Model,
+    limits: EngineLimits,
+    addons: Sequence[EngineAddOn],
+    heartbeat: Heartbeat,
+    decoded_area: Callable[[int], int],
+) -> Denoiser:
     network = Network(
         backbone=model.backbone,
         row_weights=next((addon.row_weights for addon in addons if addon.row_weights is not None), None),
@@ -420,7 +513,7 @@ def _open_denoiser(model: Model, limits: EngineLimits, addons: Sequence[EngineAd
         network,
         addons=addons,
         memory=model.memory,
-        decoded_area=model.decoded_area,
+        decoded_area=decoded_area,
         heartbeat=heartbeat,
         compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
     )

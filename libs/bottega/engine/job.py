@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,13 @@ from bottega.device.span import Span
 from bottega.engine.addon import Parts
 from bottega.engine.checkpoint import SavedJob, read_checkpoint
 from bottega.engine.edit import latent_mask
-from bottega.engine.encode import Conditions, encode_all_prompts, encode_image
+from bottega.engine.encode import (
+    Conditions,
+    LatentDistribution,
+    encode_all_prompts,
+    encode_image,
+    encode_image_in_pieces,
+)
 from bottega.engine.errors import not_finite, prompt_not_finite, vae_not_finite
 from bottega.engine.events import Decisions, EngineRecord, PairRecord
 from bottega.engine.forward import Prediction
@@ -100,8 +106,8 @@ class EngineJob:
     extra: Sequence[Request] = ()
     """Additional requests that are denoised only to measure something. Images are reported after these are done."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    encoding: Span | None = None
-    """The time of encoding; None while it is not known."""
+    encodings: Sequence[Span] = ()
+    """The times of encoding: several if steps of other jobs ran in between."""
     device_s: float = 0.0
     """Seconds of the device that the job has used so far, including its share of batches."""
     charged_encoding: bool = False
@@ -272,8 +278,8 @@ class EngineJob:
 
     def trace(self) -> EngineTrace:
         """Return the trace of the job, which has ended."""
-        if self.encoding is not None:
-            self.spans.add_of_device("encode", "encode", self.encoding, {})
+        for encoding in self.encodings:
+            self.spans.add_of_device("encode", "encode", encoding, {})
         for part in self.addons.values():
             for span in part.spans():
                 self.spans.add(span)
@@ -281,8 +287,7 @@ class EngineJob:
 
     def record(self) -> EngineRecord:
         """Return the record of the job, whose work on the device is done."""
-        if self.encoding is not None:
-            self.seconds["encode"] = self.encoding.seconds
+        self.seconds["encode"] = sum(span.seconds for span in self.encodings)
         record = EngineRecord(
             begin_step=self.requests[0].begin,
             truncations=self.truncations,
@@ -300,8 +305,10 @@ class EngineJob:
         return record
 
 
-def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, clock: DeviceClock) -> EngineJob:
-    """Encode a job's prompt and picture, and resume from its checkpoint if there is one that fits.
+def open_job(
+    model: Model, order: EngineOrder, addons: Parts, now_s: float, clock: DeviceClock
+) -> Generator[None, None, EngineJob]:
+    """Encode a job's prompt and picture in pieces, and resume from its checkpoint if there is one that fits.
 
     Args:
         addons: The states of the job's add-ons, which may still wait for something.
@@ -312,9 +319,12 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
         BottegaError: An add-on cannot serve the job, or an input has NaN or infinity.
     """
     conditions = encode_all_prompts(model, order.spec)
+    yield
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
     if state is None:
-        requests, pinned = new_requests(model, order, conditions), order.decisions
+        _check_image(order)
+        image = None if order.image is None else (yield from encode_image_in_pieces(model, order.image))
+        requests, pinned = new_requests(model, order, conditions, image), order.decisions
     else:
         mask = _latent_mask(model, order)
         requests = [
@@ -361,17 +371,29 @@ def _input_checks(
     return checks
 
 
-def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditions]) -> list[Request]:
-    """Return the requests of an order's images, before their first steps. `conditions` has those of each image."""
+def new_requests(
+    model: Model, order: EngineOrder, conditions: Sequence[Conditions], image: LatentDistribution | None = None
+) -> list[Request]:
+    """Return the requests of an order's images, before their first steps.
+
+    Args:
+        conditions: Conditions of each image.
+        image: The order's encoded picture; by default, it is encoded here.
+    """
     spec = order.spec
-    if (spec.strength is None) != (order.image is None):
-        raise InternalError("a strength came without an image, or an image without one")
-    image = None if order.image is None else encode_image(model, order.image)
+    _check_image(order)
+    if image is None and order.image is not None:
+        image = encode_image(model, order.image)
     mask = _latent_mask(model, order)
     return [
         Request(model, spec, single, index=index, image=image, mask=mask, alone=not order.shared_turns)
         for index, single in enumerate(conditions)
     ]
+
+
+def _check_image(order: EngineOrder) -> None:
+    if (order.spec.strength is None) != (order.image is None):
+        raise InternalError("a strength came without an image, or an image without one")
 
 
 def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from bottega.device.pieces import PausableWork
 from bottega.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.engine.batcher import Batcher
 from bottega.engine.errors import to_job_failure
@@ -14,13 +15,15 @@ from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.request import Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class WaitingOrder:
-    """A job whose prompt has not been encoded."""
+    """A job whose prompt and picture have not been encoded."""
 
     order: EngineOrder
     addons: Parts
     """The states of its add-ons."""
+    encoding: PausableWork[EngineJob] | None = None
+    """The encoding, once it has begun."""
 
     def refuse(self, error: Exception) -> JobFailed:
         """Close the job's add-ons, and return its failure."""
@@ -29,7 +32,7 @@ class WaitingOrder:
 
 
 class WaitingOrders:
-    """The jobs whose prompts have not been encoded, oldest first.
+    """The jobs whose prompts and pictures have not been encoded, oldest first.
 
     Args:
         addons: The engine's add-ons.
@@ -57,10 +60,13 @@ class WaitingOrders:
 
     def enable_previews(self, key: Hashable) -> None:
         """Add previews to the progress of a job. Do nothing if it is unknown."""
-        self._waiting = deque(
-            replace(waiting, order=replace(waiting.order, preview=True)) if waiting.order.key == key else waiting
-            for waiting in self._waiting
-        )
+        for waiting in self._waiting:
+            if waiting.order.key == key:
+                waiting.order = replace(waiting.order, preview=True)
+
+    def put_back(self, waiting: WaitingOrder) -> None:
+        """Let a job wait again whose encoding is paused. It is its tenant's next one."""
+        self._waiting.appendleft(waiting)
 
     def take_ready(
         self, now_s: float, *, used: Callable[[str], float], may_begin: Callable[[str], bool]

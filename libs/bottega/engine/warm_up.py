@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from bottega.device.pieces import run_pieces
 from bottega.device.span import Span
-from bottega.engine.decoding import start_decoding
+from bottega.engine.decoding import Decoding
 from bottega.engine.job import EngineJob, EngineOrder, open_job
+from bottega.engine.request import Request
 from bottega.engine.spans import DeviceClock
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
@@ -48,7 +50,7 @@ def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) 
         sampler=defaults.sampler,
         use_karras_sigmas=defaults.use_karras_sigmas,
     )
-    return open_job(model, EngineOrder(key="", spec=spec), {}, 0.0, device_clock)
+    return run_pieces(open_job(model, EngineOrder(key="", spec=spec), {}, 0.0, device_clock))
 
 
 @torch.inference_mode()
@@ -81,11 +83,17 @@ def _run_stages(model: Model, device_clock: DeviceClock, *, small: bool) -> tupl
     job = sample_job(model, device_clock, small=small)
     encoded = model.runtime.record()
     request = job.requests[0]
-    peak_bytes = model.runtime.measure_peak(lambda: start_decoding(model, job, request).wait())
+    peak_bytes = model.runtime.measure_peak(lambda: _decode(model, job, request))
     decoded = model.runtime.record()
     area = request.latent.shape[-2] * request.latent.shape[-1]
     model.memory.observe_decoding(model.decoded_area(area), peak_bytes)
     return job, Span(begin=began, end=encoded).seconds, Span(begin=encoded, end=decoded).seconds
+
+
+def _decode(model: Model, job: EngineJob, request: Request) -> None:
+    decoding = Decoding(model, job, request)
+    decoding.enqueue()
+    decoding.wait()
 
 
 def _small_size(model: Model) -> tuple[int, int]:

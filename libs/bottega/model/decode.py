@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.pieces import run_pieces
 from bottega.model.model import Model
 
 
@@ -33,27 +35,32 @@ def check_decodable(model: Model, latent: Tensor) -> None:
         raise MemoryError("less memory is available to the process than decoding takes")
 
 
-@torch.inference_mode()
 def decode_image(model: Model, latent: Tensor) -> DecodedLatent:
-    """Decode a latent, [1, channels, height, width], as StableDiffusionXLPipeline does.
+    """Decode a latent, [1, channels, height, width], as StableDiffusionXLPipeline does."""
+    return run_pieces(decode_in_pieces(model, latent))
+
+
+@torch.inference_mode()
+def decode_in_pieces(model: Model, latent: Tensor) -> Generator[None, None, DecodedLatent]:
+    """Decode as `decode_image` does, and yield after each layer, so that other work can run between them.
 
     Latents are decoded one at a time: a VAE gains nothing from a batch, and the result of one latent then does not
     depend on others. Tiles are used only if the operator wants them, or if there is no memory for the whole latent.
     """
     tiled = model.is_tiled(latent.shape[-2] * latent.shape[-1])
-    image = None if tiled else _decode_whole(model, latent)
+    image = None if tiled else (yield from _decode_whole(model, latent))
     if image is None:
-        image, tiled = model.decoder.decode(latent, tiled=True), True
+        image, tiled = (yield from model.decoder.decode_in_pieces(latent, tiled=True)), True
     finite = torch.isfinite(image).all()
     image = (image / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).float()
     pixels = (image * 255).round().to(torch.uint8).contiguous()
     return DecodedLatent(pixels=pixels, finite=finite, tiled=tiled)
 
 
-def _decode_whole(model: Model, latent: Tensor) -> Tensor | None:
-    """Decode in one piece. Return None if there was no memory for it, and tiles are smaller."""
+def _decode_whole(model: Model, latent: Tensor) -> Generator[None, None, Tensor | None]:
+    """Decode without tiles. Return None if there was no memory for it, and tiles are smaller."""
     try:
-        return model.decoder.decode(latent)
+        return (yield from model.decoder.decode_in_pieces(latent))
     except Exception as error:
         area = latent.shape[-2] * latent.shape[-1]
         if not (is_out_of_memory(error) and model.decoder.is_tiled(area, fits=False)):

@@ -15,17 +15,21 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
 from diffusers.models.attention_processor import Attention
+from diffusers.models.autoencoders.vae import Decoder, DiagonalGaussianDistribution, Encoder
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UNetMidBlock2D, UpDecoderBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
+from bottega.device.pieces import run_pieces
 from bottega.model.dtype import dtype_name
 
 _log = logging.getLogger(__name__)
@@ -85,10 +89,28 @@ class VaeDecoder:
 
     def decode(self, latent: Tensor, *, tiled: bool = False) -> Tensor:
         """Decode a latent [1, channels, height, width] of the backbone to [1, 3, height, width], about in [-1, 1]."""
+        return run_pieces(self.decode_in_pieces(latent, tiled=tiled))
+
+    def decode_in_pieces(self, latent: Tensor, *, tiled: bool = False) -> Generator[None, None, Tensor]:
+        """Decode as `decode` does, and yield after each layer of the decoder, so that other work can run between them.
+
+        The layers run in the order of `AutoencoderKL.decode` and `tiled_decode`, so that the result is the same bit for
+        bit.
+        """
         latent = _to_vae_scale(latent.to(self.dtype), self.vae.config.scaling_factor, self.statistics)
-        decode = self.vae.tiled_decode if tiled else self.vae.decode
-        image: Tensor = decode(latent, return_dict=False)[0]
-        return image
+        return (yield from _decode_tiles(self.vae, latent) if tiled else _decode_layers(self.vae, latent))
+
+
+def encode_in_pieces(vae: AutoencoderKL, image: Tensor) -> Generator[None, None, DiagonalGaussianDistribution]:
+    """Return the latent distribution of [1, 3, height, width] in [-1, 1], and yield after each layer of the encoder.
+
+    The result is that of `AutoencoderKL.encode` bit for bit. Source: AutoencoderKL._encode of Diffusers.
+    """
+    hidden = image.to(encode_dtype(vae))
+    for layer in _layers_in_order(vae.encoder):
+        hidden = layer(hidden)
+        yield
+    return DiagonalGaussianDistribution(hidden if vae.quant_conv is None else vae.quant_conv(hidden))
 
 
 def encode_dtype(vae: AutoencoderKL) -> torch.dtype:
@@ -169,6 +191,74 @@ def _trial_latent(vae: AutoencoderKL, device: torch.device) -> Tensor:
 def _drawn(vae: AutoencoderKL, latent: Tensor) -> Tensor:
     image: Tensor = vae.decode(latent.to(vae.decoder.conv_in.weight.dtype), return_dict=False)[0]
     return (image.float() / 2 + 0.5).clamp(0, 1)
+
+
+def _decode_layers(vae: AutoencoderKL, latent: Tensor) -> Generator[None, None, Tensor]:
+    """Decode a latent in the VAE's scale, and yield after each layer. Source: AutoencoderKL._decode of Diffusers."""
+    hidden = latent if vae.post_quant_conv is None else vae.post_quant_conv(latent)
+    for layer in _layers_in_order(vae.decoder):
+        hidden = layer(hidden)
+        yield
+    return hidden
+
+
+def _layers_in_order(network: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield the layers of an encoder or decoder in their order. A network or a block of an unknown kind is one layer.
+
+    Source: the forward methods of Diffusers' Encoder, Decoder and their blocks.
+    """
+    if type(network) is Decoder:
+        blocks = (network.mid_block, *network.up_blocks)
+    elif type(network) is Encoder:
+        blocks = (*network.down_blocks, network.mid_block)
+    else:
+        yield network
+        return
+    yield network.conv_in
+    for block in blocks:
+        yield from _block_layers(block)
+    yield lambda hidden: network.conv_out(network.conv_act(network.conv_norm_out(hidden)))
+
+
+def _block_layers(block: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    resnets = [partial(resnet, temb=None) for resnet in getattr(block, "resnets", ())]
+    if type(block) is UNetMidBlock2D:
+        yield resnets[0]
+        for attention, resnet in zip(block.attentions, resnets[1:], strict=True):
+            yield from () if attention is None else (attention,)
+            yield resnet
+    elif type(block) is DownEncoderBlock2D:
+        yield from (*resnets, *(block.downsamplers or ()))
+    elif type(block) is UpDecoderBlock2D:
+        yield from (*resnets, *(block.upsamplers or ()))
+    else:
+        yield block
+
+
+def _decode_tiles(vae: AutoencoderKL, latent: Tensor) -> Generator[None, None, Tensor]:
+    """Decode a latent in the VAE's scale in tiles, and yield after each layer of a tile.
+
+    Source: AutoencoderKL.tiled_decode of Diffusers.
+    """
+    side = int(vae.tile_latent_min_size)
+    step = int(side * (1 - vae.tile_overlap_factor))
+    overlap = int(vae.tile_sample_min_size * vae.tile_overlap_factor)
+    kept = vae.tile_sample_min_size - overlap
+    rows: list[list[Tensor]] = []
+    for top in range(0, latent.shape[2], step):
+        rows.append([])
+        for left in range(0, latent.shape[3], step):
+            tile = latent[:, :, top : top + side, left : left + side]
+            rows[-1].append((yield from _decode_layers(vae, tile)))
+    blended: list[Tensor] = []
+    for above, row in zip([[], *rows], rows, strict=False):
+        tiles: list[Tensor] = []
+        for place, decoded in enumerate(row):
+            tile = vae.blend_v(above[place], decoded, overlap) if above else decoded
+            tile = vae.blend_h(row[place - 1], tile, overlap) if place else tile
+            tiles.append(tile[:, :, :kept, :kept])
+        blended.append(torch.cat(tiles, dim=3))
+    return torch.cat(blended, dim=2)
 
 
 def _statistics(vae: AutoencoderKL, device: torch.device) -> tuple[Tensor, Tensor] | None:

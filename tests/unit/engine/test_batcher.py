@@ -296,6 +296,18 @@ def test_a_tenant_that_comes_back_is_expected_for_twice_as_long_as_it_stayed_awa
     assert last_short_turn_s(chosen, 60.0) == pytest.approx(10.0, abs=2.0), "as if it came for the first time"
 
 
+def test_work_is_long_where_a_tenant_with_shorter_turns_is_here_or_was_lately() -> None:
+    chosen = batcher(proportional)
+    chosen.add(Asked(9999, key=key(2)), Share(tenant="heavy"))
+    chosen.next_turn()
+    assert not chosen.is_long(1e9), "nobody else is here"
+    visit(chosen, "light")
+    assert not chosen.is_long(0.09)
+    assert chosen.is_long(0.11)
+    last_short_turn_s(chosen, 1000.0)
+    assert not chosen.is_long(1e9), "it was here long ago"
+
+
 def visit(chosen: Batcher[Asked], tenant: str) -> None:
     """Let a tenant draw one small picture."""
     chosen.add(one := Asked(1, row_count=1), Share(tenant=tenant))

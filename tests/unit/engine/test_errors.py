@@ -189,7 +189,7 @@ def test_an_image_that_cannot_be_decoded_fails_its_job_alone(
     model: Model, easel: ManualEngine, right: dict[ResolvedSpec, Pixels]
 ) -> None:
     bad, good = (easel.submit(EngineOrder(key=key, spec=SPEC)) for key in ("bad", "good"))
-    with failing(model.vae.decoder, lambda _: torch.OutOfMemoryError("too large")):
+    with failing(model.vae.decoder.conv_in, lambda _: torch.OutOfMemoryError("too large")):
         while not bad.ended:
             easel.turn()
     easel.run()

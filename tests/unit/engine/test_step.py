@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from bottega.device.heartbeat import Heartbeat
+from bottega.device.pieces import run_pieces
 from bottega.engine.acceleration.memory import ChannelsLast
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobStarted
@@ -239,8 +240,13 @@ class SlowDenoiser(Denoiser):
         return Prediction(noise={row: row.sample for row in rows}, times=KnownTimes(seconds=2.0 * len(rows)))
 
 
+def first_row(model: Model) -> Row:
+    job = run_pieces(open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)))
+    return job.requests[0].rows()[0]
+
+
 def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:
-    row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
+    row = first_row(model)
     denoiser = SlowDenoiser(Network(backbone=model.backbone))
     denoiser.warm_up(row, 16)
     times = denoiser.step_times
@@ -260,7 +266,7 @@ class HeldUpDenoiser(Denoiser):
 
 def test_with_fixed_rows_few_take_as_long_as_many_however_they_were_measured(model: Model) -> None:
     """Else an engine that began on a busy machine would draw one request after the other."""
-    row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
+    row = first_row(model)
     seconds, widths = {}, {}
     for fixed_rows in (0, 4):
         denoiser = HeldUpDenoiser(Network(backbone=model.backbone, fixed_rows=fixed_rows))

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor
 
-from bottega.engine.events import JobAdvanced
+from bottega.device import cpu
+from bottega.device.memory_plan import MemoryPlan
+from bottega.engine.events import ImageDrawn, JobAdvanced, JobFinished, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.step import RequestCost, seconds_by_request
 from bottega.fair_order import Share
 from bottega.model.model import Model
+from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
-from tests.support.manual_engine import ManualEngine
+from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import assert_same_image
 
 SMALL = ResolvedSpec(prompt="a red star", width=SIZE, height=SIZE, num_inference_steps=4, seed=7)
@@ -84,3 +93,144 @@ def test_a_job_that_is_cancelled_in_the_middle_of_a_step_leaves_nothing(model: M
     easel.engine.cancel("heavy")
     assert not easel.engine._stepper._halves
     assert not easel.engine.busy
+
+
+@dataclass
+class Paced:
+    """A device's clock, which only goes on while a network runs. layers: of the VAE, that ran."""
+
+    time: FakeTime
+    layers: int = 0
+
+    def step(self, _: object, inputs: tuple[Tensor, ...]) -> None:
+        """Takes a millisecond for each element of each row."""
+        rows, _, height, width = inputs[0].shape
+        self.time.now += rows * height * width * 1e-3
+
+    def layer(self, _: object, inputs: tuple[Tensor, ...]) -> None:
+        """Takes as long for each element."""
+        self.layers += 1
+        self.time.now += inputs[0].shape[-1] * inputs[0].shape[-2] * 1e-3
+
+
+@pytest.fixture
+def paced(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Paced]:
+    """How long work takes depends on its size alone, not on the machine."""
+    paced = Paced(FakeTime())
+    monkeypatch.setattr(cpu, "perf_counter", paced.time.monotonic)
+    blocks = [module for module in model.vae.modules() if isinstance(module, ResnetBlock2D)]
+    hooks = [block.register_forward_pre_hook(paced.layer) for block in blocks]
+    hooks.append(model.backbone.unet.conv_in.register_forward_pre_hook(paced.step))
+    yield paced
+    for hook in hooks:
+        hook.remove()
+
+
+def after_a_light_tenant(model: Model) -> ManualEngine:
+    """An engine that expects a tenant of small pictures back."""
+    easel = ManualEngine(make_engine(model, EngineLimits(max_pixels=1 << 20)))
+    easel.engine.warm_up()
+    easel.draw(EngineOrder(key="before", spec=SMALL, share=LIGHT))
+    return easel
+
+
+def begin_decoding(easel: ManualEngine) -> Drawing:
+    """Draw a large picture until its latent is finished."""
+    heavy = easel.submit(EngineOrder(key="heavy", spec=LARGE, share=HEAVY))
+    while heavy.job is None or heavy.job.steps_left:
+        easel.turn()
+    assert not heavy.all(ImageDrawn)
+    return heavy
+
+
+def drawn_order(easel: ManualEngine) -> list[object]:
+    """Turn until nothing is left to do; return the keys of the jobs in the order in which they finished."""
+    finished: list[object] = []
+    while easel.engine.busy:
+        finished += [event.key for event in easel.turn() if isinstance(event, JobFinished)]
+    return finished
+
+
+def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_decoding(model: Model, paced: Paced) -> None:
+    alone = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key=0, spec=LARGE))
+    easel = after_a_light_tenant(model)
+    heavy = begin_decoding(easel)
+    easel.turn()
+    light = easel.submit(EngineOrder(key="light", spec=SMALL, share=LIGHT))
+    came_s = paced.time.now
+    assert drawn_order(easel) == ["light", "heavy"]
+    assert_same_image(heavy.pixels[0], alone.pixels[0])
+    spans = [span for span in heavy.trace.spans if span.track == "decode"]
+    assert len(spans) > 2
+    assert heavy.record.seconds["decode"] == pytest.approx(sum(span.seconds for span in spans))
+    busy = {"encode", "denoise", "decode"}
+    for drawing in (heavy, light):
+        of_device_s = sum(span.seconds for span in drawing.trace.spans if span.track in busy)
+        assert drawing.record.device_s == pytest.approx(of_device_s)
+    assert light.record.device_s < paced.time.now - came_s
+
+
+def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_encoding(model: Model, paced: Paced) -> None:
+    image = torch.zeros(LARGE.height, LARGE.width, 3, dtype=torch.uint8)
+    order = EngineOrder(key="heavy", spec=replace(LARGE, strength=0.5), image=image, share=HEAVY)
+    alone = ManualEngine(make_engine(model, EngineLimits())).draw(replace(order, key=0))
+    easel = after_a_light_tenant(model)
+    easel.draw(EngineOrder(key="visit", spec=LARGE, share=HEAVY))
+    heavy = easel.submit(order)
+    easel.turn()
+    easel.submit(EngineOrder(key="light", spec=SMALL, share=LIGHT))
+    while not easel.drawings["light"].ended:
+        easel.turn()
+    assert not heavy.all(JobStarted)
+    easel.run()
+    assert_same_image(heavy.pixels[0], alone.pixels[0])
+    assert len([span for span in heavy.trace.spans if span.track == "encode"]) > 1
+    used_s = sum(span.seconds for span in heavy.trace.spans if span.track in {"encode", "denoise", "decode"})
+    assert heavy.record.device_s == pytest.approx(used_s)
+
+
+def test_a_job_that_is_cancelled_between_the_layers_of_its_decoding_runs_no_more_of_them(
+    model: Model, paced: Paced
+) -> None:
+    easel = after_a_light_tenant(model)
+    job = begin_decoding(easel).job
+    assert job is not None
+    latent = weakref.ref(job.requests[0].latent)
+    easel.turn()
+    layers = paced.layers
+    easel.engine.cancel("heavy")
+    assert not easel.engine.busy
+    easel.turn()
+    assert paced.layers == layers
+    del easel.drawings["heavy"], job
+    gc.collect()
+    assert latent() is None
+
+
+def test_a_job_that_is_cancelled_between_the_layers_of_its_encoding_runs_no_more_of_them(
+    model: Model, paced: Paced
+) -> None:
+    image = torch.zeros(LARGE.height, LARGE.width, 3, dtype=torch.uint8)
+    easel = after_a_light_tenant(model)
+    easel.draw(EngineOrder(key="visit", spec=LARGE, share=HEAVY))
+    heavy = easel.submit(EngineOrder(key="heavy", spec=replace(LARGE, strength=0.5), image=image, share=HEAVY))
+    easel.turn()
+    layers = paced.layers
+    easel.engine.cancel("heavy")
+    assert not easel.engine.busy
+    easel.turn()
+    assert paced.layers == layers
+    assert not heavy.events
+
+
+@pytest.mark.parametrize(("available_gib", "order"), [(16.5, ["heavy", "light"]), (18, ["light", "heavy"])])
+def test_a_picture_is_decoded_beside_a_paused_one_only_if_there_is_memory_for_both(
+    model: Model, paced: Paced, available_gib: float, order: list[str]
+) -> None:
+    plan = MemoryPlan(available=lambda: round(available_gib * (1 << 30)))
+    easel = after_a_light_tenant(replace(model, memory=plan))
+    plan.observe_decoding(64, 1 << 30)  # So a large picture takes 16 GiB.
+    begin_decoding(easel)
+    easel.submit(EngineOrder(key="light", spec=SMALL, share=LIGHT))
+    assert drawn_order(easel) == order
+    assert not any(drawing.record.vae_tiled for drawing in easel.drawings.values())

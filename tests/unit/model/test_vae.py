@@ -1,4 +1,4 @@
-"""The VAE's decoder: the same picture in half precision, about the same in tiles; what draws another is not taken."""
+"""The VAE: layer by layer it is stock's, in half precision and tiles about so; what draws another is not taken."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from bottega.device.pieces import run_pieces
 from bottega.model.decode import decode_image
 from bottega.model.model import Model
-from bottega.model.vae import LEAST_PSNR_DB, VaeDecoder, VaeSettings, encode_dtype, make_decoder, psnr_db
+from bottega.model.vae import (
+    LEAST_PSNR_DB,
+    VaeDecoder,
+    VaeSettings,
+    encode_dtype,
+    encode_in_pieces,
+    make_decoder,
+    psnr_db,
+)
 from tests.support.manual_engine import load
 
 CPU = torch.device("cpu")
@@ -81,7 +90,7 @@ def test_a_picture_above_the_size_is_decoded_in_tiles_which_show_little(whole: M
     large = torch.nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
     tiled = replace(whole, decoder=replace(whole.decoder, max_area=16 * 16))
     tiles: list[torch.Size] = []
-    hook = whole.vae.decoder.register_forward_pre_hook(lambda _, inputs: tiles.append(inputs[0].shape[-2:]))
+    hook = whole.vae.decoder.conv_in.register_forward_pre_hook(lambda _, inputs: tiles.append(inputs[0].shape[-2:]))
     try:
         pixels = decode_image(tiled, large).pixels
     finally:
@@ -93,3 +102,46 @@ def test_a_picture_above_the_size_is_decoded_in_tiles_which_show_little(whole: M
     assert torch.equal(
         decode_image(tiled, large[:, :, :16, :16]).pixels, decode_image(whole, large[:, :, :16, :16]).pixels
     )
+
+
+def with_attention() -> AutoencoderKL:
+    """A VAE with blocks that only SDXL's relatives have, and without the layers before and after the latent."""
+    torch.manual_seed(7)
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D", "AttnDownEncoderBlock2D"),
+        up_block_types=("AttnUpDecoderBlock2D", "UpDecoderBlock2D"),
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        sample_size=16,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    ).eval()
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["embedded", "other blocks"])
+@pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiles"])
+@torch.inference_mode()
+def test_decoding_layer_by_layer_is_stock_bit_for_bit(whole: Model, other: bool, tiled: bool) -> None:
+    decoder = decoder_in(whole, "auto", vae=with_attention() if other else None)
+    latent = torch.randn(1, 4, 40, 24, generator=torch.Generator().manual_seed(8))
+    stock = decoder.vae.tiled_decode if tiled else decoder.vae.decode
+    expected = stock(latent / decoder.vae.config.scaling_factor, return_dict=False)[0]
+    pieces = decoder.decode_in_pieces(latent, tiled=tiled)
+    for _ in range(len(decoder.vae.decoder.up_blocks) + 2):
+        next(pieces)  # It has more layers than blocks.
+    assert torch.equal(run_pieces(pieces), expected)
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["embedded", "other blocks"])
+@torch.inference_mode()
+def test_encoding_layer_by_layer_is_stock_bit_for_bit(whole: Model, other: bool) -> None:
+    vae = with_attention() if other else whole.vae
+    image = torch.rand(1, 3, 64, 48, generator=torch.Generator().manual_seed(9)) * 2 - 1
+    expected = vae.encode(image, return_dict=False)[0]
+    pieces = encode_in_pieces(vae, image)
+    for _ in range(len(vae.encoder.down_blocks) + 2):
+        next(pieces)
+    found = run_pieces(pieces)
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(found.std, expected.std)
