@@ -13,7 +13,8 @@ the device gets batches of its own for a while, because shared ones would take a
 
 A tenant that arrives during another's turn has to wait for its end. So turns that are much longer than those of another
 tenant are kept short, while that tenant has requests here or is expected back. A tenant is expected back for about
-twice as long as it last stayed away, and only briefly after its first visit.
+twice as long as it last stayed away, and only briefly after its first visit; for ten minutes where short turns cost
+next to nothing, as for large pictures on a CPU.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _LONG_TURN = 4.0
 # How long a tenant is expected back, in seconds of the device: after its first visit, and at most. Shorter turns cost
 # throughput, so a single small picture must not keep them short for minutes.
 _FIRST_RETURN_S, _MAX_RETURN_S = 10.0, 600.0
+# Short turns cost next to nothing if they take together at most this many times as long as the long turn.
+_CHEAP_PARTS = 1.1
 # Seconds of a row while nothing has been measured: any number, the same for all.
 _UNMEASURED_ROW_S = 1.0
 _DEFAULT_SHARE = Share()
@@ -319,14 +322,33 @@ class Batcher(Generic[Request]):
 
     def _shortened(self, members: list[_Slot[Request]]) -> list[_Slot[Request]]:
         """Return the first requests of a batch, at least one, as many as do not delay another tenant for long."""
-        count = len(members)
-        while count > 1 and self._delays_another(members[0].share.tenant, self._seconds_of(members[:count])):
+        count, tenant = len(members), members[0].share.tenant
+        alone_s = [self._seconds_of([slot]) for slot in members]
+        while count > 1 and self._delays_another(tenant, self._seconds_of(members[:count]), sum(alone_s[:count])):
             count -= 1
         return members[:count]
 
-    def _delays_another(self, tenant: str, turn_s: float) -> bool:
-        """Return whether a forward pass is much longer than those of another tenant that is here or expected back."""
-        others = (visitor.turn_s for name, visitor in self._visitors.items() if name != tenant and self._expects(name))
+    def _splits(self, members: Sequence[_Slot[Request]]) -> bool:
+        """Return whether to predict the rows of a turn's only request in two turns, as not to delay another tenant."""
+        slot, shape, rows = members[0], _shape(members[0].request), self._work(members[0].request).rows
+        first = rows / slot.rows
+        parts_s = self._seconds(shape, first) + self._seconds(shape, rows - first)
+        return len(members) == 1 and self._delays_another(slot.share.tenant, self._seconds(shape, rows), parts_s)
+
+    def _delays_another(self, tenant: str, turn_s: float, parts_s: float) -> bool:
+        """Return whether a turn of a tenant is much longer than those of another that is here or expected back.
+
+        Args:
+            turn_s: Seconds of the turn.
+            parts_s: Seconds of short turns in its place. If they are about as many, also tenants count that were here
+                lately.
+        """
+        cheap = parts_s <= _CHEAP_PARTS * turn_s
+        others = (
+            visitor.turn_s
+            for name, visitor in self._visitors.items()
+            if name != tenant and (cheap or self._expects(name))
+        )
         return turn_s > _LONG_TURN * min(others, default=turn_s)
 
     def _expects(self, tenant: str) -> bool:
@@ -357,7 +379,7 @@ class Batcher(Generic[Request]):
         tenant, turn_s = members[0].share.tenant, sum(rows) * row_s
         self._note_turn(tenant, turn_s)
         return BatchTurn(
-            splits=len(members) == 1 and self._delays_another(tenant, turn_s),
+            splits=self._splits(members),
             requests=[slot.request for slot in members],
             shares=[slot.share for slot in members],
             charged_s=[count * row_s for count in rows],

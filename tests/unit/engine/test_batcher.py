@@ -296,6 +296,19 @@ def test_a_tenant_that_comes_back_is_expected_for_twice_as_long_as_it_stayed_awa
     assert last_short_turn_s(chosen, 60.0) == pytest.approx(10.0, abs=2.0), "as if it came for the first time"
 
 
+def test_turns_that_cost_nothing_to_split_are_split_for_ten_minutes_after_another_tenants_picture() -> None:
+    chosen = batcher(proportional)
+    chosen.add(Asked(9999, key=key(2)), Share(tenant="heavy"))
+    assert not chosen.next_turn().splits
+    visit(chosen, "light")
+    now_s = last_s = 0.0
+    while now_s < 1000.0:
+        turn = chosen.next_turn()
+        now_s += sum(turn.charged_s)
+        last_s = now_s if turn.splits else last_s
+    assert last_s == pytest.approx(600.0, abs=2.0)
+
+
 def test_work_is_long_where_a_tenant_with_shorter_turns_is_here_or_was_lately() -> None:
     chosen = batcher(proportional)
     chosen.add(Asked(9999, key=key(2)), Share(tenant="heavy"))
