@@ -58,6 +58,9 @@ _LOOK_S = 2.0
 _LEAST_LOOKS = 5
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
+# An idle engine that has nothing new to report sends a message at least this often, and several within hang_s.
+_MAX_QUIET_S = 2.0
+_QUIET_SHARE = 0.2
 # A missing device or a damaged model file is not repaired by a fourth start.
 _MOST_FAILED_STARTS = 3
 
@@ -101,6 +104,11 @@ class EngineTimeouts:
     """Seconds without any message from a ready engine."""
     stall_s: float
     """Seconds without a completed forward pass while the engine has work."""
+
+    @property
+    def max_quiet_s(self) -> float:
+        """Longest pause in seconds between two messages of an idle engine."""
+        return min(_MAX_QUIET_S, self.hang_s * _QUIET_SHARE)
 
 
 class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):

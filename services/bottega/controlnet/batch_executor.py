@@ -95,6 +95,7 @@ class BatchExecutor:
         self._waiting: deque[StepRequest] = deque()
         self._order = FairOrder()
         self._changed = threading.Condition()
+        self._woken = False
 
     @property
     def busy(self) -> bool:
@@ -107,6 +108,12 @@ class BatchExecutor:
             self._waiting.append(work)
             self._changed.notify()
 
+    def wake(self) -> None:
+        """End the current or the next wait of `run_batch`, because its thread has other work."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
     def report_progress(self) -> None:
         """Count progress of a running forward pass."""
         self.progress += 1
@@ -117,12 +124,14 @@ class BatchExecutor:
             self._waiting = deque(work for work in self._waiting if work.owner is not owner)
 
     def run_batch(self, timeout_s: float) -> None:
-        """Run one forward pass, or wait at most `timeout_s` for a step.
+        """Run one forward pass, or wait at most `timeout_s` for a step or for `wake`.
 
         Raises the device's error if the device can compute nothing any more. The process then has to be replaced.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._waiting, timeout_s):
+            self._changed.wait_for(lambda: self._waiting or self._woken, timeout_s)
+            self._woken = False
+            if not self._waiting:
                 return
             group = self._group()
         try:

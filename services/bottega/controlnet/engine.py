@@ -24,6 +24,7 @@ def main() -> int:
     )
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the pipe to the front process")
     parser.add_argument("--config-json", type=json.loads, required=True, help="ControlNetEngineConfig as JSON")
+    parser.add_argument("--max-quiet-s", type=float, default=0.0, help="longest pause between two messages at rest")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
     keep_freed_memory()
@@ -31,7 +32,7 @@ def main() -> int:
     with lean_imports():
         from bottega.controlnet.engine_loop import run
     config = parse(ControlNetEngineConfig, arguments.config_json, source="the configuration of the engine process")
-    return run(FramedPipe.from_fd(arguments.fd), config)
+    return run(FramedPipe.from_fd(arguments.fd), config, max_quiet_s=arguments.max_quiet_s)
 
 
 if __name__ == "__main__":

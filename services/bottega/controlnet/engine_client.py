@@ -31,7 +31,10 @@ class ControlNetEngineClient(
     def __init__(
         self, config: ControlNetEngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE
     ) -> None:
-        arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
+        arguments = (
+            *("--config-json", json.dumps(dataclasses.asdict(config))),
+            *("--max-quiet-s", f"{timeouts.max_quiet_s:g}"),
+        )
         super().__init__(module, *arguments, timeouts=timeouts, exclusive_cores=config.exclusive_cores)
         self._calls: PendingCalls[pb.ControlNetEngineHosted | LinkResult] = PendingCalls()
 

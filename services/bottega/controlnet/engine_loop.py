@@ -35,24 +35,31 @@ from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.operation.readings import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING
 
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
+# Without a forward pass, a command or anything new to report for so long, and without sessions and loads, the engine is
+# at rest. It then beats only every `max_quiet_s`.
+_REST_AFTER_S = 10.0
 # Share of the device's memory for weights, if less than `budget_bytes`. The rest is for forward passes and connections.
 _WEIGHTS_SHARE = 0.75
 
 
-def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
+def run(channel: FramedPipe, config: ControlNetEngineConfig, *, max_quiet_s: float = 0.0) -> int:
     """Serve until the front process closes the pipe, and return the exit status.
 
     If the engine cannot start, the reason is logged. The status is then 1, or that of ConfigError if another start
     would fail, too.
+
+    Args:
+        max_quiet_s: See ControlNetEngineLoop.
     """
     diffusers_logging.set_verbosity_error()
     compute_with(config.threads)
     try:
-        ControlNetEngineLoop(channel, config, pick_device(config.device)).run()
+        ControlNetEngineLoop(channel, config, pick_device(config.device), max_quiet_s=max_quiet_s).run()
     except Unavailable:
         return 0  # the front is gone
     except (BottegaError, OSError, ValueError) as error:
@@ -62,16 +69,30 @@ def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
 
 
 class ControlNetEngineLoop:
-    """Reads commands, computes, and sends events. The thread that creates it must call `run`, and computes."""
+    """Reads commands, computes, and sends events. The thread that creates it must call `run`, and computes.
 
-    def __init__(self, channel: FramedPipe, config: ControlNetEngineConfig, device: torch.device) -> None:
+    Args:
+        max_quiet_s: Longest pause in seconds between two beats of an engine at rest.
+    """
+
+    def __init__(
+        self,
+        channel: FramedPipe,
+        config: ControlNetEngineConfig,
+        device: torch.device,
+        *,
+        max_quiet_s: float = 0.0,
+    ) -> None:
         self._channel = channel
         dtype = None if config.dtype == AUTO else DTYPES[config.dtype]
         runtime = use_device(device)
         memory = open_memory_plan(runtime, config.device_memory_mib)
         weights_bytes = memory.reserve_up_to("ControlNets", config.budget_bytes, share=_WEIGHTS_SHARE)
         self._device_memory = DeviceMemoryMeter(runtime, memory)
+        self._max_quiet_s = max_quiet_s
+        self._reported = pb.ControlNetEngineBeat()
         self._beaten_s = 0.0
+        self._stirred_s = time.monotonic()
         self._executor = BatchExecutor(
             max_rows=config.max_rows, fixed_rows=config.fixed_rows, device=runtime, memory=memory
         )
@@ -90,12 +111,21 @@ class ControlNetEngineLoop:
         """Serve until the pipe closes, which ends the process."""
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         while True:
-            self._executor.run_batch(_BEAT_S)
+            self._executor.run_batch(self._pause_s)
             self._device_memory.look_if_due()
             self._beat_if_due()
 
+    @property
+    def _pause_s(self) -> float:
+        """Seconds that an idle engine waits for a step or a command."""
+        if time.monotonic() - self._stirred_s <= _REST_AFTER_S:
+            return _BEAT_S
+        in_use = any(net.sessions or net.state == HOSTED_STATE_LOADING for net in self._reported.controlnets)
+        return _BEAT_S if in_use else max(_BEAT_S, self._max_quiet_s)
+
     def _read_commands(self) -> None:
         while (frame := self._channel.recv()) is not None:
+            self._stirred_s = time.monotonic()
             command = pb.ControlNetEngineCommand.FromString(frame)
             match command.WhichOneof("command"):
                 case "host":
@@ -107,6 +137,7 @@ class ControlNetEngineLoop:
                     self._send(pb.ControlNetEngineEvent(link_result=result))
                 case "drain":
                     self._links.drain()
+            self._executor.wake()  # the engine may have been at rest
         self._links.close()  # its socket leaves no file behind
         os._exit(0)  # the front is gone, and no other process would find this engine
 
@@ -126,7 +157,11 @@ class ControlNetEngineLoop:
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:
             self._beaten_s = time.monotonic()
-            self._send(pb.ControlNetEngineEvent(beat=self._beat()))
+            beat = self._beat()
+            self._send(pb.ControlNetEngineEvent(beat=beat))
+            beat.ClearField("links")  # its counters change with every ping
+            if beat != self._reported:
+                self._reported, self._stirred_s = beat, self._beaten_s
 
     def _beat(self) -> pb.ControlNetEngineBeat:
         counts = self._registry.cache.counts
@@ -145,6 +180,7 @@ class ControlNetEngineLoop:
             forward_s=self._executor.seconds,
             links=link_counts(self._links.counters, open_links=len(self._links.handlers)),
             draining=draining,
+            device_memory=self._device_memory.last,
         )
 
     def _send(self, event: pb.ControlNetEngineEvent) -> None:

@@ -45,10 +45,6 @@ _FIRST_STAGE = StartProgress(stage="starting the engine")
 
 ENGINE_MODULE = "bottega.worker.engine.main"
 
-# An idle engine that has nothing new to report sends a message at least this often, and several within hang_s.
-_MAX_QUIET_S = 2.0
-_QUIET_SHARE = 0.2
-
 _TRIALS = "bottega-trials-"
 # A folder is locked right after it is made, so younger ones are left alone.
 _MADE_S = 60.0
@@ -144,11 +140,10 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         # All engine processes of this worker share it.
         self._trials = TrialFolder()
         trials = str(self._trials.path / "trials.json")
-        max_quiet_s = min(_MAX_QUIET_S, timeouts.hang_s * _QUIET_SHARE)
         arguments = (
             *("--config-json", json.dumps(dataclasses.asdict(config))),
             *("--trials", trials),
-            *("--max-quiet-s", f"{max_quiet_s:g}"),
+            *("--max-quiet-s", f"{timeouts.max_quiet_s:g}"),
         )
         self._link_calls: PendingCalls[LinkResult] = PendingCalls()
         self._addon_calls: PendingCalls[EngineAnswer] = PendingCalls()

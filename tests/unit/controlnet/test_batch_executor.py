@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -73,6 +74,17 @@ def rows(*sessions: ControlSession, side: int = 16) -> list[ControlRow]:
         for each in sessions
         for half in Half
     ]
+
+
+def test_a_waiting_executor_is_woken_for_other_work() -> None:
+    executor = BatchExecutor(max_rows=16)
+    executor.wake()
+    executor.run_batch(600.0)
+    waiting = threading.Thread(target=executor.run_batch, args=[600.0], daemon=True)
+    waiting.start()
+    executor.wake()
+    waiting.join(LOAD_S)
+    assert not waiting.is_alive()
 
 
 def test_steps_of_several_workers_share_a_forward_and_each_gets_its_own_rows(cache: ControlNetCache) -> None:

@@ -1,19 +1,25 @@
-"""How a server's engine process begins on its device."""
+"""How a server's engine process begins on its device, and how seldom it reports at rest."""
 
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bottega.controlnet import engine_loop
+from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.process import FramedPipe
 from bottega.rpc.server_config import DeviceLinksConfig
+from bottega.v1.controlnet_engine_pb2 import ControlNetEngineEvent
 from tests.support.memory_device import MemoryDevice
 
 MIB = 1 << 20
+HOUR_S = 3600.0
 
 
 class ChosenError(Exception):
@@ -47,3 +53,54 @@ def test_controlnets_leave_a_part_of_a_small_device_to_forwards(
     ours.close()
     (told,) = [record.__dict__ for record in caplog.records if record.__dict__.get("holder") == "ControlNets"]
     assert told["taken_mib"] == 75
+
+
+class OverError(Exception):
+    """The end of a loop that has none."""
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[FramedPipe, FramedPipe]]:
+    """The pipe's ends of the engine and of its front."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield FramedPipe(ours), FramedPipe(theirs)
+
+
+def test_an_engine_at_rest_reports_rarely_and_a_command_wakes_it(
+    monkeypatch: pytest.MonkeyPatch, channels: tuple[FramedPipe, FramedPipe]
+) -> None:
+    now_s, pauses = 0.0, []
+
+    class Idle(BatchExecutor):
+        """An executor to which no step comes within an hour."""
+
+        def run_batch(self, timeout_s: float) -> None:
+            nonlocal now_s
+            now_s += timeout_s
+            pauses.append(timeout_s)
+            if now_s > HOUR_S:
+                raise OverError
+
+    monkeypatch.setattr(engine_loop, "BatchExecutor", Idle)
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(engine_loop, "os", SimpleNamespace(_exit=lambda _: None))
+    config = ControlNetEngineConfig(device="cpu", links=DeviceLinksConfig(listen="", socket=None))
+    engine, front = channels
+    loop = engine_loop.ControlNetEngineLoop(engine, config, torch.device("cpu"), max_quiet_s=2.0)
+    sent: list[str | None] = []
+    monkeypatch.setattr(
+        engine, "send", lambda frame: sent.append(ControlNetEngineEvent.FromString(frame).WhichOneof("event"))
+    )
+    with pytest.raises(OverError):
+        loop.run()
+    assert set(sent) == {"beat"}
+    assert len(sent) < HOUR_S / 2 + 200
+    assert max(pauses) == 2.0
+    loop._stirred_s = now_s  # as a command does
+    assert loop._pause_s == pauses[0] == 0.1
+    front.close()
+    for thread in threading.enumerate():
+        if thread.name == "commands":
+            thread.join()  # before the process's real _exit is back
+    loop._registry.cache.close()
