@@ -26,8 +26,9 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 # The gateway's lease is 1.5 s; three reports fit into it. While there are no jobs it asks for fewer reports.
 REPORT_INTERVAL_S = 0.5
-# The shortest time between two regular reports, whatever the gateway asks for.
-_MIN_REPORT_INTERVAL_S = 0.05
+# Bounds on the time between two regular reports, whatever the gateway asks for. At rest it asks for 5 s. A member that
+# was silent for longer would miss its lease.
+_MIN_REPORT_INTERVAL_S, _MAX_REPORT_INTERVAL_S = 0.05, 10.0
 # Changes within this time are reported together.
 _COALESCE_S = 0.01
 _FIRST_BACK_OFF_S = 0.1
@@ -232,7 +233,8 @@ class FleetMembership:
             _log.info("joined the fleet", extra={"gateway": self._gateway})
             self._refusal = None
             self.joined.set()
-        every_s = max(response.report_every_s or REPORT_INTERVAL_S, _MIN_REPORT_INTERVAL_S)
+        asked_s = response.report_every_s or REPORT_INTERVAL_S
+        every_s = max(_MIN_REPORT_INTERVAL_S, min(_MAX_REPORT_INTERVAL_S, asked_s))  # in this order for NaN
         if every_s < self._report_every_s:
             self.report_soon()
         self._report_every_s = every_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -86,7 +87,8 @@ async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_bac
 class RestingFleet(fleet_pb2_grpc.FleetServiceServicer):
     """Asks for few reports, and for many as soon as `busy` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rest_s: float = 600.0) -> None:
+        self.rest_s = rest_s
         self.busy = asyncio.Event()
         self.reports: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
 
@@ -98,7 +100,7 @@ class RestingFleet(fleet_pb2_grpc.FleetServiceServicer):
                 await self.reports.put(request)
 
         taking = asyncio.create_task(take())
-        yield fleet_pb2.JoinResponse(report_every_s=600.0)
+        yield fleet_pb2.JoinResponse(report_every_s=self.rest_s)
         await self.busy.wait()
         yield fleet_pb2.JoinResponse(report_every_s=0.5)
         await taking
@@ -123,6 +125,24 @@ async def test_a_member_reports_changes_alone_while_the_fleet_rests_and_at_once_
         assert (await asyncio.wait_for(fleet.reports.get(), 5)).load.memory_bytes == 7
         fleet.busy.set()
         assert await asyncio.wait_for(fleet.reports.get(), 5) == fleet_pb2.JoinRequest()
+    finally:
+        await member.stop()
+        await server.stop()
+
+
+@pytest.mark.parametrize("rest_s", [1e9, math.inf, math.nan])
+async def test_a_member_reports_sometimes_whatever_the_gateway_asks_for(
+    rest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_membership, "_MAX_REPORT_INTERVAL_S", 0.1)
+    server, fleet = Server("fleet", ServerConfig()), RestingFleet(rest_s=rest_s)  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
+    await server.start()
+    member = FleetMembership(server.address, fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
+    member.start()
+    try:
+        for _ in range(4):  # the registration, the load, and two reports without news
+            await asyncio.wait_for(fleet.reports.get(), 10)
     finally:
         await member.stop()
         await server.stop()
