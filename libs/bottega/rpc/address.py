@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from dataclasses import dataclass
 from typing import Annotated
@@ -83,6 +84,7 @@ def endpoint(address: str, port: int | str) -> str:
     return f"{address.removeprefix(_IPV4_MAPPED)} {port}"
 
 
+@functools.lru_cache(maxsize=1024)  # every call of a flood asks for it
 def host_of_address(address: str) -> str:
     """Return the host of an IP address; "" if the text is not an IP address."""
     try:

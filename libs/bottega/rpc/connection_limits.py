@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -28,17 +29,18 @@ import socket
 import struct
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from bottega.background_tasks import running
 from bottega.clocks import seconds_until_tick
 from bottega.fair_order import fair_room
 from bottega.process import open_files
 from bottega.rpc.address import endpoint, host_of_address
-from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
-from bottega.rpc.source_filter import SourceFilter, mute, open_sockets
+from bottega.rpc.interceptor.connection_ledger import ConnectionAccount, ConnectionLedger
+from bottega.rpc.source_filter import SourceFilter, mute, open_sockets, unmute
 
 # Part of the file descriptors for the connections of one port. A service may listen on two ports; the rest is for
 # files, links and child processes.
@@ -55,12 +57,15 @@ _FLOOD_ROUND_S = 0.05
 _BANNED_S, _PROBATION_S = 10.0, 5.0
 # gRPC's limit relative to the guard's, so that one host's excess is ended before others find no room.
 _GRPC_SHARE = 1.25
-# If a flooding host is not kept out, so many of its connections with refused calls are served on. The others are muted
-# for so long, and then ended.
-_STRANGE_CONNECTIONS = 2
-# The same for its connections whose first call still waits.
-_WAITING_CONNECTIONS = 8
+# If a flooding host is not kept out, so many of its connections with at most so many refused calls each are served on.
+# The others are muted for so long, and then ended.
+_STRANGE_CONNECTIONS, _STRANGE_CALLS = 2, 100
 _MUTED_S = 10.0
+# The same for its connections whose first call still waits, and for those among them that brought no more bytes
+# than a client needs for its first calls. Both kinds can bring some 3,000 calls: gRPC reads up to 640 of a connection,
+# and a short one takes 35 bytes.
+_WAITING_CONNECTIONS = 4
+_NEW_CONNECTIONS, _NEW_BYTES, _NEW_MUTED_S = 32, 4 << 10, 2.0
 # Share of a core from which on the traffic of each connection is checked.
 _BUSY_SHARE = 0.25
 # Bytes that a connection may bring besides its calls: at once, and per second. An honest client pings every 30 s.
@@ -71,6 +76,8 @@ _IDLE_TALK_PER_S = 4 << 10
 _TALK_PER_SENT_BYTE = 0.5
 # The same while a message is arriving, which is counted only when it is complete.
 _ARRIVING_BYTES = 32 << 20
+# Connections that are looked at in one go. It takes 2 ms, and during a flood the event loop waits for it.
+_PIECE = 256
 # Offset, in Linux's struct tcp_info, of the bytes acknowledged by the peer and of the bytes received.
 _ACKNOWLEDGED_AT, _TCP_INFO_BYTES = 120, 136
 # Seconds between two log lines about the same event.
@@ -79,6 +86,8 @@ _OPEN_FILES = Path("/proc/self/fd")
 _FLOOD = "connections were ended or muted, because a host made many calls without being known"
 
 _log = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +99,14 @@ class InboundConnection:
     peer: str
     """The client's end, as in Peer.connection."""
     host: str
+    acknowledged_bytes: int = field(default=0, compare=False)
+    """Bytes sent to the client that it had acknowledged; 0 if the system does not report it."""
+    received_bytes: int = field(default=0, compare=False)
+    """Bytes received from the client."""
+
+
+_Stranger = tuple[InboundConnection, ConnectionAccount]
+"""A connection that no known caller has used, with its account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,21 +158,22 @@ class ConnectionGuard:
 
     async def _guard(self, port: int) -> None:
         banned = self._banned = SourceFilter(port, banned_s=_BANNED_S, probation_s=_PROBATION_S)
-        at_rest = False
+        pause_s = _ROUND_S
         while True:
-            await self._ledger.wait_for_flood(seconds_until_tick(_REST_ROUND_S) if at_rest else _ROUND_S)
+            await self._ledger.wait_for_flood(pause_s)
+            pause_s = _ROUND_S
             try:
-                # These checks take microseconds. A look at thousands of connections takes milliseconds, so a thread
-                # does it. During a flood a thread would wait for the event loop at each system call.
                 floods, crowding, working = self._ledger.floods(), self._crowding(), self._is_working()
-                at_rest = crowding < _REST_SHARE and not (floods or working)
-                if crowding > 1.0 or floods or working or banned.is_due() or self._over():
-                    look = _Look(port=port, crowded=crowding > 1.0, working=working, floods=floods)
-                    if floods:
-                        self._look(look, frozenset(self._busy()))
-                    else:
-                        await asyncio.to_thread(self._look, look, frozenset(self._busy()))
+                # The connections of a host that was admitted again are looked at before its calls are.
+                admitted, crowded = banned.on_probation(), crowding > 1.0
+                if crowded or floods or admitted or working or banned.is_due() or self._over():
+                    look = _Look(port=port, crowded=crowded, working=working, floods=floods, admitted=admitted)
+                    await self._look(look)
                     await asyncio.sleep(_FLOOD_ROUND_S)
+                if banned.on_probation():
+                    pause_s = 0.0
+                elif crowding < _REST_SHARE and not (floods or working):
+                    pause_s = seconds_until_tick(_REST_ROUND_S)
             except OSError as error:
                 _log.warning("the server's connections cannot be inspected", extra={"why": str(error)})
 
@@ -170,51 +188,80 @@ class ConnectionGuard:
         self._processor_s, self._checked_at = processor_s, now
         return used
 
-    def _look(self, look: _Look, busy: Collection[str]) -> None:
+    async def _look(self, look: _Look) -> None:
+        """Look at all connections, and end or mute some."""
+        # It takes 50 ms for 4,000 connections, so a thread does it. During a flood a thread would wait for the event
+        # loop at each system call.
+        pieces = self._look_in_pieces(look, frozenset(self._busy()))
+        if not look.repelled:
+            await asyncio.to_thread(_finish, pieces)
+            return
+        for _ in pieces:
+            await asyncio.sleep(0)
+
+    def _look_in_pieces(self, look: _Look, busy: Collection[str]) -> Iterator[None]:
+        """Look at all connections, and yield after each piece of the work."""
         if self._banned is not None:
             self._banned.lift()
-        self._end_muted()
-        if not (look.crowded or look.floods or look.working):
+        yield from self._end_muted()
+        if not (look.crowded or look.repelled or look.working):
             return
-        found = connections(look.port)
+        found: list[InboundConnection] = []
+        for piece in _pieces(connections(look.port)):
+            found += piece
+            yield
         if look.crowded:
-            self._end(
+            yield from self._end(
                 "connections without calls were ended, because their host had more than its share",
                 self._too_many(found, busy),
             )
         # A host that may have all connections is a proxy: its connections also carry calls of tenants.
-        for host in look.floods if self._share < 1 else ():
-            self._repel(host, [connection for connection in found if connection.host == host])
-        talkers = list(self._idle_talkers(found)) if look.working else []
+        for host in look.repelled if self._share < 1 else ():
+            kept_out = host in look.floods and self._keep_out(host)
+            of_host = [connection for connection in found if connection.host == host]
+            yield from self._repel(of_host, kept_out=kept_out)
+        talkers: list[InboundConnection] = []
+        if look.working:
+            earlier, self._traffic = self._traffic, {}
+            for piece in _pieces(found):
+                talkers += self._idle_talkers(piece, earlier)
+                yield
         for host in {connection.host for connection in talkers} - set(look.floods) if self._share < 1 else ():
             self._keep_out(host)
-        self._end("connections were ended, because they brought far more data than their calls", talkers)
+        yield from self._end("connections were ended, because they brought far more data than their calls", talkers)
         self._log()
 
-    def _repel(self, host: str, connections: Iterable[InboundConnection]) -> None:
-        """Ban a flooding host and end its connections. If it cannot be banned, mute its connections with refused calls.
+    def _repel(self, connections: Iterable[InboundConnection], *, kept_out: bool) -> Iterator[None]:
+        """End the connections of a banned host, or mute some of those of a flooding host that cannot be banned.
+
+        It yields after each piece of the work.
 
         Args:
             connections: All connections of the host. Those of known callers are not affected.
         """
-        strange = [connection for connection in connections if not self._ledger.found(connection.peer).known]
-        if self._keep_out(host):
-            self._end(_FLOOD, strange, drops_calls=True)
+        strange: list[_Stranger] = []
+        for piece in _pieces(connections):
+            accounts = ((connection, self._ledger.found(connection.peer)) for connection in piece)
+            strange += [(connection, account) for connection, account in accounts if not account.known]
+            yield
+        if kept_out:
+            yield from self._end(_FLOOD, [connection for connection, _ in strange], drops_calls=True)
             return
-        accounts = [(connection, self._ledger.found(connection.peer)) for connection in strange]
-        refused = [connection for connection, account in accounts if account.refused and not account.muted]
-        waiting = [connection for connection, account in accounts if not (account.refused or account.muted)]
-        waiting.sort(key=_received_bytes)  # a flood brings more calls than a tenant that has just connected
-        excess = refused[_STRANGE_CONNECTIONS:] + waiting[_WAITING_CONNECTIONS:]
-        self._end(_FLOOD, [connection for connection in excess if not self._mute(connection)], drops_calls=True)
+        refused = [stranger for stranger in strange if stranger[1].refused and not stranger[1].muted]
+        waiting = [connection for connection, account in strange if not (account.refused or account.muted)]
+        excess = {**_refused_excess(refused), **_waiting_excess(waiting)}
+        for some in _pieces(excess.items()):
+            yield
+            unmuted = [connection for connection, muted_s in some if not self._mute(connection, muted_s)]
+            yield from self._end(_FLOOD, unmuted, drops_calls=True)
 
-    def _mute(self, connection: InboundConnection) -> bool:
-        """Drop what a connection sends from now on, for some time. Return False if the system cannot do that."""
+    def _mute(self, connection: InboundConnection, muted_s: float) -> bool:
+        """Drop what a connection sends for `muted_s` from now on. Return False if the system cannot do that."""
         with _duplicate(connection) as duplicate:
             if duplicate is None or not mute(duplicate):
                 return False
         self._ledger.mute(connection.peer)
-        self._muted_until[connection] = time.monotonic() + _MUTED_S
+        self._muted_until[connection] = time.monotonic() + muted_s
         self._ended[_FLOOD] += 1
         return True
 
@@ -222,30 +269,35 @@ class ConnectionGuard:
         now = time.monotonic()
         return [connection for connection, until in self._muted_until.items() if until <= now]
 
-    def _end_muted(self) -> None:
-        for connection in self._over():
-            del self._muted_until[connection]
-            # Another connection may get the same port.
-            account = self._ledger.found(connection.peer)
-            account.muted, account.ended_at = False, time.monotonic()
-            end(connection)
+    def _end_muted(self) -> Iterator[None]:
+        """End the connections that were muted for long enough. It yields after each piece of the work."""
+        for piece in _pieces(self._over()):
+            for connection in piece:
+                del self._muted_until[connection]
+                # Another connection may get the same port.
+                account = self._ledger.found(connection.peer)
+                account.muted, account.ended_at = False, time.monotonic()
+                end(connection)
+            yield
 
     def _keep_out(self, host: str) -> bool:
         """Ban a host unless a known caller used it within the last day. Return whether it is banned."""
         return self._banned is not None and not self._ledger.knows(host) and self._banned.ban(host)
 
-    def _end(self, event: str, ended: Iterable[InboundConnection], *, drops_calls: bool = False) -> None:
-        """End connections.
+    def _end(self, event: str, ended: Iterable[InboundConnection], *, drops_calls: bool = False) -> Iterator[None]:
+        """End connections. It yields after each piece of the work.
 
         Args:
             drops_calls: Whether calls that they left in gRPC's queue are dropped without an answer, as they always are
                 if their host is banned. Another client that gets the same port within seconds would have to retry.
         """
-        for connection in ended:
-            if end(connection):
-                self._ended[event] += 1
-                if drops_calls or (self._banned is not None and self._banned.has(connection.host)):
-                    self._ledger.found(connection.peer).ended_at = time.monotonic()
+        for piece in _pieces(ended):
+            for connection in piece:
+                if end(connection):
+                    self._ended[event] += 1
+                    if drops_calls or (self._banned is not None and self._banned.has(connection.host)):
+                        self._ledger.found(connection.peer).ended_at = time.monotonic()
+            yield
 
     def _log(self) -> None:
         if not self._ended.total() or time.monotonic() - self._logged_at < _LOG_S:
@@ -256,13 +308,14 @@ class ConnectionGuard:
         self._ended.clear()
         self._logged_at = time.monotonic()
 
-    def _idle_talkers(self, found: Iterable[InboundConnection]) -> Iterator[InboundConnection]:
+    def _idle_talkers(
+        self, found: Iterable[InboundConnection], earlier: Mapping[InboundConnection, _Traffic]
+    ) -> Iterator[InboundConnection]:
         """Yield the connections that received far more bytes than their calls explain."""
-        earlier, self._traffic = self._traffic, {}
         for connection in found:
-            account, idle_bytes = self._ledger.found(connection.peer), _idle_bytes(connection)
+            account = self._ledger.found(connection.peer)
             before = earlier.get(connection) or _Traffic(at=time.monotonic())
-            now = before.with_more(idle_bytes, account.explained_bytes)
+            now = before.with_more(_idle_bytes(connection), account.explained_bytes)
             self._traffic[connection] = now
             most = _ARRIVING_BYTES if account.reading else _IDLE_TALK_BYTES
             if now.unexplained_bytes > most:
@@ -283,6 +336,25 @@ class ConnectionGuard:
                 left, free = left - 1, free + 1
 
 
+def _refused_excess(refused: list[_Stranger]) -> dict[InboundConnection, float]:
+    """Return the seconds for which to mute those connections with refused calls that are not served on."""
+    refused.sort(key=lambda stranger: stranger[1].refused)
+    served = [account for _, account in refused[:_STRANGE_CONNECTIONS] if account.refused <= _STRANGE_CALLS]
+    return {connection: _MUTED_S for connection, _ in refused[len(served) :]}
+
+
+def _waiting_excess(waiting: list[InboundConnection]) -> dict[InboundConnection, float]:
+    """Return the seconds for which to mute those connections whose first call still waits that are too many."""
+    # A flood brings more calls than a tenant that has just connected.
+    waiting.sort(key=lambda connection: connection.received_bytes)
+    excess = {}
+    for place, connection in enumerate(waiting):
+        is_new = connection.received_bytes <= _NEW_BYTES
+        if place >= (_NEW_CONNECTIONS if is_new else _WAITING_CONNECTIONS):
+            excess[connection] = _NEW_MUTED_S if is_new else _MUTED_S
+    return excess
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
     """The reasons for one check of a port's connections."""
@@ -290,7 +362,14 @@ class _Look:
     port: int
     crowded: bool
     working: bool
-    floods: Collection[str]
+    floods: frozenset[str]
+    admitted: frozenset[str]
+    """Hosts that were kept out until a short time ago."""
+
+    @property
+    def repelled(self) -> frozenset[str]:
+        """Hosts of whose connections only a few are served."""
+        return self.floods | self.admitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,25 +396,29 @@ class _Traffic:
 
 
 def _idle_bytes(connection: InboundConnection) -> float:
-    """Return `_Traffic.idle_bytes` of a connection so far; 0 if the system does not report it."""
-    acknowledged, received = _acknowledged_and_received(connection)
-    return received - _TALK_PER_SENT_BYTE * acknowledged
+    """Return `_Traffic.idle_bytes` of a connection so far."""
+    return connection.received_bytes - _TALK_PER_SENT_BYTE * connection.acknowledged_bytes
 
 
-def _received_bytes(connection: InboundConnection) -> int:
-    """Return the bytes received over a connection so far; 0 if the system does not report it."""
-    return _acknowledged_and_received(connection)[1]
-
-
-def _acknowledged_and_received(connection: InboundConnection) -> tuple[int, int]:
-    with _duplicate(connection) as duplicate:
-        if duplicate is None:
-            return 0, 0
-        info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+def _acknowledged_and_received(opened: socket.socket) -> tuple[int, int]:
+    info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(info) < _TCP_INFO_BYTES:
         return 0, 0
     acknowledged, received = struct.unpack_from("=QQ", info, _ACKNOWLEDGED_AT)
     return acknowledged, received
+
+
+def _finish(pieces: Iterator[None]) -> None:
+    """Do all pieces of some work."""
+    for _ in pieces:
+        pass
+
+
+def _pieces(items: Iterable[ItemT]) -> Iterator[list[ItemT]]:
+    """Yield the items in lists of `_PIECE`."""
+    rest = iter(items)
+    while piece := list(itertools.islice(rest, _PIECE)):
+        yield piece
 
 
 def open_file_count() -> int:
@@ -343,20 +426,19 @@ def open_file_count() -> int:
     return _OPEN_FILES.stat().st_size or sum(1 for _ in _OPEN_FILES.iterdir())  # before Linux 6.2 the size is 0
 
 
-def connections(port: int) -> list[InboundConnection]:
-    """Return the connections of clients to a port of this process."""
-    found = []
+def connections(port: int) -> Iterator[InboundConnection]:
+    """Yield the connections of clients to a port of this process."""
     for opened in open_sockets(port):
         with contextlib.suppress(OSError):  # a socket that listens, or whose peer is gone
             address, peer_port, *_ = opened.getpeername()
-            found.append(
-                InboundConnection(
-                    descriptor=opened.fileno(),
-                    peer=endpoint(address, peer_port),
-                    host=host_of_address(address),
-                )
+            acknowledged_bytes, received_bytes = _acknowledged_and_received(opened)
+            yield InboundConnection(
+                descriptor=opened.fileno(),
+                peer=endpoint(address, peer_port),
+                host=host_of_address(address),
+                acknowledged_bytes=acknowledged_bytes,
+                received_bytes=received_bytes,
             )
-    return found
 
 
 def end(connection: InboundConnection) -> bool:
@@ -369,6 +451,7 @@ def end(connection: InboundConnection) -> bool:
             return False
         with contextlib.suppress(OSError):
             duplicate.shutdown(socket.SHUT_RDWR)
+            unmute(duplicate)  # else the system would wait for the client to acknowledge the end, which is dropped
             return True
     return False
 

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 # From <asm-generic/socket.h>; Python's socket module does not have them.
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
@@ -40,21 +41,29 @@ def open_sockets(port: int) -> Iterator[socket.socket]:
     It takes some microseconds for each open file. psutil reads the machine's table of connections, which takes
     milliseconds.
     """
-    for path in _OPEN_FILES.iterdir():
+    with os.scandir(_OPEN_FILES) as entries:
+        descriptors = [int(entry.name) for entry in entries]
+    for descriptor in descriptors:
         try:
-            opened = socket.socket(fileno=int(path.name))
+            # With a family given, Python does not ask the system for it. That of IPv6 has room for addresses of both.
+            opened = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
         except OSError:  # no socket, or closed by now
             continue
         try:
             with contextlib.suppress(OSError):
-                if _is_tcp(opened) and opened.getsockname()[1] == port:
+                if _is_on_port(opened.getsockname(), port) and _is_tcp(opened):
                     yield opened
         finally:
             opened.detach()  # it belongs to gRPC
 
 
+def _is_on_port(address: Any, port: int) -> bool:
+    """Return whether a socket's address is one of IPv4 or IPv6 with this port. Other families have other forms."""
+    return isinstance(address, tuple) and isinstance(address[0], str) and address[1] == port
+
+
 def _is_tcp(opened: socket.socket) -> bool:
-    return opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM
+    return opened.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
 
 
 def mute(connection: socket.socket) -> bool:
@@ -67,6 +76,12 @@ def mute(connection: socket.socket) -> bool:
     except OSError:
         return False
     return True
+
+
+def unmute(connection: socket.socket) -> None:
+    """Receive again what the peer of a muted connection sends."""
+    with contextlib.suppress(OSError):
+        _attach(connection, ())
 
 
 class SourceFilter:
@@ -97,6 +112,11 @@ class SourceFilter:
             return False
         self._banned_until[host] = time.monotonic() + self._banned_s
         return self._apply()
+
+    def on_probation(self) -> frozenset[str]:
+        """Return the hosts that were admitted a short time ago."""
+        now = time.monotonic()
+        return frozenset(host for host, until in self._probation_until.items() if until > now)
 
     def has(self, host: str) -> bool:
         """Return whether a host is banned now."""
@@ -178,15 +198,15 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction)))
 
 
-def _attach(listening: socket.socket, instructions: tuple[Instruction, ...]) -> None:
+def _attach(filtered: socket.socket, instructions: tuple[Instruction, ...]) -> None:
     """Attach a filter to a socket, or remove the filter if there are no instructions."""
     if not instructions:
         with contextlib.suppress(FileNotFoundError):
-            listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+            filtered.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
         return
     array = (_Instruction * len(instructions))(*(_Instruction(*instruction) for instruction in instructions))
     built = _Program(length=len(instructions), instructions=array)
-    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, bytes(built))
+    filtered.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, bytes(built))
 
 
 def _listening(port: int) -> Iterator[socket.socket]:

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,8 @@ OTHER = "127.0.0.2"
 PINGED_S = 30.0
 # Longer than it takes to notice a flood; it ends with its test.
 FLOOD_S = 60.0
+# TIME_WAIT and CLOSE, in Linux's <net/tcp_states.h>.
+CLOSED = (6, 7)
 SUBMIT = "/bottega.v1.ImageService/SubmitJob"
 
 
@@ -244,6 +246,130 @@ async def test_only_refused_connections_of_a_known_host_are_muted_and_later_ende
             await eventually(lambda: sum(map(_is_ended, refused)) == 1)
             assert not any(muted()), "another connection may get the port of the one that was ended"
         assert not _is_ended(newcomer)
+
+
+@contextlib.contextmanager
+def _strangers(count: int) -> Iterator[tuple[int, list[socket.socket], list[socket.socket]]]:
+    """Yield a port, and the ends of so many connections to it: those of the clients and those that are served."""
+    with socket.create_server(("127.0.0.1", 0), backlog=count) as listening, contextlib.ExitStack() as stack:
+        port = listening.getsockname()[1]
+        clients, served = [], []
+        for _ in range(count):
+            clients.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
+            served.append(stack.enter_context(listening.accept()[0]))
+            for end in (clients[-1], served[-1]):
+                end.setblocking(False)
+        yield port, clients, served
+
+
+def _known_flood(ledger: ConnectionLedger) -> None:
+    """Let the clients' host flood, from which a known caller calls, too, so that it cannot be kept out."""
+    for _ in range(300):
+        ledger.refused(Peer(connection="somebody else's", host="127.0.0.1"))
+    ledger.recognized(Peer(connection="another", host="127.0.0.1"))
+
+
+async def test_a_connection_with_very_many_refused_calls_is_muted_although_it_is_the_only_one() -> None:
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
+    with _strangers(2) as (port, clients, _):
+        flood, wrong_key = (peer_of(_peer(client)) for client in clients)
+        for peer, times in ((flood, 300), (wrong_key, 3)):
+            ledger.account(peer)
+            for _ in range(times):
+                ledger.refused(peer)
+        ledger.recognized(Peer(connection="another", host="127.0.0.1"))
+        async with guard.looking(port):
+            await eventually(lambda: ledger.found(flood.connection).muted)
+        assert not ledger.found(wrong_key.connection).muted
+
+
+async def test_thirty_new_connections_of_a_flooding_host_are_read_and_those_with_many_calls_are_not() -> None:
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
+    with _strangers(40) as (port, clients, _):
+        few, many = clients[:30], clients[30:]
+        for client in few:
+            client.sendall(b"x" * 2_000)
+        for client in many:
+            client.sendall(b"x" * 20_000)
+        _known_flood(ledger)
+        async with guard.looking(port):
+            await eventually(lambda: all(ledger.found(peer_of(_peer(client)).connection).muted for client in many))
+        assert not any(ledger.found(peer_of(_peer(client)).connection).muted for client in few)
+
+
+async def test_connections_of_a_host_that_is_admitted_again_are_muted_before_their_calls_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_limits, "_BANNED_S", 0.0)
+    monkeypatch.setattr(connection_limits, "_PROBATION_S", 600.0)
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+        port = listening.getsockname()[1]
+        async with guard.looking(port):
+            first = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            first.setblocking(False)
+            with listening.accept()[0]:
+                for _ in range(300):
+                    ledger.refused(Peer(connection="flood", host="127.0.0.1"))
+                await eventually(lambda: _is_ended(first))
+            clients = []
+            for _ in range(6):  # beside the guard, which admits the host meanwhile
+                connecting = asyncio.to_thread(socket.create_connection, ("127.0.0.1", port), timeout=20)
+                clients.append(stack.enter_context(await connecting))
+                stack.enter_context(listening.accept()[0])
+                clients[-1].sendall(b"x" * 20_000)
+            await eventually(
+                lambda: sum(ledger.found(peer_of(_peer(client)).connection).muted for client in clients) == 2
+            )
+
+
+async def test_a_muted_connection_that_is_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "_MUTED_S", 0.1)
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
+    with _strangers(1) as (port, (client,), (served,)):
+        peer = peer_of(_peer(client))
+        ledger.account(peer)
+        for _ in range(300):
+            ledger.refused(peer)
+        ledger.recognized(Peer(connection="another", host="127.0.0.1"))
+        async with guard.looking(port):
+            await eventually(lambda: _is_ended(client))
+        client.close()
+        # While a filter drops what the client sends, the system waits for its acknowledgement for minutes.
+        await eventually(lambda: served.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in CLOSED)
+
+
+async def test_a_look_during_a_flood_lets_the_event_loop_go_on_between_its_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_limits, "_PIECE", 4)
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
+    looks = turns = 0
+
+    def some_turns(port: int) -> Iterator[connection_limits.InboundConnection]:
+        nonlocal looks, turns
+        for number in range(40):
+            yield connection_limits.InboundConnection(descriptor=-1, peer=f"10.0.0.1 {number}", host="10.0.0.1")
+        looks += 1
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while not looks:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(connection_limits, "connections", some_turns)
+    with _strangers(0) as (port, _, _):
+        async with guard.looking(port):
+            await asyncio.sleep(0.05)
+            _known_flood(ledger)
+            await take_turns()
+    assert turns >= 10
 
 
 def _peer(client: socket.socket) -> str:

@@ -31,8 +31,8 @@ class ConnectionAccount:
 
     known: bool = False
     """Whether an authenticated caller has used it. A proxy's connection may also carry calls of unknown callers."""
-    refused: bool = False
-    """Whether a call of an unknown caller over it was refused."""
+    refused: int = 0
+    """Number of calls of unknown callers over it that were refused."""
     explained_bytes: int = 0
     """Upper bound on the bytes that its calls have received so far."""
     reading: int = 0
@@ -81,7 +81,7 @@ class ConnectionLedger:
 
     def refused(self, peer: Peer) -> None:
         """Record a refused call of an unknown caller."""
-        self.found(peer.connection).refused = True
+        self.found(peer.connection).refused += 1
         self._refused[peer.host] += 1
         if self._refused[peer.host] > _STRANGE_CALLS:
             self._flood.set()
