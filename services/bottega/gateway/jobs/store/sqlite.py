@@ -266,7 +266,9 @@ class SqliteJobStore:
         _log.error("the job store is created again; ended jobs may be missing, all others are kept", extra=facts)
 
     def _inspect_if_there(self) -> None:
-        if self._path.exists():
+        with os_errors.translated():
+            is_there = self._path.exists()
+        if is_there:
             self._inspect()
 
     def _inspect(self) -> None:

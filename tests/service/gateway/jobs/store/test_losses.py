@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import random
 import shutil
@@ -351,3 +352,16 @@ async def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
         await store.add(record("j1"))
         assert [part.stat().st_mode & 0o077 for part in path.parent.iterdir()] == [0, 0]
     shutil.rmtree(path.parent)
+
+
+async def test_a_folder_that_another_user_owns_is_a_failure_of_the_disk_to_those_who_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "not for this user", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    async with _closed_at_the_end(tmp_path / "jobs.sqlite") as store:
+        with pytest.raises(StorageUnavailable) as caught:
+            await store.open_to_read()
+    assert caught.value.metadata == {"cause": "EACCES"}
