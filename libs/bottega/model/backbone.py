@@ -180,6 +180,9 @@ class UNetBackbone:
             attends = getattr(block, "has_cross_attention", False)
             extra = {"encoder_hidden_states": activations.context} if attends else {}
             activations.hidden = block(activations.hidden, activations.embedding, **extra)
+        else:
+            # Residuals are added in place, and the last skip connection is the same tensor.
+            activations.hidden = activations.hidden.clone()
         activations.points[self.middle_point] = activations.hidden
 
     def _up(self, index: int, taken: tuple[int, ...]) -> Callable[[Activations], None]:

@@ -334,6 +334,24 @@ def test_residuals_are_added_to_all_of_a_map(unet: UNet2DConditionModel) -> None
     assert distance(predicted(UNetBackbone(unet), row, [0 * each for each in residuals]), plain) > 0.1
 
 
+@pytest.mark.parametrize("middle", ["UNetMidBlock2DCrossAttn", None])
+def test_residuals_count_once_with_and_without_a_middle_block(middle: str | None) -> None:
+    """Pruned models have none, and the last skip connection is what the middle block would have got."""
+    unet = small_unet(mid_block_type=middle)
+    row = plain_row(1, size=SIZE)
+    generator = torch.Generator().manual_seed(5)
+    residuals = [torch.randn(shape, generator=generator) * 0.3 for shape in point_shapes(unet, SIZE)]
+    with torch.inference_mode():
+        stock = unet(
+            row.sample[None],
+            row.timestep,
+            row.embeds.prompt[None],
+            down_block_additional_residuals=tuple(residual[None] for residual in residuals[:-1]),
+            mid_block_additional_residual=residuals[-1][None],
+        ).sample[0]
+    assert distance(predicted(UNetBackbone(unet), row, residuals), stock) < EXACT
+
+
 def test_on_a_trained_model_what_is_redrawn_is_nearly_what_the_full_computation_makes_of_it() -> None:
     """Of the recording's prompt: a margin of one token leaves it nothing else that it could miss."""
     model, redrawn = load(), MASKS["middle"]

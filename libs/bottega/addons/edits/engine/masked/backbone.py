@@ -107,10 +107,12 @@ class MaskedBackbone(UNetBackbone):
 
     def _middle(self, activations: Activations) -> None:
         forward, block = _masked(activations), self.unet.mid_block
-        for place, resnet in enumerate(block.resnets):
+        for place, resnet in enumerate(block.resnets if block is not None else ()):
             if place:
                 self._attend(f"mid_block.attentions.{place - 1}", forward)
             self._resnet(resnet, f"mid_block.resnets.{place}", (forward.hidden,), forward)
+        if block is None:
+            forward.hidden = forward.hidden.clone()  # as in UNetBackbone
         forward.points[self.middle_point] = forward.hidden
 
     def _up(self, index: int, taken: tuple[int, ...]) -> Callable[[Activations], None]:
