@@ -74,7 +74,7 @@ def scheduler_table() -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for field, samplers in sorted(served.items()):
         for (values, why), names in samplers.items():
-            of = ", ".join(names) if len(samplers) > 1 else "all with the field"
+            of = ", ".join(names) if len(samplers) > 1 else "all"
             rows.setdefault((of, values, why), []).append(f"`{field}`")
     cells = [("fields", "samplers", "served", "why"), ("---",) * 4]
     cells += [(", ".join(fields), *row) for row, fields in rows.items()]
@@ -84,7 +84,9 @@ def scheduler_table() -> str:
 def class_table() -> str:
     """Return a table of Diffusers' scheduler classes; classes that are refused for the same reason are one row."""
     rows = [("classes", "served"), ("---", "---")]
-    rows += [(f"`{name}`", f"as `{sampler}`") for sampler, name in SAMPLER_CLASSES.items()]
+    for name in SCHEDULER_RULES:
+        samplers = [f"`{sampler}`" for sampler, served in SAMPLER_CLASSES.items() if served == name]
+        rows += [(f"`{name}`", f"as {', '.join(samplers)}")]
     refused: dict[str, list[str]] = {}
     for name, why in UNSERVED_CLASSES.items():
         refused.setdefault(why or "not yet", []).append(f"`{name}`")

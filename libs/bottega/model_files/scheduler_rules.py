@@ -437,7 +437,7 @@ def _broken_sigmas(config: Mapping[str, Any]) -> Iterator[str]:
     if len(chosen) > 1:
         yield f"{chosen[1]} must be false with {chosen[0]}: Diffusers takes one of {', '.join(_SIGMAS)}"
     if config["use_beta_sigmas"] and importlib.util.find_spec("scipy") is None:
-        yield "use_beta_sigmas must be false where scipy is not installed: install scipy beside the worker"
+        yield "use_beta_sigmas must be false: beta sigmas need SciPy, which workers do not load"
 
 
 def _broken_continuous(config: Mapping[str, Any]) -> Iterator[str]:
