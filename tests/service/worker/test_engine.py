@@ -21,7 +21,7 @@ from bottega.errors import ConfigError
 from bottega.process import EngineTimeouts, FramedPipe, StartProgress, open_pair
 from bottega.v1 import error_pb2, fleet_pb2, tensor_pb2
 from bottega.v1.engine_pb2 import EngineCancel, EngineCommand, EngineEvent, EngineReady, EngineStart
-from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
+from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec, Sampler
 from bottega.v1.worker_pb2 import AttemptId
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.loop import run
@@ -144,10 +144,11 @@ async def test_its_first_word_is_that_it_is_ready_and_what_its_model_is(engine: 
     assert (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor) == (64, 64, 8, 4)
     assert (model.default_steps, model.default_guidance_scale, model.default_sampler) == (30, 4.0, SAMPLER_EULER)
     assert model.max_pixels == 128 * 128
-    offered = [(choice.sampler, choice.use_karras_sigmas) for choice in model.sampler_choices]
-    assert offered == [(1, False), (1, True), (2, False), (3, False), (4, False), (4, True)]
-    assert [choice.is_default for choice in model.sampler_choices] == [True, False, True, True, True, False]
-    assert not any(choice.refused_because for choice in model.sampler_choices)
+    offered = [(choice.sampler, choice.use_karras_sigmas, choice.is_default) for choice in model.sampler_choices]
+    assert offered[:4] == [(1, False, True), (1, True, False), (2, False, True), (3, False, True)]
+    assert {sampler for sampler, _, is_default in offered if is_default} == set(Sampler.values()) - {0}
+    refused = {Sampler.Name(choice.sampler) for choice in model.sampler_choices if choice.refused_because}
+    assert refused == {"SAMPLER_EDM_EULER", "SAMPLER_EDM_DPMPP_2M"}
 
 
 async def test_it_says_how_far_its_start_is(engine: RunningEngine) -> None:

@@ -129,7 +129,7 @@ def test_a_job_without_its_conditions_or_a_part_is_not_taken() -> None:
         parts = {spec.name: tensor for spec, tensor in zip(whole.layout.specs, whole.tensors, strict=True)}
         del parts[name]
         message = message_of(parts)
-        with pytest.raises(ValueError, match=r"prompt|part of loras"):
+        with pytest.raises(ValueError, match=r"prompt|no data of loras"):
             read_job(message.layout, message.buffers)
 
 
