@@ -353,7 +353,7 @@ class ContentStore:
             raise
 
     def _enter(self, digest: str, entry: _Entry, *, oldest: bool = False) -> None:
-        """Add an image to the index, as the newest of its owners or, with `oldest`, as the oldest."""
+        """Add an image to the index, as the newest image of each of its owners or, with `oldest`, as the oldest."""
         self._entries[digest] = entry
         self.size_bytes += entry.size_bytes
         for owner in entry.owners:

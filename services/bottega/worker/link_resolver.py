@@ -67,7 +67,10 @@ class LinkResolver:
         try:
             response = await self._ask(request)
         except grpc.aio.AioRpcError as error:
-            _log.info("a service offered no connection", extra={"address": request.address, "text": error.details()})
+            _log.info(
+                "the service offered this worker no connection",
+                extra={"address": request.address, "text": error.details()},
+            )
             self._answer(request.request, _typed(error))
         else:
             self._answer(request.request, response)

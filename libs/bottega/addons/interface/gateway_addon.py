@@ -137,7 +137,7 @@ class WorkerCosts:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Share of the job's tokens that the worker computes, by worker; an edit may reuse the rest."""
     share: float = 1.0
-    """Share of the job's tokens that a worker computes which is not in `shares`."""
+    """Share of the job's tokens that any worker without an entry in `shares` would compute."""
     eligible: frozenset[str] | None = None
     """The only workers that may run the job; None means all."""
 

@@ -77,7 +77,7 @@ _OPTIONS = (
         "timeout_s",
         type=click.FloatRange(min=0.0, min_open=True),
         default=None,
-        help=f"Seconds after which to give up; default: {DEFAULT_TIMEOUT_S:g}, with --detach none.",
+        help=f"Seconds after which to give up. Default: {DEFAULT_TIMEOUT_S:g}; no limit with --detach.",
     ),
     click.option(
         "--priority",

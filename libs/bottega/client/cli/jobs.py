@@ -138,7 +138,9 @@ class _Moment(click.ParamType[datetime]):
 @click.option(
     "--state", "states", type=click.Choice(_STATES), multiple=True, help="Only jobs in this state; repeatable."
 )
-@click.option("--since", type=_Moment(), help="Only newer jobs: 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30.")
+@click.option(
+    "--since", type=_Moment(), help="Only jobs newer than 2h (units s, m, h, d), 2026-11-21 or 2026-11-21T10:30."
+)
 @click.option("--until", type=_Moment(), help="Only jobs older than this time, in the formats of --since.")
 @click.option(
     "-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Maximum of jobs on a page."

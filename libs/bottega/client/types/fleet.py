@@ -137,7 +137,7 @@ class ServiceActivity:
     failed: int = 0
     """Jobs or attempts that failed; cancelled ones are not counted."""
     steps: int = 0
-    """Denoising steps of a worker; rows that a ControlNet server computed."""
+    """A worker's denoising steps, or the batch rows (an image at a step) that a ControlNet server computed."""
     turns: int = 0
     """Forward passes in which `steps` were computed."""
     lookups: int = 0

@@ -301,7 +301,7 @@ def _is_inside(shape: MaskShape, size: ImageSize) -> bool:
 
 
 def _draw(shapes: Sequence[MaskShape], size: ImageSize) -> bytes:
-    """Return a grey PNG of this size that is white in every shape."""
+    """Return a greyscale PNG mask of this size: white inside the shapes, black elsewhere."""
     import PIL.Image
     import PIL.ImageDraw
 

@@ -89,7 +89,7 @@ def nearest(pixels: Numbers) -> npt.NDArray[np.int64]:
 
 
 def _by_colour(region: Mask, pixels: Numbers, ground: Ground) -> list[Region]:
-    """Return the region as one, or split into touching things of different colours."""
+    """Return the region as one shape, or split into its adjoining shapes of different colours."""
     inside = _shrunk(region) if _shrunk(region).any() else region
     names = nearest(pixels)
     counts = np.bincount(names[inside & (names >= 0)], minlength=len(_NAMES))

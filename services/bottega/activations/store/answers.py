@@ -55,7 +55,7 @@ def add_profile(answer: TemplateAnswer, profile: BlockProfile | None) -> None:
 
 
 class DrawnCache:
-    """A thread-safe cache of templates' image latents and noise.
+    """A thread-safe cache of templates' (edited source images') latents and noise.
 
     It calls `lost` with the digest of an unusable file.
     """
@@ -153,7 +153,7 @@ class TemplateLoader:
         return found
 
     def prefetch(self, sources: Sequence[tuple[str, Sequence[TemplateRecord]]]) -> list[pb.TemplateResidence]:
-        """Start to load each source's newest templates. Return where the newest one of each source is now."""
+        """Start to load each source's newest templates into memory. Return where each source's newest one is now."""
         wanted = [template for _, templates in sources for template in templates[:_MOST_OF_A_SOURCE]]
         where = [self._where(source, templates) for source, templates in sources]
         self.load(wanted)

@@ -235,7 +235,10 @@ class Follower(LinkServer[LeaderLink]):
         try:
             computed = self._remote_jobs.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step, which the leader then computes itself
-            _log.warning("rows of the leader could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
+            _log.warning(
+                "batch rows of the leading worker could not be computed",
+                extra={"why": f"{type(error).__name__}: {error}"},
+            )
         self.report_jobs()  # before the answer, so that the leader does not offload rows again that have failed
         if computed is None:
             link.decline(step)

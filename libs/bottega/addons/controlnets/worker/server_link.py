@@ -131,7 +131,7 @@ class StepResult:
             self._return()
 
     def _return(self) -> None:
-        """Return the memory to the server, now or when the result begins to arrive."""
+        """Let the server reuse the result's memory, as soon as the result has begun to arrive."""
         if self._give_back is not None:
             self._given_back = True
             self._give_back()

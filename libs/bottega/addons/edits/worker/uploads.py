@@ -134,7 +134,7 @@ class _End:
 
 
 class Uploads:
-    """The queue of sections for one store.
+    """The queue of recordings' sections (the activations of some steps each) for upload to one store.
 
     Args:
         budget_bytes: Maximum bytes of sections that wait.

@@ -291,7 +291,7 @@ def _check_prompts(prompts: object) -> Iterator[Violation]:
 def _measured_use(picture: Picture, name: str) -> LoraUse:
     """Return the provenance's entry of the LoRA. Raise LoraUnusable if the worker did not measure similarities."""
     if len(picture.provenance.loras) != 1:
-        raise InternalError(f"the picture's provenance has no entry for {name} by itself")
+        raise InternalError(f"the picture's provenance does not say what {name} changed by itself")
     use = picture.provenance.loras[0]
     if not use.similarities:
         raise LoraUnusable(

@@ -457,5 +457,5 @@ def _pinned_step(decision: bytes, spec: ResolvedSpec) -> int:
         raise InvalidRequest(f"decisions[{kinds.LORAS}] is not a LoraDecision") from None
     if not 0 <= step < spec.num_inference_steps:
         field = f"decisions[{kinds.LORAS}].step"
-        rules.refuse([Violation(field=field, description="must be one of the spec's steps")])
+        rules.refuse([Violation(field=field, description="must be the number of one of the request's steps, from 0")])
     return step

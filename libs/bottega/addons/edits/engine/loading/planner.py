@@ -163,7 +163,7 @@ class LoadPlanner:
         self._numbers = itertools.count()
 
     def plan(self, readers: Sequence[EditReader], others: int) -> list[PlannedStep]:
-        """Decide and request the loads of the next rows. `others` is the number of rows of other requests in the batch.
+        """Decide what these images load for their next steps, and request it. `others`: batch rows of other requests.
 
         Return for each latent size the last step for which a new load was planned.
         """
