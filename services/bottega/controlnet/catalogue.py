@@ -109,7 +109,10 @@ class ControlNetCatalogue:
         """Reasons why ControlNets that were added earlier are not hosted now, by name."""
 
     async def open(self) -> None:
-        """Open the catalogue's file, and read the ControlNets added by callers. Raises ConfigError, DataLoss, StorageUnavailable."""
+        """Open the catalogue's file, and read the ControlNets added by callers.
+
+        Raises ConfigError, DataLoss, StorageUnavailable.
+        """
         try:
             await self._database.open()
         except StorageUnavailable as error:
