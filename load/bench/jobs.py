@@ -16,11 +16,12 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 from bottega import kinds
 from bottega.gateway.__main__ import main as gateway_main
@@ -78,15 +79,18 @@ class Side:
         """Its name among the sides."""
         return f"{self.max_group}-{self.slower_s:g}"
 
-    def apply(self) -> None:
-        """Change every job store of this process."""
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Change every job store of this process while the block runs."""
 
         def slowed(commit: sqlite_writer.GroupCommit, group: Sequence[SerialTask]) -> None:
             _TRANSACT(commit, group)
             time.sleep(self.slower_s)  # in WAL mode a commit waits for one fsync
 
-        sqlite_writer._MAX_GROUP = self.max_group
-        sqlite_writer.GroupCommit._transact = slowed if self.slower_s else _TRANSACT  # type: ignore[method-assign,assignment]
+        transact = slowed if self.slower_s else _TRANSACT
+        shared = patch.object(sqlite_writer, "_MAX_GROUP", self.max_group)
+        with shared, patch.object(sqlite_writer.GroupCommit, "_transact", transact):
+            yield
 
 
 @BENCH.measure
@@ -179,8 +183,8 @@ def _stored(side: Side, folder: Path, options: argparse.Namespace) -> int:
         await store.close()
         return stored
 
-    side.apply()
-    return asyncio.run(run())
+    with side.applied():
+        return asyncio.run(run())
 
 
 @contextlib.asynccontextmanager
@@ -223,6 +227,6 @@ def _fsync_ms(folder: Path) -> float:
 
 if __name__ == "__main__":
     if "--config" in sys.argv:
-        Side(max_group=int(os.environ[_GROUP]), slower_s=float(os.environ[_SLOWER])).apply()
-        sys.exit(gateway_main())
+        with Side(max_group=int(os.environ[_GROUP]), slower_s=float(os.environ[_SLOWER])).applied():
+            sys.exit(gateway_main())
     sys.exit(BENCH.command())

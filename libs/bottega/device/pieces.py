@@ -24,7 +24,7 @@ def run_pieces(pieces: Generator[None, None, Result]) -> Result:
 class PausableWork(Generic[Result]):
     """A computation in pieces that may pause where the device has done all pieces so far.
 
-    On a GPU, which is behind the thread that enqueues the pieces, it never pauses.
+    A GPU is mostly behind the thread that enqueues the pieces, so there it seldom pauses.
     """
 
     def __init__(self, device: Device, pieces: Generator[None, None, Result]) -> None:
@@ -42,11 +42,13 @@ class PausableWork(Generic[Result]):
             pause_due: Returns whether to pause after a piece that the device has done.
         """
         began = self._device.record()
-        while self.result is None:
-            try:
-                next(self._pieces)
-            except StopIteration as end:
-                self.result = end.value
-            if self._device.record().ready and pause_due():
-                break
-        self.spans.append(Span(begin=began, end=self._device.record()))
+        try:
+            while self.result is None:
+                try:
+                    next(self._pieces)
+                except StopIteration as end:
+                    self.result = end.value
+                if self._device.record().ready and pause_due():
+                    break
+        finally:
+            self.spans.append(Span(begin=began, end=self._device.record()))

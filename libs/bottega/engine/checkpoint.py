@@ -24,7 +24,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.samplers import SamplerState
 
-VERSION = 6
+VERSION = 7
 
 # Additional tensors of an edit; see `Edit`.
 _OF_EDITS = ("image_latent", "noise")

@@ -36,6 +36,8 @@ class Decoding:
         self._latent = request.latent
         self._finite = model.runtime.to_host(torch.isfinite(self._latent).all())
         self._work = PausableWork(model.runtime, decode_in_pieces(model, self._latent))
+        self.area = model.decoded_area(self._latent.shape[-2] * self._latent.shape[-1])
+        """Number of elements of the latent that are decoded at once."""
         self._known_bad = False
         self._copies: tuple[HostCopy, HostCopy] | None = None
         """The pixels, and whether the output of the VAE is finite."""
@@ -44,11 +46,6 @@ class Decoding:
     def spans(self) -> Sequence[Span]:
         """The time that the device spent in each call of `enqueue`."""
         return self._work.spans
-
-    @property
-    def area(self) -> int:
-        """Number of elements of the latent that are decoded at once."""
-        return self._model.decoded_area(self._latent.shape[-2] * self._latent.shape[-1])
 
     @property
     def paused(self) -> bool:

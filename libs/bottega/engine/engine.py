@@ -96,6 +96,7 @@ class Engine:
         self._decodings: dict[EngineJob, Decoding] = {}
         self._device_clock = DeviceClock(model.runtime)
         self._turn_began = model.runtime.record()
+        self._skips_step = False
         self._waiting = WaitingOrders(self.addons)
         heartbeat = heartbeat or Heartbeat()
         self.beat = heartbeat.beat
@@ -248,10 +249,12 @@ class Engine:
         yield from self._encode_next()
         yield from self._update_readiness()
         turns = self.turns
-        if not (self._is_long() or self._decodes_first()):
+        # Prompts that are encoded delay steps in every other turn at most.
+        self._skips_step = self._decodes_first() or (self._is_long() and not self._skips_step)
+        if not self._skips_step:
             yield from self._step()
         yield from self._decode_next()
-        if self.turns == turns:
+        if self.turns == turns and not self._skips_step:
             self._wait()
 
     def _is_long(self) -> bool:
@@ -403,7 +406,7 @@ class Engine:
 
     def _has_room(self, request: Request) -> bool:
         """Return whether there is memory to decode an image beside those that are being decoded."""
-        if not self._decodings:
+        if not self._decoding_area():
             return True
         area = request.latent.shape[-2] * request.latent.shape[-1]
         return self.model.memory.fits_decoding(self._decoding_area() + self.model.decoded_area(area))
@@ -421,8 +424,11 @@ class Engine:
             self._charge(job, decoding.spans[-1].seconds)
 
     def _decoding_area(self) -> int:
-        """Return the number of elements of latents that are being decoded."""
-        return sum(decoding.area for decoding in self._decodings.values())
+        """Return the number of elements of latents that are being decoded, or encoded from an image."""
+        scale = self.model.latent_scale
+        specs = [order.order.spec for order in self._waiting if order.encodes_image]
+        encoded = sum(self.model.decoded_area((spec.height // scale) * (spec.width // scale)) for spec in specs)
+        return encoded + sum(decoding.area for decoding in self._decodings.values())
 
     def _decoded_area(self, area: int) -> int:
         """Return how many elements of latents may be decoded beside forwards of latents of this area."""

@@ -25,6 +25,11 @@ class WaitingOrder:
     encoding: PausableWork[EngineJob] | None = None
     """The encoding, once it has begun."""
 
+    @property
+    def encodes_image(self) -> bool:
+        """Whether an image is being encoded, and paused."""
+        return self.encoding is not None and self.order.image is not None
+
     def refuse(self, error: Exception) -> JobFailed:
         """Close the job's add-ons, and return its failure."""
         close_parts(self.addons)
@@ -79,7 +84,11 @@ class WaitingOrders:
             may_begin: Returns whether a tenant's job may be encoded now.
         """
         ordered = sorted(self._waiting, key=lambda waiting: used(waiting.order.share.tenant))
+        # A paused encoding of an image holds memory, so there is one at a time.
+        encodes_image = any(waiting.encodes_image for waiting in self._waiting)
         for waiting in ordered:
+            if encodes_image and waiting.encoding is None and waiting.order.image is not None:
+                continue
             try:
                 if not all(part.prompt_ready(now_s) for part in waiting.addons.values()):
                     continue

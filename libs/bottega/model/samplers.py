@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -399,7 +400,8 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
     with ignored_algorithm_advice():
         scheduler = kind.scheduler_class.from_config(dict(config), **{**kind.overrides, **overrides})
     if kind is SamplerKind.LMS:
-        scheduler.get_lms_coefficient = partial(_lms_coefficient, scheduler)
+        # A reference of the scheduler to itself would keep its tensors until a garbage collection.
+        scheduler.get_lms_coefficient = partial(_lms_coefficient, weakref.proxy(scheduler))
     return scheduler
 
 

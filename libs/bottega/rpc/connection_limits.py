@@ -165,12 +165,16 @@ class ConnectionGuard:
             try:
                 floods, crowding, working = self._ledger.floods(), self._crowding(), self._is_working()
                 # The connections of a host that was admitted again are looked at before its calls are.
-                admitted, crowded = banned.on_probation(), crowding > 1.0
+                # One that a tenant has used since then needs no more than the defence against floods.
+                admitted = frozenset(host for host in banned.on_probation() if not self._ledger.knows(host))
+                crowded = crowding > 1.0
                 if crowded or floods or admitted or working or banned.is_due() or self._over():
                     look = _Look(port=port, crowded=crowded, working=working, floods=floods, admitted=admitted)
+                    began_s = time.monotonic()
                     await self._look(look)
-                    await asyncio.sleep(_FLOOD_ROUND_S)
-                if banned.on_probation():
+                    took_s = time.monotonic() - began_s
+                    await asyncio.sleep(_FLOOD_ROUND_S if floods else max(_FLOOD_ROUND_S, 3 * took_s))
+                if admitted:
                     pause_s = 0.0
                 elif crowding < _REST_SHARE and not (floods or working):
                     pause_s = seconds_until_tick(_REST_ROUND_S)
@@ -244,15 +248,22 @@ class ConnectionGuard:
             accounts = ((connection, self._ledger.found(connection.peer)) for connection in piece)
             strange += [(connection, account) for connection, account in accounts if not account.known]
             yield
+        # Calls are authenticated between pieces, so whether a caller is known is looked up again at the end.
         if kept_out:
-            yield from self._end(_FLOOD, [connection for connection, _ in strange], drops_calls=True)
+            for strangers in _pieces(strange):
+                still = [connection for connection, _ in strangers if not self._ledger.found(connection.peer).known]
+                yield from self._end(_FLOOD, still, drops_calls=True)
             return
         refused = [stranger for stranger in strange if stranger[1].refused and not stranger[1].muted]
         waiting = [connection for connection, account in strange if not (account.refused or account.muted)]
         excess = {**_refused_excess(refused), **_waiting_excess(waiting)}
         for some in _pieces(excess.items()):
             yield
-            unmuted = [connection for connection, muted_s in some if not self._mute(connection, muted_s)]
+            unmuted = [
+                connection
+                for connection, muted_s in some
+                if not (self._ledger.found(connection.peer).known or self._mute(connection, muted_s))
+            ]
             yield from self._end(_FLOOD, unmuted, drops_calls=True)
 
     def _mute(self, connection: InboundConnection, muted_s: float) -> bool:

@@ -160,6 +160,7 @@ class ControlNetEngineLoop:
             beat = self._beat()
             self._send(pb.ControlNetEngineEvent(beat=beat))
             beat.ClearField("links")  # its counters change with every ping
+            beat.device_memory.ClearField("free_bytes")  # other processes change it
             if beat != self._reported:
                 self._reported, self._stirred_s = beat, self._beaten_s
 

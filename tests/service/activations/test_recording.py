@@ -228,7 +228,7 @@ def test_a_section_takes_the_place_of_another_in_a_template_that_is_there(tmp_pa
         kept = os.pread(lease.descriptor, lease.size_bytes, 0)
         assert elements(kept) == [bytes(each) for each in tensors_of("cat 1")], "who has it keeps it"
         store.give_back(lease)
-        with pytest.raises(Unavailable, match="gone"):
+        with pytest.raises(Unavailable, match="no longer exists"):
             read(store, before.sections[1].digest)
         assert len(section_paths(tmp_path)) == 5, "four sections, and what it was drawn with"
         assert store.statistics().disk_bytes == sum(path.stat().st_size for path in section_paths(tmp_path))

@@ -112,7 +112,7 @@ def test_a_pair_of_two_models_is_refused_with_both_named(pair: WorkerPair) -> No
 
 def test_a_third_worker_cannot_lead_one_that_has_its_peer(pair: WorkerPair) -> None:
     model_hash = pair.draw("b").provenance.model_hash
-    assert "follows a already" in str(refusal_of_b(pair, "c", model_hash).details())
+    assert "already computes for a" in str(refusal_of_b(pair, "c", model_hash).details())
 
 
 @pytest.mark.slow  # as tests/service/engine/test_pair.py

@@ -30,7 +30,7 @@ async def run_worker(folder: Path, gateway: str, config: Path) -> tuple[int | No
 
 
 async def test_the_fleet_shows_which_worker_has_ended_and_why(tmp_path: Path) -> None:
-    folder = with_scheduler(tmp_path / "unipc", "UniPCMultistepScheduler")
+    folder = with_scheduler(tmp_path / "pndm", "PNDMScheduler")
     async with running_gateway() as house:
         status, last = await run_worker(folder, house.fleet_address, tmp_path / "worker.json")
         fleet = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
@@ -44,7 +44,7 @@ async def test_the_fleet_shows_which_worker_has_ended_and_why(tmp_path: Path) ->
 
 
 async def test_a_worker_that_finds_no_gateway_ends_all_the_same(tmp_path: Path) -> None:
-    folder = with_scheduler(tmp_path / "lcm", "LCMScheduler")
+    folder = with_scheduler(tmp_path / "flow", "FlowMatchEulerDiscreteScheduler")
     status, last = await run_worker(folder, "127.0.0.1:1", tmp_path / "worker.json")
     assert status == ConfigError.exit_status
     assert last.startswith(f"bottega.worker: the model {folder} cannot be served: scheduler/")

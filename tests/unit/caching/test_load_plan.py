@@ -39,7 +39,7 @@ class Operations(RuleBasedStateMachine):
     @rule(names=st.lists(_names, min_size=1, max_size=3))
     def claim(self, names: list[str]) -> None:
         if sum(SIZES[name] for name in set(names)) > BUDGET:
-            with pytest.raises(TooLarge, match="room for 10"):
+            with pytest.raises(TooLarge, match="the budget allows 10"):
                 self.plan.claim(items(*names))
         else:
             self.claims.append(self.plan.claim(items(*names)))

@@ -156,7 +156,7 @@ def test_of_a_mask_without_white_it_is_said_that_its_transparency_was_not_read()
     """As other programs make masks: black, and transparent where they redraw."""
     image = Image.new("RGBA", (64, 64), "black")
     image.paste((0, 0, 0, 0), (8, 16, 40, 32))
-    with pytest.raises(BadImage, match=r"nothing of it is white .*; mask_alpha redraws what is transparent in it"):
+    with pytest.raises(BadImage, match=r"no part of it is white .*; mask_alpha redraws what is transparent in it"):
         edits.inspect(saved(image), order())
     with pytest.raises(BadImage, match=r"at 64x64$"):
         edits.inspect(saved(Image.new("RGBA", (64, 64), "black")), order())
@@ -168,19 +168,19 @@ def test_half_is_white(level: int, is_white: bool) -> None:
     if is_white:
         assert edits.inspect(mask, order()).share == 1
     else:
-        with pytest.raises(BadImage, match="nothing of it is white"):
+        with pytest.raises(BadImage, match="no part of it is white"):
             edits.inspect(mask, order())
 
 
 @pytest.mark.parametrize(
     ("mask", "said", "text"),
     [
-        (Image.new("L", (64, 64)), {}, r"nothing of it is white \(\.5 and above\) at 64x64"),
-        (Image.new("RGB", (64, 64), (255, 255, 255)), {"alpha": True}, "nothing of it is transparent"),
+        (Image.new("L", (64, 64)), {}, r"no part of it is white \(\.5 and above\) at 64x64"),
+        (Image.new("RGB", (64, 64), (255, 255, 255)), {"alpha": True}, "no part of it is transparent"),
         (
             Image.new("L", (96, 80)),
             {"padding": 8, "image_size": ImageSize(width=96, height=80)},
-            "nothing of it is white",
+            "no part of it is white",
         ),
     ],
     ids=["black", "opaque", "black and cut"],

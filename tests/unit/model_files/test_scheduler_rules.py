@@ -11,14 +11,12 @@ import pytest
 from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import check_configurations
 from bottega.model_files.presets import PRESET_FILE, Preset
-from bottega.model_files.scheduler_rules import UNSERVED_CLASSES
+from bottega.model_files.scheduler_rules import SCHEDULER_RULES, UNSERVED_CLASSES
 from tests.samples import published_configs as published
 from tests.samples.model_folders import with_scheduler
 
-SERVED = (
-    "_class_name must be EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, DDIMScheduler or "
-    "DPMSolverMultistepScheduler, not "
-)
+*_OTHERS, _LAST = SCHEDULER_RULES
+SERVED = f"_class_name must be {', '.join(_OTHERS)} or {_LAST}, not "
 
 
 def problems(class_name: str, preset: Preset | None = None, **config: Any) -> list[str]:
@@ -53,8 +51,8 @@ def test_a_broken_preset_is_a_problem_of_its_model(tmp_path: Path) -> None:
 
 
 def test_a_preset_may_name_a_sampler_in_place_of_a_class_that_solves_the_same_equation() -> None:
-    assert problems("UniPCMultistepScheduler", Preset(sampler="euler")) == []
-    assert len(problems("LCMScheduler", Preset(sampler="euler"))) == 1
+    assert problems("PNDMScheduler", Preset(sampler="euler")) == []
+    assert len(problems("FlowMatchEulerDiscreteScheduler", Preset(sampler="euler"))) == 1
     (problem,) = problems("DEISMultistepScheduler", Preset(sampler="dpmpp_2m"), algorithm_type="deis")
     assert 'final_sigmas_type must be "sigma_min" with algorithm_type "deis"' in problem
 

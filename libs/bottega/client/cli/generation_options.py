@@ -35,7 +35,12 @@ _SAMPLING = (
     click.option("--guidance-rescale", type=float, help="Guidance rescale against overexposure, 0 to 1."),
     click.option("--width", type=int, help="Width in pixels; default: the model's."),
     click.option("--height", type=int, help="Height in pixels; default: the model's."),
-    click.option("--sampler", type=click.Choice(list(SAMPLERS)), help="Sampler; default: the model's."),
+    click.option(
+        "--sampler",
+        type=click.Choice(list(SAMPLERS)),
+        metavar="NAME",
+        help=f"Sampler; default: the model's. One of {', '.join(SAMPLERS)}.",
+    ),
     click.option(
         "--karras/--no-karras",
         "use_karras_sigmas",
