@@ -1,4 +1,4 @@
-"""`make test`: what can run beside other tests, five files at a time; then, one after the other, what must be alone.
+"""`make test`: what can run beside other tests, four files at a time; then, one after the other, what must be alone.
 
 Arguments go to pytest. Ends with its status.
 """
@@ -15,8 +15,8 @@ from types import FrameType
 from tests.support.environment import set_defaults
 from tests.support.warm_engines import warm_engines
 
-# Five for two cores: many tests wait for services, deadlines and disks for most of their time.
-OPTIONS = ("--processes=5", "--durations=30")
+# Four for two cores: many tests wait for services, deadlines and disks for most of their time.
+OPTIONS = ("--processes=4", "--durations=30")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -161,6 +161,7 @@ async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_g
     assert memory[1] - memory[0] < MOST_UNREAD_BYTES
 
 
+@pytest.mark.alone  # twenty times 20 MiB leave no processor to other tests
 async def test_many_clients_that_would_join_with_large_messages_take_bounded_memory_and_a_member_gets_in(
     tmp_path: Path,
 ) -> None:

@@ -426,9 +426,8 @@ async def test_another_user_is_never_given_the_memory_of_a_lora(tmp_path: Path, 
 async def test_a_store_that_is_full_of_offers_says_when_to_ask_again(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
 
-        async def crowd() -> None:
-            for _ in range(2 * MAX_OFFERS_OF_ONE):
-                await store.open_link("stranger")
+        async def crowd() -> None:  # at once, because an offer that is not used within seconds is dropped
+            await asyncio.gather(*(store.open_link("stranger") for _ in range(2 * MAX_OFFERS_OF_ONE)))
 
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await crowd()
