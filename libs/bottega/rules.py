@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
@@ -22,6 +23,24 @@ from bottega.v1.generation_pb2 import (
     Sampler,
 )
 from bottega.v1.hosted_pb2 import LeftOut, ResidualProfile
+
+SamplerName = Literal[
+    "euler",
+    "euler_ancestral",
+    "ddim",
+    "dpmpp_2m",
+    "dpmpp_2m_sde",
+    "dpmpp_2s",
+    "ddpm",
+    "deis",
+    "unipc",
+    "lms",
+    "lcm",
+    "tcd",
+    "edm_euler",
+    "edm_dpmpp_2m",
+]
+"""The samplers by the names that callers and models' presets use."""
 
 MAX_ADAPTERS = 8
 # Profiles of one ControlNet, one per base model.

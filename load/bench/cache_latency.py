@@ -19,7 +19,7 @@ from typing import Any
 
 from bottega.addons.cache.starts import FRACTIONS, recorded_steps
 from bottega.client import CacheProfile, LengthClass, Picture, SkipProfile
-from bottega.client.types.options import SamplerName
+from bottega.rules import SamplerName
 from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet
 from load.bench.suites import Suite, check_apart, stage_s, suite

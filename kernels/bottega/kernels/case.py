@@ -15,7 +15,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One size of a kernel to measure, with the kernel and its reference."""
+    """A size at which a kernel is measured, with the kernel and its reference."""
 
     name: str
     kernel: Callable[[], Sequence[Tensor]]

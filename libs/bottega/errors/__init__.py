@@ -285,7 +285,7 @@ class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
 
 
 class LinkClosed(LinkError, reason=error_pb2.ERROR_REASON_LINK_CLOSED):
-    """One of its ends has closed the tensor connection."""
+    """A tensor connection was closed by one of its ends."""
 
 
 class DeadlineExceeded(LinkError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2.ERROR_REASON_LINK_DEADLINE_EXCEEDED):

@@ -83,7 +83,7 @@ class Embeds:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All conditions by name; that of the prompt is `prompt`."""
+        """The conditions by name; that of the prompt is `prompt`."""
         return {"prompt": self.prompt, **self.added}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Embeds:

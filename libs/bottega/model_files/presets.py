@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from bottega import config
 from bottega.errors import ConfigError
 from bottega.model_files.json_files import read_json_object
-from bottega.rules import MAX_GUIDANCE_SCALE, MAX_STEPS
+from bottega.rules import MAX_GUIDANCE_SCALE, MAX_STEPS, SamplerName
 from bottega.strict import STRICT
 
 PRESET_FILE = "bottega.json"
@@ -36,25 +36,7 @@ class Preset:
     """Denoising steps of a request that names none."""
     guidance_scale: Annotated[float, Field(ge=0, le=MAX_GUIDANCE_SCALE)] | None = None
     """Classifier-free guidance of a request that names none. At most 1 switches guidance off."""
-    sampler: (
-        Literal[
-            "euler",
-            "euler_ancestral",
-            "ddim",
-            "dpmpp_2m",
-            "dpmpp_2m_sde",
-            "dpmpp_2s",
-            "ddpm",
-            "deis",
-            "unipc",
-            "lms",
-            "lcm",
-            "tcd",
-            "edm_euler",
-            "edm_dpmpp_2m",
-        ]
-        | None
-    ) = None
+    sampler: SamplerName | None = None
     """Sampler of a request that names none, instead of the model's `scheduler_config.json`."""
     timestep_spacing: Literal["leading", "trailing", "linspace"] | None = None
     """Spacing of the timesteps for every request, instead of the model's `scheduler_config.json`.

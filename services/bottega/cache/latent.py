@@ -84,7 +84,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLatent:
-    """One latent of an entry, without its data."""
+    """A stored latent of an entry, without its data."""
 
     digest: bytes
     """SHA-256 of its bytes."""

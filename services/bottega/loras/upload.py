@@ -32,7 +32,7 @@ def _ignore() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadPart:
-    """One file of an upload, as it was announced."""
+    """A file of an upload, as its sender announced it."""
 
     component: str
     """The only component of the base model to which the file's tensors belong; "" if unknown."""

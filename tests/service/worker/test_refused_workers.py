@@ -24,7 +24,12 @@ async def run_worker(folder: Path, gateway: str, config: Path) -> tuple[int | No
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bottega.worker", "--config", str(config), stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(process.communicate(), 60)
+    try:
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
     assert b"Traceback" not in said
     return process.returncode, said.decode().splitlines()[-1]
 

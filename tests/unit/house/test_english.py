@@ -45,7 +45,9 @@ NO_OPENING = frozenset(
         "these",
         "it",
         "they",
+        "one",
         "both",
+        "all",
         "each",
         "some",
         "there",
@@ -68,7 +70,7 @@ PARAMETER = re.compile(r"[a-z_][a-z0-9_]*(, [a-z_][a-z0-9_]*)*: ")
 
 @pytest.mark.parametrize(
     "docstring",
-    ["Of a request.", "What a worker holds.", "name: of the service.", "first, last: rows."],
+    ["Of a request.", "What a worker holds.", "One of its ends.", "name: of the service.", "first, last: rows."],
 )
 def test_odd_openings_are_found(docstring: str) -> None:
     assert is_odd(docstring)

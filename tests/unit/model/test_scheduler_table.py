@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 import pytest
@@ -16,6 +16,7 @@ import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from diffusers.utils import logging as diffusers_logging
 
+from bottega import rules
 from bottega.model.model import _scheduler_config
 from bottega.model.sampler_choices import CHOICES, ModelSamplers, SamplerChoice
 from bottega.model.samplers import KARRAS, SamplerKind, draws_noise
@@ -26,7 +27,9 @@ from bottega.model_files.scheduler_rules import (
     UNSERVED_CLASSES,
     check_scheduler_config,
     sampler_problems,
+    takes_karras_sigmas,
 )
+from bottega.v1.generation_pb2 import SAMPLER_UNSPECIFIED, Sampler
 from tests.support.schedulers import SEED, SHAPE, our_latent, stock_latent, stock_scheduler
 from tests.support.stock import deviation
 
@@ -230,6 +233,15 @@ def test_the_rules_know_every_key_of_a_served_class_and_its_default(name: str) -
     rules = {rule.name: rule.default for rule in SCHEDULER_RULES[name]}
     assert rules == {key: parameters[key].default for key in keys_of(name)}
     assert set(rules) <= set(VALUES), "give new keys values here"
+
+
+def test_requests_presets_and_engine_have_the_same_samplers_and_choices_of_karras_sigmas() -> None:
+    names = list(get_args(rules.SamplerName))
+    assert names == list(SAMPLER_CLASSES) == [kind.value for kind in SamplerKind]
+    numbers = {name: Sampler.Value(f"SAMPLER_{name.upper()}") for name in names}
+    assert {*numbers.values(), SAMPLER_UNSPECIFIED} == set(Sampler.values())
+    karras = {name for name, number in numbers.items() if rules.takes_karras_sigmas(number)}
+    assert karras == {name for name in names if takes_karras_sigmas(name)} == {kind.value for kind in KARRAS}
 
 
 def test_every_scheduler_of_diffusers_is_served_or_refused_by_name() -> None:

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from bottega.client.types.messages import describe
-from bottega.client.types.options import SAMPLERS, SamplerName
+from bottega.client.types.options import SAMPLERS
 from bottega.errors import Violation
-from bottega.rules import refuse
+from bottega.rules import SamplerName, refuse
 from bottega.v1 import image_pb2
 
 AdapterKindName = Literal["controlnet", "lora"]

@@ -24,26 +24,10 @@ from bottega.client.types.inputs import (
 from bottega.client.types.messages import describe, set_field
 from bottega.client.types.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
-from bottega.rules import refuse
+from bottega.rules import SamplerName, refuse
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, Sampler
 
-SamplerName = Literal[
-    "euler",
-    "euler_ancestral",
-    "ddim",
-    "dpmpp_2m",
-    "dpmpp_2m_sde",
-    "dpmpp_2s",
-    "ddpm",
-    "deis",
-    "unipc",
-    "lms",
-    "lcm",
-    "tcd",
-    "edm_euler",
-    "edm_dpmpp_2m",
-]
 FidelityName = Literal["exact", "balanced", "fast"]
 
 SAMPLERS: dict[SamplerName, Sampler.ValueType] = {

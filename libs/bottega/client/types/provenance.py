@@ -14,8 +14,9 @@ from google.protobuf.message import Message
 
 from bottega.client.types.inputs import ControlNet, Lora, controlnet_from, lora_from
 from bottega.client.types.messages import field_of, value_from
-from bottega.client.types.options import FIDELITIES, SAMPLERS, FidelityName, GenerationOptions, SamplerName
+from bottega.client.types.options import FIDELITIES, SAMPLERS, FidelityName, GenerationOptions
 from bottega.client.types.picture import FORMATS, Format
+from bottega.rules import SamplerName
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 

@@ -35,7 +35,7 @@ _Rights = tuple[int, int, "array.array[int]"]
 
 
 class FrameStream:
-    """One end of one direction's connection. All backends share this part of a BackendEnd.
+    """An end of the connection that carries one direction. All backends share this part of a BackendEnd.
 
     Args:
         records: Encrypts outgoing and decrypts incoming bytes; None for plain bytes.

@@ -73,7 +73,7 @@ class WorkerClient(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedAttempt:
-    """One attempt to run a job on a worker, with everything that the worker has sent for it so far.
+    """An attempt to run a job on a worker, with everything that the worker has sent for it so far.
 
     It has many fields, because each kind of message fills another one.
     """

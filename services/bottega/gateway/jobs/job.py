@@ -59,7 +59,7 @@ _SAME_DEADLINE_S = 0.5
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job(AddOnJob):
-    """One job of the gateway, from its acceptance until it has ended. The SDK has a class of the same name.
+    """A job of the gateway, from its acceptance until it has ended. The SDK has a class of the same name.
 
     Only its methods change it, and each returns whether it changed anything. It has many fields, because it holds
     everything that the gateway knows about a job, in three groups, by how long they live. AddOnJob has the rest.

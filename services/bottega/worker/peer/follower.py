@@ -58,7 +58,7 @@ _REFUSED = SampledLog(
 
 
 class LeaderLink(LinkHandler):
-    """One connection of the leading worker. The follower serves the newest one."""
+    """A connection from the leading worker. The follower serves the newest one."""
 
     def __init__(self, connection: Connection, follower: Follower) -> None:
         self.connection = connection

@@ -54,7 +54,7 @@ _TEXT_MODEL = "text_model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """One module that a LoRA changes: scale * up(down(x)) is added to its output.
+    """A module that a LoRA changes: scale * up(down(x)) is added to its output.
 
     The entries' `begin` and `end` are byte offsets in the component's section.
     """

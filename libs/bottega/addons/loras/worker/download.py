@@ -208,7 +208,7 @@ class LoraDownload:
 
 
 class DownloadHandle:
-    """One user's handle on a download.
+    """A user's handle on a download.
 
     The text encoders' layers are used before the whole LoRA can be checked. If another store then sends different
     layers, the user has read damaged ones, and gets an error.
