@@ -147,11 +147,12 @@ def keys_of(name: str) -> list[str]:
 
 
 def cases() -> Iterator[Any]:
-    """A model's class, a key and a value, where that may change what one of the samplers draws."""
+    """A model's class, a key and a value, where that may change what one of the samplers draws, or is refused."""
     for name in SCHEDULER_RULES:
         for key, values in VALUES.items():
-            for value in values:
-                yield pytest.param(name, key, value, id=f"{name.removesuffix('Scheduler')}-{key}-{str(value)[:16]}")
+            if key in keys_of(name) or next(choices_of(name, key), None):
+                for value in values:
+                    yield pytest.param(name, key, value, id=f"{name.removesuffix('Scheduler')}-{key}-{str(value)[:16]}")
 
 
 def choices_of(name: str, key: str) -> Iterator[SamplerChoice]:
