@@ -63,6 +63,11 @@ class TensorEntry:
     end: int
     """Offset of the byte after the tensor's last, counted from the end of the header."""
 
+    @property
+    def elements(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:

@@ -188,15 +188,6 @@ def _other_shard(name: str) -> str:
     return _SHARDS[1 - _SHARDS.index(name)]
 
 
-def _two_variants(path: Path) -> None:
-    for part in ("unet", "vae"):
-        folder = path / part
-        target = (folder / "diffusion_pytorch_model.safetensors").readlink()
-        for variant in ("fp16", "bf16"):
-            (folder / f"diffusion_pytorch_model.{variant}.safetensors").symlink_to(target)
-        (folder / "diffusion_pytorch_model.safetensors").unlink()
-
-
 def _mixed_variants(path: Path) -> None:
     _rename_part(path / UNET, "fp16")
     _rename_part(path / VAE, "bf16")
@@ -259,7 +250,10 @@ def _single_file(path: Path) -> Path:
 
 def _folder_of_a_single_file(path: Path) -> None:
     path.mkdir()
-    write_zeros(path / "sd_xl_base_1.0.safetensors", {"conditioner.embedders.0": ("F16", (4,))})
+    names = ("model.diffusion_model.input_blocks.0.0.weight", "model.diffusion_model.label_emb.0.0.weight")
+    texts = ("conditioner.embedders.0.transformer.a.weight", "conditioner.embedders.1.model.b.weight")
+    tensors = dict.fromkeys((*names, *texts, "first_stage_model.c.weight"), ("F16", (4, 4)))
+    write_zeros(path / "sd_xl_base_1.0.safetensors", tensors)
 
 
 def _lora_file(path: Path) -> Path:
@@ -277,7 +271,7 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
     # Other models.
     WrongFolder(
         name="Stable Diffusion 1.5",
-        make=_of_class("StableDiffusionPipeline", cross_attention_dim=768),
+        make=_of_class("StableDiffusionPipeline", use_linear_projection=False),
         sentence=(
             "model_index.json: _class_name is StableDiffusionPipeline: this is a Stable Diffusion 1 model, and only "
             "SDXL "
@@ -379,23 +373,22 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         name="a single file",
         make=_single_file,
         sentence=(
-            "it is a single-file checkpoint, which is not served; convert it to a folder with Diffusers: "
-            "StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
+            "it is a single file, and it has no text_encoder and no vae; give the file of a whole model, with text "
+            "encoders and VAE"
         ),
     ),
     WrongFolder(
         name="a folder of a single file",
         make=_folder_of_a_single_file,
         sentence=(
-            "it has no model_index.json, but sd_xl_base_1.0.safetensors: it is a single-file checkpoint, which is not "
-            "served; convert it to a folder with Diffusers: "
-            "StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
+            "it has no model_index.json, but sd_xl_base_1.0.safetensors: it is a single file of a whole model; "
+            "`bottega models import {given}/sd_xl_base_1.0.safetensors` makes a folder of it"
         ),
     ),
     WrongFolder(
         name="another file",
         make=lambda path: WEIGHTS / "README.md",
-        sentence=f"it is a single file; {_GIVE}, converted with Diffusers' from_single_file and save_pretrained",
+        sentence=f"it is a single file; {_GIVE}, or a .safetensors file for `bottega models import`",
     ),
     WrongFolder(
         name="a ControlNet",
@@ -612,17 +605,7 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         make=_spoiled(_mixed_variants),
         sentence=(
             "no variant has weights of all parts (unet of fp16; vae of bf16); download all parts in one variant, or "
-            "plain "
-            "ones"
-        ),
-    ),
-    WrongFolder(
-        name="two variants",
-        make=_spoiled(_two_variants),
-        sentence=(
-            "it has weights of several variants (unet of bf16 and fp16; vae of bf16 and fp16) and no plain ones; "
-            "keep the "
-            "files of one of them"
+            "plain ones"
         ),
     ),
     # Tokenizers.

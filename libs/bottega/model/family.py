@@ -16,7 +16,7 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from bottega.model_files.families import SDXL
+from bottega.model_files.family_names import SDXL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,8 @@ def load_model(
     dtype: torch.dtype,
     vae: VaeSettings | None = None,
     device_memory_mib: int = 0,
+    variant: str = "",
+    vae_folder: Path | None = None,
     reporter: StartReporter | None = None,
 ) -> Model:
     """Load a folder in Diffusers' layout. Nothing is downloaded, and weights are read from safetensors only.
@@ -172,6 +175,8 @@ def load_model(
         name: Name of the model in requests.
         dtype: Element type of the weights in memory.
         device_memory_mib: See `open_memory_plan`.
+        variant: See `check_model_folder`.
+        vae_folder: Folder of a VAE that replaces the model's own.
         reporter: Receives the progress of loading.
 
     Raises:
@@ -179,7 +184,7 @@ def load_model(
         ValueError: The device has no room for it.
         OSError: A file cannot be read.
     """
-    report = check_model_folder(folder)
+    report = check_model_folder(folder, variant, vae=vae_folder)
     if report.problems:  # Diffusers would take the path of a missing folder for a name on the hub.
         raise ConfigError(report.refusal)
     family, preset = FAMILIES[report.family], read_preset(folder) or Preset()
@@ -305,12 +310,19 @@ def digest(report: ModelReport, preset: Preset | None = None, reporter: StartRep
     """
     reporter = reporter or silent_reporter()
     reporter.begin("hashing its files", report.size_bytes)
-    paths = {report.folder / INDEX_FILE}
+    paths, other = {report.folder / INDEX_FILE}, set[Path]()
     for part in report.parts.values():
-        place = report.folder / part.name
-        paths |= {path for path in place.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
-        paths |= set(part.files)
-    total = files_digest(report.folder, paths, hashed=lambda path: file_digest(path, reporter.advance))
+        found = {path for path in part.folder.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
+        found |= set(part.files)
+        if part.folder.parent == report.folder:
+            paths |= found
+        else:
+            other |= found
+    hashed = partial(file_digest, on_read=reporter.advance)
+    total = files_digest(report.folder, paths, hashed=hashed)
+    if other:  # a VAE in the place of the model's own
+        replaced = files_digest(next(iter(other)).parent, other, hashed=hashed)
+        total = hashlib.sha256(f"{total}\0vae={replaced}".encode()).hexdigest()
     if preset is None or preset.timestep_spacing is None:
         return total
     return hashlib.sha256(f"{total}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()

@@ -54,6 +54,11 @@ def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> N
     state: dict[str, Tensor] = {}
     for file in part.files:
         for name, tensor in _read(file, network, target.on_read):
+            if kind is AutoencoderKL and not tensor.isfinite().all():
+                raise ValueError(
+                    f"{_short_path(file)}: the tensor {name} has values that are no finite numbers; download the file "
+                    "again"
+                )
             state[name] = tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
     _check_complete(folder, network.state_dict().keys() - state.keys())
     # Without requires_grad_(False), because PyTorch then uses other kernels, whose last bits differ from Diffusers'.

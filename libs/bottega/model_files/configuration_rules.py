@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from bottega.model_files.family_names import SDXL
 from bottega.model_files.field_rules import FLAG, OFF, FieldRule, Values, broken_fields, shown, whole, with_defaults
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_rules import check_scheduler_config
@@ -27,6 +28,13 @@ CONFIG_FILES = {
     "vae": "config.json",
 }
 """Configuration file of each part."""
+_SECOND = ("text_encoder_2", "tokenizer_2")
+
+
+def config_files(family: str) -> Mapping[str, str]:
+    """Return the configuration file of each part that a family has; see bottega.model_files.families."""
+    return {part: file for part, file in CONFIG_FILES.items() if family == SDXL or part not in _SECOND}
+
 
 _SHOWN_CHARACTERS = 40
 # Widths and heights of pictures are multiples of this, as in Diffusers.
@@ -68,41 +76,52 @@ _CLASSES = {
     "tokenizer_2": ("transformers", "CLIPTokenizer"),
 }
 _KNOWN_PARTS = frozenset({*_CLASSES, "scheduler", "image_encoder", "feature_extractor"})
+# Published folders of Stable Diffusion have a filter of pictures, which the suite does not run.
+_IGNORED = frozenset({"safety_checker"})
 _ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer"}
 TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole(1)),)
 
 
 def check_configurations(
-    index: Mapping[str, object], configs: Mapping[str, Mapping[str, object]], preset: Preset | None = None
+    index: Mapping[str, object],
+    configs: Mapping[str, Mapping[str, object]],
+    preset: Preset | None = None,
+    family: str = SDXL,
 ) -> list[str]:
     """Return a sentence, with the file's name, for each field that is not served.
 
     Args:
         index: Contents of model_index.json.
-        configs: Configurations by part of CONFIG_FILES. That of the scheduler has the class in model_index.json as
+        configs: Configurations by part of `config_files`. That of the scheduler has the class in model_index.json as
             `_class_name`.
         preset: The model's bottega.json, which overrides its scheduler_config.json.
     """
-    problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index)]
+    problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index, family)]
     scheduler_rules = partial(_check_scheduler, preset or Preset())
-    rules: Mapping[str, _Rules] = {**_RULES, "scheduler": scheduler_rules}
+    unet_rules = partial(check_unet_config, added_conditions=family == SDXL)
+    rules: Mapping[str, _Rules] = {**_RULES, "scheduler": scheduler_rules, "unet": unet_rules}
     for part, config in configs.items():
         problems += [f"{part}/{CONFIG_FILES[part]}: {sentence}" for sentence in rules[part](config)]
-    if not problems and configs.keys() >= CONFIG_FILES.keys():
+    if not problems and configs.keys() >= config_files(family).keys():
         problems += check_parts_together(configs)
     return problems
 
 
-def check_index(index: Mapping[str, object]) -> Iterator[str]:
+def check_index(index: Mapping[str, object], family: str = SDXL) -> Iterator[str]:
     """Yield a sentence for each field of model_index.json, and each class of a part, that is not served."""
     yield from broken_fields(INDEX_RULES, index)
+    parts = config_files(family)
     for part, (library, name) in _CLASSES.items():
+        if part not in parts:
+            continue
         entry = index.get(part)
         found = [_ALIASES.get(str(each), each) for each in entry] if isinstance(entry, list) else entry
         if found != [library, name]:
             yield f"{part} must be {shown([library, name])}, not {shown(entry)}: no other class is served"
     for name, entry in index.items():
-        if name not in _KNOWN_PARTS and isinstance(entry, list) and entry != _NO_PART:
+        known = name in _KNOWN_PARTS and (name in parts or name not in _CLASSES)
+        ignored = family != SDXL and name in _IGNORED
+        if not (known or ignored) and isinstance(entry, list) and entry != _NO_PART:
             what = excerpt(name, _SHOWN_CHARACTERS)
             yield f"{what} is a part that is not served: pictures would be drawn without it; remove it from the model"
     scheduler = index.get("scheduler")
@@ -140,7 +159,15 @@ def filled_config(part: str, config: Mapping[str, object]) -> dict[str, Any]:
 
 def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each width of the UNet that differs from the text encoders' outputs."""
-    unet, first, second = (configs[part] for part in ("unet", "text_encoder", "text_encoder_2"))
+    unet, first = configs["unet"], configs["text_encoder"]
+    if "text_encoder_2" not in configs:
+        if unet["cross_attention_dim"] != first["hidden_size"]:
+            yield (
+                f"unet/config.json: cross_attention_dim must be {first['hidden_size']}, hidden_size of text_encoder, "
+                f"not {unet['cross_attention_dim']}"
+            )
+        return
+    second = configs["text_encoder_2"]
     if second["projection_dim"] is None:
         yield "text_encoder_2/config.json: projection_dim must be a whole number from 1, not null"
         return
@@ -175,9 +202,11 @@ def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def _broken_lengths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each tokenizer that makes more tokens than its text encoder accepts, or than the other."""
     name, length = "model_max_length", configs["tokenizer"]["model_max_length"]
-    if (other := configs["tokenizer_2"][name]) != length:
+    if "tokenizer_2" in configs and (other := configs["tokenizer_2"][name]) != length:
         yield (f"tokenizer_2/tokenizer_config.json: {name} must be {length}, as the first tokenizer's is, not {other}")
     for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
+        if tokenizer not in configs:
+            continue
         most, length = configs[encoder]["max_position_embeddings"], configs[tokenizer][name]
         if length > most:
             yield (
@@ -200,6 +229,5 @@ _RULES: Mapping[str, _Rules] = {
     "text_encoder_2": check_text_encoder_config,
     "tokenizer": check_tokenizer_config,
     "tokenizer_2": check_tokenizer_config,
-    "unet": check_unet_config,
     "vae": check_vae_config,
 }

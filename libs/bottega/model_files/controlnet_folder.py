@@ -23,16 +23,15 @@ from bottega.model_files.controlnet_config import (
     read_network_config,
 )
 from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
-from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_lfs_pointer, parse_json_object
+from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_lfs_pointer
 from bottega.model_files.tensor_check import controlnet_tensors
 from bottega.model_files.weights import (
     DIFFUSERS,
     FLOATING_POINT,
-    MAX_INDEX_BYTES,
     choose_variant,
+    find_files,
     nothing_to_load,
     variants_in,
-    weight_map,
 )
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import LENGTH_BYTES, Header, HeaderError, header_bytes, read_header
@@ -169,24 +168,10 @@ def _weights(folder: Path, root: Path | None) -> list[Path]:
     variants = variants_in(names, DIFFUSERS)
     if not variants:
         raise ValueError(nothing_to_load(folder.name, DIFFUSERS, names))
-    variant = choose_variant({folder.name: variants})
-    if (index := DIFFUSERS.index(variant)) not in names:
-        return [folder / DIFFUSERS.whole(variant)]
-    shards = sorted(set(_indexed(folder / index, root).values()))
-    if len(shards) > _MAX_SHARDS:
-        raise ValueError(f"its weights are in {len(shards)} parts; at most {_MAX_SHARDS} are accepted")
-    return [folder / shard for shard in shards]
-
-
-def _indexed(index: Path, root: Path | None) -> dict[str, str]:
-    with open_below(index, root) as file:
-        content = file.read(MAX_INDEX_BYTES + 1)
-    if len(content) > MAX_INDEX_BYTES:
-        raise ValueError(f"{index.name} has over {MAX_INDEX_BYTES} bytes")
-    try:
-        return weight_map(parse_json_object(content))
-    except ValueError as error:
-        raise ValueError(f"{index.name}: {error}") from None
+    found = find_files(folder, DIFFUSERS, names, choose_variant({folder.name: variants}), root)
+    if len(found.files) > _MAX_SHARDS:
+        raise ValueError(f"its weights are in {len(found.files)} parts; at most {_MAX_SHARDS} are accepted")
+    return list(found.files)
 
 
 def _opened(path: Path, file: BufferedReader) -> WeightsFile:

@@ -8,21 +8,23 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from bottega.model_files.json_files import open_model_file, read_json_object
+from bottega.model_files.family_names import SD15, SD21, SDXL, SERVED, TITLES, served_titles
+from bottega.model_files.json_files import read_json_object
+from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.plain_text import excerpt
-from bottega.safetensors_header import HeaderError, read_header
-
-SDXL = "SDXL"
 
 _GIVE_SDXL = "give the folder of an SDXL model in Diffusers' layout"
+_GIVE_MODEL = "give the folder of an SDXL model"
+_SAFETENSORS = ".safetensors"
 _SHOWN_CHARACTERS = 80
 # Entries that are read to recognise a folder; a home folder may have any number.
 _MAX_NAMES = 4096
+_STABLE_DIFFUSION = "Stable Diffusion"
 # Families by the beginning of the pipeline's class name in Diffusers, longest first.
 _FAMILIES = {
     "StableDiffusionXL": SDXL,
     "StableDiffusion3": "Stable Diffusion 3",
-    "StableDiffusion": "Stable Diffusion",
+    "StableDiffusion": _STABLE_DIFFUSION,
     "Flux": "FLUX",
     "Kandinsky": "Kandinsky",
     "PixArt": "PixArt",
@@ -32,17 +34,19 @@ _FAMILIES = {
     "AuraFlow": "AuraFlow",
     "Sana": "Sana",
     "QwenImage": "Qwen-Image",
-    "LatentConsistencyModel": "Stable Diffusion",
+    "LatentConsistencyModel": _STABLE_DIFFUSION,
     "IF": "DeepFloyd IF",
 }
-# SDXL's pipelines, which differ only in their inputs.
-_PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
-# Versions of Stable Diffusion by the width of the prompt embeddings.
-_STABLE_DIFFUSION = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2"}
+# Pipelines of each family, which differ only in their inputs.
+_SDXL_PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
+_SD_PIPELINES = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
+_PIPELINES = {SD15: _SD_PIPELINES, SD21: _SD_PIPELINES, SDXL: _SDXL_PIPELINES}
 
 
 def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
-    """Return a model's family, and a sentence on why it is not served; the sentence is empty for SDXL.
+    """Return a model's family, and a sentence on why it is not served; the sentence is empty if it is.
+
+    The family is a name in TITLES or, for others, a display name.
 
     Args:
         folder: Folder of the model.
@@ -57,18 +61,19 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
             )
         return "", "_class_name is missing, so that the kind of model is not known; download the file again"
     family = next((known for start, known in _FAMILIES.items() if name.startswith(start)), "")
-    if family == "Stable Diffusion":
-        family = _STABLE_DIFFUSION.get(_context_width(folder), family)
-    if name in _PIPELINES:
-        return family, _refiner(index)
-    if family == SDXL:
-        return family, (
-            f"_class_name is {excerpt(name, _SHOWN_CHARACTERS)}, and only {', '.join(_PIPELINES)} are served: other "
-            "pipelines draw other pictures; give the folder of an SDXL base model"
-        )
-    what = f"a {family} model" if family else "a model of a kind that is not known"
+    if family == _STABLE_DIFFUSION:
+        family = _version(folder)
     shown = excerpt(name, _SHOWN_CHARACTERS)
-    return family, f"_class_name is {shown}: this is {what}, and only SDXL is served; {_GIVE_SDXL}"
+    if family in SERVED and name in _PIPELINES[family]:
+        return family, _refiner(index) if family == SDXL else ""
+    if family in SERVED:
+        title, served = TITLES[family], ", ".join(_PIPELINES[family])
+        return family, (
+            f"_class_name is {shown}, and only {served} are served: other pipelines draw other pictures; give the "
+            f"folder of {_article(title)} base model"
+        )
+    what = f"a {TITLES.get(family, family)} model" if family else "a model of a kind that is not known"
+    return family, f"_class_name is {shown}: this is {what}, and only {served_titles()} is served; {_GIVE_SDXL}"
 
 
 def describe_other(path: Path) -> str:
@@ -111,21 +116,17 @@ def _missing(path: Path) -> str:
 
 def _file(path: Path) -> str:
     """Return a sentence on a single file."""
-    if path.suffix != ".safetensors":
-        return f"it is a single file; {_GIVE_SDXL}, converted with Diffusers' from_single_file and save_pretrained"
+    if path.suffix != _SAFETENSORS:
+        return f"it is a single file; {_GIVE_SDXL}, or a {_SAFETENSORS} file for `bottega models import`"
     try:
-        with open_model_file(path) as file:
-            names = [tensor.name for tensor in read_header(file).tensors]
-    except HeaderError as error:
-        return f"it is a single file that is damaged or cut off ({error}); {_GIVE_SDXL}"
-    except (OSError, ValueError) as error:
+        found = read_single_file(path)
+    except ValueError as error:
         return f"it is a single file, and {error}"
-    if any("lora_" in name or ".lora." in name for name in names):
-        return "it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`"
-    return (
-        "it is a single-file checkpoint, which is not served; convert it to a folder with Diffusers: "
-        "StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
-    )
+    if found.kind is FileKind.LORA:
+        return f"it is a LoRA; {_GIVE_MODEL}, and add the LoRA with `bottega loras add`"
+    if found.problem:
+        return f"it is a single file, and {found.problem}"
+    return f"it is a single file of {found.kind.value}; `bottega models import {path}` makes a folder of it"
 
 
 def _refiner(index: Mapping[str, object]) -> str:
@@ -137,12 +138,17 @@ def _refiner(index: Mapping[str, object]) -> str:
     return ""
 
 
-def _context_width(folder: Path) -> int:
+def _version(folder: Path) -> str:
+    """Return SD15 or SD21. Only UNets of version 2 project with linear layers, whatever their widths."""
     try:
-        width = read_json_object(folder / "unet" / "config.json").get("cross_attention_dim")
+        linear = read_json_object(folder / "unet" / "config.json").get("use_linear_projection")
     except ValueError:
-        return 0
-    return width if isinstance(width, int) else 0
+        return _STABLE_DIFFUSION
+    return SD21 if linear else SD15
+
+
+def _article(title: str) -> str:
+    return f"an {title}" if title == TITLES[SDXL] else f"a {title}"
 
 
 def _config(folder: Path) -> Mapping[str, object]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bottega.model_files.configuration_rules import CONFIG_FILES, INDEX_FILE, check_configurations, filled_config
-from bottega.model_files.families import SDXL, describe_other, family_of
+from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
+from bottega.model_files.families import describe_other, family_of
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
 from bottega.model_files.location import name_of
 from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
@@ -25,10 +25,14 @@ _SHOWN_CHARACTERS = 60
 _SPECIAL = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 
 
-def check_model_folder(folder: Path) -> ModelReport:
+def check_model_folder(folder: Path, variant: str = "", *, vae: Path | None = None) -> ModelReport:
     """Return a report on a model's folder, with every reason why it cannot be served.
 
     It only reads configurations, indexes and headers, which takes some milliseconds for SDXL.
+
+    Args:
+        variant: Variant of the weights to be loaded, such as `fp16`; see `choose_variant`.
+        vae: Folder of a VAE that replaces the model's own.
     """
     path = folder / INDEX_FILE
     if not is_there(path):
@@ -42,27 +46,33 @@ def check_model_folder(folder: Path) -> ModelReport:
     if unserved:
         what = f"{INDEX_FILE}: {unserved}"
         return ModelReport(folder=folder, family=family, pipeline_class=pipeline_class, problems=(what,))
-    return _check_parts(folder, index, pipeline_class)
+    return _check_parts(folder, index, family, variant, vae)
 
 
-def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str) -> ModelReport:
-    configs, problems = _read_configs(folder, index)
+def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant: str, vae: Path | None) -> ModelReport:
+    files = config_files(family)
+    places = {name: folder / name for name in files}
+    if vae is not None:
+        places["vae"] = vae
+    configs, problems = _read_configs(places, index, files)
     preset: Preset | None = None
     try:
         preset = read_preset(folder)
     except ValueError as error:
         problems.append(f"{PRESET_FILE}: {error}")
-    problems += check_configurations(index, configs, preset)
-    weights, broken = _read_weights(folder)
+    problems += check_configurations(index, configs, preset, family)
+    weights, broken = _read_weights(places, variant)
     problems += broken
     if not problems:
-        problems += _check_contents(folder, configs, weights)
+        problems += _check_contents(places, configs, weights)
     proposal = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"])
     return ModelReport(
         folder=folder,
-        family=SDXL,
-        pipeline_class=pipeline_class,
-        parts={name: _part(name, index, configs.get(name, {}), weights.get(name)) for name in CONFIG_FILES},
+        family=family,
+        pipeline_class=str(index.get("_class_name", "")),
+        parts={
+            name: _part(name, place, index, configs.get(name, {}), weights.get(name)) for name, place in places.items()
+        },
         variant=next((part.variant for part in weights.values() if part.variant), ""),
         default_size=0 if problems else _default_size(configs),
         problems=tuple(problems),
@@ -70,17 +80,21 @@ def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str)
     )
 
 
-def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, Mapping[str, object]], list[str]]:
+def _read_configs(
+    places: Mapping[str, Path], index: Mapping[str, object], files: Mapping[str, str]
+) -> tuple[dict[str, Mapping[str, object]], list[str]]:
     """Return the configuration of each part that has one, and a sentence for each that has none."""
     configs: dict[str, Mapping[str, object]] = {}
     problems = []
-    for name, file in CONFIG_FILES.items():
+    for name, file in files.items():
         try:
             # Diffusers writes -Infinity into configurations of schedulers.
-            configs[name] = read_json_object(folder / name / file, allow_infinity=name == "scheduler")
+            configs[name] = read_json_object(places[name] / file, allow_infinity=name == "scheduler")
         except ValueError as error:
-            if is_there(folder / name):
-                problems.append(f"{name}/{file}: {error}")
+            if is_there(places[name]):
+                problems.append(f"{places[name].name}/{file}: {error}")
+            elif places[name].name != name:
+                problems.append(f"the folder {places[name]} of the VAE is missing; correct engine.vae.folder")
             else:
                 problems.append(f"the folder {name} is missing; download the model again, with all parts")
     if "scheduler" in configs and (class_name := _class_name(index, "scheduler")):
@@ -89,47 +103,52 @@ def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, 
     return configs, problems
 
 
-def _read_weights(folder: Path) -> tuple[dict[str, Weights], list[str]]:
+def _read_weights(places: Mapping[str, Path], wanted: str) -> tuple[dict[str, Weights], list[str]]:
     """Return each part's weights in the variant to be loaded, and a sentence for each part without any."""
     variants, problems = {}, []
     weights: dict[str, Weights] = {}
-    there = {name: naming for name, naming in _NAMING.items() if is_there(folder / name)}
+    there = {name: naming for name, naming in _NAMING.items() if name in places and is_there(places[name])}
     for name, naming in there.items():
         try:
-            variants[name] = variants_of(folder / name, naming)
+            variants[name] = variants_of(places[name], naming)
         except ValueError as error:
             problems.append(str(error))
     if problems or not variants:
         return {}, problems
     try:
-        variant = choose_variant(variants)
+        variant = choose_variant(variants, wanted)
     except ValueError as error:
         return {}, [str(error)]
     for name, naming in there.items():
         try:
-            weights[name] = read_weights(folder / name, naming, variant)
+            weights[name] = read_weights(places[name], naming, variant)
         except ValueError as error:
             problems.append(str(error))
     return weights, problems
 
 
 def _check_contents(
-    folder: Path, configs: Mapping[str, Mapping[str, object]], weights: Mapping[str, Weights]
+    places: Mapping[str, Path], configs: Mapping[str, Mapping[str, object]], weights: Mapping[str, Weights]
 ) -> Iterator[str]:
     """Yield a sentence for each part whose tensors or tokens do not fit its configuration, which must be valid."""
     for name, part in weights.items():
         yield from check_tensors(name, filled_config(name, configs[name]), part)
     for name, encoder in _TOKENIZERS.items():
+        if name not in configs:
+            continue
         vocab_size = filled_config(encoder, configs[encoder])["vocab_size"]
-        yield from check_tokenizer(folder / name, configs[name], vocab_size=vocab_size)
+        yield from check_tokenizer(places[name], configs[name], vocab_size=vocab_size)
 
 
-def _part(name: str, index: Mapping[str, object], config: Mapping[str, object], weights: Weights | None) -> PartReport:
+def _part(
+    name: str, place: Path, index: Mapping[str, object], config: Mapping[str, object], weights: Weights | None
+) -> PartReport:
     class_name = _class_name(index, name)
     if weights is None:
-        return PartReport(name=name, class_name=class_name, config=config)
+        return PartReport(name=name, folder=place, class_name=class_name, config=config)
     return PartReport(
         name=name,
+        folder=place,
         class_name=class_name,
         config=config,
         variant=weights.variant,

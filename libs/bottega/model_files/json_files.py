@@ -34,14 +34,17 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def open_model_file(path: Path) -> BufferedReader:
+def open_model_file(path: Path, root: Path | None = None) -> BufferedReader:
     """Open a regular file that is no Git LFS pointer, following links.
+
+    Args:
+        root: Folder that must contain the file; None for no restriction.
 
     Raises:
         ValueError: It says what is wrong and what to do, without the file's name.
     """
     try:
-        file = open_below(path, None)
+        file = open_below(path, root)
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from None
     try:
@@ -53,9 +56,9 @@ def open_model_file(path: Path) -> BufferedReader:
     return file
 
 
-def read_model_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
+def read_model_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES, root: Path | None = None) -> bytes:
     """Return the contents of a file of at most `max_bytes`. Raises ValueError like `open_model_file`."""
-    with open_model_file(path) as file:
+    with open_model_file(path, root) as file:
         try:
             content = file.read(max_bytes + 1)
         except OSError as error:
@@ -68,17 +71,18 @@ def read_model_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
 
 
 def read_json_object(
-    path: Path, *, max_bytes: int = MAX_CONFIG_BYTES, allow_infinity: bool = False
+    path: Path, *, max_bytes: int = MAX_CONFIG_BYTES, allow_infinity: bool = False, root: Path | None = None
 ) -> dict[str, object]:
     """Return the object in a JSON file.
 
     Args:
         allow_infinity: Whether Infinity, -Infinity and NaN are allowed. They are not JSON, but Python writes them.
+        root: Folder that must contain the file; None for no restriction.
 
     Raises:
         ValueError: It says what is wrong and what to do, without the file's name.
     """
-    return parse_json_object(read_model_file(path, max_bytes=max_bytes), allow_infinity=allow_infinity)
+    return parse_json_object(read_model_file(path, max_bytes=max_bytes, root=root), allow_infinity=allow_infinity)
 
 
 def parse_json_object(content: bytes, *, allow_infinity: bool = False) -> dict[str, object]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bottega.model_files.family_names import TITLES
 from bottega.model_files.presets import PRESET_FILE, Proposal, preset_text
 
 
@@ -15,6 +16,8 @@ class PartReport:
 
     name: str
     """Subfolder, such as `unet`."""
+    folder: Path
+    """Folder of its files: a subfolder of the model's, but for a VAE that replaces the model's own."""
     class_name: str
     """Class in Diffusers or transformers, from model_index.json."""
     config: Mapping[str, object] = field(default_factory=dict)
@@ -40,7 +43,7 @@ class ModelReport:
 
     folder: Path
     family: str = ""
-    """Display name of the kind of model, such as `SDXL` or `Stable Diffusion 1`; empty if unknown."""
+    """`sd15`, `sd21` or `sdxl`, else the display name of another kind of model; empty if unknown."""
     pipeline_class: str = ""
     """`_class_name` of model_index.json."""
     parts: Mapping[str, PartReport] = field(default_factory=dict)
@@ -53,6 +56,11 @@ class ModelReport:
     """Reasons why it cannot be served: sentences that name a file or field, with advice."""
     proposal: Proposal | None = None
     """Suitable defaults, if it looks like a few-step model and its folder has no `bottega.json`."""
+
+    @property
+    def family_title(self) -> str:
+        """Display name of the family, such as `SDXL` or `Stable Diffusion 1`; empty if unknown."""
+        return TITLES.get(self.family, self.family)
 
     @property
     def advice(self) -> str:

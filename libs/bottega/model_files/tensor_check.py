@@ -88,13 +88,14 @@ def _loaded_name(part: str, name: str, weights: Weights) -> str:
 
 
 def unet_tensors(config: Mapping[str, Any]) -> Tensors:
-    """Yield the tensors of a UNet2DConditionModel with SDXL's added conditions."""
+    """Yield the tensors of a UNet2DConditionModel, with SDXL's added conditions or with none."""
     channels = config["block_out_channels"]
     width = channels[0]
     time = config["time_embedding_dim"] or 4 * width
     yield from _convolution("conv_in", config["in_channels"], width, config["conv_in_kernel"])
     yield from _embedding("time_embedding", width, time)
-    yield from _embedding("add_embedding", config["projection_class_embeddings_input_dim"], time)
+    if config["addition_embed_type"] is not None:
+        yield from _embedding("add_embedding", config["projection_class_embeddings_input_dim"], time)
     levels = _unet_levels(config)
     yield from _unet_encoder(levels, config)
     reverse = config["reverse_transformer_layers_per_block"]

@@ -189,6 +189,15 @@ UNET_RULES = (
     ),
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
+_NO_CONDITIONS = "Stable Diffusion 1 and 2 have no added conditions"
+# Fields that the UNets of Stable Diffusion 1 and 2 have otherwise. Diffusers reads no width without its condition.
+_WITHOUT_ADDED_CONDITIONS = {
+    "addition_embed_type": FieldRule(name="addition_embed_type", default=None, values=NULL, why=_NO_CONDITIONS),
+    "addition_time_embed_dim": FieldRule(name="addition_time_embed_dim", default=None, values=ANY),
+    "projection_class_embeddings_input_dim": FieldRule(
+        name="projection_class_embeddings_input_dim", default=None, values=ANY
+    ),
+}
 _BY_LEVEL = (
     "down_block_types",
     "up_block_types",
@@ -200,12 +209,18 @@ _BY_LEVEL = (
 )
 
 
-def check_unet_config(config: Mapping[str, object]) -> Iterator[str]:
+def check_unet_config(config: Mapping[str, object], *, added_conditions: bool = True) -> Iterator[str]:
     """Yield a sentence for each field of the UNet's config.json whose value is not served.
 
     A sentence names the field and says what to do; the caller puts the file's name before it.
+
+    Args:
+        added_conditions: Whether the UNet must take SDXL's pooled embeddings and time_ids; if not, it must take none.
     """
-    broken = list(broken_fields(UNET_RULES, config))
+    rules: tuple[FieldRule, ...] = UNET_RULES
+    if not added_conditions:
+        rules = tuple(_WITHOUT_ADDED_CONDITIONS.get(rule.name, rule) for rule in UNET_RULES)
+    broken = list(broken_fields(rules, config))
     # Rules between fields assume valid fields.
     yield from broken or _broken_together(with_defaults(UNET_RULES, config))
 

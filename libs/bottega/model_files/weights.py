@@ -10,8 +10,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -28,6 +28,7 @@ _MAX_FILES = 4096
 FLOATING_POINT = frozenset(name for name in ITEM_BYTES if "F" in name)
 """Element types of weights that are not quantized, as safetensors names them."""
 
+_PREFERRED = ("fp16", "bf16")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\b")
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 _SHOWN_CHARACTERS = 80
@@ -76,6 +77,19 @@ class Weights:
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values() if tensor.dtype in FLOATING_POINT)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundFiles:
+    """The files of a part's weights."""
+
+    variant: str
+    files: tuple[Path, ...]
+    """A whole file, or every shard."""
+    index: str = ""
+    """Name of the index of shards; empty for a whole file."""
+    file_by_tensor: Mapping[str, str] = field(default_factory=dict)
+    """Names of files by tensor, as the index says."""
+
+
 def variants_of(folder: Path, naming: WeightsNaming) -> frozenset[str]:
     """Return the variants of a part's weights, "" for plain names.
 
@@ -95,30 +109,39 @@ def variants_in(names: Iterable[str], naming: WeightsNaming) -> frozenset[str]:
     return frozenset(match[1] or match[2] or "" for name in names if (match := pattern.fullmatch(name)))
 
 
-def choose_variant(variants: Mapping[str, frozenset[str]]) -> str:
+def choose_variant(variants: Mapping[str, frozenset[str]], wanted: str = "") -> str:
     """Return the variant in which a model is loaded: "" if all parts have plain weights.
 
-    With another variant, parts without it are loaded from plain weights, as in Diffusers.
+    With another variant, parts without it are loaded from plain weights, as in Diffusers. Of several that fit all
+    parts, float16 weights are preferred to bfloat16 ones, which are less precise.
 
     Args:
         variants: Variants of the weights, by part.
+        wanted: The operator's choice; "" chooses by what is there.
 
     Raises:
         ValueError: No variant is usable for all parts. The text is a sentence.
     """
-    there = sorted(frozenset().union(*variants.values()) - {""})
+    there = sorted(frozenset().union(*variants.values()) - {""}, key=_preference)
+    fit = [name for name in there if all({name, ""} & found for found in variants.values())]
+    parts = "; ".join(f"{part} of {' and '.join(sorted(found))}" for part, found in variants.items() if "" not in found)
+    if wanted:
+        if wanted in fit:
+            return wanted
+        has = f"weights of the variant {excerpt(wanted, _SHOWN_CHARACTERS)}"
+        if wanted in there:
+            raise ValueError(f"some parts have neither {has} nor plain ones ({parts}); download them, too")
+        others = f", but of {' and '.join(there)}" if there else ""
+        raise ValueError(f"no part has {has}{others}; correct engine.model_variant")
     if all("" in found for found in variants.values()):
         return ""
-    fit = [name for name in there if all({name, ""} & found for found in variants.values())]
-    if len(fit) == 1:
-        return fit[0]
-    lacking = [part for part, found in variants.items() if "" not in found]
-    each = "; ".join(f"{part} of {' and '.join(sorted(variants[part]))}" for part in lacking)
     if fit:
-        raise ValueError(
-            f"it has weights of several variants ({each}) and no plain ones; keep the files of one of them"
-        )
-    raise ValueError(f"no variant has weights of all parts ({each}); download all parts in one variant, or plain ones")
+        return fit[0]
+    raise ValueError(f"no variant has weights of all parts ({parts}); download all parts in one variant, or plain ones")
+
+
+def _preference(variant: str) -> tuple[int, str]:
+    return _PREFERRED.index(variant) if variant in _PREFERRED else len(_PREFERRED), variant
 
 
 def weights_in(names: Iterable[str], naming: WeightsNaming, part: str) -> list[str]:
@@ -144,42 +167,58 @@ def weights_in(names: Iterable[str], naming: WeightsNaming, part: str) -> list[s
     return [naming.index(variant), *(name for name in names if shard.fullmatch(name))]
 
 
+def find_files(
+    folder: Path, naming: WeightsNaming, names: Collection[str], variant: str, root: Path | None = None
+) -> FoundFiles:
+    """Return the files of a part's weights of a variant, or of its plain ones where it has none of it.
+
+    Args:
+        names: Names of the files in the folder.
+        root: Folder that must contain an index; None for no restriction.
+
+    Raises:
+        ValueError: There are none, or their index cannot be used. The text is a sentence that names the file.
+    """
+    for tried in dict.fromkeys((variant, "")):
+        whole, index = naming.whole(tried), naming.index(tried)
+        if index in names and (naming.prefers_index or whole not in names):
+            try:
+                shards = weight_map(read_json_object(folder / index, max_bytes=MAX_INDEX_BYTES, root=root))
+            except ValueError as error:
+                raise ValueError(f"{folder.name}/{index}: {error}") from None
+            files = tuple(folder / name for name in sorted(set(shards.values())))
+            return FoundFiles(variant=tried, files=files, index=index, file_by_tensor=shards)
+        if whole in names:
+            return FoundFiles(variant=tried, files=(folder / whole,))
+    raise ValueError(nothing_to_load(folder.name, naming, names))
+
+
 def read_weights(folder: Path, naming: WeightsNaming, variant: str) -> Weights:
     """Return a part's weights of a variant, or its plain ones where it has none of it.
 
     Raises:
         ValueError: A file cannot be used. The text is a sentence that names it.
     """
-    names = _names(folder)
-    for tried in dict.fromkeys((variant, "")):
-        whole, index = naming.whole(tried), naming.index(tried)
-        if index in names and (naming.prefers_index or whole not in names):
-            return _read_shards(folder, index, tried)
-        if whole in names:
-            header = _read_header(folder / whole)
-            return Weights(variant=tried, files=(folder / whole,), tensors=_by_name([header]))
-    raise ValueError(nothing_to_load(folder.name, naming, names))
-
-
-def _read_shards(folder: Path, index: str, variant: str) -> Weights:
-    where = f"{folder.name}/{index}"
-    try:
-        file_by_tensor = weight_map(read_json_object(folder / index, max_bytes=MAX_INDEX_BYTES))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    files = sorted(set(file_by_tensor.values()))
-    headers = {name: _read_header(folder / name, named_by=index) for name in files}
-    placed = {tensor.name: name for name, header in headers.items() for tensor in header.tensors}
+    found = find_files(folder, naming, _names(folder), variant)
+    headers = {path.name: _read_header(path, named_by=found.index) for path in found.files}
     tensors = _by_name(headers.values())
-    if len(tensors) < sum(len(header.tensors) for header in headers.values()):
+    if found.index:
+        _check_index(folder, found, headers)
+    return Weights(variant=found.variant, files=found.files, tensors=tensors)
+
+
+def _check_index(folder: Path, found: FoundFiles, headers: Mapping[str, Header]) -> None:
+    """Raise ValueError unless each shard has exactly the tensors that the index says."""
+    where, file_by_tensor = f"{folder.name}/{found.index}", found.file_by_tensor
+    placed = {tensor.name: name for name, header in headers.items() for tensor in header.tensors}
+    if len(placed) < sum(len(header.tensors) for header in headers.values()):
         raise ValueError(f"{where}: two of its files have tensors of one name; download the part {folder.name} again")
     for tensor in sorted(file_by_tensor.keys() ^ placed.keys()) or _misplaced(file_by_tensor, placed):
-        named, found = file_by_tensor.get(tensor, "no file"), placed.get(tensor, "none of its files")
+        named, actual = file_by_tensor.get(tensor, "no file"), placed.get(tensor, "none of its files")
         raise ValueError(
-            f"{where}: it names {named} for the tensor {excerpt(tensor, _SHOWN_CHARACTERS)}, which is in {found}; "
+            f"{where}: it names {named} for the tensor {excerpt(tensor, _SHOWN_CHARACTERS)}, which is in {actual}; "
             f"download the part {folder.name} again"
         )
-    return Weights(variant=variant, files=tuple(folder / name for name in files), tensors=tensors)
 
 
 def _misplaced(file_by_tensor: Mapping[str, str], placed: Mapping[str, str]) -> list[str]:

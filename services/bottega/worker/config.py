@@ -15,9 +15,11 @@ from bottega.addons.edits.config import EditsConfig
 from bottega.addons.loras.config import LorasConfig
 from bottega.device_names import DeviceName
 from bottega.errors import ConfigError
-from bottega.model_files import check_model_folder, folder_of
+from bottega.model_files import ModelReport, check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import read_base_layout
+from bottega.model_files.family_names import SERVED, TITLES, served_titles
+from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
@@ -29,6 +31,8 @@ class VaeConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
+    folder: str = ""
+    """Folder of a VAE that replaces the model's own, in Diffusers' layout. All workers of a model need the same."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type in which latents are decoded.
 
@@ -125,11 +129,20 @@ class EngineConfig:
     }
 
     model: str = "miniature"
-    """Folder of the model in Diffusers' layout, or "miniature" for the small model that comes with Bottega."""
+    """Folder of the model in Diffusers' layout, or "miniature" for the small model that comes with Bottega.
+
+    A single .safetensors file is converted to a folder in the worker's state folder at the first start.
+    """
     model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)] = ""
     """Name of the model in requests.
 
     Empty: the name of the repository if the folder is a snapshot in a Hugging Face cache, else the name of the folder.
+    """
+    model_variant: Annotated[str, Field(pattern=r"^\w{0,32}$")] = ""
+    """Variant of the model's weights, such as fp16 or bf16, in files such as model.fp16.safetensors.
+
+    Empty: the plain weights if every part has them, else fp16 or bf16. Parts without the variant are loaded from plain
+    weights. All workers of a model need the same.
     """
     device: DeviceName = "auto"
     """Device of the engine: auto, cpu, cuda or cuda:N."""
@@ -239,13 +252,42 @@ class WorkerConfig(MemberConfig):
     """Upper bound on the number of jobs that the worker runs at the same time."""
 
 
+def is_single_file(model: str) -> bool:
+    """Return whether a configured model is a single file of weights."""
+    return model.endswith(".safetensors") and Path(model).is_file()
+
+
+def _check_single_file(model: str) -> None:
+    """Raise ConfigError, with a sentence, if a single file cannot be converted to a model that is served."""
+    try:
+        found = read_single_file(Path(model))
+    except ValueError as error:
+        raise ConfigError(f"the model {model} cannot be served: {error}") from None
+    problem = found.problem
+    if not problem and found.kind is not FileKind.MODEL:
+        problem = f"it is {found.kind.value}, and engine.model names a whole model"
+    if not problem and found.family not in SERVED:
+        problem = f"this is a {TITLES[found.family]} model, and only {served_titles()} is served"
+    if problem:
+        raise ConfigError(f"the model {model} cannot be served: {problem}")
+
+
+def report_on_model(config: EngineConfig) -> ModelReport:
+    """Return the report on a worker's model, with the VAE that its configuration names."""
+    vae = Path(config.vae.folder) if config.vae.folder else None
+    return check_model_folder(folder_of(config.model), config.model_variant, vae=vae)
+
+
 def check_model(config: WorkerConfig) -> None:
     """Raise ConfigError if the model, or a ControlNet that the worker runs itself, cannot be served.
 
     It takes some milliseconds and does not import torch.
     """
+    if is_single_file(config.engine.model):
+        _check_single_file(config.engine.model)
+        return  # the rest is checked when it has been converted
     folder = folder_of(config.engine.model)
-    if refusal := check_model_folder(folder).refusal:
+    if refusal := report_on_model(config.engine).refusal:
         raise ConfigError(refusal)
     if config.engine.controlnets.folders:
         base = read_base_layout(folder)

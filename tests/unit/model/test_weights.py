@@ -162,7 +162,8 @@ def peak_bytes():
 keep_freed_memory()
 before = peak_bytes()
 target = Placement(device=torch.device("cpu"), dtype=torch.bfloat16, on_read=lambda _: None)
-part = PartReport(name="unet", class_name="UNet2DConditionModel", files=(Path(sys.argv[1]),))
+file = Path(sys.argv[1])
+part = PartReport(name="unet", folder=file.parent, class_name="UNet2DConditionModel", files=(file,))
 unet = load_network(UNet2DConditionModel, part, target)
 print(sum(weights.nbytes for weights in unet.parameters()), peak_bytes() - before)
 """

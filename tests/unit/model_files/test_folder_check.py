@@ -21,7 +21,7 @@ def test_the_embedded_model_can_be_served() -> None:
     report = check_model_folder(WEIGHTS)
     assert report.problems == ()
     assert report.refusal == ""
-    assert (report.family, report.pipeline_class) == ("SDXL", "StableDiffusionXLPipeline")
+    assert (report.family, report.family_title, report.pipeline_class) == ("sdxl", "SDXL", "StableDiffusionXLPipeline")
     assert (report.default_size, report.scheduler_class, report.variant) == (64, "EulerDiscreteScheduler", "")
     assert {name: dict(part.bytes_by_dtype) for name, part in report.parts.items() if part.files} == {
         "text_encoder": {"F16": 289024},

@@ -177,7 +177,7 @@ def _described(report: ModelReport) -> str:
     size, files = report.default_size, sum(len(part.files) for part in parts)
     millions = sum(part.parameters for part in parts) / 1e6
     return (
-        f"{report.family}, {size} x {size} pixels; {files} files of weights{variant} in {dtypes}, "
+        f"{report.family_title}, {size} x {size} pixels; {files} files of weights{variant} in {dtypes}, "
         f"{millions:.1f} million parameters, {report.size_bytes / 2**20:.1f} MiB"
     )
 

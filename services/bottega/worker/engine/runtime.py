@@ -24,12 +24,12 @@ from bottega.manifest import load_object, read_services
 from bottega.model.dtype import pick_dtype
 from bottega.model.model import Model, load_model, pick_device
 from bottega.model.vae import VaeSettings
-from bottega.model_files import check_model_folder, folder_of, name_of
+from bottega.model_files import name_of
 from bottega.rpc.link_service import link_endpoints
 from bottega.rpc.status import from_job_error
 from bottega.transport import DeviceLinks, LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingLinkRequest
-from bottega.worker.config import EngineConfig
+from bottega.worker.config import EngineConfig, report_on_model
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 
 
@@ -174,7 +174,7 @@ def load_runtime(
 
 
 def _model(config: EngineConfig, reporter: StartReporter) -> Model:
-    report, device = check_model_folder(folder_of(config.model)), pick_device(config.device)
+    report, device = report_on_model(config), pick_device(config.device)
     if report.problems:
         raise ConfigError(report.refusal)
     reporter.begin("choosing an element type")
@@ -185,6 +185,8 @@ def _model(config: EngineConfig, reporter: StartReporter) -> Model:
         dtype=pick_dtype(config.dtype, report, device),
         vae=VaeSettings(dtype=config.vae.dtype, tile_pixels=config.vae.tile_pixels),
         device_memory_mib=config.device_memory_mib,
+        variant=config.model_variant,
+        vae_folder=Path(config.vae.folder) if config.vae.folder else None,
         reporter=reporter,
     )
 

@@ -1,0 +1,242 @@
+"""What a model's folder or a single file is, and what of it will not be served, for `bottega models`. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from bottega.model_files import MINIATURE, ModelReport, check_model_folder, folder_of, name_of
+from bottega.model_files.configuration_rules import INDEX_FILE
+from bottega.model_files.presets import read_preset
+from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
+from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
+
+_SAFETENSORS = ".safetensors"
+# Entries of a folder that are looked at; a home folder may have any number.
+_MAX_ENTRIES = 4096
+_HALF_BYTES, _SINGLE_BYTES = 2, 4
+_INTEGERS = frozenset({"I32", "I64", "U8"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFacts:
+    """A part of a model."""
+
+    name: str
+    class_name: str
+    """Class in Diffusers or transformers; empty in a single file."""
+    files: int
+    dtypes: tuple[str, ...]
+    """Element types of its weights as safetensors names them, the most frequent first; empty if it has none."""
+    parameters: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model, or what is in its place."""
+
+    path: Path
+    name: str
+    """Name under which it is served."""
+    kind: str
+    """`folder` or `single file`."""
+    family: str
+    """Display name of the family; empty if it is unknown."""
+    pipeline: str
+    """Class of the pipeline; empty in a single file."""
+    variant: str
+    parts: tuple[PartFacts, ...]
+    default_size: int
+    """Side of a picture in pixels; 0 if it is unknown."""
+    sampler: str
+    """Default sampler, or the class of a scheduler that is not served; empty if it is unknown."""
+    prediction_type: str
+    """What the UNet predicts; empty if it is unknown."""
+    problems: tuple[str, ...]
+    """Reasons why it cannot be served."""
+    advice: str
+    """How to serve it, or to serve it better; empty if there is nothing to do."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of all weights."""
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all weights in their files."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def half_bytes(self) -> int:
+        """Memory that the weights take in float16 or bfloat16."""
+        return _HALF_BYTES * self.parameters
+
+    @property
+    def single_bytes(self) -> int:
+        """Memory that the weights take in float32."""
+        return _SINGLE_BYTES * self.parameters
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Element types of all parts."""
+        return tuple(dict.fromkeys(dtype for part in self.parts for dtype in part.dtypes))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts as a JSON object."""
+        parts = [
+            {
+                "name": part.name,
+                "class": part.class_name,
+                "files": part.files,
+                "dtypes": list(part.dtypes),
+                "parameters": part.parameters,
+                "size_bytes": part.size_bytes,
+            }
+            for part in self.parts
+        ]
+        return {
+            "path": str(self.path),
+            "name": self.name,
+            "kind": self.kind,
+            "family": self.family,
+            "pipeline": self.pipeline,
+            "variant": self.variant,
+            "parts": parts,
+            "default_size": self.default_size,
+            "sampler": self.sampler,
+            "prediction_type": self.prediction_type,
+            "parameters": self.parameters,
+            "size_bytes": self.size_bytes,
+            "half_bytes": self.half_bytes,
+            "single_bytes": self.single_bytes,
+            "problems": list(self.problems),
+            "advice": self.advice,
+        }
+
+
+def read_model_facts(model: str) -> ModelFacts:
+    """Return the facts about `miniature`, a folder or a single file. Only headers of weights are read."""
+    path = folder_of(model)
+    if path.suffix == _SAFETENSORS and path.is_file():
+        try:
+            return _of_file(read_single_file(path))
+        except ValueError as error:
+            return _unknown(path, str(error))
+    return _of_folder(check_model_folder(path), model)
+
+
+def models_in(folder: Path) -> Iterator[str]:
+    """Yield the models in a folder: folders with model_index.json, and single files of whole models."""
+    with os.scandir(folder) as entries:
+        paths = sorted(Path(entry.path) for entry in islice(entries, _MAX_ENTRIES))
+    for path in paths:
+        if path.suffix == _SAFETENSORS and path.is_file():
+            try:
+                is_model = read_single_file(path).kind is FileKind.MODEL
+            except ValueError:
+                is_model = True  # to say what is wrong with it
+            if is_model:
+                yield str(path)
+        elif (path / INDEX_FILE).is_file():
+            yield str(path)
+
+
+def _of_folder(report: ModelReport, model: str) -> ModelFacts:
+    parts = tuple(
+        PartFacts(
+            name=part.name,
+            class_name=part.class_name,
+            files=len(part.files),
+            dtypes=_dtypes(part.bytes_by_dtype),
+            parameters=part.parameters,
+            size_bytes=part.size_bytes,
+        )
+        for part in report.parts.values()
+    )
+    scheduler = report.parts["scheduler"].config if "scheduler" in report.parts else {}
+    return ModelFacts(
+        path=report.folder,
+        name=name_of(model),
+        kind="embedded" if model == MINIATURE else "folder",
+        family=report.family_title,
+        pipeline=report.pipeline_class,
+        variant=report.variant,
+        parts=parts,
+        default_size=report.default_size,
+        sampler=_sampler(report),
+        prediction_type=str(scheduler.get("prediction_type", "epsilon")) if scheduler else "",
+        problems=report.problems,
+        advice=report.advice,
+    )
+
+
+def _sampler(report: ModelReport) -> str:
+    try:
+        preset = read_preset(report.folder)
+    except ValueError:
+        preset = None
+    if preset is not None and preset.sampler:
+        return preset.sampler
+    own = report.scheduler_class
+    return next((name for name, class_name in SAMPLER_CLASSES.items() if class_name == own), own)
+
+
+def _of_file(found: SingleFile) -> ModelFacts:
+    parts = []
+    for name, entries in found.parts.items():
+        sizes: dict[str, int] = {}
+        for entry in entries:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.end - entry.begin
+        parts.append(
+            PartFacts(
+                name=name,
+                class_name="",
+                files=1,
+                dtypes=_dtypes(sizes),
+                parameters=sum(entry.elements for entry in entries if entry.dtype not in _INTEGERS),
+                size_bytes=sum(sizes.values()),
+            )
+        )
+    advice = "" if found.problem else f"bottega models import {found.path} makes a folder of it"
+    return ModelFacts(
+        path=found.path,
+        name=found.path.stem,
+        kind="single file",
+        family=found.title,
+        pipeline="",
+        variant="",
+        parts=tuple(parts),
+        default_size=0,
+        sampler="",
+        prediction_type=found.prediction_type if found.kind is FileKind.MODEL and found.family else "",
+        problems=(found.problem,) if found.problem else (),
+        advice=advice,
+    )
+
+
+def _unknown(path: Path, problem: str) -> ModelFacts:
+    return ModelFacts(
+        path=path,
+        name=path.stem,
+        kind="single file",
+        family="",
+        pipeline="",
+        variant="",
+        parts=(),
+        default_size=0,
+        sampler="",
+        prediction_type="",
+        problems=(problem,),
+        advice="",
+    )
+
+
+def _dtypes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    ordered: Sequence[str] = sorted(sizes, key=lambda dtype: -sizes[dtype])
+    return tuple(dtype for dtype in ordered if dtype not in _INTEGERS)

@@ -1,0 +1,301 @@
+"""Recognises what a single safetensors file holds, by the names and shapes of its tensors. No torch.
+
+Trainers and programs such as A1111, ComfyUI and kohya's scripts keep a whole model in one file, in the layout of its
+first authors: the UNet below `model.diffusion_model.`, the VAE below `first_stage_model.`, and text encoders below
+`cond_stage_model.` or `conditioner.embedders.`. VAEs and ControlNets have files of their own in that layout.
+`bottega models import` converts such a file into a folder in Diffusers' layout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file
+from bottega.plain_text import excerpt
+from bottega.safetensors_header import Header, HeaderError, TensorEntry, read_header
+
+UNET = "model.diffusion_model."
+VAE_PREFIXES = ("first_stage_model.", "vae.")
+CLIP_PREFIXES = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.")
+OPEN_CLIP = "cond_stage_model.model."
+OPEN_CLIP_SDXL = "conditioner.embedders.1.model."
+CONTROLNET = "control_model."
+EPSILON, V_PREDICTION = "epsilon", "v_prediction"
+
+_FIRST = "input_blocks.0.0.weight"
+_REFINER = "conditioner.embedders.0.model."
+_LABELS = "label_emb.0.0.weight"
+# Names that only a file of Diffusers or transformers has.
+_DIFFUSERS = ("down_blocks.", "encoder.down_blocks.", "mid_block.", "text_model.", "controlnet_cond_embedding.")
+_OTHER_FAMILIES = {
+    "joint_blocks.": "Stable Diffusion 3",
+    "double_blocks.": "FLUX",
+    "double_layers.": "AuraFlow",
+    "cap_embedder.": "Lumina 2",
+}
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+# The numbers of positions, which are no weights.
+_POSITION_IDS = ".position_ids"
+# Textual inversion: tensors of a few vectors, named by their trainer or by their token.
+_EMBEDDINGS = frozenset({"emb_params", "clip_l", "clip_g"})
+_EMBEDDING_WIDTHS = frozenset({768, 1024, 1280})
+_MAX_EMBEDDINGS = 4
+_SHOWN_CHARACTERS = 80
+_GIVE = "give the file of a whole model, a VAE or a ControlNet, or a folder with model_index.json"
+
+
+class FileKind(StrEnum):
+    """The kind of network that a file holds; the value is for sentences."""
+
+    MODEL = "a whole model"
+    VAE = "a VAE"
+    CONTROLNET = "a ControlNet"
+    LORA = "a LoRA"
+    EMBEDDING = "a textual inversion embedding"
+    OTHER = "something else"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleFile:
+    """The content of a single file, and the reason why it cannot be converted."""
+
+    path: Path
+    kind: FileKind
+    header: Header
+    family: str = ""
+    """`sd15`, `sd21` or `sdxl`; empty if its tensors do not tell."""
+    prediction_type: str = EPSILON
+    """What its UNet predicts: `epsilon` or `v_prediction`."""
+    prediction_source: str = ""
+    """What says so: a tensor, the file's metadata, or the default of the family."""
+    zero_terminal_snr: bool = False
+    """Whether its schedule ends in pure noise (`rescale_betas_zero_snr`)."""
+    parts: Mapping[str, tuple[TensorEntry, ...]] = field(default_factory=dict)
+    """Tensors of each part, by the part's name in Diffusers' layout."""
+    problem: str = ""
+    """A sentence on why it cannot be converted; empty if it can be."""
+
+    @property
+    def title(self) -> str:
+        """Display name of the family; empty if it is unknown."""
+        return TITLES.get(self.family, "")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors of all parts."""
+        return sum(entry.end - entry.begin for part in self.parts.values() for entry in part)
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of the tensors of all parts by element type."""
+        total: Counter[str] = Counter()
+        for part in self.parts.values():
+            for entry in part:
+                total[entry.dtype] += entry.end - entry.begin
+        return dict(total)
+
+
+def read_single_file(path: Path, family: str = "") -> SingleFile:
+    """Return what a file holds. Only its header is read.
+
+    Args:
+        family: The operator's word for the family, for files whose tensors do not tell. "" asks the tensors alone.
+
+    Raises:
+        ValueError: It is no acceptable safetensors file. The text is a sentence without the file's name.
+    """
+    if path.suffix != ".safetensors":
+        raise ValueError("it is no .safetensors file, and other weights are never opened because they may run code")
+    try:
+        with open_model_file(path) as file:
+            header = read_header(file)
+    except HeaderError as error:
+        raise ValueError(f"it is damaged or cut off ({error}); {DOWNLOAD_AGAIN}") from None
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}") from None
+    return _recognised(path, header, family)
+
+
+def _recognised(path: Path, header: Header, family: str) -> SingleFile:
+    entries = {entry.name: entry for entry in header.tensors}
+    kind = _kind(entries)
+    refused = _REFUSED.get(kind)
+    if refused is not None:
+        return SingleFile(path=path, kind=kind, header=header, problem=refused(entries))
+    found, problem = _FAMILY_OF[kind](entries)
+    if family and found and family != found:
+        problem = f"its tensors are those of {TITLES[found]} ({found}), not of {TITLES[family]} ({family})"
+    found = found or family
+    if not problem and not found and kind is FileKind.VAE:
+        problem = "VAEs of all families have the same tensors; say which one it is for: --family sd15, sd21 or sdxl"
+    parts = _parts(kind, found, entries)
+    prediction, source = _prediction(found, header)
+    return SingleFile(
+        path=path,
+        kind=kind,
+        header=header,
+        family=found,
+        prediction_type=prediction,
+        prediction_source=source,
+        zero_terminal_snr="ztsnr" in entries,
+        parts=parts,
+        problem=problem or _lacking(kind, found, parts) or _quantized(parts),
+    )
+
+
+def _kind(entries: Mapping[str, TensorEntry]) -> FileKind:
+    if any("lora_" in name or ".lora." in name for name in entries):
+        return FileKind.LORA
+    if any(name.startswith(UNET) for name in entries):
+        return FileKind.MODEL
+    if f"{CONTROLNET}{_FIRST}" in entries or {"time_embed.0.weight", "zero_convs.0.0.weight"} <= entries.keys():
+        return FileKind.CONTROLNET
+    if any(name.removeprefix(prefix).startswith("decoder.up.") for name in entries for prefix in ("", *VAE_PREFIXES)):
+        return FileKind.VAE
+    if 0 < len(entries) <= _MAX_EMBEDDINGS and all(_is_embedding(entry) for entry in entries.values()):
+        return FileKind.EMBEDDING
+    return FileKind.OTHER
+
+
+def _is_embedding(entry: TensorEntry) -> bool:
+    named = entry.name in _EMBEDDINGS or (entry.name.startswith("<") and entry.name.endswith(">"))
+    vectors = 1 <= len(entry.shape) <= 2 and entry.shape[-1] in _EMBEDDING_WIDTHS
+    return entry.name in _EMBEDDINGS or (vectors and (named or "." not in entry.name))
+
+
+def _lora(entries: Mapping[str, TensorEntry]) -> str:
+    return "it is a LoRA; add it with `bottega loras add NAME FILE`"
+
+
+def _embedding(entries: Mapping[str, TensorEntry]) -> str:
+    count = max(entry.shape[0] if len(entry.shape) == 2 else 1 for entry in entries.values())
+    tokens = f"{count} token{'s' if count != 1 else ''}"
+    return f"it is a textual inversion embedding of {tokens}; embeddings are not served yet"
+
+
+def _other(entries: Mapping[str, TensorEntry]) -> str:
+    if not entries:
+        return f"it has no tensors; {DOWNLOAD_AGAIN}"
+    if any(name.startswith(_DIFFUSERS) for name in entries):
+        return "it is one part of a model in Diffusers' layout; give the folder that has model_index.json and all parts"
+    if _FIRST in entries:
+        return "it has a UNet alone, without text encoders and VAE; give the file of a whole model"
+    first = excerpt(next(iter(entries)), _SHOWN_CHARACTERS)
+    return f"its tensors, such as {first}, are those of no model that is known; {_GIVE}"
+
+
+def _model_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
+    """Return the family of a whole model, and a sentence on why it is not served."""
+    if f"{UNET}{_FIRST}" not in entries:
+        other = next((title for start, title in _OTHER_FAMILIES.items() if _has(entries, UNET + start)), "")
+        what = f"a {other} model" if other else "a model of a kind that is not known"
+        return "", f"it is {what}; only SDXL and Stable Diffusion 1 and 2 can be converted"
+    if _has(entries, _REFINER) and not _has(entries, OPEN_CLIP_SDXL):
+        return "", (
+            "it is SDXL's refiner, which has no first text encoder and takes an aesthetic score; give the file of an "
+            "SDXL base model"
+        )
+    if f"{UNET}label_emb.weight" in entries:
+        return "", "it is an upscaler that takes a noise level; give the file of a model that draws from words"
+    if f"{UNET}{_LABELS}" in entries:
+        return SDXL, ""
+    if _has(entries, OPEN_CLIP):
+        return SD21, ""
+    if _has(entries, CLIP_PREFIXES[0]):
+        return SD15, ""
+    return _family_by_context(entries, UNET), ""
+
+
+def _controlnet_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
+    prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
+    if f"{prefix}{_LABELS}" in entries:
+        return SDXL, ""
+    return _family_by_context(entries, prefix), ""
+
+
+def _family_by_context(entries: Mapping[str, TensorEntry], prefix: str) -> str:
+    """Return the family by the projections of its transformers, which are linear since Stable Diffusion 2."""
+    projections = (
+        entry for name, entry in entries.items() if name.startswith(prefix) and name.endswith(".proj_in.weight")
+    )
+    first = next(projections, None)
+    return "" if first is None else SD21 if len(first.shape) == 2 else SD15
+
+
+def _vae_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
+    return "", ""
+
+
+def _has(entries: Mapping[str, TensorEntry], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in entries)
+
+
+def _parts(kind: FileKind, family: str, entries: Mapping[str, TensorEntry]) -> dict[str, tuple[TensorEntry, ...]]:
+    """Return the tensors of each part of a file."""
+    if kind is FileKind.VAE:
+        return {"vae": tuple(entries.values())}
+    if kind is FileKind.CONTROLNET:
+        prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
+        return {"controlnet": _below(entries, prefix)}
+    prefixes = {"vae": VAE_PREFIXES, "unet": (UNET,)}
+    if family == SDXL:
+        prefixes |= {"text_encoder": CLIP_PREFIXES[1:], "text_encoder_2": (OPEN_CLIP_SDXL,)}
+    else:
+        prefixes |= {"text_encoder": (OPEN_CLIP,) if family == SD21 else CLIP_PREFIXES[:1]}
+    return {part: _below(entries, *starts) for part, starts in sorted(prefixes.items())}
+
+
+def _below(entries: Mapping[str, TensorEntry], *prefixes: str) -> tuple[TensorEntry, ...]:
+    return tuple(entry for name, entry in entries.items() if name.startswith(prefixes))
+
+
+def _lacking(kind: FileKind, family: str, parts: Mapping[str, tuple[TensorEntry, ...]]) -> str:
+    if kind is FileKind.MODEL and (lacking := [part for part, entries in parts.items() if not entries]):
+        return f"it has no {' and no '.join(lacking)}; give the file of a whole model, with text encoders and VAE"
+    return (
+        "" if family else "its network has no transformers, by which its family is known; download its folder instead"
+    )
+
+
+def _quantized(parts: Mapping[str, tuple[TensorEntry, ...]]) -> str:
+    for entries in parts.values():
+        for entry in entries:
+            if entry.dtype not in _PLAIN and not entry.name.endswith(_POSITION_IDS):
+                return (
+                    f"the tensor {excerpt(entry.name, _SHOWN_CHARACTERS)} has elements of {entry.dtype}; quantized "
+                    "weights are not served, download float32, float16 or bfloat16 ones"
+                )
+    return ""
+
+
+def _prediction(family: str, header: Header) -> tuple[str, str]:
+    """Return what the UNet predicts, and what says so.
+
+    ComfyUI and kohya's scripts mark models with an empty tensor `v_pred`, others with ModelSpec's metadata
+    (https://github.com/Stability-AI/ModelSpec). Without either, as in Diffusers, Stable Diffusion 2 is taken for 2.1
+    at 768 pixels, which predicts v.
+    """
+    if any(entry.name == "v_pred" for entry in header.tensors):
+        return V_PREDICTION, "its tensor v_pred"
+    stated = header.metadata.get("modelspec.prediction_type", "")
+    if stated:
+        return V_PREDICTION if stated.startswith("v") else EPSILON, "its metadata"
+    return (V_PREDICTION if family == SD21 else EPSILON), f"the default of {TITLES.get(family, 'its family')}"
+
+
+_Sentence = Callable[[Mapping[str, TensorEntry]], str]
+_REFUSED: Mapping[FileKind, _Sentence] = {
+    FileKind.LORA: _lora,
+    FileKind.EMBEDDING: _embedding,
+    FileKind.OTHER: _other,
+}
+_FAMILY_OF: Mapping[FileKind, Callable[[Mapping[str, TensorEntry]], tuple[str, str]]] = {
+    FileKind.MODEL: _model_family,
+    FileKind.CONTROLNET: _controlnet_family,
+    FileKind.VAE: _vae_family,
+}
