@@ -22,8 +22,9 @@ from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.transport import default_socket_path, links_group
 from bottega.v1 import fleet_pb2
-from bottega.worker.config import EngineConfig, WorkerConfig, check_model
+from bottega.worker.config import EngineConfig, WorkerConfig, check_model, is_single_file
 from bottega.worker.engine_client import WorkerEngineClient
+from bottega.worker.imported_model import with_imported_model
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker, worker_name
@@ -68,6 +69,9 @@ def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -
 async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
     try:
         check_model(settings)  # before an engine imports torch only to find that it cannot load the model
+        if is_single_file(settings.engine.model):
+            settings = replace(settings, engine=await with_imported_model(settings.engine))
+            check_model(settings)
     except ConfigError as error:
         if not settings.gateway:
             raise

@@ -43,7 +43,7 @@ _SHORT_HELP = {
     "generate": "Draw a picture of PROMPT.",
     "edit": "Redraw a part of IMAGE so that the whole picture shows PROMPT.",
     "jobs": "List, follow, fetch, cancel and delete jobs.",
-    "models": "List the models that are served.",
+    "models": "List, check and import models.",
     "fleet": "Show the services and their load, live.",
     "top": "Show what the services do now, live.",
     "trace": "Show where the time of a job was spent, in all services.",

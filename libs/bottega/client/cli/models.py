@@ -1,26 +1,220 @@
-"""`bottega models`: the models that are served."""
+"""`bottega models`: the models that are served, and those in folders and files of this machine."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.options import address_option, connect
-from bottega.client.cli.terminal import PlainTable, note, print_table
+from bottega import kinds
+from bottega.client.cli.options import ListGroup, address_option, connect, with_examples
+from bottega.client.cli.terminal import PlainTable, fail, note, print_facts, print_table, say, size_text
 from bottega.client.types.models import ServedModel, ServedSampler
+from bottega.model_files.family_names import TITLES
+
+if TYPE_CHECKING:
+    from bottega.client.checkup.models import ModelFacts
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line instead.")
 
 
-@click.command("models")
+@click.group("models", cls=ListGroup)
+@with_examples("""
+    bottega models                          lists what is served
+    bottega models list /models             lists the models in a folder
+    bottega models inspect /models/sdxl     shows all about one
+    bottega models check /models/sdxl       says whether it can be served
+    bottega models import sdxl.safetensors  makes a folder of a single file
+""")
+def command() -> None:
+    """List, check and import models."""
+
+
+@command.command("list")
+@click.argument("folder", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @address_option
-def command(address: str) -> None:
-    """List the models that are served."""
+@_JSON
+def list_command(*, folder: Path | None, address: str, as_json: bool) -> None:
+    """List the models that are served, or those in FOLDER."""
+    if folder is None:
+        _list_served(address, as_json=as_json)
+    else:
+        _list_folder(folder, as_json=as_json)
+
+
+@command.command("inspect")
+@click.argument("path")
+@_JSON
+def inspect_command(*, path: str, as_json: bool) -> None:
+    """Show all about the model PATH.
+
+    PATH is a folder, a single file or "miniature".
+    """
+    from bottega.client.checkup.models import read_model_facts
+
+    facts = read_model_facts(path)
+    if as_json:
+        say(json.dumps(facts.as_json()))
+        return
+    print_facts(_facts(facts))
+    if facts.parts:
+        print_table(_parts_table(facts))
+    for problem in facts.problems:
+        say(f"not served: {problem}")
+    if facts.advice:
+        say(facts.advice)
+
+
+@command.command("check")
+@click.argument("path")
+@_JSON
+def check_command(*, path: str, as_json: bool) -> None:
+    """Check whether the model PATH can be served.
+
+    Every reason why not is shown, and the exit status is then 1. A worker does the same check when it starts, before it
+    reads weights.
+    """
+    from bottega.client.checkup.models import read_model_facts
+
+    facts = read_model_facts(path)
+    if as_json:
+        say(json.dumps({"path": str(facts.path), "served": not facts.problems, "problems": list(facts.problems)}))
+    elif facts.problems:
+        for problem in facts.problems:
+            say(f"{facts.path}: {problem}")
+    else:
+        say(f"{facts.path}: {facts.family}; {facts.advice or 'it can be served'}")
+    raise SystemExit(1 if facts.problems else 0)
+
+
+@command.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--family", type=click.Choice(list(TITLES)), help="Family, for a file that does not tell, such as a VAE.")
+@click.option("--to", "folder", type=click.Path(path_type=Path), help="New folder; default: FILE without its suffix.")
+@_JSON
+def import_command(*, file: Path, family: str | None, folder: Path | None, as_json: bool) -> None:
+    """Make a folder of FILE, a single file.
+
+    FILE is a .safetensors file with a whole model, a VAE or a ControlNet in the layout of A1111, ComfyUI and kohya; the
+    folder has Diffusers' layout. Nothing is downloaded. An interrupted import leaves nothing, and a second one finds
+    what the first has made.
+    """
+    target = folder or file.with_suffix("")
+    result = _convert(file, target, family or "")
+    if as_json:
+        say(json.dumps(result))
+        return
+    kind, title = result["kind"], result["title"]
+    say(f"{target}: {kind} of {title}" + ("" if result["is_new"] else "; it was imported before"))
+    if kind == "a whole model":
+        say(f"it predicts {result['prediction_type']}, by {result['prediction_source']}")
+        if result["sampler"]:
+            say(f"its own scheduler is not served yet; bottega.json names {result['sampler']} instead")
+        say(f"serve it with: bottega up --model {target}")
+
+
+def _convert(file: Path, folder: Path, family: str) -> dict[str, object]:
+    """Run the worker's converter in a process of its own, and return its result. Ends the command if it fails."""
+    from bottega.manifest import missing_packages, read_services
+
+    worker = next(service for service in read_services() if service.kind == kinds.WORKER)
+    if missing := missing_packages(worker):
+        fail(f"importing needs {', '.join(missing)}", f"pip install '{worker.install}'")
+    command_line = [sys.executable, "-m", f"{worker.module}.conversion", str(file), str(folder)]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    result: dict[str, object] = {}
+    with subprocess.Popen(
+        [*command_line, *([family] if family else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            result = json.loads(line)
+            if "part" in result:
+                note(f"converting {result['part']} ({size_text(int(str(result['size_bytes'])))})")
+        error = process.stderr.read().strip()
+    if process.returncode != 0:
+        fail(error.splitlines()[-1] if error else f"the converter ended with status {process.returncode}")
+    return result
+
+
+def _list_folder(folder: Path, *, as_json: bool) -> None:
+    from bottega.client.checkup.models import models_in, read_model_facts
+
+    listed = [read_model_facts(model) for model in models_in(folder)]
+    if as_json:
+        for facts in listed:
+            say(json.dumps(facts.as_json()))
+        return
+    if not listed:
+        note(f"There are no models in {folder}.")
+        return
+    table = PlainTable("model", "family", "type", ">size", "what will not be served", wraps=("model",))
+    for facts in listed:
+        why = facts.problems[0] if facts.problems else ""
+        table.add_row(facts.path.name, facts.family, ", ".join(facts.dtypes), size_text(facts.size_bytes), why)
+    print_table(table)
+
+
+def _facts(facts: ModelFacts) -> list[tuple[str, str]]:
+    memory = f"{size_text(facts.half_bytes)} in half precision, {size_text(facts.single_bytes)} in float32"
+    shown = [
+        ("model", f"{facts.path} ({facts.kind})"),
+        ("family", facts.family),
+        ("pipeline", facts.pipeline),
+        ("weights", f"{facts.parameters / 1e6:.1f} million in {', '.join(facts.dtypes)}" if facts.parameters else ""),
+        ("variant", facts.variant),
+        ("memory for weights", memory if facts.parameters else ""),
+        ("size of pictures", f"{facts.default_size} x {facts.default_size}" if facts.default_size else ""),
+        ("sampler", facts.sampler),
+        ("predicts", facts.prediction_type),
+    ]
+    return [(label, text) for label, text in shown if text]
+
+
+def _parts_table(facts: ModelFacts) -> PlainTable:
+    table = PlainTable("part", "class", ">files", "type", ">size", optional=("class",))
+    for part in facts.parts:
+        size = size_text(part.size_bytes) if part.size_bytes else ""
+        table.add_row(part.name, part.class_name, str(part.files or ""), ", ".join(part.dtypes), size)
+    return table
+
+
+def _list_served(address: str, *, as_json: bool) -> None:
     with connect(address) as client:
         models = client.models()
+    if as_json:
+        for model in models:
+            say(json.dumps(_served_json(model)))
+        return
     if not models:
         note("No worker has joined yet; bottega fleet shows the services that have.")
         return
     print_table(models_table(models))
+
+
+def _served_json(model: ServedModel) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "workers": model.workers,
+        "width": model.default_width,
+        "height": model.default_height,
+        "num_inference_steps": model.default_steps,
+        "guidance_scale": model.default_guidance_scale,
+        "sampler": _default_sampler(model),
+        "dtype": model.dtype,
+        "model_hash": model.model_hash,
+    }
 
 
 def models_table(models: Sequence[ServedModel]) -> PlainTable:

@@ -1,0 +1,53 @@
+"""The command of a conversion: `python -m bottega.worker.conversion FILE FOLDER [FAMILY]`.
+
+Its output is one JSON object a line: `{"part": ..., "size_bytes": ...}` before each part, and as the last line the
+result. An error is a sentence on stderr, with exit status 1.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+from bottega.errors import ConfigError
+from bottega.worker.conversion.folder import convert_file
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit status."""
+    file, folder, family = (*arguments, "")[:3]
+    # Ends by an exception, so that what is half written is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        done = convert_file(Path(file), Path(folder), family, on_part=_say_part)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    source = done.source
+    _say(
+        folder=str(done.folder),
+        is_new=done.is_new,
+        kind=source.kind.value,
+        family=source.family,
+        title=source.title,
+        prediction_type=source.prediction_type,
+        prediction_source=source.prediction_source,
+        sampler=done.sampler,
+    )
+    return 0
+
+
+def _say_part(part: str, size_bytes: int) -> None:
+    _say(part=part, size_bytes=size_bytes)
+
+
+def _say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,359 @@
+"""Derives the configurations of a model's parts from its family and the shapes of its tensors.
+
+What shapes do not tell, such as the number of attention heads and the scale of latents, are the values of the published
+folders: stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and -2-1-base, and
+stabilityai/stable-diffusion-xl-base-1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.single_file import (
+    CLIP_PREFIXES,
+    CONTROLNET,
+    OPEN_CLIP,
+    OPEN_CLIP_SDXL,
+    UNET,
+    V_PREDICTION,
+    VAE_PREFIXES,
+    SingleFile,
+)
+
+Config = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+# Diffusers writes its version into configurations. Nothing reads it, but some tools want it.
+_VERSION = "0.42.1"
+# Published models have at most 4 levels of at most 3 layers.
+_MAX_BLOCKS = 64
+_HEAD_WIDTH = 64
+_SD15_HEADS = 8
+_GROUPS = 32
+_LATENT_SCALES = {SD15: 0.18215, SD21: 0.18215, SDXL: 0.13025}
+_HINT_BLOCKS = (0, 2, 4, 6, 8, 10, 12, 14)
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+_PIPELINES = {SD15: "StableDiffusionPipeline", SD21: "StableDiffusionPipeline", SDXL: "StableDiffusionXLPipeline"}
+_SCHEDULERS = {SD15: "PNDMScheduler", SD21: "DDIMScheduler", SDXL: "EulerDiscreteScheduler"}
+
+
+def shapes_of(source: SingleFile, part: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a part's tensors by their names in its original network, without prefixes."""
+    prefixes = _PREFIXES[part]
+    return {_without(entry.name, prefixes): entry.shape for entry in source.parts[part]}
+
+
+def derive_configurations(source: SingleFile) -> dict[str, Config]:
+    """Return the configuration of each part of a file that has weights.
+
+    Raises:
+        ValueError: The tensors are not those of such a part. The text is a sentence.
+    """
+    derived = {}
+    for part in source.parts:
+        shapes = shapes_of(source, part)
+        try:
+            derived[part] = _DERIVE[part](shapes, source)
+        except KeyError as error:
+            raise ValueError(f"{_misfit(part, source)}: it lacks {error.args[0]}") from None
+        except IndexError:
+            raise ValueError(f"{_misfit(part, source)}: a tensor has too few dimensions") from None
+    if "unet" in derived:
+        latent_scale = 2 ** (len(derived["vae"]["block_out_channels"]) - 1)
+        derived["vae"]["sample_size"] = derived["unet"]["sample_size"] * latent_scale
+    return derived
+
+
+def _misfit(part: str, source: SingleFile) -> str:
+    return f"its {part} is not that of a {TITLES[source.family]} model"
+
+
+def model_index(family: str) -> Config:
+    """Return the model_index.json of a family."""
+    index: Config = {"_class_name": _PIPELINES[family], "_diffusers_version": _VERSION}
+    if family == SDXL:
+        index["force_zeros_for_empty_prompt"] = True
+        index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
+        index |= {"tokenizer_2": ["transformers", "CLIPTokenizer"]}
+    else:
+        # Files of this layout have no filter of pictures.
+        index |= {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
+    return index | {
+        "scheduler": ["diffusers", _SCHEDULERS[family]],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+
+
+def scheduler_config(source: SingleFile) -> Config:
+    """Return the scheduler_config.json of a family, with what the file says of its training."""
+    config: Config = {
+        "_class_name": _SCHEDULERS[source.family],
+        "_diffusers_version": _VERSION,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "num_train_timesteps": 1000,
+        "prediction_type": source.prediction_type,
+        "set_alpha_to_one": False,
+        "skip_prk_steps": True,
+        "steps_offset": 1,
+        "trained_betas": None,
+    }
+    if source.family == SDXL:
+        config |= {"interpolation_type": "linear", "sample_max_value": 1.0, "timestep_spacing": "leading"}
+        config |= {"use_karras_sigmas": False}
+    if source.zero_terminal_snr:
+        # Such a schedule must begin at its last timestep (arXiv 2305.08891, section 3.3).
+        config |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    return config
+
+
+def tokenizer_configs(family: str, part: str) -> dict[str, Config]:
+    """Return a tokenizer's JSON files but its vocabulary, by name.
+
+    OpenCLIP's text encoders were trained with 0, the number of "!", behind a prompt's end, and CLIP's with its last.
+    """
+    pad = "!" if family == SD21 or part == "tokenizer_2" else _END
+    start, end = (_special(text) for text in (_START, _END))
+    special = {"bos_token": start, "eos_token": end, "pad_token": pad, "unk_token": end}
+    config = {
+        "add_prefix_space": False,
+        "bos_token": {"__type": "AddedToken", **start},
+        "clean_up_tokenization_spaces": True,
+        "do_lower_case": True,
+        "eos_token": {"__type": "AddedToken", **end},
+        "errors": "replace",
+        "model_max_length": 77,
+        "pad_token": pad,
+        "tokenizer_class": "CLIPTokenizer",
+        "unk_token": {"__type": "AddedToken", **end},
+    }
+    return {"special_tokens_map.json": special, "tokenizer_config.json": config}
+
+
+def _unet(shapes: Shapes, source: SingleFile) -> Config:
+    config = _encoder(shapes, source)
+    config |= {
+        "_class_name": "UNet2DConditionModel",
+        "out_channels": shapes["out.2.weight"][0],
+        "up_block_types": [name.replace("Down", "Up") for name in reversed(config["down_block_types"])],
+        "mid_block_type": "UNetMidBlock2DCrossAttn",
+    }
+    sizes = {SD15: 64, SD21: 96 if source.prediction_type == V_PREDICTION else 64, SDXL: 128}
+    return config | {"sample_size": sizes[source.family]}
+
+
+def _controlnet(shapes: Shapes, source: SingleFile) -> Config:
+    hints = [shapes[f"input_hint_block.{number}.weight"] for number in _HINT_BLOCKS]
+    return _encoder(shapes, source) | {
+        "_class_name": "ControlNetModel",
+        "conditioning_channels": hints[0][1],
+        # Between the first and the last convolution, each second one widens.
+        "conditioning_embedding_out_channels": [hints[0][0], *(hint[0] for hint in hints[2:-1:2])],
+        "controlnet_conditioning_channel_order": "rgb",
+        "global_pool_conditions": False,
+    }
+
+
+def _encoder(shapes: Shapes, source: SingleFile) -> Config:
+    """Return the fields that UNets and ControlNets share, from the blocks on the way down and in the middle."""
+    widths, layers, depths, attends = _levels(shapes)
+    projection, context = _transformer(shapes)
+    config: Config = {
+        "_diffusers_version": _VERSION,
+        "act_fn": "silu",
+        "block_out_channels": widths,
+        "cross_attention_dim": context,
+        "down_block_types": ["CrossAttnDownBlock2D" if attention else "DownBlock2D" for attention in attends],
+        "downsample_padding": 1,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "in_channels": shapes["input_blocks.0.0.weight"][1],
+        "layers_per_block": layers,
+        "mid_block_scale_factor": 1,
+        "norm_eps": 1e-05,
+        "norm_num_groups": _GROUPS,
+        "transformer_layers_per_block": depths if len(set(depths)) > 1 else depths[0],
+        "use_linear_projection": len(projection) == 2,
+        "attention_head_dim": _SD15_HEADS if source.family == SD15 else [width // _HEAD_WIDTH or 1 for width in widths],
+    }
+    if source.family == SDXL:
+        config |= {
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": shapes["label_emb.0.0.weight"][1],
+        }
+    return config
+
+
+def _levels(shapes: Shapes) -> tuple[list[int], int, list[int], list[bool]]:
+    """Return the widths of the levels, the layers of each, their depths of transformers, and whether they have any.
+
+    Raises:
+        ValueError: The layers differ in a way that Diffusers' converter does not know.
+    """
+    numbers = {int(name.split(".")[1]) for name in shapes if _is_block(name)}
+    if not 1 < len(numbers) <= _MAX_BLOCKS or numbers != set(range(len(numbers))):
+        raise ValueError(f"its UNet has {len(numbers)} input blocks, and those of known models have 9 or 12")
+    levels: list[list[tuple[int, int]]] = [[]]
+    for number in range(1, len(numbers)):
+        block = f"input_blocks.{number}"
+        if f"{block}.0.op.weight" in shapes:
+            levels.append([])
+            continue
+        levels[-1].append((shapes[f"{block}.0.out_layers.3.weight"][0], _depth(shapes, f"{block}.1")))
+    if len({len(level) for level in levels}) > 1 or any(len(set(level)) != 1 for level in levels):
+        raise ValueError("the layers of a level of its UNet differ, as in SSD-1B; download its folder instead")
+    alike = [level[0] for level in levels]
+    middle = _depth(shapes, "middle_block.1")
+    if not middle:
+        raise ValueError("its UNet has no transformer in the middle; download its folder instead")
+    # Diffusers takes the depth of the middle from the last level, and ignores it in levels without transformers.
+    depths = [depth or 1 for _, depth in alike[:-1]] + [middle]
+    return [width for width, _ in alike], len(levels[0]), depths, [depth > 0 for _, depth in alike]
+
+
+def _is_block(name: str) -> bool:
+    first, number = [*name.split("."), ""][:2]
+    return first == "input_blocks" and number.isdecimal() and len(number) <= 4
+
+
+def _depth(shapes: Shapes, block: str) -> int:
+    depth = 0
+    while f"{block}.transformer_blocks.{depth}.norm1.weight" in shapes:
+        depth += 1
+    return depth
+
+
+def _transformer(shapes: Shapes) -> tuple[tuple[int, ...], int]:
+    """Return the shape of a transformer's projection, and the width of the prompt embeddings."""
+    return shapes["middle_block.1.proj_in.weight"], shapes["middle_block.1.transformer_blocks.0.attn2.to_k.weight"][1]
+
+
+def _vae(shapes: Shapes, source: SingleFile) -> Config:
+    widths: list[int] = []
+    layers = 0
+    while f"encoder.down.{len(widths)}.block.0.conv1.weight" in shapes:
+        widths.append(shapes[f"encoder.down.{len(widths)}.block.0.conv1.weight"][0])
+    if not 0 < len(widths) <= _MAX_BLOCKS:
+        raise KeyError("encoder.down.0.block.0.conv1.weight")
+    while f"encoder.down.0.block.{layers}.conv1.weight" in shapes:
+        layers += 1
+    return {
+        "_class_name": "AutoencoderKL",
+        "_diffusers_version": _VERSION,
+        "act_fn": "silu",
+        "block_out_channels": widths,
+        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
+        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+        "in_channels": shapes["encoder.conv_in.weight"][1],
+        "out_channels": shapes["decoder.conv_out.weight"][0],
+        "latent_channels": shapes["decoder.conv_in.weight"][1],
+        "layers_per_block": layers,
+        "norm_num_groups": _GROUPS,
+        "sample_size": 1024 if source.family == SDXL else 512,
+        "scaling_factor": _LATENT_SCALES[source.family],
+    }
+
+
+def _text_encoder(shapes: Shapes, source: SingleFile) -> Config:
+    if source.family == SD21:
+        return _open_clip(shapes) | {"architectures": ["CLIPTextModel"]}
+    layers = _count(shapes, "text_model.encoder.layers.{}.layer_norm1.weight")
+    embedding = shapes["text_model.embeddings.position_embedding.weight"]
+    return _clip(
+        act="quick_gelu",
+        layers=layers,
+        positions=embedding[0],
+        width=embedding[1],
+        vocabulary=shapes["text_model.embeddings.token_embedding.weight"][0],
+        inner=shapes["text_model.encoder.layers.0.mlp.fc1.weight"][0],
+    )
+
+
+def _text_encoder_2(shapes: Shapes, source: SingleFile) -> Config:
+    return _open_clip(shapes) | {
+        "architectures": ["CLIPTextModelWithProjection"],
+        "projection_dim": shapes["text_projection"][1],
+    }
+
+
+def _open_clip(shapes: Shapes) -> Config:
+    embedding = shapes["positional_embedding"]
+    layers = _count(shapes, "transformer.resblocks.{}.ln_1.weight")
+    # Stable Diffusion 2 conditions on the last layer but one; Diffusers leaves the last of its 24 out.
+    has_head = f"transformer.resblocks.{_OPEN_CLIP_LAYERS - 1}.ln_1.weight" in shapes
+    return _clip(
+        act="gelu",
+        layers=layers - 1 if has_head and layers == _OPEN_CLIP_LAYERS else layers,
+        positions=embedding[0],
+        width=embedding[1],
+        vocabulary=shapes["token_embedding.weight"][0],
+        inner=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
+    )
+
+
+_OPEN_CLIP_LAYERS = 24
+
+
+def _count(shapes: Shapes, pattern: str) -> int:
+    layers = 0
+    while pattern.format(layers) in shapes:
+        layers += 1
+    return layers
+
+
+def _clip(*, act: str, layers: int, positions: int, width: int, vocabulary: int, inner: int) -> Config:
+    return {
+        "architectures": ["CLIPTextModel"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "dropout": 0.0,
+        "eos_token_id": 2,
+        "hidden_act": act,
+        "hidden_size": width,
+        "initializer_factor": 1.0,
+        "initializer_range": 0.02,
+        "intermediate_size": inner,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": positions,
+        "model_type": "clip_text_model",
+        "num_attention_heads": max(1, width // _HEAD_WIDTH),
+        "num_hidden_layers": layers,
+        "pad_token_id": 1,
+        "projection_dim": width,
+        "vocab_size": vocabulary,
+    }
+
+
+def _special(text: str) -> Config:
+    return {"content": text, "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+
+
+def _without(name: str, prefixes: tuple[str, ...]) -> str:
+    for prefix in prefixes:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+_PREFIXES: Mapping[str, tuple[str, ...]] = {
+    "unet": (UNET,),
+    "controlnet": (CONTROLNET,),
+    "vae": VAE_PREFIXES,
+    "text_encoder": (*CLIP_PREFIXES, OPEN_CLIP),
+    "text_encoder_2": (OPEN_CLIP_SDXL,),
+}
+_DERIVE = {
+    "unet": _unet,
+    "controlnet": _controlnet,
+    "vae": _vae,
+    "text_encoder": _text_encoder,
+    "text_encoder_2": _text_encoder_2,
+}

@@ -1,0 +1,230 @@
+"""Makes a folder from a single file, all of it or nothing, and recognises one that was made before.
+
+The folder is written under a hidden name beside its place, and renamed when it is complete. `imported.json` in it says
+from which file it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bottega.errors import ConfigError
+from bottega.model_files.configuration_rules import check_configurations
+from bottega.model_files.digest import file_digest
+from bottega.model_files.json_files import is_there, read_json_object
+from bottega.model_files.presets import PRESET_FILE, Preset
+from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
+from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
+from bottega.storage import folders
+from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.worker.conversion.configurations import (
+    derive_configurations,
+    model_index,
+    scheduler_config,
+    tokenizer_configs,
+)
+from bottega.worker.conversion.tensors import check_part, convert_part
+from bottega.worker.conversion.tokenizers import write_vocabulary
+
+RECORD_FILE = "imported.json"
+
+# Draws in the place of a scheduler that is not served, along the same path of noise.
+_SAMPLER: Literal["ddim"] = "ddim"
+_TRANSFORMERS = ("text_encoder", "text_encoder_2")
+# Room for everything in a folder that is no weight: tokenizers above all.
+_OTHER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """The result of a conversion."""
+
+    folder: Path
+    source: SingleFile
+    is_new: bool
+    """Whether the folder was made now; otherwise an earlier conversion of the same file made it."""
+    sampler: str = ""
+    """The sampler that bottega.json names, because the scheduler of the family is not served; empty if it is."""
+
+
+def convert_file(
+    path: Path, folder: Path, family: str = "", on_part: Callable[[str, int], None] = lambda part, size_bytes: None
+) -> Conversion:
+    """Convert a single file to a folder in Diffusers' layout.
+
+    Args:
+        family: See `read_single_file`.
+        on_part: Called with the name and the bytes of each part before it is converted.
+
+    Raises:
+        ConfigError: The file cannot be converted, or the folder is something else. The text names the path.
+    """
+    try:
+        source = read_single_file(path, family)
+        if source.problem:
+            raise ValueError(source.problem)
+        configs = derive_configurations(source)
+        for part, config in configs.items():
+            check_part(source, part, config)
+        sampler = _sampler_for(source)
+        _check_together(source, configs, sampler)
+        if is_there(folder):
+            _check_made_of(folder, source)
+            return Conversion(folder=folder, source=source, is_new=False, sampler=sampler)
+        with _staged(folder, source.size_bytes + _OTHER_BYTES) as staging:
+            _write(source, configs, sampler, staging, on_part)
+            if is_there(folder):
+                raise ValueError(f"{folder} has appeared meanwhile; try again")
+            staging.rename(folder)
+        folders.sync(folder.parent)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be converted: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be converted: {error.filename or folder}: {error.strerror}") from None
+    return Conversion(folder=folder, source=source, is_new=True, sampler=sampler)
+
+
+def _write(
+    source: SingleFile,
+    configs: Mapping[str, Mapping[str, Any]],
+    sampler: str,
+    folder: Path,
+    on_part: Callable[[str, int], None],
+) -> None:
+    whole = source.kind is FileKind.MODEL
+    # The VAE comes first: it is the smallest part, and the one that is most often damaged.
+    for part in sorted(configs, key=lambda part: (part != "vae", part)):
+        on_part(part, sum(entry.end - entry.begin for entry in source.parts[part]))
+        place = folder / part if whole else folder
+        place.mkdir(exist_ok=True)
+        _write_json(place / "config.json", configs[part])
+        name = "model" if part in _TRANSFORMERS else "diffusion_pytorch_model"
+        convert_part(source, part, configs[part], place / f"{name}.safetensors")
+    if whole:
+        _write_rest(source, sampler, folder)
+    _write_json(folder / RECORD_FILE, _record(source, file_digest(source.path)))
+    for path in sorted(folder.rglob("*")):
+        folders.sync(path) if path.is_dir() else _sync_file(path)
+    folders.sync(folder)
+
+
+def _write_rest(source: SingleFile, sampler: str, folder: Path) -> None:
+    """Write what a whole model has beside its weights."""
+    for part in ("tokenizer", "tokenizer_2"):
+        if part.replace("tokenizer", "text_encoder") in source.parts:
+            (folder / part).mkdir()
+            write_vocabulary(folder / part)
+            for name, values in tokenizer_configs(source.family, part).items():
+                _write_json(folder / part / name, values)
+    (folder / "scheduler").mkdir()
+    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(source))
+    _write_json(folder / "model_index.json", model_index(source.family))
+    if sampler:
+        _write_json(folder / PRESET_FILE, {"sampler": sampler})
+
+
+def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], sampler: str) -> None:
+    """Raise ValueError if the parts of a whole model do not fit each other."""
+    if source.kind is not FileKind.MODEL:
+        return
+    tokenizers = {
+        part: tokenizer_configs(source.family, part)["tokenizer_config.json"]
+        for part in ("tokenizer", "tokenizer_2")
+        if part.replace("tokenizer", "text_encoder") in configs
+    }
+    together = {**configs, **tokenizers, "scheduler": scheduler_config(source)}
+    preset = Preset(sampler=_SAMPLER) if sampler else None
+    if problems := check_configurations(model_index(source.family), together, preset, source.family):
+        raise ValueError(f"its parts do not fit each other: {problems[0]}")
+
+
+def _sampler_for(source: SingleFile) -> str:
+    served = scheduler_config(source)["_class_name"] in SAMPLER_CLASSES.values()
+    return "" if served or source.kind is not FileKind.MODEL else _SAMPLER
+
+
+def _check_made_of(folder: Path, source: SingleFile) -> None:
+    """Raise ValueError unless a folder is the complete conversion of a file."""
+    try:
+        record = read_json_object(folder / RECORD_FILE)
+    except ValueError:
+        raise ValueError(f"{folder} is there already, and no import made it; name another folder with --to") from None
+    wanted = _record(source, "")
+    same = all(record.get(key) == value for key, value in wanted.items() if key not in {"sha256", "modified_ns"})
+    # A file of the same time was not changed; of a copy the content decides.
+    if not same or (
+        record.get("modified_ns") != wanted["modified_ns"] and record.get("sha256") != file_digest(source.path)
+    ):
+        raise ValueError(
+            f"{folder} was imported from another file or as another family; delete it, or name another folder with --to"
+        )
+
+
+def _record(source: SingleFile, digest: str) -> dict[str, object]:
+    status = source.path.stat()
+    return {
+        "family": source.family,
+        "prediction_type": source.prediction_type,
+        "size_bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "sha256": digest,
+    }
+
+
+@contextlib.contextmanager
+def _staged(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """Make a hidden folder beside a place for the block, and remove it afterwards if it is still there.
+
+    The folder is locked. Those of imports that were killed are not, and are removed.
+
+    Raises:
+        ValueError: There is no room.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{folder.name}.importing-"
+    for left in folder.parent.glob(f"{prefix}*"):
+        _remove_abandoned(left)
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < size_bytes:
+        raise ValueError(f"it needs {size_bytes >> 20} MiB in {folder.parent}, and {free_bytes >> 20} MiB are free")
+    staging = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    lock = ProcessLock(staging)
+    try:
+        lock.acquire()
+        yield staging
+    finally:
+        if is_there(staging):
+            shutil.rmtree(staging)
+        lock.release()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    lock = ProcessLock(folder)
+    try:
+        lock.acquire()
+    except HeldElsewhere:
+        return
+    try:
+        shutil.rmtree(folder)
+    finally:
+        lock.release()
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,178 @@
+"""Renames the tensors of a part as Diffusers does, and writes them one after the other.
+
+Diffusers' own converters (diffusers.loaders.single_file_utils) decide on names and slices, so that the result is the
+one of `from_single_file`. They run twice: on tensors without data, to refuse a file before anything is written, and
+on the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.loaders import single_file_utils as stock
+from safetensors import safe_open
+from torch import Tensor
+
+from bottega.errors import InvalidRequest
+from bottega.model_files.configuration_rules import filled_config
+from bottega.model_files.controlnet_config import read_network_config
+from bottega.model_files.family_names import SD21, TITLES
+from bottega.model_files.single_file import CONTROLNET, OPEN_CLIP, OPEN_CLIP_SDXL, SingleFile
+from bottega.model_files.tensor_check import (
+    Tensors,
+    controlnet_tensors,
+    text_encoder_tensors,
+    unet_tensors,
+    vae_tensors,
+)
+from bottega.plain_text import excerpt
+
+State = dict[str, Tensor]
+
+_TEXT_PREFIX = "text_model."
+_POSITIONS = "embeddings.position_ids"
+_SHOWN_CHARACTERS = 80
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+
+
+def check_part(source: SingleFile, part: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError, with a sentence, if a part's tensors are not those of a configuration. Reads no weights."""
+    empty = {entry.name: torch.empty(entry.shape, device="meta") for entry in source.parts[part]}
+    _converted(source, part, config, empty)
+
+
+def convert_part(source: SingleFile, part: str, config: Mapping[str, Any], target: Path) -> None:
+    """Write a part's tensors, under the names of Diffusers and transformers, to a new safetensors file.
+
+    Raises:
+        ValueError: A tensor has values that are not finite. The text is a sentence.
+        OSError: The file cannot be written.
+    """
+    # Whole tensors are read instead of mapped: the file may change, and a mapped page that is gone ends the process.
+    with safe_open(source.path, framework="pt", backend="pread") as reader:
+        names = {entry.name for entry in source.parts[part]}
+        state = {name: reader.get_tensor(name) for name in reader.offset_keys() if name in names}
+    _write(target, part, _converted(source, part, config, state))
+
+
+def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: State) -> State:
+    """Return a part's tensors under the names that its network has, without any other."""
+    wanted = dict(_expected(part, config))
+    try:
+        found = _CONVERT[part](source, config, state)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(_misfit(source, part, f"{type(error).__name__}: {error}")) from None
+    # transformers' converters keep the prefix that published files have.
+    by_name = {name.removeprefix(_TEXT_PREFIX): name for name in found if found[name] is not None}
+    for name, shape in wanted.items():
+        if name not in by_name:
+            raise ValueError(_misfit(source, part, f"it lacks {name}"))
+        if (actual := tuple(found[by_name[name]].shape)) != shape:
+            raise ValueError(_misfit(source, part, f"{name} has the shape {list(actual)} instead of {list(shape)}"))
+    # As in a folder, tensors outside the network's modules are ignored. Inside one, the network differs.
+    modules = {name.split(".")[0] for name in wanted}
+    unused = [name for name in by_name if name not in wanted and name.split(".")[0] in modules and name != _POSITIONS]
+    if unused:
+        raise ValueError(_misfit(source, part, f"nothing takes {unused[0]}"))
+    return {by_name[name]: found[by_name[name]] for name in wanted}
+
+
+def _misfit(source: SingleFile, part: str, what: str) -> str:
+    return f"its {part} is not that of a {TITLES[source.family]} model: {excerpt(what, 2 * _SHOWN_CHARACTERS)}"
+
+
+def _expected(part: str, config: Mapping[str, Any]) -> Tensors:
+    if part == "controlnet":
+        try:
+            return controlnet_tensors(read_network_config(json.dumps(config).encode()).fields)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from None
+    return _EXPECTED[part](filled_config(part, config))
+
+
+def _unet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    converted: State = stock.convert_ldm_unet_checkpoint(state, config)
+    return converted
+
+
+def _controlnet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    bare = {name.removeprefix(CONTROLNET): tensor for name, tensor in state.items()}
+    converted: State = stock.convert_controlnet_checkpoint(bare, config)
+    if config.get("addition_embed_type") is not None:  # the converter leaves these out
+        for name, original in stock.DIFFUSERS_TO_LDM_MAPPING["controlnet"]["addition_embed_type"].items():
+            converted[name] = bare[original]
+    return converted
+
+
+def _vae(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    converted: State = stock.convert_ldm_vae_checkpoint(state, config)
+    return converted
+
+
+def _text_encoder(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    if source.family == SD21:
+        return _open_clip(state, config, OPEN_CLIP)
+    converted: State = stock.convert_ldm_clip_checkpoint(state)
+    return converted
+
+
+def _text_encoder_2(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    return _open_clip(state, config, OPEN_CLIP_SDXL)
+
+
+def _open_clip(state: State, config: Mapping[str, Any], prefix: str) -> State:
+    # The converter reads nothing of the network but its width.
+    network = SimpleNamespace(config=SimpleNamespace(hidden_size=config["hidden_size"]))
+    converted: State = stock.convert_open_clip_checkpoint(network, state, prefix=prefix)
+    return converted
+
+
+def _write(path: Path, part: str, state: State) -> None:
+    """Write tensors to a new safetensors file, and forget each as soon as it is written.
+
+    safetensors' own `save_file` copies all of them first.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in state.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in list(state):
+            tensor = state.pop(name).contiguous()
+            _check_finite(part, name, tensor)
+            file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+
+
+def _check_finite(part: str, name: str, tensor: Tensor) -> None:
+    # The sum is quick, and is finite for all weights but those of a broken file or of a magnitude that nobody trains.
+    if not tensor.sum(dtype=torch.float64).isfinite() and not tensor.isfinite().all():
+        raise ValueError(
+            f"the tensor {excerpt(name, _SHOWN_CHARACTERS)} of its {part} has values that are no finite numbers; "
+            "download the file again, or another version of the model"
+        )
+
+
+_CONVERT: Mapping[str, Callable[[SingleFile, Mapping[str, Any], State], State]] = {
+    "unet": _unet,
+    "controlnet": _controlnet,
+    "vae": _vae,
+    "text_encoder": _text_encoder,
+    "text_encoder_2": _text_encoder_2,
+}
+_EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
+    "unet": unet_tensors,
+    "vae": vae_tensors,
+    "text_encoder": partial(text_encoder_tensors, projects=False),
+    "text_encoder_2": partial(text_encoder_tensors, projects=True),
+}

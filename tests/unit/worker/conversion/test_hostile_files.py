@@ -1,0 +1,232 @@
+"""Files that cannot be converted are refused within 2 s, each with its sentence, and leave nothing on the disk."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bottega.errors import ConfigError
+from bottega.worker.conversion.folder import convert_file
+from tests.samples.single_files import SHAPES, write_single_file, write_vae_file
+
+LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hostile:
+    """A file that cannot be converted."""
+
+    name: str
+    write: Callable[[Path], object]
+    sentence: str
+    family: str = ""
+
+
+def _header(path: Path, header: object, data: bytes = b"") -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def _entry(begin: int, end: int, shape: list[int], dtype: str = "F16") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def _changed(path: Path, family: str = "sd15", **tensors: torch.Tensor | None) -> None:
+    write_single_file(path, family)
+    state = load_file(path)
+    for name, tensor in tensors.items():
+        found = next(key for key in state if key.endswith(name.replace("__", ".")))
+        if tensor is None:
+            del state[found]
+        else:
+            state[found] = tensor
+    save_file(state, path)
+
+
+def _five_thousand_blocks(path: Path) -> None:
+    names = [f"model__diffusion_model__input_blocks__{number}__0__weight" for number in range(5000)]
+    write_single_file(path, "sd15")
+    save_file(load_file(path) | {name.replace("__", "."): torch.zeros(1) for name in names}, path)
+
+
+def _with_nan(path: Path) -> None:
+    write_vae_file(path)
+    state = load_file(path)
+    state["decoder.conv_in.weight"][0, 0, 0, 0] = torch.nan
+    save_file(state, path)
+
+
+def _zeros(path: Path, *names: str, shape: tuple[int, ...] = (4, 4), dtype: torch.dtype = torch.float16) -> None:
+    save_file({name: torch.zeros(shape, dtype=dtype) for name in names}, path)
+
+
+# The beginning of what torch.save writes.
+_PICKLE = b"PK\x03\x04\x00\x00\x08\x08"
+_UNET = "model.diffusion_model."
+_FIRST = f"{_UNET}input_blocks.0.0.weight"
+_VAE = "first_stage_model.a.weight"
+_CLIP = "cond_stage_model.transformer.a.weight"
+_DEEP = b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}"
+
+HOSTILE = (
+    Hostile(
+        name="cut off",
+        write=lambda path: _header(path, {"a": _entry(0, 8, [4])}, bytes(4)),
+        sentence="it is damaged or cut off (its tensors take 8 bytes, and 4 are behind its header); "
+        "download the file again",
+    ),
+    Hostile(
+        name="a header longer than the file",
+        write=lambda path: path.write_bytes(struct.pack("<Q", 1 << 20) + b"{}"),
+        sentence="it is damaged or cut off (its header of 1048584 bytes is longer than the file, which has 10); "
+        "download the file again",
+    ),
+    Hostile(
+        name="a header of a terabyte",
+        write=lambda path: path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}"),
+        sentence="it is damaged or cut off (it says that its header has 1099511627776 bytes; 2 to 8388608 are "
+        "accepted); download the file again",
+    ),
+    Hostile(
+        name="weights nested 1,000 deep",
+        write=lambda path: _header(path, _DEEP),
+        sentence="it is damaged or cut off (its header is no JSON object with unique names); download the file again",
+    ),
+    Hostile(
+        name="tensors that overlap",
+        write=lambda path: _header(path, {"a": _entry(0, 8, [4]), "b": _entry(4, 12, [4])}, bytes(12)),
+        sentence="it is damaged or cut off (tensor b overlaps a); download the file again",
+    ),
+    Hostile(
+        name="a tensor of more elements than bytes",
+        write=lambda path: _header(path, {"a": _entry(0, 8, [1 << 40, 1 << 40])}, bytes(8)),
+        sentence="it is damaged or cut off (tensor a does not have the bytes that its shape needs); "
+        "download the file again",
+    ),
+    Hostile(
+        name="a pickle with another name",
+        write=lambda path: path.write_bytes(_PICKLE + bytes(100)),
+        sentence=(
+            f"it is damaged or cut off (it says that its header has {int.from_bytes(_PICKLE, 'little')} bytes; 2 to "
+            "8388608 are accepted); download the file again"
+        ),
+    ),
+    Hostile(
+        name="a link in a circle",
+        write=lambda path: path.symlink_to(path.name),
+        sentence="its links lead in circles; download the model again",
+    ),
+    Hostile(
+        name="the UNet of another family",
+        write=lambda path: write_single_file(path, "sd15", shape=replace(SHAPES["sd15"], context=128)),
+        sentence="its parts do not fit each other: unet/config.json: cross_attention_dim must be 64, hidden_size of "
+        "text_encoder, not 128",
+    ),
+    Hostile(
+        name="another family than the operator's",
+        write=lambda path: write_single_file(path, "sd15"),
+        sentence="its tensors are those of Stable Diffusion 1 (sd15), not of SDXL (sdxl)",
+        family="sdxl",
+    ),
+    Hostile(
+        name="a VAE of an unknown family",
+        write=write_vae_file,
+        sentence="VAEs of all families have the same tensors; say which one it is for: --family sd15, sd21 or sdxl",
+    ),
+    Hostile(
+        name="a missing tensor",
+        write=lambda path: _changed(path, middle_block__2__out_layers__3__bias=None),
+        sentence="its unet is not that of a Stable Diffusion 1 model: it lacks mid_block.resnets.1.conv2.bias",
+    ),
+    Hostile(
+        name="a tensor of another shape",
+        write=lambda path: _changed(path, out__2__bias=torch.zeros(5)),
+        sentence="its unet is not that of a Stable Diffusion 1 model: conv_out.bias has the shape [5] instead of [4]",
+    ),
+    Hostile(
+        name="five thousand blocks",
+        write=_five_thousand_blocks,
+        sentence="its UNet has 5000 input blocks, and those of known models have 9 or 12",
+    ),
+    Hostile(
+        name="NaN in a VAE",
+        write=_with_nan,
+        sentence="the tensor decoder.conv_in.weight of its vae has values that are no finite numbers; download the "
+        "file again, or another version of the model",
+        family="sdxl",
+    ),
+    Hostile(
+        name="quantized weights",
+        write=lambda path: _zeros(path, _FIRST, _VAE, _CLIP, dtype=torch.int8),
+        sentence=f"the tensor {_CLIP} has elements of I8; quantized weights are not served, download float32, float16 "
+        "or bfloat16 ones",
+    ),
+    Hostile(
+        name="an embedding of ten thousand tokens",
+        write=lambda path: _zeros(path, "emb_params", shape=(10_000, 768)),
+        sentence="it is a textual inversion embedding of 10000 tokens; embeddings are not served yet",
+    ),
+    Hostile(
+        name="a LoRA",
+        write=lambda path: _zeros(path, "lora_unet_a.lora_up.weight"),
+        sentence="it is a LoRA; add it with `bottega loras add NAME FILE`",
+    ),
+    Hostile(
+        name="SDXL's refiner",
+        write=lambda path: _zeros(path, _FIRST, "conditioner.embedders.0.model.a.weight", _VAE),
+        sentence="it is SDXL's refiner, which has no first text encoder and takes an aesthetic score; give the file "
+        "of an SDXL base model",
+    ),
+    Hostile(
+        name="FLUX",
+        write=lambda path: _zeros(path, f"{_UNET}double_blocks.0.img_attn.qkv.weight"),
+        sentence="it is a FLUX model; only SDXL and Stable Diffusion 1 and 2 can be converted",
+    ),
+    Hostile(
+        name="no text encoder",
+        write=lambda path: _zeros(path, _FIRST, f"{_UNET}label_emb.0.0.weight", _VAE),
+        sentence="it has no text_encoder and no text_encoder_2; give the file of a whole model, with text encoders "
+        "and VAE",
+    ),
+    Hostile(
+        name="a part in Diffusers' layout",
+        write=lambda path: _zeros(path, "down_blocks.0.resnets.0.conv1.weight"),
+        sentence="it is one part of a model in Diffusers' layout; give the folder that has model_index.json and all "
+        "parts",
+    ),
+    Hostile(
+        name="no tensors",
+        write=lambda path: _header(path, {}),
+        sentence="it has no tensors; download the file again",
+    ),
+)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.name)
+def test_a_file_is_refused_at_once_and_leaves_nothing(hostile: Hostile, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    hostile.write(file)
+    began_s = time.process_time()
+    with pytest.raises(ConfigError) as refused:
+        convert_file(file, tmp_path / "model", hostile.family)
+    assert time.process_time() - began_s < LIMIT_S
+    assert refused.value.message == f"{file} cannot be converted: {hostile.sentence}"
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_other_files_are_never_opened(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "model.ckpt")
+    with pytest.raises(ConfigError) as refused:
+        convert_file(tmp_path / "model.ckpt", tmp_path / "model")
+    assert refused.value.message == (
+        f"{tmp_path / 'model.ckpt'} cannot be converted: it is no .safetensors file, and other weights are never "
+        "opened because they may run code"
+    )
