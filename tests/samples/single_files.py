@@ -46,7 +46,7 @@ class Shape:
 SHAPES = {
     "sd15": Shape(depths=(1, 0), linear=False, context=64),
     "sd21": Shape(depths=(1, 0), context=64),
-    "sdxl": Shape(depths=(0, 2), middle_depth=2, context=128, pooled=64),
+    "sdxl": Shape(depths=(0, 2), middle_depth=2, context=64 + 128, pooled=128),
 }
 
 
@@ -165,7 +165,8 @@ def _text_tensors(family: str) -> Named:
         yield from _below("cond_stage_model.model.", _open_clip(64))
     else:
         yield from _below("conditioner.embedders.0.transformer.", _clip(64))
-        yield from _below("conditioner.embedders.1.model.", _open_clip(64))
+        # Diffusers tells the two apart by their widths.
+        yield from _below("conditioner.embedders.1.model.", _open_clip(128))
 
 
 def _clip(width: int, layers: int = 2) -> Named:

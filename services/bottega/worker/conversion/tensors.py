@@ -59,7 +59,9 @@ def convert_part(source: SingleFile, part: str, config: Mapping[str, Any], targe
     with safe_open(source.path, framework="pt", backend="pread") as reader:
         names = {entry.name for entry in source.parts[part]}
         state = {name: reader.get_tensor(name) for name in reader.offset_keys() if name in names}
-    _write(target, part, _converted(source, part, config, state))
+    converted = _converted(source, part, config, state)
+    state.clear()  # so that a tensor is freed when it has been written
+    _write(target, part, converted)
 
 
 def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: State) -> State:
@@ -151,7 +153,7 @@ def _write(path: Path, part: str, state: State) -> None:
         for name in list(state):
             tensor = state.pop(name).contiguous()
             _check_finite(part, name, tensor)
-            file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def _check_finite(part: str, name: str, tensor: Tensor) -> None:
