@@ -109,7 +109,7 @@ def test_every_command_shows_what_services_say_as_plain_text(manner: Manner, own
 
 def test_markup_is_shown_as_it_was_written() -> None:
     with serving(Manner()) as address:
-        for name in ("jobs list", "models", "fleet", "loras list", "loras show", "controlnets list", "generate"):
+        for name in ("jobs list", "models list", "fleet", "loras list", "loras show", "controlnets list", "generate"):
             result = run_with_arguments(name, address)
             assert result.exit_code == 0, result.output
             assert "[/b] star" in result.output, name
