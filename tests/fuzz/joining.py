@@ -30,6 +30,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "default_steps": ((0, 200), (-1, 201)),
     "default_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     "default_edit_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
+    **dict.fromkeys(("default_strength", "default_edit_strength"), ((0.01, 1.0), (0.0, 1.01, NAN))),
     "default_sampler": ((0, 14), (15, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
     "sampler_choices": (
@@ -54,6 +55,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ),
     ),
     "edits_refused_because": (("", "x" * 512), ("x" * 513,)),
+    **dict.fromkeys(("edits_only", "one_text_encoder"), ((False, True), ())),
     "workers": ((-1, 2**31 - 1), ()),
 }
 

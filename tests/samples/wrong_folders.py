@@ -341,20 +341,11 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         ),
     ),
     WrongFolder(
-        name="SDXL for inpainting",
-        make=_of_class("StableDiffusionXLInpaintPipeline", in_channels=9),
+        name="a UNet that takes another picture",
+        make=_of_class("StableDiffusionXLInpaintPipeline", in_channels=8),
         sentence=(
-            "unet/config.json: in_channels must be 4, as out_channels is, not 9: UNets that take a source image beside "
-            "the latent, as those for inpainting with nine channels do, are not served"
-        ),
-    ),
-    WrongFolder(
-        name="a UNet of LCM",
-        make=_with_unet(time_cond_proj_dim=256),
-        sentence=(
-            "unet/config.json: time_cond_proj_dim must be null, not 256: UNets that take the guidance scale as an "
-            "input, "
-            "as those of LCM do, are not served"
+            "unet/config.json: in_channels must be 4, as out_channels is, or 9 for inpainting, with a mask and a "
+            "masked image beside the latent, not 8"
         ),
     ),
     # No model's folder.

@@ -26,8 +26,10 @@ from bottega.model.samplers import SamplerState
 
 VERSION = 7
 
-# Additional tensors of an edit; see `Edit`.
-_OF_EDITS = ("image_latent", "noise")
+# Additional tensors of an edit; see `RequestState`.
+_OF_EDITS = ("image_latent", "noise", "image")
+# Those of models that do not read the mask: their edits put the image back after every step.
+_PUT_BACK = ("image_latent", "noise")
 _SAMPLER = "sampler."
 
 _HEADER = "bottega"
@@ -181,10 +183,12 @@ def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
     shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
     if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
         raise CheckpointMismatch("its latent has another shape or data type")
-    for tensor in (state.image_latent, state.noise):
-        if (tensor is None) != (spec.edit is None):
+    shapes = {"image": (model.image_channels, *shape[2:])} if model.image_channels else dict.fromkeys(_PUT_BACK, shape)
+    for name in _OF_EDITS:
+        tensor = getattr(state, name)
+        if (tensor is None) != (spec.edit is None or name not in shapes):
             raise CheckpointMismatch("its tensors of an edit are missing or unexpected")
-        if tensor is not None and (tuple(tensor.shape) != shape or not torch.isfinite(tensor).all()):
+        if tensor is not None and (tuple(tensor.shape) != shapes[name] or not torch.isfinite(tensor).all()):
             raise CheckpointMismatch("its image latent or its noise has another shape or data type")
     first, last = spec.begin_step, spec.num_inference_steps
     if not first <= state.step <= last:

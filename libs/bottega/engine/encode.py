@@ -16,7 +16,8 @@ from torch import Tensor
 from bottega.device.device import HostCopy
 from bottega.device.pieces import run_pieces
 from bottega.engine.spec import ResolvedSpec
-from bottega.model.family import EncodedText
+from bottega.model.backbone import TIMESTEP_COND
+from bottega.model.family import EncodedText, guidance_embedding
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
 from bottega.model.vae import encode_in_pieces
@@ -51,6 +52,18 @@ class LatentDistribution:
     """One bool: whether both have neither NaN nor infinity."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sources:
+    """The picture that the images of a job start from, encoded."""
+
+    image: LatentDistribution | None = None
+    """Source of image-to-image or of an edit; None without one, and where a checkpoint has all that it gives."""
+    mask: Tensor | None = None
+    """Mask of an edit, [1, 1, height, width] in latent size."""
+    masked_image: LatentDistribution | None = None
+    """The picture with grey under the mask, for models that read it."""
+
+
 def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
     """Return the conditions of each image of a spec, in order. Images with the same prompt share them."""
     if not spec.prompts:
@@ -83,7 +96,7 @@ def encode_prompts(
     text = _encode(model, pair, names, truncations)
     conditional = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added))
     unconditional = negative
-    if spec.guided and unconditional is None:
+    if spec.guided and not model.guidance_width and unconditional is None:
         if spec.negative_prompt is None and model.zeros_for_absent_negative:
             empty = Embeds(prompt=text.prompt, added=text.added).map(torch.zeros_like)
         else:
@@ -102,17 +115,28 @@ def encode_prompts(
     )
 
 
-def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
-    """Return the latent distribution of a picture, uint8 [height, width, 3]."""
-    return run_pieces(encode_image_in_pieces(model, pixels))
+def encode_image(model: Model, pixels: Tensor, *, mask: Tensor | None = None) -> LatentDistribution:
+    """Return the latent distribution of a picture; see `encode_image_in_pieces`."""
+    return run_pieces(encode_image_in_pieces(model, pixels, mask=mask))
 
 
 @torch.inference_mode()
-def encode_image_in_pieces(model: Model, pixels: Tensor) -> Generator[None, None, LatentDistribution]:
-    """Encode as `encode_image` does, and yield after each layer, so that other work can run between them."""
+def encode_image_in_pieces(
+    model: Model, pixels: Tensor, *, mask: Tensor | None = None
+) -> Generator[None, None, LatentDistribution]:
+    """Encode a picture, and yield after each layer, so that other work can run between them.
+
+    Args:
+        model: The model.
+        pixels: uint8 [height, width, 3].
+        mask: uint8 [height, width], 1 where the picture is grey.
+    """
     # In Diffusers' memory layout, because sums in another layout have another order.
     image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
-    image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
+    image = 2.0 * image - 1.0
+    if mask is not None:
+        image = image * (mask[None, None] < 1)
+    image = model.runtime.to_device(image, model.dtype)
     distribution = yield from encode_in_pieces(model.vae, image)
     mean, std = distribution.mean, distribution.std
     return LatentDistribution(mean=mean, std=std, finite=_all_finite(model, mean, std))
@@ -138,8 +162,10 @@ def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
 
 
 def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
-    """Add the conditions that depend on the picture, such as its size."""
-    picture = model.family.picture_conditions(spec.height, spec.width)
+    """Add the conditions that depend on the picture, such as its size, and the guidance scale if it is one."""
+    picture = dict(model.family.picture_conditions(spec.height, spec.width))
+    if model.guidance_width:
+        picture[TIMESTEP_COND] = guidance_embedding(spec.guidance_scale, model.guidance_width)
     added = {name: model.runtime.to_device(tensor, embeds.prompt.dtype) for name, tensor in picture.items()}
     return replace(embeds, added={**embeds.added, **added})
 

@@ -126,6 +126,7 @@ class Engine:
             self._denoiser.predict,
             device=model.runtime,
             dtype=model.dtype,
+            latent_channels=model.latent_channels,
             addons=self.addons,
             clock=clock,
         )

@@ -252,7 +252,7 @@ def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
     device = device or open_device(rows[0].sample.device)
     embeds = Embeds.stack([row.embeds for row in rows])
     return Inputs(
-        sample=torch.stack([row.sample for row in rows]),
+        sample=torch.stack([row.network_input for row in rows]),
         timestep=device.to_device(torch.stack([row.timestep.float() for row in rows])),
         prompt_embeds=embeds.prompt,
         added=embeds.added,

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from bottega.device.device import HostCopy
+from bottega.device.pieces import run_pieces
 from bottega.device.span import Span
 from bottega.engine.addon import Parts
 from bottega.engine.checkpoint import SavedJob, read_checkpoint
 from bottega.engine.edit import latent_mask
 from bottega.engine.encode import (
     Conditions,
-    LatentDistribution,
+    Sources,
     encode_all_prompts,
-    encode_image,
     encode_image_in_pieces,
 )
 from bottega.engine.errors import not_finite, prompt_not_finite, vae_not_finite
@@ -322,18 +322,17 @@ def open_job(
     yield
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
     if state is None:
-        _check_image(order)
-        image = None if order.image is None else (yield from encode_image_in_pieces(model, order.image))
-        requests, pinned = new_requests(model, order, conditions, image), order.decisions
+        sources = yield from _encode_sources(model, order)
+        requests, pinned = new_requests(model, order, conditions, sources), order.decisions
     else:
-        mask = _latent_mask(model, order)
+        sources = Sources(mask=_latent_mask(model, order))
         requests = [
             Request(
                 model,
                 order.spec,
                 conditions[index],
                 index=index,
-                mask=mask,
+                sources=sources,
                 resume=image,
                 alone=not order.shared_turns,
             )
@@ -364,29 +363,36 @@ def _input_checks(
     of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[-1].dtype)
     distinct = {id(single): single for single in conditions}
     checks = [InputCheck(finite=single.finite, error=of_prompt) for single in distinct.values()]
-    source = next((request.source_finite for request in requests if request.source_finite is not None), None)
-    if source is not None:  # All images of a job have the same source.
-        error = vae_not_finite("encoded the image", encode_dtype(model.vae))
-        checks.append(InputCheck(finite=source, error=error))
-    return checks
+    # All images of a job have the same sources.
+    error = vae_not_finite("encoded the image", encode_dtype(model.vae))
+    return checks + [InputCheck(finite=finite, error=error) for finite in requests[0].sources_finite]
+
+
+def _encode_sources(model: Model, order: EngineOrder) -> Generator[None, None, Sources]:
+    """Encode the picture of an order in pieces."""
+    _check_image(order)
+    mask = _latent_mask(model, order)
+    if order.image is None:
+        return Sources(mask=mask)
+    image = yield from encode_image_in_pieces(model, order.image)
+    if mask is None or not model.image_channels:
+        return Sources(image=image, mask=mask)
+    masked_image = yield from encode_image_in_pieces(model, order.image, mask=order.mask)
+    return Sources(image=image, mask=mask, masked_image=masked_image)
 
 
 def new_requests(
-    model: Model, order: EngineOrder, conditions: Sequence[Conditions], image: LatentDistribution | None = None
+    model: Model, order: EngineOrder, conditions: Sequence[Conditions], sources: Sources | None = None
 ) -> list[Request]:
     """Return the requests of an order's images, before their first steps.
 
     Args:
         conditions: Conditions of each image.
-        image: The order's encoded picture; by default, it is encoded here.
+        sources: The order's encoded picture; by default, it is encoded here.
     """
-    spec = order.spec
-    _check_image(order)
-    if image is None and order.image is not None:
-        image = encode_image(model, order.image)
-    mask = _latent_mask(model, order)
+    sources = sources or run_pieces(_encode_sources(model, order))
     return [
-        Request(model, spec, single, index=index, image=image, mask=mask, alone=not order.shared_turns)
+        Request(model, order.spec, single, index=index, sources=sources, alone=not order.shared_turns)
         for index, single in enumerate(conditions)
     ]
 

@@ -52,7 +52,8 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
         InvalidRequest: No worker can draw it with this model.
         TooLarge: It is too large for this worker; the error names the limit.
     """
-    rules.refuse([*undrawable(spec, model.size_multiple), *_undrawable_steps(spec, model.samplers)])
+    found = [*undrawable(spec, model.size_multiple), *_undrawable_steps(spec, model.samplers)]
+    rules.refuse([*found, *_not_of_family(spec, model)])
     pixels, most = spec.width * spec.height, max_pixels(limits, model)
     if pixels > most:
         raise TooLarge(
@@ -75,6 +76,17 @@ def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[V
         yield Violation(field="spec.sampler", description=reason)
     elif reason := samplers.refusal(spec.sampling, spec.num_inference_steps):
         yield Violation(field="spec.num_inference_steps", description=reason)
+
+
+def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
+    """Yield a violation for each field that the model's kind does not have, and for one that it needs."""
+    if len(model.text_encoders) == 1:
+        for name in ("prompt_2", "negative_prompt_2"):
+            if getattr(spec, name):
+                what = f"must be empty: {model.family.name} has one text encoder"
+                yield Violation(field=f"spec.{name}", description=what)
+    if model.image_channels and spec.edit is None:
+        yield Violation(field="spec.mask_image", description="must be there: this model only edits pictures")
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

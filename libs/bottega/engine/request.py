@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bottega.engine.edit import Edit
-from bottega.engine.encode import Conditions, LatentDistribution, to_latent
+from bottega.engine.encode import Conditions, LatentDistribution, Sources, to_latent
 from bottega.engine.guided_step import Guidance, guided_step
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
@@ -34,6 +34,8 @@ class RequestState:
     """See `Edit.image_latent`; None if the request is no edit."""
     noise: Tensor | None = None
     """Standard normal noise, in the shape of `image_latent`."""
+    image: Tensor | None = None
+    """See `Row.image`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,8 @@ class Request:
 
     Args:
         index: Index of the image in the job; it is drawn with the spec's seed + index.
-        image: Encoded source of image-to-image.
-        mask: Mask of an edit of `image`, [1, 1, height, width].
-        resume: State to continue from, instead of `image`.
+        sources: The picture that it starts from; None for text-to-image.
+        resume: State to continue from; only the mask of `sources` is read then.
         alone: Whether its rows are always computed together, and without others.
     """
 
@@ -82,8 +83,7 @@ class Request:
         conditions: Conditions,
         *,
         index: int = 0,
-        image: LatentDistribution | None = None,
-        mask: Tensor | None = None,
+        sources: Sources | None = None,
         resume: RequestState | None = None,
         alone: bool = False,
     ) -> None:
@@ -100,8 +100,11 @@ class Request:
         self.activations: ImageActivations | None = None
         """Reads or writes recorded activations of the image; None if it has none."""
         self.edit: Edit | None = None
-        self.source_finite = None if image is None else image.finite
-        """Whether the encoded source has neither NaN nor infinity; None without a source."""
+        sources = sources or Sources()
+        encoded = (sources.image, sources.masked_image)
+        self.sources_finite = [source.finite for source in encoded if source is not None]
+        """Whether each encoded source has neither NaN nor infinity."""
+        self._image: Tensor | None = None
         self._model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)
@@ -111,11 +114,11 @@ class Request:
         self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
         if resume is None:
             self.step = self.begin
-            self.latent = self._start(image, mask)
+            self.latent = self._start(sources)
         else:
             self.step = resume.step
             self.latent = model.runtime.to_device(resume.latent, model.dtype)
-            self.edit = self._resumed_edit(resume, mask)
+            self.edit = self._resumed_edit(resume, sources.mask)
             self._generator.set_state(resume.generator)
             self._sampler.restore(resume.sampler, resume.step, model.device)
         self.resumed_from = self.step
@@ -139,7 +142,7 @@ class Request:
     @property
     def row_count(self) -> int:
         """Number of its rows in each forward pass."""
-        return self.spec.rows
+        return 1 if self._conditions.unconditional is None else 2
 
     @property
     def computed_share(self) -> float:
@@ -227,6 +230,7 @@ class Request:
                 sample=sample,
                 timestep=self._sampler.timestep(self.step),
                 embeds=embeds,
+                image=self._image,
                 controls=tuple(control.handle for control in active if half in control.halves),
                 loras=self.loras_now,
                 activations=self.activations.row(half) if self.activations is not None else None,
@@ -261,6 +265,7 @@ class Request:
             sampler=self._sampler.state(),
             image_latent=None if self.edit is None else self.edit.image_latent,
             noise=None if self.edit is None else self.edit.noise,
+            image=self._image,
         )
 
     def _new_sampler(self, begin: int, *, restarts: bool = False) -> Sampler:
@@ -271,14 +276,14 @@ class Request:
     def _strength(self) -> float:
         return 1.0 if self.spec.strength is None else self.spec.strength
 
-    def _start(self, image: LatentDistribution | None, mask: Tensor | None) -> Tensor:
+    def _start(self, sources: Sources) -> Tensor:
         """Return the latent before the first step. Random numbers are drawn in Diffusers' order."""
-        model = self._model
+        if self._model.image_channels:
+            return self._start_from_mask(sources)
+        image, mask = sources.image, sources.mask
         if image is None:
-            height, width = self.spec.height // model.latent_scale, self.spec.width // model.latent_scale
-            return self._draw((1, model.latent_channels, height, width)) * self._sampler.init_noise_sigma
-        drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), image.mean.dtype)
-        latent = to_latent(model, drawn.to(model.dtype))
+            return self._draw(self._shape) * self._sampler.init_noise_sigma
+        latent = self._draw_source(image)
         noise = self._draw(tuple(latent.shape))
         if mask is not None:
             # Diffusers samples the masked image here. Only UNets of nine channels use it, but the draw advances the
@@ -289,7 +294,38 @@ class Request:
         # Always contiguous: batches and checkpoints are, and the last bits of a sum depend on the memory layout.
         return self._sampler.add_noise(latent, noise, self.begin).contiguous()
 
+    def _start_from_mask(self, sources: Sources) -> Tensor:
+        """Return the latent before the first step of a model that reads the mask, and set what it reads.
+
+        Without a mask, which only an engine's own samples lack, it reads zeros.
+        """
+        image, mask, masked_image = sources.image, sources.mask, sources.masked_image
+        source = self._draw_source(image) if image is not None and self._strength < 1.0 else None
+        noise = self._draw(self._shape)
+        if mask is None or masked_image is None:
+            self._image = torch.zeros(
+                self._model.image_channels, *self._shape[2:], device=self._model.device, dtype=self._model.dtype
+            )
+        else:
+            self._image = torch.cat([mask, self._draw_source(masked_image)], dim=1)[0].contiguous()
+        if source is None:
+            return noise * self._sampler.init_noise_sigma
+        return self._sampler.add_noise(source, noise, self.begin).contiguous()
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        """Shape of its latent."""
+        scale = self._model.latent_scale
+        return 1, self._model.latent_channels, self.spec.height // scale, self.spec.width // scale
+
+    def _draw_source(self, image: LatentDistribution) -> Tensor:
+        """Return a sample of an encoded picture's latent."""
+        drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), image.mean.dtype)
+        return to_latent(self._model, drawn.to(self._model.dtype))
+
     def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
+        if state.image is not None:
+            self._image = self._model.runtime.to_device(state.image, self._model.dtype)
         if mask is None or state.image_latent is None or state.noise is None:
             return None
         to_device = self._model.runtime.to_device

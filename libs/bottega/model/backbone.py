@@ -16,6 +16,9 @@ from torch import Tensor
 
 from bottega.model.rows import RowActivations
 
+TIMESTEP_COND = "timestep_cond"
+"""Name of the embedding of the guidance scale among added conditions."""
+
 PromptOrigin = tuple[Tensor, Hashable]
 """Embeddings of a prompt, and the key of the LoRAs. Both determine its projections, which may be cached over steps."""
 
@@ -25,7 +28,7 @@ class Inputs:
     """The inputs of one forward, stacked over the rows of a group."""
 
     sample: Tensor
-    """Scaled latents, [rows, channels, height, width]."""
+    """Scaled latents, [rows, channels, height, width], with the mask and the masked image if the network reads them."""
     timestep: Tensor
     """[rows], float32."""
     prompt_embeds: Tensor
@@ -145,7 +148,9 @@ class UNetBackbone:
         """Return the input of the first convolution, and the embedding of timesteps and added conditions."""
         unet = self.unet
         sample = 2 * inputs.sample - 1.0 if unet.config.center_input_sample else inputs.sample
-        embedding = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=inputs.timestep))
+        embedding = unet.time_embedding(
+            unet.get_time_embed(sample=sample, timestep=inputs.timestep), inputs.added.get(TIMESTEP_COND)
+        )
         added = unet.get_aug_embed(
             emb=embedding, encoder_hidden_states=inputs.prompt_embeds, added_cond_kwargs=dict(inputs.added)
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
+from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from bottega.model_files.family_names import SDXL
@@ -54,6 +55,10 @@ class ModelFamily:
     """Default of the text-to-image pipeline."""
     edit_guidance_scale: float
     """Default of the inpainting pipeline without ControlNets."""
+    strength: float
+    """Default of the image-to-image pipeline without ControlNets."""
+    edit_strength: float
+    """Default of the inpainting pipelines."""
     num_inference_steps: int = 50
     """Default of all pipelines."""
     vae_overrides: Mapping[str, Any]
@@ -63,6 +68,17 @@ class ModelFamily:
     def tokenizers(self) -> Sequence[str]:
         """Parts of the tokenizers, in the order of the text encoders."""
         return [part.replace("text_encoder", "tokenizer") for part in self.text_encoders]
+
+
+def guidance_embedding(guidance_scale: float, width: int) -> Tensor:
+    """Return the condition of UNets that take the guidance scale as an input, [width], in float32.
+
+    Source: get_guidance_scale_embedding of Diffusers' pipelines.
+    """
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
+    angles = (torch.tensor(guidance_scale - 1) * 1000.0) * frequencies
+    return functional.pad(torch.cat([torch.sin(angles), torch.cos(angles)]), (0, width % 2))
 
 
 def _join_sdxl(outputs: Sequence[Any]) -> EncodedText:
@@ -90,6 +106,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             guidance_scale=5.0,
             # The pipelines with ControlNets all have the one above.
             edit_guidance_scale=7.5,
+            strength=0.3,
+            edit_strength=0.9999,
             vae_overrides={},
         ),
     }

@@ -57,6 +57,9 @@ class Defaults:
     guidance_scale: float
     edit_guidance_scale: float
     """For edits without ControlNets."""
+    strength: float
+    """For image-to-image without ControlNets."""
+    edit_strength: float
     sampler: SamplerKind
     use_karras_sigmas: bool
 
@@ -103,6 +106,17 @@ class Model:
     def latent_channels(self) -> int:
         """Number of channels of the latent."""
         return int(self.vae.config.latent_channels)
+
+    @property
+    def image_channels(self) -> int:
+        """Number of channels of a mask and a masked image that the UNet reads after the latent; 0 if it reads none."""
+        config = self.backbone.unet.config
+        return int(config.in_channels - config.out_channels)
+
+    @property
+    def guidance_width(self) -> int:
+        """Width of the embedding of the guidance scale that the UNet reads instead of a second row; 0 without one."""
+        return int(self.backbone.unet.config.time_cond_proj_dim or 0)
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
@@ -337,6 +351,8 @@ def _defaults(family: ModelFamily, preset: Preset, size: int, config: dict[str, 
         num_inference_steps=family.num_inference_steps if steps is None else steps,
         guidance_scale=family.guidance_scale if guidance is None else guidance,
         edit_guidance_scale=family.edit_guidance_scale if guidance is None else guidance,
+        strength=family.strength,
+        edit_strength=family.edit_strength,
         sampler=kind,
         use_karras_sigmas=kind in KARRAS and bool(config.get("use_karras_sigmas")),
     )

@@ -153,6 +153,8 @@ class Row:
     timestep: Tensor
     """A scalar."""
     embeds: Embeds
+    image: Tensor | None = None
+    """The mask and the masked image's latent, [channels, height, width]; None if the network reads none."""
     controls: tuple[Hashable, ...] = ()
     """Handles of the ControlNets that control this half at this step, in the request's order."""
     loras: LoraSet | None = None
@@ -161,3 +163,8 @@ class Row:
     """None for a row that is computed in full and not recorded."""
     alone: bool = False
     """Whether only rows of its owner may be in its forwards, all of them, without padding."""
+
+    @property
+    def network_input(self) -> Tensor:
+        """The sample as the network reads it."""
+        return self.sample if self.image is None else torch.cat([self.sample, self.image])

@@ -188,7 +188,8 @@ def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each size of the UNet's latent that does not fit the VAE."""
     unet, vae = configs["unet"], configs["vae"]
-    name, channels = "in_channels", vae["latent_channels"]
+    name = "in_channels" if unet["in_channels"] == unet["out_channels"] else "out_channels"
+    channels = vae["latent_channels"]
     if unet[name] != channels:
         yield f"unet/config.json: {name} must be {channels}, as latent_channels of the VAE is, not {unet[name]}"
     size = unet["sample_size"] * latent_scale(vae)

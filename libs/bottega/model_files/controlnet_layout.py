@@ -99,7 +99,8 @@ def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
     if config.get("addition_embed_type") == TEXT_TIME:
         pooled = config["projection_class_embeddings_input_dim"] - TIME_IDS * config["addition_time_embed_dim"]
     return ControlLayout(
-        latent_channels=config["in_channels"],
+        # A base model may read a mask and an image besides the latent, which its ControlNets do not.
+        latent_channels=config.get("out_channels", config["in_channels"]),
         context_width=config["cross_attention_dim"],
         pooled_width=pooled,
         latent_scale=latent_scale,

@@ -94,6 +94,8 @@ def unet_tensors(config: Mapping[str, Any]) -> Tensors:
     time = config["time_embedding_dim"] or 4 * width
     yield from _convolution("conv_in", config["in_channels"], width, config["conv_in_kernel"])
     yield from _embedding("time_embedding", width, time)
+    if config["time_cond_proj_dim"] is not None:
+        yield "time_embedding.cond_proj.weight", (width, config["time_cond_proj_dim"])
     if config["addition_embed_type"] is not None:
         yield from _embedding("add_embedding", config["projection_class_embeddings_input_dim"], time)
     levels = _unet_levels(config)

@@ -162,8 +162,7 @@ UNET_RULES = (
     FieldRule(
         name="time_cond_proj_dim",
         default=None,
-        values=NULL,
-        why="UNets that take the guidance scale as an input, as those of LCM do, are not served",
+        values=NULL | whole(_LEAST_CHANNELS, _MOST_CHANNELS),
     ),
     FieldRule(name="conv_in_kernel", default=3, values=only(*_KERNELS)),
     FieldRule(
@@ -228,10 +227,10 @@ def check_unet_config(config: Mapping[str, object], *, added_conditions: bool = 
 def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each field that does not fit the others. Single fields must be valid."""
     channels, taken, made = config["block_out_channels"], config["in_channels"], config["out_channels"]
-    if taken != made:
+    if taken not in {made, 2 * made + 1}:
         yield (
-            f"in_channels must be {made}, as out_channels is, not {taken}: UNets that take a source image beside the "
-            "latent, as those for inpainting with nine channels do, are not served"
+            f"in_channels must be {made}, as out_channels is, or {2 * made + 1} for inpainting, with a mask and a "
+            f"masked image beside the latent, not {taken}"
         )
     levels = len(channels)
     unlike = [name for name in _BY_LEVEL if isinstance(config[name], list) and len(config[name]) != levels]

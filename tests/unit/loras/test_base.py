@@ -37,7 +37,25 @@ def _miniature() -> dict[str, object]:
     return config
 
 
-@pytest.mark.parametrize("config", [_SDXL, _miniature()], ids=["SDXL", "miniature"])
+# As SSD-1B: layers of one level differ.
+_PRUNED = _SDXL | {
+    "transformer_layers_per_block": [1, [2, 2], [4, 4]],
+    "reverse_transformer_layers_per_block": [[4, 4, 10], [2, 1, 1], 1],
+}
+# The first version's file says nothing of depths.
+_SD1 = {
+    "block_out_channels": [320, 640, 1280, 1280],
+    "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 3],
+    "attention_head_dim": 8,
+    "layers_per_block": 2,
+    "cross_attention_dim": 768,
+}
+
+
+@pytest.mark.parametrize(
+    "config", [_SDXL, _miniature(), _PRUNED, _SD1], ids=["SDXL", "miniature", "pruned", "Stable Diffusion 1"]
+)
 def test_every_module_with_weights_has_a_name(config: dict[str, object]) -> None:
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(config)

@@ -424,7 +424,8 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
     stock, model = pair.with_parts(configs, {case.part, *case.more})
     assert_tensors_are_known(case.part, configs[case.part], getattr(stock, case.part))
     if case.part == "unet":
-        if case.name in OF_PIPELINES or case.more:
+        # A network that reads a mask draws only edits; tests/unit/engine/test_families.py compares those.
+        if (case.name in OF_PIPELINES or case.more) and not model.image_channels:
             assert_draws_as_stock(stock, model)
         assert_predicts_as_stock(model.backbone.unet)
         assert_masks_as_plain(model)
@@ -595,7 +596,8 @@ def test_every_field_has_a_rule_with_its_default_and_a_case(
     assert {name: ruled.get(name, "no rule") for name in defaults} == dict(defaults)
     assert table.keys() == defaults.keys()
     # No initializer names these; the libraries read them from the files.
-    assert ruled.keys() - defaults.keys() <= {"_class_name", "model_type", "quantization_config"}
+    read_from_files = {"_class_name", "model_type", "quantization_config", "use_attention_mask"}
+    assert ruled.keys() - defaults.keys() <= read_from_files
 
 
 def test_every_activation_of_a_text_encoder_is_one_of_transformers() -> None:

@@ -61,18 +61,15 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
     [
         (
             "unet",
-            {"time_cond_proj_dim": 256},
-            (
-                "unet/config.json: time_cond_proj_dim must be null, not 256: UNets that take the guidance scale as an "
-                "input, as those of LCM do, are not served"
-            ),
+            {"time_cond_proj_dim": 2},
+            "unet/config.json: time_cond_proj_dim must be null or a whole number from 4 to 8192, not 2",
         ),
         (
             "unet",
-            {"in_channels": 9},
+            {"in_channels": 8},
             (
-                "unet/config.json: in_channels must be 4, as out_channels is, not 9: UNets that take a source image "
-                "beside the latent, as those for inpainting with nine channels do, are not served"
+                "unet/config.json: in_channels must be 4, as out_channels is, or 9 for inpainting, with a mask and a "
+                "masked image beside the latent, not 8"
             ),
         ),
         (

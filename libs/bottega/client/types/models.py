@@ -66,6 +66,10 @@ class ServedModel:
     """Default guidance scale."""
     default_edit_guidance_scale: float | None
     """Default guidance scale of an edit without ControlNets; None if it is default_guidance_scale."""
+    default_strength: float | None
+    """Default strength of image-to-image without ControlNets; None if it is not known."""
+    default_edit_strength: float | None
+    """Default strength of an edit; None if it is not known."""
     default_sampler: SamplerName | None
     """Default sampler; None if this version of the SDK does not know the sampler."""
     sampler_choices: tuple[ServedSampler, ...]
@@ -77,6 +81,10 @@ class ServedModel:
     """Base model that ControlNets must be made for to fit; empty if that is not known, and every ControlNet fits."""
     edits_refused_because: str
     """Why the model refuses edits with a mask; empty if it supports them."""
+    edits_only: bool
+    """Whether the model draws only edits with a mask."""
+    one_text_encoder: bool
+    """Whether the model has one text encoder, so that it refuses prompt_2 and negative_prompt_2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,8 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         default_steps=model.default_steps,
         default_guidance_scale=model.default_guidance_scale,
         default_edit_guidance_scale=edit,
+        default_strength=model.default_strength if model.HasField("default_strength") else None,
+        default_edit_strength=model.default_edit_strength if model.HasField("default_edit_strength") else None,
         default_sampler=_SAMPLER_NAMES.get(model.default_sampler),
         sampler_choices=tuple(
             ServedSampler(
@@ -124,6 +134,8 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         vae_scale_factor=model.vae_scale_factor,
         base=model.base,
         edits_refused_because=model.edits_refused_because,
+        edits_only=model.edits_only,
+        one_text_encoder=model.one_text_encoder,
     )
 
 

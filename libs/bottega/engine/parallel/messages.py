@@ -136,7 +136,7 @@ def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping
         {
             PairMessageKind.STEP.value: torch.tensor(table),
             "timesteps": torch.stack([sent.row.timestep.float() for sent in rows]),
-            "samples": torch.stack([sent.row.sample for sent in rows]),
+            "samples": torch.stack([sent.row.network_input for sent in rows]),
         },
         headers=_STEP_HEADERS,
     )

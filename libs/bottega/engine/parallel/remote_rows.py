@@ -69,7 +69,7 @@ class _AdmittedJob:
 class RemoteJobs:
     """The jobs of the leader whose rows this engine computes.
 
-    `device` and `dtype` are of this engine's model; `addons` and `predict` are the engine's own.
+    `device`, `dtype` and `latent_channels` are of this engine's model; `addons` and `predict` are the engine's own.
     """
 
     def __init__(
@@ -78,12 +78,14 @@ class RemoteJobs:
         *,
         device: Device,
         dtype: torch.dtype,
+        latent_channels: int,
         addons: Sequence[EngineAddOn],
         clock: Callable[[], float],
     ) -> None:
         self._predict = predict
         self._device = device
         self._dtype = dtype
+        self._latent_channels = latent_channels
         self._addons = {addon.kind: addon for addon in addons}
         self._clock = clock
         self._admitted: dict[int, _AdmittedJob] = {}
@@ -168,7 +170,8 @@ class RemoteJobs:
             owner=(id(self), remote.remote_job, remote.image),
             step=remote.step,
             half=remote.half,
-            sample=sample,
+            sample=sample[: self._latent_channels],
+            image=sample[self._latent_channels :] if len(sample) > self._latent_channels else None,
             timestep=timestep,
             embeds=admitted.halves[remote.half],
         )

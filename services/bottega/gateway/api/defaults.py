@@ -12,7 +12,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
-# The defaults of Diffusers' pipelines for image-to-image, image-to-image with ControlNets, and inpainting.
+# The defaults of Diffusers' pipelines of SDXL for image-to-image, image-to-image with ControlNets, and inpainting.
 _STRENGTH = 0.3
 _CONTROLLED_STRENGTH = 0.8
 _MASKED_STRENGTH = 0.9999
@@ -100,15 +100,17 @@ def choice_of(spec: GenerationSpec, model: image_pb2.Model) -> image_pb2.Sampler
     return None
 
 
-def strength_of(spec: GenerationSpec) -> float | None:
+def strength_of(spec: GenerationSpec, model: image_pb2.Model) -> float | None:
     """Return the strength of a spec with an input image, or the default strength; None without an input image."""
     if not spec.HasField("image"):
         return None
     if spec.HasField("strength"):
         return spec.strength
     if spec.HasField("mask_image"):
-        return _MASKED_STRENGTH
-    return _CONTROLLED_STRENGTH if spec.controlnets else _STRENGTH
+        return model.default_edit_strength if model.HasField("default_edit_strength") else _MASKED_STRENGTH
+    if spec.controlnets:
+        return _CONTROLLED_STRENGTH
+    return model.default_strength if model.HasField("default_strength") else _STRENGTH
 
 
 def _complete_edit(full: GenerationSpec) -> None:
@@ -124,7 +126,7 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
     full.num_inference_steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
     full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else _guidance_scale(spec, model)
     full.guidance_rescale = spec.guidance_rescale
-    strength = strength_of(spec)
+    strength = strength_of(spec, model)
     if strength is not None:
         full.strength = strength
 

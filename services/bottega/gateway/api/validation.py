@@ -95,10 +95,15 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
     if 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and model.max_pixels and width * height > model.max_pixels:
         rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
         yield _violation("width", rule)
+    if model.edits_only and not spec.HasField("mask_image"):
+        yield _violation("mask_image", "must be there: this model only edits pictures")
+    for name in ("prompt_2", "negative_prompt_2"):
+        if model.one_text_encoder and getattr(spec, name):
+            yield _violation(name, "must be empty: this model has one text encoder")
     yield from check_sigmas(spec, spec.sampler or model.default_sampler)
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
     yield from _check_choice(spec, model, steps)
-    strength = strength_of(spec)
+    strength = strength_of(spec, model)
     if strength is not None:
         yield from check_steps_left(steps, strength)
     for addon in addons:

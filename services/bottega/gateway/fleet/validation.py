@@ -211,6 +211,8 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
         and 0 <= model.default_steps <= rules.MAX_STEPS
         and 0 <= model.default_guidance_scale <= rules.MAX_GUIDANCE_SCALE
         and 0 <= model.default_edit_guidance_scale <= rules.MAX_GUIDANCE_SCALE
+        and (not model.HasField("default_strength") or 0 < model.default_strength <= 1)
+        and (not model.HasField("default_edit_strength") or 0 < model.default_edit_strength <= 1)
         and model.default_sampler in Sampler.values()
         and model.max_pixels >= 0
         and len(model.edits_refused_because) <= _MAX_REASON

@@ -1,8 +1,8 @@
 """The modules of a base model that LoRAs can change, with their shapes. Reads headers, not weights.
 
-kohya's trainer uses the names that SDXL's UNet has in Stability's code. Their positions follow from the UNet's
-configuration. Source: sgm's OpenAIModel (input_blocks, middle_block, output_blocks) and Diffusers'
-UNet2DConditionModel.
+kohya's trainer uses the names that SDXL's UNet has in Stability's code, and Diffusers' names for other UNets. Positions
+in the former follow from the UNet's configuration. Source: sgm's OpenAIModel (input_blocks, middle_block,
+output_blocks) and Diffusers' UNet2DConditionModel.
 """
 
 from __future__ import annotations
@@ -138,22 +138,23 @@ def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, int]]:
     """Yield each resnet and transformer: its names in both codes, whether it is a resnet, and a transformer's depth."""
     levels = len(config["block_out_channels"])
     layers = int(config["layers_per_block"])
-    depths = _depths(config, levels)
+    down = _by_level(config.get("transformer_layers_per_block", 1), levels)
+    up = config.get("reverse_transformer_layers_per_block") or down[::-1]
     for level, kind in enumerate(config["down_block_types"]):
         for layer in range(layers):
             at = f"input_blocks_{1 + level * (layers + 1) + layer}"
             yield f"{at}_0", f"down_blocks.{level}.resnets.{layer}", True, 0
             if _CROSS in kind:
-                yield f"{at}_1", f"down_blocks.{level}.attentions.{layer}", False, depths[level]
+                yield f"{at}_1", f"down_blocks.{level}.attentions.{layer}", False, _depth(down[level], layer)
     yield "middle_block_0", "mid_block.resnets.0", True, 0
-    yield "middle_block_1", "mid_block.attentions.0", False, depths[-1]
+    yield "middle_block_1", "mid_block.attentions.0", False, _depth(down[-1], 0)
     yield "middle_block_2", "mid_block.resnets.1", True, 0
     for level, kind in enumerate(config["up_block_types"]):
         for layer in range(layers + 1):
             at = f"output_blocks_{level * (layers + 1) + layer}"
             yield f"{at}_0", f"up_blocks.{level}.resnets.{layer}", True, 0
             if _CROSS in kind:
-                yield f"{at}_1", f"up_blocks.{level}.attentions.{layer}", False, depths[-1 - level]
+                yield f"{at}_1", f"up_blocks.{level}.attentions.{layer}", False, _depth(up[level], layer)
 
 
 def _samplers(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -174,6 +175,10 @@ def _transformer(theirs: str, ours: str, depth: int) -> dict[str, str]:
     return {f"{theirs}_{path.replace('.', '_')}": f"{ours}.{path}" for path in paths}
 
 
-def _depths(config: Mapping[str, Any], levels: int) -> list[int]:
-    depth = config["transformer_layers_per_block"]
-    return [int(depth)] * levels if isinstance(depth, int) else [int(level_depth) for level_depth in depth]
+def _by_level(depth: Any, levels: int) -> list[Any]:
+    return [depth] * levels if isinstance(depth, int) else list(depth)
+
+
+def _depth(level: Any, layer: int) -> int:
+    """Return the depth of one layer's transformer. Pruned models have a list with the depths of a level's layers."""
+    return int(level if isinstance(level, int) else level[layer])

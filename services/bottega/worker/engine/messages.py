@@ -112,6 +112,10 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         default_sampler=_NUMBERS[defaults.sampler],
         sampler_choices=_sampler_choices(model.samplers),
         edits_refused_because=model.edits_refused_because[:MAX_REASON_CHARACTERS],
+        default_strength=defaults.strength,
+        default_edit_strength=defaults.edit_strength,
+        edits_only=model.image_channels > 0,
+        one_text_encoder=len(model.text_encoders) == 1,
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )

@@ -184,8 +184,17 @@ def test_strength_is_filled_in_only_for_image_to_image() -> None:
 _PLAIN = image_pb2.Model(
     name="m", default_steps=50, default_guidance_scale=5.0, default_edit_guidance_scale=7.5, vae_scale_factor=8
 )
+_STABLE_DIFFUSION = image_pb2.Model(
+    name="m", default_steps=50, default_guidance_scale=7.5, default_strength=0.8, default_edit_strength=1.0
+)
+_CONTROLLED = {"controlnets": [ControlNet(name="edges")]}
 # By Diffusers' pipeline: fields that a request of its kind has, with the image's and the mask's bytes.
 _PIPELINES: dict[str, dict[str, Any]] = {
+    "stable_diffusion/pipeline_stable_diffusion": {},
+    "stable_diffusion/pipeline_stable_diffusion_img2img": {"image": b"x"},
+    "stable_diffusion/pipeline_stable_diffusion_inpaint": {"image": b"x", "mask_image": b"y"},
+    "controlnet/pipeline_controlnet": _CONTROLLED,
+    "controlnet/pipeline_controlnet_img2img": {**_CONTROLLED, "image": b"x"},
     "stable_diffusion_xl/pipeline_stable_diffusion_xl": {},
     "stable_diffusion_xl/pipeline_stable_diffusion_xl_img2img": {"image": b"x"},
     "stable_diffusion_xl/pipeline_stable_diffusion_xl_inpaint": {"image": b"x", "mask_image": b"y"},
@@ -229,7 +238,7 @@ def test_what_a_request_leaves_open_is_what_the_pipeline_of_its_kind_has(pipelin
     names = ("edges",) * len(said.controlnets)
     hosts = ControlNetHosts(grace_s=lambda _: 1.0, clock=FakeTime().clock())
     controlnets = ResolvedControlNets(names=names, access=ANYTHING, hosts=hosts)
-    full = defaults.complete(said, _PLAIN, [controlnets])
+    full = defaults.complete(said, _PLAIN if "xl" in pipeline else _STABLE_DIFFUSION, [controlnets])
     theirs = _defaults_of(pipeline)
     assert {"guidance_scale", "num_inference_steps"} <= theirs.keys()
     assert ("strength" in theirs) == full.HasField("strength")

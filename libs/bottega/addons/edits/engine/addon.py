@@ -165,8 +165,8 @@ class EngineEdits(EngineAddOn):
         spec = order.spec
         if spec.edit is None:
             return open_keeping(self, order) if spec.keep_for_editing else None
-        if not spec.edit.masked_blocks:
-            return None
+        if not spec.edit.masked_blocks or self.model.image_channels:
+            return None  # A network that reads the mask computes all of the picture.
         return JobEdits(self, order, read_decision(order.decisions))
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:

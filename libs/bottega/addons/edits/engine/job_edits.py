@@ -28,7 +28,7 @@ from bottega.addons.edits.engine.recordings.step_access import StepLoadCounts
 from bottega.addons.edits.wire.messages import taken_from
 from bottega.engine.addon import JobAddOn
 from bottega.engine.edit import Edit
-from bottega.engine.encode import Conditions, encode_image
+from bottega.engine.encode import Conditions, Sources, encode_image
 from bottega.engine.events import EditRecord, EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
@@ -317,8 +317,8 @@ class JobEdits(JobAddOn):
             return
         spec = replace(self._spec, seed=seed, num_images=1)
         image = encode_image(self._addon.model, self._order.image)
-        mask = _edit(job.requests[0]).mask
-        drawn = _edit(Request(self._addon.model, spec, conditions, image=image, mask=mask))
+        sources = Sources(image=image, mask=_edit(job.requests[0]).mask)
+        drawn = _edit(Request(self._addon.model, spec, conditions, sources=sources))
         for request in job.requests:
             self._compose(request, drawn.image_latent, drawn.noise)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from diffusers import UNet2DConditionModel
 from diffusers.models.activations import GEGLU
@@ -35,14 +36,15 @@ _ADDITIONS = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "a
 
 def unsupported(unet: UNet2DConditionModel) -> str:
     """Return why masked rows cannot be computed with a network, as a clause; empty if they can."""
-    return next(_reasons(unet), "")
+    return next(chain(_reasons(unet), _of_inputs(unet)), "")
 
 
 def _reasons(unet: UNet2DConditionModel) -> Iterator[str]:
     if type(unet) is not UNet2DConditionModel:
         yield f"the network is a {type(unet).__name__}"
         return
-    for known, blocks in ((_DOWN, unet.down_blocks), (_MIDDLE, [unet.mid_block]), (_UP, unet.up_blocks)):
+    middle = () if unet.mid_block is None else (unet.mid_block,)  # pruned models may have none
+    for known, blocks in ((_DOWN, unet.down_blocks), (_MIDDLE, middle), (_UP, unet.up_blocks)):
         for block in blocks:
             if type(block) not in known:
                 yield f"the network has a {type(block).__name__}"
@@ -58,6 +60,11 @@ def _reasons(unet: UNet2DConditionModel) -> Iterator[str]:
             for downsampler in getattr(block, "downsamplers", None) or ():
                 if not downsampler.use_conv or downsampler.padding != 1:
                     yield "a downsampler is not a convolution with padding 1"
+
+
+def _of_inputs(unet: UNet2DConditionModel) -> Iterator[str]:
+    if unet.config.in_channels != unet.config.out_channels:
+        yield "the network reads the mask itself"
 
 
 def _of_transformer(transformer: Transformer2DModel) -> Iterator[str]:

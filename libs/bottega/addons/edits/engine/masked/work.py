@@ -113,7 +113,7 @@ class _Walk:
                 yield from self._transformer(f"{path}.attentions.{place}", attentions[place])
 
     def _middle(self, block: Any) -> Iterator[BlockWork]:
-        for place, resnet in enumerate(block.resnets):
+        for place, resnet in enumerate(block.resnets if block is not None else ()):
             if place:
                 path = f"mid_block.attentions.{place - 1}"
                 yield from self._transformer(path, block.attentions[place - 1])

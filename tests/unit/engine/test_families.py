@@ -1,0 +1,274 @@
+"""Every kind of model draws what stock Diffusers draws with it, in every way in which the suite draws.
+
+The table in the engine's README is made of the parameters of these tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bottega.addons.controlnets.engine import LocalControlNets
+from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.masked.support import unsupported
+from bottega.engine.encode import encode_all_prompts
+from bottega.engine.events import JobCheckpointed
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.parallel import pair
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
+from bottega.errors import InvalidRequest
+from bottega.model.model import Model
+from bottega.model.rows import Row
+from bottega.model.samplers import SamplerKind
+from tests.fakes.scripted_latents import Cached, cached, entry
+from tests.samples.controlnets import control_image, control_spec, save, shelf_of
+from tests.samples.edits import box_mask, edit_order, template
+from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
+from tests.samples.family_models import (
+    FAMILIES,
+    SIZE,
+    WAYS,
+    FamilyStock,
+    control_networks,
+    family_model,
+    family_table,
+    reads_mask,
+)
+from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, recording
+from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.manual_engine import ManualEngine, load
+from tests.support.pair_follower import FollowerThread, led
+from tests.support.stock import assert_close
+
+TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
+ONE_BY_ONE = EngineLimits(max_rows=2, checkpoint_interval_s=0.0)
+SPEC = ResolvedSpec(prompt="a big red star on the left", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
+IMAGE, MASK = template(SIZE, SIZE), box_mask((4, 8, 20, 28), SIZE, SIZE)
+README = Path(__file__).parents[3] / "libs" / "bottega" / "engine" / "README.md"
+# A picture that starts from another one's latent after these steps makes the last of them again.
+STARTED = 3
+# Of predictions of about 1: recordings are float16.
+FLOAT16 = 5e-3
+
+
+def test_the_engines_readme_says_which_model_draws_in_which_way() -> None:
+    assert family_table() in README.read_text()
+
+
+def families(way: str) -> pytest.MarkDecorator:
+    """Run a test for each kind of model that draws in this way."""
+    return pytest.mark.parametrize("family", [family for family in FAMILIES if family in WAYS[way]])
+
+
+@functools.cache
+def model_of(family: str) -> Model:
+    return load(family_model(family))
+
+
+@functools.cache
+def stock_of(family: str) -> FamilyStock:
+    return FamilyStock(family)
+
+
+def order_of(family: str, key: object = "it", **changes: Any) -> EngineOrder:
+    """Return an order for a picture, or for an edit where the model draws nothing else."""
+    spec = replace(SPEC, **changes)
+    if not reads_mask(family):
+        return EngineOrder(key=key, spec=spec)
+    return edit_order(replace(spec, strength=spec.strength or 1.0), IMAGE, MASK, key=key)
+
+
+def expected(family: str, order: EngineOrder, **options: Any) -> Tensor:
+    """Return what stock makes of an order."""
+    image = None if order.image is None else PIL.Image.fromarray(order.image.numpy())
+    mask = None if order.mask is None else PIL.Image.fromarray(np.asarray(order.mask) * np.uint8(255))
+    return stock_of(family).latent(order.spec, image=image, mask=mask, **options)
+
+
+def pixels(image: PIL.Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image.convert("RGB")))
+
+
+def mixed_orders(family: str) -> Iterator[EngineOrder]:
+    """Yield orders that share turns: of other samplers and guidance, from a picture, and an edit."""
+    yield order_of(family, "euler")
+    yield order_of(family, "ancestral", sampler=SamplerKind.EULER_ANCESTRAL, seed=4)
+    yield order_of(family, "ddim", sampler=SamplerKind.DDIM, guidance_scale=1.0, num_inference_steps=5)
+    yield order_of(family, "dpm++", sampler=SamplerKind.DPMPP_2M, negative_prompt="a circle", seed=6)
+    if not reads_mask(family):
+        yield EngineOrder(key="from a picture", spec=replace(SPEC, strength=0.5, seed=7), image=pixels(IMAGE))
+        yield edit_order(replace(SPEC, strength=1.0, seed=8), IMAGE, MASK, key="edit")
+
+
+@families("text to image")
+def test_text_to_image(family: str) -> None:
+    order = order_of(family)
+    engine = make_engine(model_of(family), TOGETHER)
+    engine.warm_up()
+    drawing = ManualEngine(engine).draw(order)
+    assert_close(drawing.latents[0], expected(family, order))
+    assert drawing.pixels[0].shape == (SIZE, SIZE, 3)
+
+
+@families("mixed batch")
+def test_mixed_batch(family: str) -> None:
+    orders = list(mixed_orders(family))
+    drawings = ManualEngine(make_engine(model_of(family), TOGETHER)).run({0: orders[:2], 1: orders[2:]})
+    for order in orders:
+        assert_close(drawings[order.key].latents[0], expected(family, order))
+        assert drawings[order.key].record.mean_group_requests > 1
+
+
+@families("LoRA")
+@pytest.mark.parametrize("merged", [False, True], ids=["beside the weights", "in the weights"])
+def test_lora(family: str, merged: bool) -> None:
+    model, stock = load(family_model(family)), FamilyStock(family)
+    components = {
+        name: random_layers(network, seed, targets=("to_q", "to_v") if name == "unet" else ("q_proj", "fc1"))
+        for seed, (name, network) in enumerate(model.networks.items())
+    }
+    order = order_of(family, loras=(lora_spec("style", 0.8),))
+    engine = make_engine(model, TOGETHER, loras=LorasByHand.of({"style": components}))
+    lora_weights(engine).costs = FixedCosts(pays=merged)
+    drawing = ManualEngine(engine).draw(order)
+    for name, layers in components.items():
+        network: nn.Module = getattr(stock.text, name)
+        for path, layer in layers.items():
+            weight: Any = network.get_submodule(path).weight
+            weight.data += 0.8 * layer.scale * (layer.up @ layer.down)
+    image, mask = (IMAGE, MASK) if reads_mask(family) else (None, None)
+    assert_close(drawing.latents[0], stock.latent(order.spec, image=image, mask=mask))
+
+
+@families("two ControlNets")
+def test_two_controlnets(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    networks, names = control_networks(family), ("edges", "depth")
+    folders = save(dict(zip(names, networks, strict=True)), tmp_path_factory.mktemp("controlnets"))
+    images = [control_image(seed, SIZE, SIZE) for seed in (1, 2)]
+    controls = tuple(
+        control_spec(name, image, scale) for name, image, scale in zip(names, images, (0.9, 0.4), strict=True)
+    )
+    order = replace(order_of(family, controlnets=controls), control_images=tuple(images))
+    model = model_of(family)
+    with shelf_of(model, folders) as shelf:
+        drawing = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf))).draw(order)
+    assert_close(drawing.latents[0], expected(family, order, networks=networks, control_images=images))
+
+
+def from_picture() -> EngineOrder:
+    spec = replace(SPEC, strength=0.6, num_inference_steps=6)
+    return EngineOrder(key="it", spec=spec, image=pixels(IMAGE))
+
+
+@families("image to image")
+def test_image_to_image(family: str) -> None:
+    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(from_picture())
+    assert_close(drawing.latents[0], expected(family, from_picture()))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if reads_mask(family)])
+@pytest.mark.parametrize(
+    "order", [EngineOrder(key="it", spec=SPEC), from_picture()], ids=["text to image", "image to image"]
+)
+def test_a_model_that_reads_the_mask_refuses_what_has_none(family: str, order: EngineOrder) -> None:
+    engine = make_engine(model_of(family), TOGETHER)
+    engine.warm_up()
+    with pytest.raises(InvalidRequest, match="must be there: this model only edits pictures"):
+        engine.submit(order)
+
+
+@families("edit")
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_exact_edit(family: str, strength: float) -> None:
+    order = edit_order(replace(SPEC, strength=strength, num_inference_steps=6), IMAGE, MASK)
+    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(order)
+    assert_close(drawing.latents[0], expected(family, order))
+
+
+@families("edit with masked blocks")
+def test_masked_blocks(family: str) -> None:
+    """A row whose tokens outside a box come from its own recording gets nearly what it gets when computed."""
+    model = model_of(family)
+    (conditions,) = encode_all_prompts(model, SPEC)
+    row = Request(model, SPEC, conditions).rows()[-1]
+    denoiser = denoiser_of(model.backbone.unet, MaskedBackbone(model.backbone.unet))
+    recorded, computed = StepInMemory(), box(1, 2, 4, 4, size=(SIZE // 4, SIZE // 4))
+
+    def noise(of: Row) -> Tensor:
+        return denoiser.predict([of]).noise[of]
+
+    plain = noise(row)
+    assert_close(noise(recording(row, recorded)), plain)
+    difference = (noise(masked(row, recorded, computed)) - plain).abs().max()
+    assert recorded.reused
+    assert float(difference) < FLOAT16
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if reads_mask(family)])
+def test_a_model_that_reads_the_mask_computes_no_masked_blocks(family: str) -> None:
+    assert unsupported(model_of(family).backbone.unet) == "the network reads the mask itself"
+
+
+@families("resume on another worker")
+def test_resumed_on_another_worker(family: str) -> None:
+    order = order_of(family, sampler=SamplerKind.EULER_ANCESTRAL, num_inference_steps=6)
+    first = ManualEngine(make_engine(load(family_model(family)), ONE_BY_ONE))
+    drawing = first.submit(order)
+    while not drawing.all(JobCheckpointed):
+        first.turn()
+    left = drawing.all(JobCheckpointed)[-1]
+    other = ManualEngine(make_engine(model_of(family), ONE_BY_ONE)).draw(replace(order, checkpoint=left.data))
+    assert other.job is not None
+    assert other.job.steps_resumed == left.steps_done > 0
+    assert_close(other.latents[0], expected(family, order))
+
+
+@families("pair of workers")
+def test_pair(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **_: min(rows - 1, able, 1))
+    order = order_of(family)
+    with FollowerThread(make_engine(load(family_model(family)), TOGETHER)) as follower:
+        peer = led(follower)
+        drawing = ManualEngine(make_engine(model_of(family), TOGETHER, peer=peer)).draw(order)
+        peer.stop()
+    assert_close(drawing.latents[0], expected(family, order))
+    assert drawing.record.pair is not None
+    assert drawing.record.pair.steps > 0
+
+
+@families("cached start")
+def test_cached_start(family: str) -> None:
+    order = order_of(family)
+    kept: dict[int, Tensor] = {}
+
+    def keep(step: int, latent: Tensor) -> Tensor:
+        kept[step] = latent.clone()
+        return latent
+
+    expected(family, order_of(family, prompt="a small green circle", seed=11), after_step=keep)
+    recorded = kept[STARTED - 1]
+    generator = torch.Generator("cpu").manual_seed(order.spec.seed)
+    torch.randn(recorded.shape, generator=generator)
+    fresh = torch.randn(recorded.shape, generator=generator)
+    sampler = model_of(family).samplers.open(order.spec.sampling, steps=order.spec.num_inference_steps)
+    high, low = (sampler.noise_level(step) for step in (STARTED - 1, STARTED))
+    noised = recorded + math.sqrt(high**2 - low**2) * fresh
+
+    def start(step: int, latent: Tensor) -> Tensor:
+        return noised if step == STARTED - 2 else latent
+
+    easel = Cached(model_of(family), limits=ONE_BY_ONE)
+    drawing = easel.draw(cached(order), hits=[(entry(1), STARTED, recorded[0])])
+    assert_close(drawing.latents[0], expected(family, order, after_step=start))
