@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bottega.addons.loras.worker.download import load_bytes
 from bottega.device.device import Device
-from bottega.device.loading import load_bytes
 from bottega.device.pick import open_device
 from bottega.device.span import Span, SpanSum
 from tests.support.delayed_device import STEPS, DelayedDevice

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bottega.device.heartbeat import Heartbeat
 from bottega.device.pieces import run_pieces
-from bottega.engine.acceleration.memory import ChannelsLast
+from bottega.engine.acceleration.torch_options import ChannelsLast
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.engine.forward import Network, Prediction

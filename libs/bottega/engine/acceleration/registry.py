@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bottega.engine.acceleration.acceleration import Acceleration
-from bottega.engine.acceleration.attention import AttentionBackend, FlashAttention
-from bottega.engine.acceleration.compiled import RegionalCompile
 from bottega.engine.acceleration.graphs.graphs import Graphs
 from bottega.engine.acceleration.kernels.layers import Geglu, GroupNormSilu
 from bottega.engine.acceleration.kernels.operations import GuidedEulerStep, LoraPatch, MaskedMoves
-from bottega.engine.acceleration.memory import ChannelsLast, PageableCopies
+from bottega.engine.acceleration.torch_options import (
+    AttentionBackend,
+    ChannelsLast,
+    FlashAttention,
+    PageableCopies,
+    RegionalCompile,
+)
 from bottega.errors import ConfigError
 from bottega.model.model import Model
 

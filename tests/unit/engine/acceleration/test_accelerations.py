@@ -18,13 +18,11 @@ from torch.nn.attention import SDPBackend
 from bottega.addons.edits.engine.masked.probe import masked_probe
 from bottega.addons.loras.engine.patching import patch_probe
 from bottega.device.heartbeat import Heartbeat
-from bottega.engine.acceleration import attention
+from bottega.engine.acceleration import torch_options
 from bottega.engine.acceleration.acceleration import Probe
-from bottega.engine.acceleration.attention import AttentionBackend
-from bottega.engine.acceleration.compiled import RegionalCompile
-from bottega.engine.acceleration.memory import ChannelsLast, PageableCopies
 from bottega.engine.acceleration.probes import engine_probes
 from bottega.engine.acceleration.registry import all_accelerations, candidates
+from bottega.engine.acceleration.torch_options import AttentionBackend, ChannelsLast, PageableCopies, RegionalCompile
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.engine import Engine
@@ -206,7 +204,7 @@ def test_flash_attention_gets_what_it_can_do_in_its_own_order_of_dimensions() ->
         return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
     plain = functional.scaled_dot_product_attention
-    faked = attention._flash(plain, flash)
+    faked = torch_options._flash(plain, flash)
     query, key, value = (torch.randn(2, 3, length, 8, dtype=torch.bfloat16) for length in (5, 7, 7))
     as_diffusers: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     assert torch.equal(faked(query, key, value, **as_diffusers), plain(query, key, value))

@@ -19,18 +19,39 @@ from torch import Tensor
 from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, CanonicalLora, Module
-from bottega.device.loading import load_bytes
+from bottega.device.device import Device
 from bottega.device.pick import open_device
 from bottega.engine.store_work import StoreWork
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, TensorEntry, header_bytes
 from bottega.v1.trace_pb2 import StoreTimes
 
+# Sections are copied in pieces, because torch keeps as much pinned memory as the largest copy needed.
+_COPIED_BYTES = 16 << 20
+_STREAM = "load"
 # A whole LoRA is hashed in pieces of this size, so that other threads run in between.
 _PIECE_BYTES = 4 << 20
 # Size of the largest element type of a LoRA.
 _ALIGNMENT_BYTES = 4
 _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
+
+
+def load_bytes(device: Device, section: Tensor) -> Tensor:
+    """Copy a section, uint8 [bytes], to the device and return it; return the section itself if it is there already.
+
+    The calling thread waits.
+    """
+    if section.device == device.torch_device:
+        return section
+    # Allocated in the stream that will use and free it. The copies wait for earlier uses of this memory in that stream.
+    copied = torch.empty(section.shape, dtype=section.dtype, device=device.torch_device)
+    with device.stream(_STREAM):
+        for first in range(0, len(section), _COPIED_BYTES):
+            piece = section[first : first + _COPIED_BYTES]
+            copied[first : first + len(piece)].copy_(device.to_device(piece), non_blocking=True)
+        done = device.record()
+    done.wait()
+    return copied
 
 
 class LoraDownload:

@@ -7,16 +7,38 @@ activation is also applied to the time embedding. Source: ResnetBlock2D of Diffu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal
 
+import torch
 from diffusers.models.activations import GEGLU
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
 from bottega.engine.acceleration.forwards import Forwards
-from bottega.engine.acceleration.kernels.availability import unavailable
 from bottega.model.model import Model
+
+# Triton supports Volta and newer. Older devices lack the half-precision tensor cores that it uses.
+_LEAST_CAPABILITY = (7, 0)
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def unavailable(model: Model) -> str:
+    """Return why kernels cannot run, as one sentence; "" if they can."""
+    if model.device.type != "cuda":
+        return f"kernels need a CUDA device, and the model is on {model.device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if find_spec("bottega.kernels") is None:
+        return "bottega-kernels is not installed"
+    capability = torch.cuda.get_device_capability(model.device)
+    if capability < _LEAST_CAPABILITY:
+        return f"the device has compute capability {capability[0]}.{capability[1]}, and kernels need 7.0"
+    if model.dtype not in _DTYPES:
+        return f"kernels do not support {model.dtype_name}"
+    return ""
+
 
 _Norm = Callable[..., Tensor]
 

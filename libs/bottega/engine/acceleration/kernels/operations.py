@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bottega.engine.acceleration.kernels.availability import unavailable
+from bottega.engine.acceleration.kernels.layers import unavailable
 from bottega.model.model import Model
 from bottega.model.operations import EulerStep, Operations, WeightSum, as_matrix, down_matrix
 
