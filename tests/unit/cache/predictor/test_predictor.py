@@ -25,7 +25,7 @@ class _Store:
     def __init__(self) -> None:
         self.index = KeyedIndex()
         self.predictor = MatchPredictor(
-            self.index.sample,
+            self._sample,
             settings=SETTINGS,
             switch=PredictorSwitch(half_life=100, probe_every=10, least_lookups=50),
         )
@@ -38,6 +38,11 @@ class _Store:
             self._number += 1
         if wait:
             wait_until(lambda: self.predictor.predict(key, _near(1, seed=1)[0]).measured, "a model")
+
+    def _sample(self, key: str, count: int) -> NDArray[np.float32]:
+        """Return entries in one order, because the model depends on it: one in a hundred misses the bounds below."""
+        sampled = self.index.sample(key, count)
+        return sampled[np.lexsort(sampled.T)]
 
     def ask(self, vector: NDArray[np.float32], *, hit: bool, lookup_s: float, saved_s: float) -> MatchPrediction:
         prediction = self.predictor.predict("key", vector)
@@ -77,7 +82,7 @@ def test_misses_are_predicted_while_the_switch_is_off_and_searched_all_the_same(
     predictions = [store.predictor.predict("key", vector) for vector in _far(100)]
     assert sum(not prediction.hit for prediction in predictions) > 90
     assert all(prediction.weight == 1.0 for prediction in predictions)
-    # .94 on average; the offset comes from twenty vectors, so that one model in some hundred has less than .8.
+    # The model's offset comes from twenty vectors: in other orders .76 to 1, and .91 on average.
     assert sum(store.predictor.predict("key", vector).hit for vector in _near(100, seed=5)) > 75
     assert store.predictor.statistics().predicted_misses > 90
 
