@@ -45,7 +45,7 @@ class Layout:
 
     variants: tuple[str, ...] = ("",)
     """Which copies of the weights there are: "" are float32 under the plain names, "fp16" are float16 in
-    `*.fp16.safetensors`. SDXL has ("", "fp16")."""
+    `*.fp16.safetensors`, "bf16" alike. SDXL has ("", "fp16")."""
     shards: int = 1
     """How many files the weights of the UNet and of each ControlNet are split into, with an index."""
     legacy_shard_names: bool = False
@@ -269,13 +269,16 @@ def _old_vae_name(name: str) -> str:
     return name
 
 
+_VARIANTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
 def _write_weights(folder: Path, state: State, layout: Layout, dtype: torch.dtype) -> None:
     """Write each variant of the weights, whole or in shards: text encoders are never sharded."""
     stem = "model" if "text_model" in next(iter(state)) else "diffusion_pytorch_model"
     stem = "model" if folder.name.startswith("text_encoder") else stem
     shards = layout.shards if folder.name not in {"vae", "text_encoder", "text_encoder_2"} else 1
     for variant in layout.variants:
-        cast = {name: _cast(tensor, torch.float16 if variant else dtype) for name, tensor in state.items()}
+        cast = {name: _cast(tensor, _VARIANTS.get(variant, dtype)) for name, tensor in state.items()}
         if shards == 1:
             _save(cast, folder / (f"{stem}.{variant}.safetensors" if variant else f"{stem}.safetensors"))
             continue

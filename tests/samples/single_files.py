@@ -5,14 +5,17 @@ The names are written out here, and not made by inverting a converter, so that c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.samples.wrong_folders import write_zeros
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -64,13 +67,7 @@ def write_single_file(
     Args:
         extra: Names of empty tensors, such as `v_pred`.
     """
-    shape = shape or SHAPES[family]
-    named = [
-        *_below("model.diffusion_model.", unet_tensors(shape)),
-        *_below("first_stage_model.", vae_tensors()),
-        *_text_tensors(family),
-    ]
-    tensors = random_tensors(named, dtype=dtype, seed=seed)
+    tensors = random_tensors(_model_tensors(family, shape or SHAPES[family]), dtype=dtype, seed=seed)
     positions = "embeddings.position_ids"
     tensors |= {
         name.replace("embeddings.token_embedding.weight", positions): torch.arange(_POSITIONS)[None]
@@ -84,9 +81,21 @@ def write_single_file(
     return path
 
 
-def write_vae_file(path: Path, *, prefix: str = "", dtype: torch.dtype = torch.float16) -> Path:
+def write_zeros_file(path: Path, family: str, shape: Shape) -> Path:
+    """Write a whole model of zeros, which takes no room on most file systems, and return its file."""
+    write_zeros(path, {name: ("F16", extents) for name, extents in _model_tensors(family, shape)})
+    return path
+
+
+def write_vae_file(
+    path: Path,
+    *,
+    prefix: str = "",
+    dtype: torch.dtype = torch.float16,
+    extra: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Path:
     """Write a VAE and return its file."""
-    save_file(random_tensors([*_below(prefix, vae_tensors())], dtype=dtype), path)
+    save_file(random_tensors([*_below(prefix, vae_tensors())], dtype=dtype) | dict(extra), path)
     return path
 
 
@@ -156,6 +165,14 @@ def vae_tensors(widths: Sequence[int] = (32, 64), layers: int = 1) -> Named:
     yield from _vae_ends("decoder", last, widths[0], 3)
     yield from _conv("quant_conv", 2 * _LATENT, 2 * _LATENT, 1)
     yield from _conv("post_quant_conv", _LATENT, _LATENT, 1)
+
+
+def _model_tensors(family: str, shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
+    return [
+        *_below("model.diffusion_model.", unet_tensors(shape)),
+        *_below("first_stage_model.", vae_tensors()),
+        *_text_tensors(family),
+    ]
 
 
 def _text_tensors(family: str) -> Named:

@@ -20,7 +20,7 @@ from bottega.state_folder import make_missing, make_private, owner_of, private_f
 _INSTANT_S = 0.05
 _LOCKS = Path("/proc/locks")
 # What an instance makes in the folder beside the folders of its services. If there is more, the folder is shared.
-_OURS = frozenset({"config", "logs", "suite.json", "suite.lock"})
+_OURS = frozenset({"config", "imported", "logs", "suite.json", "suite.lock"})
 _HALF_WRITTEN = ".suite.json."
 
 

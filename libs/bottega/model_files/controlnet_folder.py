@@ -48,10 +48,7 @@ _LISTED = 3
 # Enough to distinguish a Git LFS pointer from a header's length.
 _BEGINNING_BYTES = 64
 _POINTER = "{} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder"
-SINGLE_FILE = (
-    "it is a single file; give a folder with config.json and diffusion_pytorch_model.safetensors, as Diffusers' "
-    "ControlNetModel.save_pretrained writes it"
-)
+SINGLE_FILE = "it is a single file; `bottega models import FILE` makes a folder of a .safetensors file"
 """Reason to refuse a file instead of a ControlNet's folder."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from bottega.model_files.family_names import SD15, SD21, SDXL, SERVED, TITLES, served_titles
+from bottega.model_files.family_names import SD15, SD21, SDXL, SERVED, TITLES, served_titles, with_article
 from bottega.model_files.json_files import read_json_object
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.plain_text import excerpt
@@ -70,9 +70,9 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
         title, served = TITLES[family], ", ".join(_PIPELINES[family])
         return family, (
             f"_class_name is {shown}, and only {served} are served: other pipelines draw other pictures; give the "
-            f"folder of {_article(title)} base model"
+            f"folder of {with_article(title)} base model"
         )
-    what = f"a {TITLES.get(family, family)} model" if family else "a model of a kind that is not known"
+    what = f"{with_article(TITLES.get(family, family))} model" if family else "a model of a kind that is not known"
     return family, f"_class_name is {shown}: this is {what}, and only {served_titles()} is served; {_GIVE_SDXL}"
 
 
@@ -145,10 +145,6 @@ def _version(folder: Path) -> str:
     except ValueError:
         return _STABLE_DIFFUSION
     return SD21 if linear else SD15
-
-
-def _article(title: str) -> str:
-    return f"an {title}" if title == TITLES[SDXL] else f"a {title}"
 
 
 def _config(folder: Path) -> Mapping[str, object]:

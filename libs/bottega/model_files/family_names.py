@@ -15,3 +15,8 @@ def served_titles() -> str:
     """Return the display names of the families that are served, for a sentence."""
     *others, last = [title for name, title in TITLES.items() if name in SERVED]
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def with_article(title: str) -> str:
+    """Return a display name with its article, such as "an SDXL"."""
+    return f"an {title}" if title == TITLES[SDXL] else f"a {title}"

@@ -54,6 +54,8 @@ def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant
     places = {name: folder / name for name in files}
     if vae is not None:
         places["vae"] = vae
+    if vae is not None and (wrong := _vae_problem(vae)):
+        return ModelReport(folder=folder, family=family, problems=(wrong,))
     configs, problems = _read_configs(places, index, files)
     preset: Preset | None = None
     try:
@@ -80,6 +82,15 @@ def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant
     )
 
 
+def _vae_problem(folder: Path) -> str:
+    """Return a sentence on why there is no folder of a VAE; empty if there is one."""
+    if not is_there(folder):
+        return f"the folder {folder} of the VAE is missing; correct engine.vae.folder"
+    if folder.is_file():
+        return f"engine.vae.folder names the file {folder}; `bottega models import {folder}` makes a folder of it"
+    return ""
+
+
 def _read_configs(
     places: Mapping[str, Path], index: Mapping[str, object], files: Mapping[str, str]
 ) -> tuple[dict[str, Mapping[str, object]], list[str]]:
@@ -93,8 +104,6 @@ def _read_configs(
         except ValueError as error:
             if is_there(places[name]):
                 problems.append(f"{places[name].name}/{file}: {error}")
-            elif places[name].name != name:
-                problems.append(f"the folder {places[name]} of the VAE is missing; correct engine.vae.folder")
             else:
                 problems.append(f"the folder {name} is missing; download the model again, with all parts")
     if "scheduler" in configs and (class_name := _class_name(index, "scheduler")):

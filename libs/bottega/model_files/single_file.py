@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.family_names import SD15, SD21, SDXL, SERVED, TITLES, served_titles, with_article
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, HeaderError, TensorEntry, read_header
@@ -25,8 +25,11 @@ CLIP_PREFIXES = ("cond_stage_model.transformer.", "conditioner.embedders.0.trans
 OPEN_CLIP = "cond_stage_model.model."
 OPEN_CLIP_SDXL = "conditioner.embedders.1.model."
 CONTROLNET = "control_model."
+DIFFUSERS_HINT = "controlnet_cond_embedding.conv_in.weight"
+"""A tensor that every ControlNet in Diffusers' layout has. Published single files of SDXL have that layout."""
 EPSILON, V_PREDICTION = "epsilon", "v_prediction"
 
+_SUFFIX = ".safetensors"
 _FIRST = "input_blocks.0.0.weight"
 _REFINER = "conditioner.embedders.0.model."
 _LABELS = "label_emb.0.0.weight"
@@ -38,7 +41,10 @@ _OTHER_FAMILIES = {
     "double_layers.": "AuraFlow",
     "cap_embedder.": "Lumina 2",
 }
+_CONTROL_LORA = "lora_controlnet"
+_UNION = ("task_embedding", "control_add_embedding.")
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+_VAE_PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 # The numbers of positions, which are no weights.
 _POSITION_IDS = ".position_ids"
 # Textual inversion: tensors of a few vectors, named by their trainer or by their token.
@@ -109,7 +115,7 @@ def read_single_file(path: Path, family: str = "") -> SingleFile:
     Raises:
         ValueError: It is no acceptable safetensors file. The text is a sentence without the file's name.
     """
-    if path.suffix != ".safetensors":
+    if path.suffix != _SUFFIX:
         raise ValueError("it is no .safetensors file, and other weights are never opened because they may run code")
     try:
         with open_model_file(path) as file:
@@ -119,6 +125,31 @@ def read_single_file(path: Path, family: str = "") -> SingleFile:
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}") from None
     return _recognised(path, header, family)
+
+
+def refusal_of(path: Path) -> str:
+    """Return a sentence, with the file's name, on why workers cannot serve a single file; empty if they can."""
+    try:
+        problem = unserved(read_single_file(path))
+    except ValueError as error:
+        problem = str(error)
+    return f"the model {path} cannot be served: {problem}" if problem else ""
+
+
+def unserved(found: SingleFile) -> str:
+    """Return a sentence on why workers cannot serve what a file holds; empty if they can."""
+    if found.problem:
+        return found.problem
+    if found.kind is not FileKind.MODEL:
+        return f"it is {found.kind.value}, and not a whole model"
+    if found.family not in SERVED:
+        return f"it is {with_article(found.title)} model, and only {served_titles()} is served yet"
+    return ""
+
+
+def is_single_file(model: str) -> bool:
+    """Return whether an operator's model is a single file of weights."""
+    return model.endswith(_SUFFIX) and Path(model).is_file()
 
 
 def _recognised(path: Path, header: Header, family: str) -> SingleFile:
@@ -149,11 +180,17 @@ def _recognised(path: Path, header: Header, family: str) -> SingleFile:
 
 
 def _kind(entries: Mapping[str, TensorEntry]) -> FileKind:
+    if _CONTROL_LORA in entries or any(name.startswith(_UNION) for name in entries):
+        return FileKind.OTHER
     if any("lora_" in name or ".lora." in name for name in entries):
         return FileKind.LORA
     if any(name.startswith(UNET) for name in entries):
         return FileKind.MODEL
-    if f"{CONTROLNET}{_FIRST}" in entries or {"time_embed.0.weight", "zero_convs.0.0.weight"} <= entries.keys():
+    if (
+        DIFFUSERS_HINT in entries
+        or f"{CONTROLNET}{_FIRST}" in entries
+        or {"time_embed.0.weight", "zero_convs.0.0.weight"} <= entries.keys()
+    ):
         return FileKind.CONTROLNET
     if any(name.removeprefix(prefix).startswith("decoder.up.") for name in entries for prefix in ("", *VAE_PREFIXES)):
         return FileKind.VAE
@@ -181,6 +218,10 @@ def _embedding(entries: Mapping[str, TensorEntry]) -> str:
 def _other(entries: Mapping[str, TensorEntry]) -> str:
     if not entries:
         return f"it has no tensors; {DOWNLOAD_AGAIN}"
+    if _CONTROL_LORA in entries:
+        return "it is a Control-LoRA, which is not served; give the file of a ControlNet"
+    if any(name.startswith(_UNION) for name in entries):
+        return "it is a union of several ControlNets, which is not served; give the file of a ControlNet for one kind"
     if any(name.startswith(_DIFFUSERS) for name in entries):
         return "it is one part of a model in Diffusers' layout; give the folder that has model_index.json and all parts"
     if _FIRST in entries:
@@ -213,7 +254,7 @@ def _model_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
 
 def _controlnet_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
     prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
-    if f"{prefix}{_LABELS}" in entries:
+    if f"{prefix}{_LABELS}" in entries or "add_embedding.linear_1.weight" in entries:
         return SDXL, ""
     return _family_by_context(entries, prefix), ""
 
@@ -238,7 +279,8 @@ def _has(entries: Mapping[str, TensorEntry], prefix: str) -> bool:
 def _parts(kind: FileKind, family: str, entries: Mapping[str, TensorEntry]) -> dict[str, tuple[TensorEntry, ...]]:
     """Return the tensors of each part of a file."""
     if kind is FileKind.VAE:
-        return {"vae": tuple(entries.values())}
+        parts = tuple(prefix + part for prefix in ("", *VAE_PREFIXES) for part in _VAE_PARTS)
+        return {"vae": _below(entries, *parts)}
     if kind is FileKind.CONTROLNET:
         prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
         return {"controlnet": _below(entries, prefix)}

@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 from bottega import kinds, rules
 from bottega.addons.interface.front_addon import load_front_addons
 from bottega.codec import CodecPool
 from bottega.errors import ConfigError
 from bottega.model_files import name_of
+from bottega.model_files.importing import CONVERSION_S, import_for_serving
+from bottega.model_files.single_file import is_single_file
 from bottega.process import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import REPORT_INTERVAL_S, FleetMembership, registration_of
 from bottega.rpc.link_service import add_link_service
+from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.server import Server
+from bottega.state_folder import state_folder
 from bottega.transport import default_socket_path, links_group
 from bottega.v1 import fleet_pb2
-from bottega.worker.config import EngineConfig, WorkerConfig, check_model, is_single_file
+from bottega.worker.config import EngineConfig, WorkerConfig, check_model
 from bottega.worker.engine_client import WorkerEngineClient
-from bottega.worker.imported_model import with_imported_model
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker, worker_name
@@ -70,7 +75,7 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
     try:
         check_model(settings)  # before an engine imports torch only to find that it cannot load the model
         if is_single_file(settings.engine.model):
-            settings = replace(settings, engine=await with_imported_model(settings.engine))
+            settings = replace(settings, engine=await _imported(settings.engine))
             check_model(settings)
     except ConfigError as error:
         if not settings.gateway:
@@ -95,6 +100,16 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
         )
     finally:
         await asyncio.gather(engine.stop(), pool.stop())
+
+
+async def _imported(engine: EngineConfig) -> EngineConfig:
+    """Return a configuration that names the folder that is made from the single file of the given one."""
+    systemd = SystemdNotifier(os.environ)
+    systemd.extend_start(f"converting {engine.model}", within_s=CONVERSION_S)
+    file = Path(engine.model)
+    folder = await import_for_serving(file, Path(os.environ.get("STATE_DIRECTORY") or state_folder()))
+    name = engine.model_name or name_of(str(file.with_suffix("")))
+    return replace(engine, model=str(folder), model_name=name)
 
 
 def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:

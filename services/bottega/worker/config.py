@@ -18,8 +18,7 @@ from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import read_base_layout
-from bottega.model_files.family_names import SERVED, TITLES, served_titles
-from bottega.model_files.single_file import FileKind, read_single_file
+from bottega.model_files.single_file import is_single_file, refusal_of
 from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
@@ -252,26 +251,6 @@ class WorkerConfig(MemberConfig):
     """Upper bound on the number of jobs that the worker runs at the same time."""
 
 
-def is_single_file(model: str) -> bool:
-    """Return whether a configured model is a single file of weights."""
-    return model.endswith(".safetensors") and Path(model).is_file()
-
-
-def _check_single_file(model: str) -> None:
-    """Raise ConfigError, with a sentence, if a single file cannot be converted to a model that is served."""
-    try:
-        found = read_single_file(Path(model))
-    except ValueError as error:
-        raise ConfigError(f"the model {model} cannot be served: {error}") from None
-    problem = found.problem
-    if not problem and found.kind is not FileKind.MODEL:
-        problem = f"it is {found.kind.value}, and engine.model names a whole model"
-    if not problem and found.family not in SERVED:
-        problem = f"this is a {TITLES[found.family]} model, and only {served_titles()} is served"
-    if problem:
-        raise ConfigError(f"the model {model} cannot be served: {problem}")
-
-
 def report_on_model(config: EngineConfig) -> ModelReport:
     """Return the report on a worker's model, with the VAE that its configuration names."""
     vae = Path(config.vae.folder) if config.vae.folder else None
@@ -284,7 +263,8 @@ def check_model(config: WorkerConfig) -> None:
     It takes some milliseconds and does not import torch.
     """
     if is_single_file(config.engine.model):
-        _check_single_file(config.engine.model)
+        if refusal := refusal_of(Path(config.engine.model)):
+            raise ConfigError(refusal)
         return  # the rest is checked when it has been converted
     folder = folder_of(config.engine.model)
     if refusal := report_on_model(config.engine).refusal:

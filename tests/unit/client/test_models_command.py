@@ -52,7 +52,11 @@ def test_inspect_shows_all_about_a_folder_in_80_columns(monkeypatch: pytest.Monk
 def test_inspect_of_a_single_file_says_how_to_import_it(tmp_path: Path) -> None:
     file = _single_file(tmp_path / "model.safetensors")
     facts = json.loads(_run("inspect", str(file), "--json").output)
-    assert (facts["kind"], facts["family"], facts["prediction_type"]) == ("single file", "SDXL", "epsilon")
+    assert (facts["kind"], facts["family"], facts["prediction_type"]) == (
+        "single file of a whole model",
+        "SDXL",
+        "epsilon",
+    )
     assert {part["name"]: part["size_bytes"] for part in facts["parts"]} == {
         "text_encoder": 2 << 20,
         "text_encoder_2": 2 << 20,

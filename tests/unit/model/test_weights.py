@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bottega.errors import ConfigError
-from bottega.model.model import Model
+from bottega.model.model import Model, load_model
 from tests.samples.published import Layout, published_model
 from tests.support.manual_engine import load
 from tests.support.stock import load_stock
@@ -77,6 +77,14 @@ def test_where_one_part_has_only_fp16_weights_every_part_that_has_them_takes_the
     (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     (folder / "vae" / "diffusion_pytorch_model.fp16.safetensors").unlink()
     assert_loads_a_variant(folder)
+
+
+def test_the_operators_variant_is_that_of_stock_diffusers() -> None:
+    folder = published_model(Layout(variants=("", "fp16", "bf16")))
+    stock = load_stock(folder, variant="bf16")
+    model = load_model(folder, name="m", device=torch.device("cpu"), dtype=torch.float32, variant="bf16")
+    for name, part in parts(model).items():
+        assert_same_weights(part, getattr(stock, name))
 
 
 def assert_loads_a_variant(folder: Path) -> None:

@@ -18,6 +18,7 @@ from bottega.model_files import ModelReport, check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import ControlLayout, read_base_layout
 from bottega.model_files.own_files import own_controlnets
+from bottega.model_files.single_file import is_single_file, refusal_of
 from bottega.process.open_files import ENOUGH, LITTLE
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-serving", "bottega-services")
@@ -156,7 +157,11 @@ def _normal(name: str) -> str:
 
 
 def check_model(model: str) -> Iterator[CheckResult]:
-    """Check a model, given as a folder or as "miniature", the embedded model. Each problem is a result."""
+    """Check a model: a folder, a single file, or "miniature", the embedded model. Each problem is a result."""
+    if is_single_file(model):
+        refusal = refusal_of(Path(model))
+        yield fail(refusal, _TODO) if refusal else ok(f"model {model}: a single file, which is converted at the start")
+        return
     report = check_model_folder(folder_of(model))
     for problem in report.problems:
         yield fail(f"model {model}: {problem}", _TODO)

@@ -11,9 +11,10 @@ from typing import Any
 
 from bottega.model_files import MINIATURE, ModelReport, check_model_folder, folder_of, name_of
 from bottega.model_files.configuration_rules import INDEX_FILE
+from bottega.model_files.family_names import SDXL
 from bottega.model_files.presets import read_preset
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
-from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
+from bottega.model_files.single_file import FileKind, SingleFile, read_single_file, unserved
 
 _SAFETENSORS = ".safetensors"
 # Entries of a folder that are looked at; a home folder may have any number.
@@ -44,7 +45,7 @@ class ModelFacts:
     name: str
     """Name under which it is served."""
     kind: str
-    """`folder` or `single file`."""
+    """`folder`, `embedded`, or `single file`, with what is in it."""
     family: str
     """Display name of the family; empty if it is unknown."""
     pipeline: str
@@ -203,11 +204,15 @@ def _of_file(found: SingleFile) -> ModelFacts:
                 size_bytes=sum(sizes.values()),
             )
         )
-    advice = "" if found.problem else f"bottega models import {found.path} makes a folder of it"
+    problem = unserved(found) if found.kind is FileKind.MODEL else found.problem
+    importing = f"bottega models import {found.path}"
+    if found.kind is FileKind.VAE and not found.family:  # any family's
+        problem, importing = "", f"{importing} --family {SDXL}"
+    advice = "" if problem else f"{importing} makes a folder of it"
     return ModelFacts(
         path=found.path,
         name=found.path.stem,
-        kind="single file",
+        kind=f"single file of {found.kind.value}",
         family=found.title,
         pipeline="",
         variant="",
@@ -215,7 +220,7 @@ def _of_file(found: SingleFile) -> ModelFacts:
         default_size=0,
         sampler="",
         prediction_type=found.prediction_type if found.kind is FileKind.MODEL and found.family else "",
-        problems=(found.problem,) if found.problem else (),
+        problems=(problem,) if problem else (),
         advice=advice,
     )
 

@@ -18,7 +18,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
 
 @click.command("doctor")
-@click.option("--model", default="miniature", show_default=True, help="Model to check: miniature, or a folder.")
+@click.option("--model", default="miniature", show_default=True, help="Model: miniature, a folder or a single file.")
 @state_option
 @address_option
 @fleet_option

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bottega import kinds
 from bottega.client.cli.options import ListGroup, address_option, connect, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_facts, print_table, say, size_text
 from bottega.client.types.models import ServedModel, ServedSampler
+from bottega.errors import ConfigError
 from bottega.model_files.family_names import TITLES
 
 if TYPE_CHECKING:
     from bottega.client.checkup.models import ModelFacts
+
+ImportedT = TypeVar("ImportedT")
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line instead.")
 
@@ -105,47 +106,33 @@ def import_command(*, file: Path, family: str | None, folder: Path | None, as_js
     folder has Diffusers' layout. Nothing is downloaded. An interrupted import leaves nothing, and a second one finds
     what the first has made.
     """
+    from bottega.model_files.importing import import_file
+    from bottega.model_files.single_file import FileKind
+
     target = folder or file.with_suffix("")
-    result = _convert(file, target, family or "")
+    result = run_import(import_file(file, target, family or "", note_part))
     if as_json:
-        say(json.dumps(result))
+        say(json.dumps({**asdict(result), "folder": str(target)}))
         return
-    kind, title = result["kind"], result["title"]
-    say(f"{target}: {kind} of {title}" + ("" if result["is_new"] else "; it was imported before"))
-    if kind == "a whole model":
-        say(f"it predicts {result['prediction_type']}, by {result['prediction_source']}")
-        if result["sampler"]:
-            say(f"its own scheduler is not served yet; bottega.json names {result['sampler']} instead")
+    say(f"{target}: {result.kind} of {result.title}" + ("" if result.is_new else "; it was imported before"))
+    if result.kind == FileKind.MODEL:
+        say(f"it predicts {result.prediction_type}, by {result.prediction_source}")
+        if result.sampler:
+            say(f"its own scheduler is not served yet; bottega.json names {result.sampler} instead")
         say(f"serve it with: bottega up --model {target}")
 
 
-def _convert(file: Path, folder: Path, family: str) -> dict[str, object]:
-    """Run the worker's converter in a process of its own, and return its result. Ends the command if it fails."""
-    from bottega.manifest import missing_packages, read_services
+def run_import(importing: Coroutine[Any, Any, ImportedT]) -> ImportedT:
+    """Run an import and return its result. End the command with a sentence if it fails."""
+    try:
+        return asyncio.run(importing)
+    except ConfigError as error:
+        fail(error.message)
 
-    worker = next(service for service in read_services() if service.kind == kinds.WORKER)
-    if missing := missing_packages(worker):
-        fail(f"importing needs {', '.join(missing)}", f"pip install '{worker.install}'")
-    command_line = [sys.executable, "-m", f"{worker.module}.conversion", str(file), str(folder)]
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    result: dict[str, object] = {}
-    with subprocess.Popen(
-        [*command_line, *([family] if family else [])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stdout:
-            result = json.loads(line)
-            if "part" in result:
-                note(f"converting {result['part']} ({size_text(int(str(result['size_bytes'])))})")
-        error = process.stderr.read().strip()
-    if process.returncode != 0:
-        fail(error.splitlines()[-1] if error else f"the converter ended with status {process.returncode}")
-    return result
+
+def note_part(part: str, size_bytes: int) -> None:
+    """Show that a part is being converted."""
+    note(f"converting {part} ({size_text(size_bytes)})")
 
 
 def _list_folder(folder: Path, *, as_json: bool) -> None:

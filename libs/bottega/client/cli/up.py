@@ -17,6 +17,7 @@ import click
 
 from bottega.client.addons.addon import LeftOutThing, left_out_of
 from bottega.client.cli.logs import pretty
+from bottega.client.cli.models import note_part, run_import
 from bottega.client.cli.options import state_option
 from bottega.client.cli.terminal import Styled, escaped, escaped_lines, fail, note, say
 from bottega.client.instance import AlreadyHeld, StateFolder
@@ -56,7 +57,7 @@ class _WithServicesOptions(click.Command):
     "--model",
     default="miniature",
     show_default=True,
-    help="Model to serve: miniature, or a folder in Diffusers' layout.",
+    help="Model to serve: miniature, a folder in Diffusers' layout, or a single .safetensors file.",
 )
 @click.option(
     "--model-name", default="", help="Name of the model in requests; default: the name of its folder or repository."
@@ -111,6 +112,7 @@ def command(
     ControlNets and LoRAs are served from the folders `controlnets` and `loras` in the model's folder. The built-in
     model has the ControlNets edges and layout, and the LoRAs striped, checked and dusk. bottega loras add adds LoRAs.
     """
+    model, model_name = _folder_of_file(model, model_name, state)
     _check_model(model, model_name)
     options = SuiteOptions(
         model=model, model_name=model_name, device=device, dtype=dtype, threads=threads, port=port, services=services
@@ -135,6 +137,26 @@ def command(
             f"the state folder {state.root} cannot be used: {error.strerror}",
             "Give another one: --state FOLDER or BOTTEGA_STATE.",
         )
+
+
+def _folder_of_file(model: str, name: str, state: StateFolder) -> tuple[str, str]:
+    """Return the model to serve and its name: for a single file, a folder in the state folder that is made from it."""
+    from pathlib import Path
+
+    from bottega.model_files import name_of
+    from bottega.model_files.importing import import_for_serving
+    from bottega.model_files.single_file import is_single_file, refusal_of
+
+    if not is_single_file(model):
+        return model, name
+    file = Path(model)
+    if refusal := refusal_of(file):
+        fail(refusal)
+    if state.is_held():
+        _refuse(state, state.holders())
+    state.make()
+    folder = run_import(import_for_serving(file, state.root, note_part))
+    return str(folder), name or name_of(str(file.with_suffix("")))
 
 
 def _check_model(model: str, name: str) -> None:

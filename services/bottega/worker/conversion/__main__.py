@@ -1,18 +1,23 @@
 """The command of a conversion: `python -m bottega.worker.conversion FILE FOLDER [FAMILY]`.
 
-Its output is one JSON object a line: `{"part": ..., "size_bytes": ...}` before each part, and as the last line the
-result. An error is a sentence on stderr, with exit status 1.
+bottega.model_files.importing runs it. Its output is one JSON object a line: `{"part": ..., "size_bytes": ...}` before
+each part, and as the last line the result. An error is a sentence on stderr, with exit status 1. It ends when its stdin
+does, so that it does not outlive the process that has started it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from bottega.errors import ConfigError
 from bottega.worker.conversion.folder import convert_file
+
+_STDIN = 0
 
 
 def main(arguments: list[str]) -> int:
@@ -20,6 +25,7 @@ def main(arguments: list[str]) -> int:
     file, folder, family = (*arguments, "")[:3]
     # Ends by an exception, so that what is half written is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         done = convert_file(Path(file), Path(folder), family, on_part=_say_part)
     except ConfigError as error:
@@ -29,7 +35,6 @@ def main(arguments: list[str]) -> int:
         return 128 + signal.SIGINT
     source = done.source
     _say(
-        folder=str(done.folder),
         is_new=done.is_new,
         kind=source.kind.value,
         family=source.family,
@@ -39,6 +44,12 @@ def main(arguments: list[str]) -> int:
         sampler=done.sampler,
     )
     return 0
+
+
+def _end_with_stdin() -> None:
+    while os.read(_STDIN, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _say_part(part: str, size_bytes: int) -> None:

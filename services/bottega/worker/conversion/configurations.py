@@ -8,12 +8,14 @@ stabilityai/stable-diffusion-xl-base-1.0.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.family_names import SD15, SD21, SDXL, with_article
 from bottega.model_files.single_file import (
     CLIP_PREFIXES,
     CONTROLNET,
+    DIFFUSERS_HINT,
     OPEN_CLIP,
     OPEN_CLIP_SDXL,
     UNET,
@@ -67,7 +69,7 @@ def derive_configurations(source: SingleFile) -> dict[str, Config]:
 
 
 def _misfit(part: str, source: SingleFile) -> str:
-    return f"its {part} is not that of a {TITLES[source.family]} model"
+    return f"its {part} is not that of {with_article(source.title)} model"
 
 
 def model_index(family: str) -> Config:
@@ -138,7 +140,7 @@ def tokenizer_configs(family: str, part: str) -> dict[str, Config]:
 
 
 def _unet(shapes: Shapes, source: SingleFile) -> Config:
-    config = _encoder(shapes, source)
+    config = _encoder_config(_original_encoder(shapes), source.family)
     config |= {
         "_class_name": "UNet2DConditionModel",
         "out_channels": shapes["out.2.weight"][0],
@@ -150,8 +152,15 @@ def _unet(shapes: Shapes, source: SingleFile) -> Config:
 
 
 def _controlnet(shapes: Shapes, source: SingleFile) -> Config:
-    hints = [shapes[f"input_hint_block.{number}.weight"] for number in _HINT_BLOCKS]
-    return _encoder(shapes, source) | {
+    if DIFFUSERS_HINT in shapes:
+        blocks = _count(shapes, "controlnet_cond_embedding.blocks.{}.weight")
+        names = [f"controlnet_cond_embedding.blocks.{number}.weight" for number in range(blocks)]
+        hints = [shapes[name] for name in (DIFFUSERS_HINT, *names, "controlnet_cond_embedding.conv_out.weight")]
+        encoder = _diffusers_encoder(shapes)
+    else:
+        hints = [shapes[f"input_hint_block.{number}.weight"] for number in _HINT_BLOCKS]
+        encoder = _original_encoder(shapes)
+    return _encoder_config(encoder, source.family) | {
         "_class_name": "ControlNetModel",
         "conditioning_channels": hints[0][1],
         # Between the first and the last convolution, each second one widens.
@@ -161,33 +170,87 @@ def _controlnet(shapes: Shapes, source: SingleFile) -> Config:
     }
 
 
-def _encoder(shapes: Shapes, source: SingleFile) -> Config:
-    """Return the fields that UNets and ControlNets share, from the blocks on the way down and in the middle."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoder:
+    """The shape of the blocks on the way down and in the middle, which UNets and ControlNets share."""
+
+    widths: list[int]
+    """Channels of each level."""
+    layers: int
+    """Layers of each level."""
+    depths: list[int]
+    """Transformer blocks in a layer of each level. The last entry is also that of the middle."""
+    attends: list[bool]
+    """Whether the layers of each level have transformers."""
+    in_channels: int
+    is_linear: bool
+    """Whether transformers project with linear layers."""
+    context: int
+    """Width of the prompt embeddings."""
+    added: int
+    """Inputs of the embedding of SDXL's added conditions; 0 without them."""
+
+
+def _original_encoder(shapes: Shapes) -> _Encoder:
     widths, layers, depths, attends = _levels(shapes)
-    projection, context = _transformer(shapes)
+    return _Encoder(
+        widths=widths,
+        layers=layers,
+        depths=depths,
+        attends=attends,
+        in_channels=shapes["input_blocks.0.0.weight"][1],
+        is_linear=len(shapes["middle_block.1.proj_in.weight"]) == 2,
+        context=shapes["middle_block.1.transformer_blocks.0.attn2.to_k.weight"][1],
+        added=shapes.get("label_emb.0.0.weight", (0, 0))[1],
+    )
+
+
+def _diffusers_encoder(shapes: Shapes) -> _Encoder:
+    levels = _count(shapes, "down_blocks.{}.resnets.0.conv1.weight")
+    middle = "mid_block.attentions.0"
+    if not 0 < levels <= _MAX_BLOCKS:
+        raise KeyError("down_blocks.0.resnets.0.conv1.weight")
+    attends = [f"down_blocks.{level}.attentions.0.proj_in.weight" in shapes for level in range(levels)]
+    depths = [_depth(shapes, f"down_blocks.{level}.attentions.0") for level in range(levels)]
+    return _Encoder(
+        widths=[shapes[f"down_blocks.{level}.resnets.0.conv1.weight"][0] for level in range(levels)],
+        layers=_count(shapes, "down_blocks.0.resnets.{}.conv1.weight"),
+        depths=[depth if attention else 1 for depth, attention in zip(depths[:-1], attends[:-1], strict=True)]
+        + [_depth(shapes, middle)],
+        attends=attends,
+        in_channels=shapes["conv_in.weight"][1],
+        is_linear=len(shapes[f"{middle}.proj_in.weight"]) == 2,
+        context=shapes[f"{middle}.transformer_blocks.0.attn2.to_k.weight"][1],
+        added=shapes.get("add_embedding.linear_1.weight", (0, 0))[1],
+    )
+
+
+def _encoder_config(encoder: _Encoder, family: str) -> Config:
     config: Config = {
         "_diffusers_version": _VERSION,
         "act_fn": "silu",
-        "block_out_channels": widths,
-        "cross_attention_dim": context,
-        "down_block_types": ["CrossAttnDownBlock2D" if attention else "DownBlock2D" for attention in attends],
+        "block_out_channels": encoder.widths,
+        "cross_attention_dim": encoder.context,
+        "down_block_types": ["CrossAttnDownBlock2D" if attention else "DownBlock2D" for attention in encoder.attends],
         "downsample_padding": 1,
         "flip_sin_to_cos": True,
         "freq_shift": 0,
-        "in_channels": shapes["input_blocks.0.0.weight"][1],
-        "layers_per_block": layers,
+        "in_channels": encoder.in_channels,
+        "layers_per_block": encoder.layers,
         "mid_block_scale_factor": 1,
         "norm_eps": 1e-05,
         "norm_num_groups": _GROUPS,
-        "transformer_layers_per_block": depths if len(set(depths)) > 1 else depths[0],
-        "use_linear_projection": len(projection) == 2,
-        "attention_head_dim": _SD15_HEADS if source.family == SD15 else [width // _HEAD_WIDTH or 1 for width in widths],
+        "transformer_layers_per_block": encoder.depths if len(set(encoder.depths)) > 1 else encoder.depths[0],
+        "use_linear_projection": encoder.is_linear,
+        "attention_head_dim": (
+            _SD15_HEADS if family == SD15 else [width // _HEAD_WIDTH or 1 for width in encoder.widths]
+        ),
     }
-    if source.family == SDXL:
+    if family == SDXL:
         config |= {
             "addition_embed_type": "text_time",
             "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": shapes["label_emb.0.0.weight"][1],
+            "projection_class_embeddings_input_dim": encoder.added,
         }
     return config
 
@@ -229,11 +292,6 @@ def _depth(shapes: Shapes, block: str) -> int:
     while f"{block}.transformer_blocks.{depth}.norm1.weight" in shapes:
         depth += 1
     return depth
-
-
-def _transformer(shapes: Shapes) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a transformer's projection, and the width of the prompt embeddings."""
-    return shapes["middle_block.1.proj_in.weight"], shapes["middle_block.1.transformer_blocks.0.attn2.to_k.weight"][1]
 
 
 def _vae(shapes: Shapes, source: SingleFile) -> Config:

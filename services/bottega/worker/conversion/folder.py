@@ -1,7 +1,7 @@
 """Makes a folder from a single file, all of it or nothing, and recognises one that was made before.
 
-The folder is written under a hidden name beside its place, and renamed when it is complete. `imported.json` in it says
-from which file it was made.
+The folder is written under a hidden name beside its place, and renamed when it is complete. `imported.record` in it
+says from which file it was made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from bottega.worker.conversion.configurations import (
 from bottega.worker.conversion.tensors import check_part, convert_part
 from bottega.worker.conversion.tokenizers import write_vocabulary
 
-RECORD_FILE = "imported.json"
+# No JSON or text file, because those count for the hashes of models, and its times differ from machine to machine.
+RECORD_FILE = "imported.record"
 
 # Draws in the place of a scheduler that is not served, along the same path of noise.
 _SAMPLER: Literal["ddim"] = "ddim"
@@ -81,15 +82,13 @@ def convert_file(
             return Conversion(folder=folder, source=source, is_new=False, sampler=sampler)
         with _staged(folder, source.size_bytes + _OTHER_BYTES) as staging:
             _write(source, configs, sampler, staging, on_part)
-            if is_there(folder):
-                raise ValueError(f"{folder} has appeared meanwhile; try again")
-            staging.rename(folder)
+            is_new = _put_in_place(staging, folder, source)
         folders.sync(folder.parent)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be converted: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be converted: {error.filename or folder}: {error.strerror}") from None
-    return Conversion(folder=folder, source=source, is_new=True, sampler=sampler)
+    return Conversion(folder=folder, source=source, is_new=is_new, sampler=sampler)
 
 
 def _write(
@@ -149,6 +148,18 @@ def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]
 def _sampler_for(source: SingleFile) -> str:
     served = scheduler_config(source)["_class_name"] in SAMPLER_CLASSES.values()
     return "" if served or source.kind is not FileKind.MODEL else _SAMPLER
+
+
+def _put_in_place(staging: Path, folder: Path, source: SingleFile) -> bool:
+    """Give a complete folder its name. Return False if another process has imported the same file meanwhile."""
+    try:
+        staging.rename(folder)  # fails if there are files in the folder
+    except OSError:
+        if not is_there(folder):
+            raise
+        _check_made_of(folder, source)
+        return False
+    return True
 
 
 def _check_made_of(folder: Path, source: SingleFile) -> None:

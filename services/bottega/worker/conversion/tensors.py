@@ -23,8 +23,8 @@ from torch import Tensor
 from bottega.errors import InvalidRequest
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_config import read_network_config
-from bottega.model_files.family_names import SD21, TITLES
-from bottega.model_files.single_file import CONTROLNET, OPEN_CLIP, OPEN_CLIP_SDXL, SingleFile
+from bottega.model_files.family_names import SD21, with_article
+from bottega.model_files.single_file import CONTROLNET, DIFFUSERS_HINT, OPEN_CLIP, OPEN_CLIP_SDXL, SingleFile
 from bottega.model_files.tensor_check import (
     Tensors,
     controlnet_tensors,
@@ -87,7 +87,7 @@ def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: 
 
 
 def _misfit(source: SingleFile, part: str, what: str) -> str:
-    return f"its {part} is not that of a {TITLES[source.family]} model: {excerpt(what, 2 * _SHOWN_CHARACTERS)}"
+    return f"its {part} is not that of {with_article(source.title)} model: {excerpt(what, 2 * _SHOWN_CHARACTERS)}"
 
 
 def _expected(part: str, config: Mapping[str, Any]) -> Tensors:
@@ -107,7 +107,7 @@ def _unet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
 def _controlnet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
     bare = {name.removeprefix(CONTROLNET): tensor for name, tensor in state.items()}
     converted: State = stock.convert_controlnet_checkpoint(bare, config)
-    if config.get("addition_embed_type") is not None:  # the converter leaves these out
+    if config.get("addition_embed_type") is not None and DIFFUSERS_HINT not in bare:  # the converter leaves these out
         for name, original in stock.DIFFUSERS_TO_LDM_MAPPING["controlnet"]["addition_embed_type"].items():
             converted[name] = bare[original]
     return converted

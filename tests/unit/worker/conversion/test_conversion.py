@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,27 @@ from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionPipeline, S
 from transformers import CLIPTokenizer
 
 from bottega.errors import ConfigError
+from bottega.model.model import digest
 from bottega.model_files import check_model_folder
+from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.worker.conversion.folder import convert_file
 from bottega.worker.conversion.tokenizers import write_vocabulary
-from tests.samples.single_files import write_controlnet_file, write_single_file, write_vae_file
+from tests.samples.single_files import (
+    SHAPES,
+    write_controlnet_file,
+    write_single_file,
+    write_vae_file,
+    write_zeros_file,
+)
 
 PIPELINES = {
     "sd15": StableDiffusionPipeline,
     "sd21": StableDiffusionPipeline,
     "sdxl": StableDiffusionXLPipeline,
 }
+# Of what Python and the allocator do.
+_SLACK_BYTES = 48 << 20
 PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 
@@ -71,6 +84,69 @@ def test_a_controlnet_equals_that_of_from_single_file(family: str, prefix: str, 
     # Diffusers' from_single_file knows SDXL's ControlNets by other names alone; its converter knows these.
     if family != "sdxl":
         assert_equal(ControlNetModel.from_single_file(str(file), config=str(done.folder), local_files_only=True), ours)
+
+
+def test_a_controlnet_in_diffusers_layout_equals_that_of_from_single_file(tmp_path: Path) -> None:
+    original = write_controlnet_file(tmp_path / "original.safetensors", "sdxl")
+    folder = convert_file(original, tmp_path / "original").folder
+    # Published single files of SDXL's ControlNets are such a folder's weights, without its configuration.
+    file = Path(shutil.copy(folder / "diffusion_pytorch_model.safetensors", tmp_path / "net.safetensors"))
+    done = convert_file(file, tmp_path / "net")
+    assert (done.source.family, done.source.kind) == ("sdxl", FileKind.CONTROLNET)
+    assert json.loads((done.folder / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert check_controlnet("net", done.folder, None) == ""
+    ours = ControlNetModel.from_pretrained(done.folder, local_files_only=True, use_safetensors=True)
+    assert_equal(ControlNetModel.from_single_file(str(file), config=str(folder), local_files_only=True), ours)
+
+
+def test_a_vae_of_a_file_replaces_the_one_of_a_model(tmp_path: Path) -> None:
+    model = convert_file(write_single_file(tmp_path / "model.safetensors", "sdxl"), tmp_path / "model").folder
+    file = write_vae_file(
+        tmp_path / "vae.safetensors", extra={"loss.num_batches_tracked": torch.zeros((), dtype=torch.int64)}
+    )
+    vae = convert_file(file, tmp_path / "vae", "sdxl").folder
+    assert check_model_folder(model, vae=vae).problems == ()
+    digests = {digest(check_model_folder(model, vae=vae))}
+    shutil.rmtree(vae)
+    os.utime(file, ns=(0, 0))  # as on another machine
+    convert_file(file, vae, "sdxl")
+    digests.add(digest(check_model_folder(model, vae=vae)))
+    assert len(digests) == 1
+
+
+# It converts a file, and says what it took at most.
+_MEASURE = """
+import sys
+from pathlib import Path
+from bottega.process.memory import keep_freed_memory
+from bottega.worker.conversion.folder import convert_file
+
+def peak_bytes():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+keep_freed_memory()
+convert_file(Path(sys.argv[1]), Path(sys.argv[2]))
+before = peak_bytes()
+convert_file(Path(sys.argv[3]), Path(sys.argv[4]))
+print(peak_bytes() - before)
+"""
+
+
+def test_a_conversion_takes_little_more_memory_than_the_largest_part(tmp_path: Path) -> None:
+    small = write_single_file(tmp_path / "small.safetensors", "sdxl")
+    shape = replace(SHAPES["sdxl"], widths=(320, 640), layers=2, depths=(0, 4), middle_depth=4)
+    large = write_zeros_file(tmp_path / "large.safetensors", "sdxl", shape)
+    unet_bytes = sum(entry.end - entry.begin for entry in read_single_file(large).parts["unet"])
+    assert large.stat().st_size > unet_bytes > 4 * _SLACK_BYTES, "large enough to tell"
+    command = [
+        sys.executable,
+        "-c",
+        _MEASURE,
+        *(str(path) for file in (small, large) for path in (file, file.with_suffix(""))),
+    ]
+    taken = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert int(taken) <= 1.2 * unet_bytes + _SLACK_BYTES
 
 
 def test_the_tokenizer_is_that_of_clip(tmp_path: Path) -> None:

@@ -203,6 +203,17 @@ HOSTILE = (
         "parts",
     ),
     Hostile(
+        name="a Control-LoRA",
+        write=lambda path: _zeros(path, "lora_controlnet", "input_blocks.0.0.down"),
+        sentence="it is a Control-LoRA, which is not served; give the file of a ControlNet",
+    ),
+    Hostile(
+        name="a union of ControlNets",
+        write=lambda path: _zeros(path, "controlnet_cond_embedding.conv_in.weight", "task_embedding"),
+        sentence="it is a union of several ControlNets, which is not served; give the file of a ControlNet for one "
+        "kind",
+    ),
+    Hostile(
         name="no tensors",
         write=lambda path: _header(path, {}),
         sentence="it has no tensors; download the file again",

@@ -1,0 +1,137 @@
+"""Runs the conversion of a single file to a folder, in a process of its own that the worker's package has. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bottega import kinds
+from bottega.errors import ConfigError
+from bottega.manifest import missing_packages, read_services
+from bottega.model_files.single_file import refusal_of
+from bottega.state_folder import make_private
+
+CONVERSION_S = 1800.0
+"""Limit of a conversion. SDXL takes about a minute on a slow disk."""
+_FOLDER = "imported"
+_HASH_LETTERS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """The result of a conversion."""
+
+    folder: Path
+    is_new: bool
+    """Whether the folder was made now; otherwise an earlier import of the same file made it."""
+    kind: str
+    """Such as `a whole model`; see `FileKind`."""
+    family: str
+    title: str
+    """Display name of the family."""
+    prediction_type: str
+    prediction_source: str
+    """What says so; see `SingleFile`."""
+    sampler: str
+    """The sampler that bottega.json names because the family's scheduler is not served; empty if it is."""
+
+
+OnPart = Callable[[str, int], None]
+
+
+async def import_file(
+    file: Path, folder: Path, family: str = "", on_part: OnPart = lambda part, size_bytes: None
+) -> ImportResult:
+    """Convert a single file to a folder in Diffusers' layout, unless an earlier call has done it.
+
+    Args:
+        family: The operator's word for the family; "" asks the tensors alone.
+        on_part: Called with the name and the bytes of each part before it is converted.
+
+    Raises:
+        ConfigError: It cannot be converted. The text is a sentence.
+    """
+    worker = next(service for service in read_services() if service.kind == kinds.WORKER)
+    if missing := missing_packages(worker):
+        raise ConfigError(f"importing needs {', '.join(missing)}, not installed here: pip install '{worker.install}'")
+    arguments = [str(file), str(folder), *([family] if family else [])]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"{worker.module}.conversion", *arguments),
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+        stdin=asyncio.subprocess.PIPE,  # its end, also that of this process, ends the conversion
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(CONVERSION_S):
+            facts, errors = await asyncio.gather(_result(process, on_part), _text(process.stderr))
+            status = await process.wait()
+    except TimeoutError:
+        raise ConfigError(f"{file} was not converted within {CONVERSION_S:.0f} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()  # it removes what is half written
+            await process.wait()
+    if status != 0:
+        lines = errors.strip().splitlines()
+        raise ConfigError(lines[-1] if lines else f"the conversion of {file} ended with status {status}")
+    return ImportResult(folder=folder, **facts)
+
+
+async def import_for_serving(file: Path, state: Path, on_part: OnPart = lambda part, size_bytes: None) -> Path:
+    """Convert the single file of a whole model, once, and return the folder that a worker can load.
+
+    A file that has changed since gets another folder, and the one of its earlier contents is deleted.
+
+    Args:
+        state: Folder in which the service or the suite keeps its state.
+
+    Raises:
+        ConfigError: It cannot be served or converted. The text is a sentence.
+    """
+    if refusal := refusal_of(file):
+        raise ConfigError(refusal)
+    folder, prefix = _place(file, state)
+    await import_file(file, folder, on_part=on_part)
+    for other in folder.parent.iterdir():
+        if other.name.startswith(prefix) and other != folder:
+            await asyncio.to_thread(shutil.rmtree, other, ignore_errors=True)
+    return folder
+
+
+def _place(file: Path, state: Path) -> tuple[Path, str]:
+    """Return the folder that is made from a file, and the beginning of the names of all folders made from it."""
+    path, status = file.absolute(), file.stat()
+    prefix = f"{path.stem}-{_hash(str(path))}-"
+    make_private(state / _FOLDER)
+    return state / _FOLDER / f"{prefix}{_hash(f'{status.st_size} {status.st_mtime_ns}')}", prefix
+
+
+async def _result(process: asyncio.subprocess.Process, on_part: OnPart) -> Mapping[str, Any]:
+    """Return the last line of the conversion's output, and report the others."""
+    facts: Mapping[str, Any] = {}
+    assert process.stdout is not None
+    async for line in process.stdout:
+        facts = json.loads(line)
+        if "part" in facts:
+            on_part(facts["part"], facts["size_bytes"])
+    return facts
+
+
+async def _text(stream: asyncio.StreamReader | None) -> str:
+    assert stream is not None
+    return (await stream.read()).decode(errors="replace")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LETTERS]

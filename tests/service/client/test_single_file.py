@@ -1,0 +1,33 @@
+"""A model in a single file, from `bottega up` to a picture: that of stock Diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from bottega.client import Client
+from tests.samples.single_files import write_single_file
+from tests.support.running_up import running_up
+from tests.support.stock import assert_same_image, pixels_of
+
+PROMPT = "a big red star on the left on a blue background"
+DRAW: Mapping[str, Any] = {"num_inference_steps": 2, "guidance_scale": 5.0, "width": 64, "height": 64}
+
+
+@pytest.mark.slow  # tests/unit/model_files/test_importing.py has the conversion, and test_up.py the suite
+def test_a_suite_draws_from_a_single_file_as_stock_does(tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "scenes.safetensors", "sdxl", dtype=torch.float32)
+    options = ("--model", file, "--threads", 1, "--device", "cpu", "--dtype", "float32", "--controlnet-servers", 0)
+    with running_up(tmp_path / "up", *options) as up, Client(up.record().address) as client:
+        drawn = client.generate(PROMPT, seed=7, **DRAW)
+        assert [model.name for model in client.models()] == ["scenes"]
+        (folder,) = (up.state.root / "imported").iterdir()
+    stock = StableDiffusionXLPipeline.from_single_file(str(file), config=str(folder), local_files_only=True)
+    wanted = stock(PROMPT, generator=torch.Generator().manual_seed(7), **DRAW).images[0]
+    assert_same_image(pixels_of(drawn.pil()), pixels_of(wanted))
+    assert "converting unet" in up.printed.read_text()
