@@ -31,6 +31,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "default_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     "default_edit_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     **dict.fromkeys(("default_strength", "default_edit_strength"), ((0.01, 1.0), (0.0, 1.01, NAN))),
+    "default_edit_controlnet_scale": ((0.0, 0.5, 2.0), (NAN, INF)),
     "default_sampler": ((0, 14), (15, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
     "sampler_choices": (

@@ -12,7 +12,7 @@ from typing import Any
 import diffusers
 import PIL.Image
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, EulerDiscreteScheduler, UNet2DConditionModel
+from diffusers import AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -22,6 +22,12 @@ from tests.samples.controlnets import stock_options
 from tests.support.stock import said
 
 _TEXT = 32
+_SD: Mapping[str, Any] = {
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": 4,
+    "cross_attention_dim": _TEXT,
+}
 _SDXL: Mapping[str, Any] = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -34,6 +40,8 @@ _SDXL: Mapping[str, Any] = {
 }
 # Of the UNet; they differ as the families do.
 _UNETS: Mapping[str, Mapping[str, Any]] = {
+    "SD 1": _SD,
+    "SD 2": {**_SD, "attention_head_dim": (2, 4), "use_linear_projection": True},
     "SDXL": _SDXL,
     # As SSD-1B and Segmind Vega: some layers have no transformer, and there may be no middle block.
     "SDXL pruned": {
@@ -42,7 +50,9 @@ _UNETS: Mapping[str, Mapping[str, Any]] = {
         "transformer_layers_per_block": (1, (1,)),
         "reverse_transformer_layers_per_block": ((2, 1), 1),
     },
+    "SD 1 inpainting": {**_SD, "in_channels": 9},
     "SDXL inpainting": {**_SDXL, "in_channels": 9},
+    "SD 1 LCM": {**_SD, "time_cond_proj_dim": 16},
     "SDXL LCM": {**_SDXL, "time_cond_proj_dim": 16},
 }
 FAMILIES = tuple(_UNETS)
@@ -58,7 +68,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit with masked blocks": _NOT_INPAINTING,
     "mixed batch": frozenset(FAMILIES),
     "LoRA": frozenset(FAMILIES),
-    "two ControlNets": frozenset(FAMILIES),
+    "two ControlNets on servers": frozenset(FAMILIES),
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,
     "cached start": _NOT_INPAINTING,
@@ -197,7 +207,7 @@ def _pipeline(family: str) -> Any:
         "vae": _vae(),
         "text_encoder": CLIPTextModel(_text_config(tokenizers[0], "quick_gelu")),
         "tokenizer": tokenizers[0],
-        "scheduler": _scheduler(),
+        "scheduler": _scheduler(family),
     }
     if not is_sdxl(family):
         made = getattr(diffusers, f"StableDiffusion{kind}Pipeline")
@@ -260,16 +270,17 @@ def _text_config(tokenizer: CLIPTokenizer, activation: str) -> CLIPTextConfig:
     )
 
 
-def _scheduler() -> Any:
+def _scheduler(family: str) -> Any:
     # A random network removes no noise; taken as velocity, its output keeps latents at about unit variance.
-    return EulerDiscreteScheduler.from_config(
+    made = DDIMScheduler if family.startswith("SD 1") else EulerDiscreteScheduler
+    return made.from_config(
         {
             "beta_start": 0.00085,
             "beta_end": 0.012,
             "beta_schedule": "scaled_linear",
             "timestep_spacing": "leading",
             "steps_offset": 1,
-            "prediction_type": "v_prediction",
+            "prediction_type": "epsilon" if family.startswith("SD 1") else "v_prediction",
             "clip_sample": False,
             "set_alpha_to_one": False,
         }

@@ -22,7 +22,10 @@ _PARTS = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5135149760\n"
 _SHARDS = ("diffusion_pytorch_model-00001-of-00002.safetensors", "diffusion_pytorch_model-00002-of-00002.safetensors")
 
-_GIVE = "give the folder of an SDXL model in Diffusers' layout"
+_ONLY = (
+    "only Stable Diffusion 1, Stable Diffusion 2 and SDXL are served; give the folder of a model in Diffusers' layout"
+)
+_GIVE = "give the folder of a model in Diffusers' layout"
 _AGAIN = "download the file again"
 
 
@@ -270,63 +273,45 @@ def _hub_repository(path: Path) -> Path:
 WRONG_FOLDERS: tuple[WrongFolder, ...] = (
     # Other models.
     WrongFolder(
-        name="Stable Diffusion 1.5",
-        make=_of_class("StableDiffusionPipeline", use_linear_projection=False),
+        name="an upscaler of Stable Diffusion",
+        make=_of_class("StableDiffusionUpscalePipeline", use_linear_projection=False),
         sentence=(
-            "model_index.json: _class_name is StableDiffusionPipeline: this is a Stable Diffusion 1 model, and only "
-            "SDXL "
-            f"is served; {_GIVE}"
-        ),
-    ),
-    WrongFolder(
-        name="Stable Diffusion 2.1",
-        make=_of_class("StableDiffusionPipeline", cross_attention_dim=1024),
-        sentence=(
-            "model_index.json: _class_name is StableDiffusionPipeline: this is a Stable Diffusion 2 model, and only "
-            "SDXL "
-            f"is served; {_GIVE}"
+            "model_index.json: _class_name is StableDiffusionUpscalePipeline, and only StableDiffusionPipeline, "
+            "StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, LatentConsistencyModelPipeline are "
+            "served: other pipelines draw other pictures; give the folder of a Stable Diffusion 1 base model"
         ),
     ),
     WrongFolder(
         name="Stable Diffusion 3",
         make=_of_class("StableDiffusion3Pipeline"),
         sentence=(
-            "model_index.json: _class_name is StableDiffusion3Pipeline: this is a Stable Diffusion 3 model, and only "
-            "SDXL "
-            f"is served; {_GIVE}"
+            f"model_index.json: _class_name is StableDiffusion3Pipeline: this is a Stable Diffusion 3 model, and "
+            f"{_ONLY}"
         ),
     ),
     WrongFolder(
         name="FLUX",
         make=_of_class("FluxPipeline"),
-        sentence=(
-            f"model_index.json: _class_name is FluxPipeline: this is a FLUX model, and only SDXL is served; {_GIVE}"
-        ),
+        sentence=f"model_index.json: _class_name is FluxPipeline: this is a FLUX model, and {_ONLY}",
     ),
     WrongFolder(
         name="Kandinsky",
         make=_of_class("KandinskyV22Pipeline"),
-        sentence=(
-            "model_index.json: _class_name is KandinskyV22Pipeline: this is a Kandinsky model, and only SDXL is "
-            "served; "
-            f"{_GIVE}"
-        ),
+        sentence=f"model_index.json: _class_name is KandinskyV22Pipeline: this is a Kandinsky model, and {_ONLY}",
     ),
     WrongFolder(
         name="an unknown pipeline",
         make=_of_class("NewPipeline"),
         sentence=(
-            "model_index.json: _class_name is NewPipeline: this is a model of a kind that is not known, and only "
-            "SDXL is "
-            f"served; {_GIVE}"
+            f"model_index.json: _class_name is NewPipeline: this is a model of a kind that is not known, and {_ONLY}"
         ),
     ),
     WrongFolder(
         name="a pipeline of its own code",
         make=_of_class(["pipeline", "OwnPipeline"]),
         sentence=(
-            "model_index.json: _class_name names a pipeline of its own code, which is never run; give the folder of an "
-            "SDXL model with StableDiffusionXLPipeline"
+            "model_index.json: _class_name names a pipeline of its own code, which is never run; give the folder of a "
+            "model with a pipeline of Diffusers"
         ),
     ),
     WrongFolder(
@@ -385,7 +370,7 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         name="a ControlNet",
         make=_controlnet,
         sentence=(
-            "it is a ControlNet; give the folder of an SDXL model, and put the ControlNet into that folder's "
+            "it is a ControlNet; give the folder of a model, and put the ControlNet into that folder's "
             "controlnets/ "
             "or name it in the ControlNet server's configuration"
         ),
@@ -393,12 +378,12 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
     WrongFolder(
         name="a LoRA",
         make=_lora,
-        sentence="it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`",
+        sentence="it is a LoRA; give the folder of a model, and add the LoRA with `bottega loras add`",
     ),
     WrongFolder(
         name="a LoRA's file",
         make=_lora_file,
-        sentence="it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`",
+        sentence="it is a LoRA; give the folder of a model, and add the LoRA with `bottega loras add`",
     ),
     WrongFolder(
         name="a part",

@@ -7,17 +7,19 @@ from the family of the loaded model. `bottega.model_files.families` recognises t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import Tensor
 from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from bottega.model_files.family_names import SDXL
+from bottega.model_files import ModelReport
+from bottega.model_files.families import LCM_PIPELINE
+from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,10 +61,14 @@ class ModelFamily:
     """Default of the image-to-image pipeline without ControlNets."""
     edit_strength: float
     """Default of the inpainting pipelines."""
+    edit_controlnet_scale: float
+    """Default scale of ControlNets in the inpainting pipeline."""
     num_inference_steps: int = 50
     """Default of all pipelines."""
-    vae_overrides: Mapping[str, Any]
+    vae_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values for fields of the VAE's configuration that the family's pipelines do not read."""
+    scheduler_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values for fields of a scheduler's configuration that the family's pipelines set, if its class has them."""
 
     @property
     def tokenizers(self) -> Sequence[str]:
@@ -93,10 +99,42 @@ def _sdxl_sizes(height: int, width: int) -> dict[str, Tensor]:
     return {"time_ids": torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32)}
 
 
+def _join_single(outputs: Sequence[Any]) -> EncodedText:
+    """Return the only encoder's last state, to which it has applied its last norm."""
+    (output,) = outputs
+    return EncodedText(prompt=output.last_hidden_state[0], added={}, summary=output.pooler_output[0])
+
+
+def _stable_diffusion(name: str) -> ModelFamily:
+    return ModelFamily(
+        name=name,
+        pipeline=StableDiffusionPipeline,
+        # Only IP-Adapters use the image encoder. The suite does not run the filter of finished pictures.
+        left_out={
+            "safety_checker": None,
+            "requires_safety_checker": False,
+            "image_encoder": None,
+            "feature_extractor": None,
+        },
+        text_encoders={"text_encoder": CLIPTextModel},
+        join=_join_single,
+        picture_conditions=lambda _height, _width: {},
+        guidance_scale=7.5,
+        edit_guidance_scale=7.5,
+        strength=0.8,
+        edit_strength=1.0,
+        edit_controlnet_scale=0.5,
+        vae_overrides={"force_upcast": False, "latents_mean": None, "latents_std": None},
+        scheduler_overrides={"steps_offset": 1, "clip_sample": False},
+    )
+
+
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
+        SD15: _stable_diffusion(TITLES[SD15]),
+        SD21: _stable_diffusion(TITLES[SD21]),
         SDXL: ModelFamily(
-            name=SDXL,
+            name=TITLES[SDXL],
             pipeline=StableDiffusionXLPipeline,
             # Only IP-Adapters use the image encoder, and only the watermark changes pictures.
             left_out={"add_watermarker": False, "image_encoder": None, "feature_extractor": None},
@@ -108,8 +146,16 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             edit_guidance_scale=7.5,
             strength=0.3,
             edit_strength=0.9999,
-            vae_overrides={},
+            edit_controlnet_scale=1.0,
         ),
     }
 )
 """The families by their names in reports on model folders."""
+
+
+def family_of(report: ModelReport) -> ModelFamily:
+    """Return the family of a model that can be served, with the defaults of its own pipeline."""
+    family = FAMILIES[report.family]
+    if report.pipeline_class == LCM_PIPELINE:
+        return replace(family, guidance_scale=8.5, edit_guidance_scale=8.5, num_inference_steps=4)
+    return family

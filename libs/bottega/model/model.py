@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from bottega.device_names import check_device_name
 from bottega.errors import ConfigError
 from bottega.model.backbone import UNetBackbone
 from bottega.model.dtype import dtype_name
-from bottega.model.family import FAMILIES, ModelFamily
+from bottega.model.family import ModelFamily, family_of
 from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.samplers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
@@ -201,7 +203,7 @@ def load_model(
     report = check_model_folder(folder, variant, vae=vae_folder)
     if report.problems:  # Diffusers would take the path of a missing folder for a name on the hub.
         raise ConfigError(report.refusal)
-    family, preset = FAMILIES[report.family], read_preset(folder) or Preset()
+    family, preset = family_of(report), read_preset(folder) or Preset()
     runtime = use_device(device)
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
@@ -210,7 +212,7 @@ def load_model(
     reporter = reporter or silent_reporter()
     target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
     pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
-    config = _scheduler_config(pipeline.scheduler, preset)
+    config = _scheduler_config(pipeline.scheduler, preset, family.scheduler_overrides)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     defaults = _defaults(family, preset, size, config)
     return Model(
@@ -233,8 +235,10 @@ def load_model(
     )
 
 
-def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, Any]:
-    """Return the scheduler configuration that a model's files and its preset set.
+def _scheduler_config(
+    scheduler: SchedulerMixin, preset: Preset, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the scheduler configuration that a model's files, its family and its preset set.
 
     Defaults of the scheduler's class are left out, because they do not apply to other classes that are made from the
     configuration.
@@ -242,6 +246,7 @@ def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, An
     config = dict(scheduler.config)
     config = {key: value for key, value in config.items() if key not in config.get("_use_default_values", ())}
     config.pop("_use_default_values", None)
+    config |= {key: value for key, value in overrides.items() if key in scheduler.config}
     config["_class_name"] = type(scheduler).__name__
     if preset.timestep_spacing is not None:
         config["timestep_spacing"] = preset.timestep_spacing
@@ -273,7 +278,7 @@ def _load_parts(
         OSError: A file cannot be read.
         ValueError: They do not fit.
     """
-    family, parts = FAMILIES[report.family], dict[str, nn.Module]()
+    family, parts = family_of(report), dict[str, nn.Module]()
     try:
         for name, kind in family.text_encoders.items():
             reporter.begin(f"loading {name}", report.parts[name].size_bytes)
@@ -283,7 +288,9 @@ def _load_parts(
             reporter.begin(f"loading {name}", report.parts[name].size_bytes)
             parts[name] = load_network(kind, report.parts[name], target)
             _reserve(memory, parts)
-        with ignored_algorithm_advice():
+        with ignored_algorithm_advice(), warnings.catch_warnings():
+            # Old configurations, which the family's pipeline corrects: see `scheduler_overrides`.
+            warnings.filterwarnings("ignore", "The configuration file of", FutureWarning)
             pipeline = family.pipeline.from_pretrained(
                 str(report.folder), **parts, **family.left_out, local_files_only=True
             )

@@ -1,4 +1,4 @@
-"""Recognises the kind of a path that is given as a model: an SDXL model, another model, or something else."""
+"""Recognises the kind of a path that is given as a model: a model that is served, another one, or something else."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from bottega.model_files.family_names import SD15, SD21, SDXL, SERVED, TITLES, served_titles, with_article
+from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES, served_titles, with_article
 from bottega.model_files.json_files import read_json_object
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.plain_text import excerpt
 
-_GIVE_SDXL = "give the folder of an SDXL model in Diffusers' layout"
-_GIVE_MODEL = "give the folder of an SDXL model"
+_GIVE = "give the folder of a model in Diffusers' layout"
+_GIVE_MODEL = "give the folder of a model"
 _SAFETENSORS = ".safetensors"
 _SHOWN_CHARACTERS = 80
 # Entries that are read to recognise a folder; a home folder may have any number.
@@ -40,7 +40,9 @@ _FAMILIES = {
 # Pipelines of each family, which differ only in their inputs.
 _SDXL_PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
 _SD_PIPELINES = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
-_PIPELINES = {SD15: _SD_PIPELINES, SD21: _SD_PIPELINES, SDXL: _SDXL_PIPELINES}
+LCM_PIPELINE = "LatentConsistencyModelPipeline"
+"""Pipeline of Stable Diffusion 1 for UNets that read the guidance scale; it draws as StableDiffusionPipeline does."""
+_PIPELINES = {SD15: (*_SD_PIPELINES, LCM_PIPELINE), SD21: _SD_PIPELINES, SDXL: _SDXL_PIPELINES}
 
 
 def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
@@ -56,24 +58,24 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
     if not isinstance(name, str):
         if isinstance(name, list):
             return "", (
-                "_class_name names a pipeline of its own code, which is never run; give the folder of an SDXL model "
-                "with StableDiffusionXLPipeline"
+                "_class_name names a pipeline of its own code, which is never run; give the folder of a model with a "
+                "pipeline of Diffusers"
             )
         return "", "_class_name is missing, so that the kind of model is not known; download the file again"
     family = next((known for start, known in _FAMILIES.items() if name.startswith(start)), "")
     if family == _STABLE_DIFFUSION:
         family = _version(folder)
     shown = excerpt(name, _SHOWN_CHARACTERS)
-    if family in SERVED and name in _PIPELINES[family]:
+    if name in _PIPELINES.get(family, ()):
         return family, _refiner(index) if family == SDXL else ""
-    if family in SERVED:
+    if family in _PIPELINES:
         title, served = TITLES[family], ", ".join(_PIPELINES[family])
         return family, (
             f"_class_name is {shown}, and only {served} are served: other pipelines draw other pictures; give the "
             f"folder of {with_article(title)} base model"
         )
     what = f"{with_article(TITLES.get(family, family))} model" if family else "a model of a kind that is not known"
-    return family, f"_class_name is {shown}: this is {what}, and only {served_titles()} is served; {_GIVE_SDXL}"
+    return family, f"_class_name is {shown}: this is {what}, and only {served_titles()} are served; {_GIVE}"
 
 
 def describe_other(path: Path) -> str:
@@ -90,11 +92,11 @@ def describe_other(path: Path) -> str:
     class_name = str(config.get("_class_name", ""))
     if class_name.startswith("ControlNet"):
         return (
-            "it is a ControlNet; give the folder of an SDXL model, and put the ControlNet into that folder's "
+            "it is a ControlNet; give the folder of a model, and put the ControlNet into that folder's "
             "controlnets/ or name it in the ControlNet server's configuration"
         )
     if "adapter_config.json" in names or "pytorch_lora_weights.safetensors" in names:
-        return "it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`"
+        return "it is a LoRA; give the folder of a model, and add the LoRA with `bottega loras add`"
     if class_name or "architectures" in config:
         what = excerpt(class_name or str(config["architectures"]), _SHOWN_CHARACTERS)
         return f"it is one part of a model ({what}); give the folder that has model_index.json and all parts"
@@ -102,14 +104,14 @@ def describe_other(path: Path) -> str:
         return f"it is a repository in the hub's cache; give its snapshot: {path / 'snapshots' / inner}"
     if single := sorted(name for name in names if name.endswith((".safetensors", ".ckpt"))):
         return f"it has no model_index.json, but {excerpt(single[0], _SHOWN_CHARACTERS)}: {_file(path / single[0])}"
-    return f"it has no model_index.json; {_GIVE_SDXL}"
+    return f"it has no model_index.json; {_GIVE}"
 
 
 def _missing(path: Path) -> str:
     if path.is_symlink():
         return "it is a link to a folder that is not there; download the model again"
     return (
-        f"there is no such folder; {_GIVE_SDXL} (nothing is downloaded from a hub: "
+        f"there is no such folder; {_GIVE} (nothing is downloaded from a hub: "
         "`hf download REPOSITORY --local-dir FOLDER` does that)"
     )
 
@@ -117,7 +119,7 @@ def _missing(path: Path) -> str:
 def _file(path: Path) -> str:
     """Return a sentence on a single file."""
     if path.suffix != _SAFETENSORS:
-        return f"it is a single file; {_GIVE_SDXL}, or a {_SAFETENSORS} file for `bottega models import`"
+        return f"it is a single file; {_GIVE}, or a {_SAFETENSORS} file for `bottega models import`"
     try:
         found = read_single_file(path)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The families of models that the checker knows, and those that workers serve."""
+"""The families of models that workers serve."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Mapping
 SD15, SD21, SDXL = "sd15", "sd21", "sdxl"
 TITLES: Mapping[str, str] = {SD15: "Stable Diffusion 1", SD21: "Stable Diffusion 2", SDXL: "SDXL"}
 """Display names of the families whose folders are checked part by part."""
-SERVED = frozenset({SDXL})
-"""Families that workers can load."""
 
 
 def served_titles() -> str:
     """Return the display names of the families that are served, for a sentence."""
-    *others, last = [title for name, title in TITLES.items() if name in SERVED]
-    return f"{', '.join(others)} and {last}" if others else last
+    *others, last = TITLES.values()
+    return f"{', '.join(others)} and {last}"
 
 
 def with_article(title: str) -> str:

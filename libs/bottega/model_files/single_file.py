@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.model_files.family_names import SD15, SD21, SDXL, SERVED, TITLES, served_titles, with_article
+from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, HeaderError, TensorEntry, read_header
@@ -142,8 +142,6 @@ def unserved(found: SingleFile) -> str:
         return found.problem
     if found.kind is not FileKind.MODEL:
         return f"it is {found.kind.value}, and not a whole model"
-    if found.family not in SERVED:
-        return f"it is {with_article(found.title)} model, and only {served_titles()} is served yet"
     return ""
 
 

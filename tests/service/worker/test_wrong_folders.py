@@ -21,7 +21,7 @@ TRIES = 3
 """Runs of the command; the quickest one counts, because other tests may take the cores from one of them."""
 _GATEWAYS = {"alone": "''", "without its gateway": "127.0.0.1:9"}
 # One of another family, and one whose weights are damaged; the checker is the same for all.
-_IN_EVERY_RUN = {("Stable Diffusion 1.5", "alone"), ("a file that is cut off", "without its gateway")}
+_IN_EVERY_RUN = {("Stable Diffusion 3", "alone"), ("a file that is cut off", "without its gateway")}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
 from bottega.addons.edits.engine.masked.support import unsupported
 from bottega.engine.encode import encode_all_prompts
@@ -33,7 +32,7 @@ from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.model.samplers import SamplerKind
 from tests.fakes.scripted_latents import Cached, cached, entry
-from tests.samples.controlnets import control_image, control_spec, save, shelf_of
+from tests.samples.controlnets import control_image, control_spec, save
 from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.family_models import (
@@ -47,7 +46,9 @@ from tests.samples.family_models import (
     reads_mask,
 )
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, recording
+from tests.support.controlled_engine import Desk, on
 from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close
@@ -152,18 +153,17 @@ def test_lora(family: str, merged: bool) -> None:
     assert_close(drawing.latents[0], stock.latent(order.spec, image=image, mask=mask))
 
 
-@families("two ControlNets")
-def test_two_controlnets(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+@families("two ControlNets on servers")
+def test_two_controlnets_on_servers(family: str, tmp_path: Path) -> None:
     networks, names = control_networks(family), ("edges", "depth")
-    folders = save(dict(zip(names, networks, strict=True)), tmp_path_factory.mktemp("controlnets"))
+    folders = save(dict(zip(names, networks, strict=True)), tmp_path)
     images = [control_image(seed, SIZE, SIZE) for seed in (1, 2)]
     controls = tuple(
         control_spec(name, image, scale) for name, image, scale in zip(names, images, (0.9, 0.4), strict=True)
     )
     order = replace(order_of(family, controlnets=controls), control_images=tuple(images))
-    model = model_of(family)
-    with shelf_of(model, folders) as shelf:
-        drawing = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf))).draw(order)
+    with linked_server("server", folders, tmp_path) as server, Desk.closing():
+        drawing = Desk(model_of(family), Offers(server)).draw(on(order, server))
     assert_close(drawing.latents[0], expected(family, order, networks=networks, control_images=images))
 
 
@@ -184,7 +184,8 @@ def test_image_to_image(family: str) -> None:
 )
 def test_a_model_that_reads_the_mask_refuses_what_has_none(family: str, order: EngineOrder) -> None:
     engine = make_engine(model_of(family), TOGETHER)
-    engine.warm_up()
+    if order.image is None:
+        engine.warm_up()
     with pytest.raises(InvalidRequest, match="must be there: this model only edits pictures"):
         engine.submit(order)
 
@@ -272,3 +273,9 @@ def test_cached_start(family: str) -> None:
     easel = Cached(model_of(family), limits=ONE_BY_ONE)
     drawing = easel.draw(cached(order), hits=[(entry(1), STARTED, recorded[0])])
     assert_close(drawing.latents[0], expected(family, order, after_step=start))
+
+
+def test_a_second_prompt_is_refused_where_there_is_one_text_encoder() -> None:
+    engine = make_engine(model_of("SD 1"), TOGETHER)
+    with pytest.raises(InvalidRequest, match=r"must be empty: Stable Diffusion 1 has one text encoder"):
+        engine.submit(order_of("SD 1", prompt_2="a heart"))

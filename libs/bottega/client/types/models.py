@@ -70,6 +70,8 @@ class ServedModel:
     """Default strength of image-to-image without ControlNets; None if it is not known."""
     default_edit_strength: float | None
     """Default strength of an edit; None if it is not known."""
+    default_edit_controlnet_scale: float
+    """Default scale of the ControlNets of an edit."""
     default_sampler: SamplerName | None
     """Default sampler; None if this version of the SDK does not know the sampler."""
     sampler_choices: tuple[ServedSampler, ...]
@@ -119,6 +121,9 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         default_edit_guidance_scale=edit,
         default_strength=model.default_strength if model.HasField("default_strength") else None,
         default_edit_strength=model.default_edit_strength if model.HasField("default_edit_strength") else None,
+        default_edit_controlnet_scale=(
+            model.default_edit_controlnet_scale if model.HasField("default_edit_controlnet_scale") else 1.0
+        ),
         default_sampler=_SAMPLER_NAMES.get(model.default_sampler),
         sampler_choices=tuple(
             ServedSampler(

@@ -54,7 +54,7 @@ def complete(
     full.num_images = len(full.prompts) or (spec.num_images if spec.HasField("num_images") else 1)
     full.quality = spec.quality if spec.HasField("quality") else _QUALITY
     _complete_denoising(full, spec, model)
-    _complete_edit(full)
+    _complete_edit(full, model)
     for resolution in resolutions:
         resolution.complete(full)
     return full
@@ -113,9 +113,12 @@ def strength_of(spec: GenerationSpec, model: image_pb2.Model) -> float | None:
     return model.default_strength if model.HasField("default_strength") else _STRENGTH
 
 
-def _complete_edit(full: GenerationSpec) -> None:
+def _complete_edit(full: GenerationSpec, model: image_pb2.Model) -> None:
     if not full.HasField("mask_image"):
         return
+    for net in full.controlnets if model.HasField("default_edit_controlnet_scale") else ():
+        if not net.HasField("controlnet_conditioning_scale"):
+            net.controlnet_conditioning_scale = model.default_edit_controlnet_scale
     if not full.HasField("keep_unmasked"):
         full.keep_unmasked = True
     if full.keep_unmasked and not full.HasField("mask_feather"):

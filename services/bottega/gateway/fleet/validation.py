@@ -213,6 +213,7 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
         and 0 <= model.default_edit_guidance_scale <= rules.MAX_GUIDANCE_SCALE
         and (not model.HasField("default_strength") or 0 < model.default_strength <= 1)
         and (not model.HasField("default_edit_strength") or 0 < model.default_edit_strength <= 1)
+        and math.isfinite(model.default_edit_controlnet_scale)
         and model.default_sampler in Sampler.values()
         and model.max_pixels >= 0
         and len(model.edits_refused_because) <= _MAX_REASON

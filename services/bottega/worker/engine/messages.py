@@ -114,6 +114,7 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         edits_refused_because=model.edits_refused_because[:MAX_REASON_CHARACTERS],
         default_strength=defaults.strength,
         default_edit_strength=defaults.edit_strength,
+        default_edit_controlnet_scale=model.family.edit_controlnet_scale,
         edits_only=model.image_channels > 0,
         one_text_encoder=len(model.text_encoders) == 1,
         vae_scale_factor=model.latent_scale,

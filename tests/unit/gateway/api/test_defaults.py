@@ -185,7 +185,12 @@ _PLAIN = image_pb2.Model(
     name="m", default_steps=50, default_guidance_scale=5.0, default_edit_guidance_scale=7.5, vae_scale_factor=8
 )
 _STABLE_DIFFUSION = image_pb2.Model(
-    name="m", default_steps=50, default_guidance_scale=7.5, default_strength=0.8, default_edit_strength=1.0
+    name="m",
+    default_steps=50,
+    default_guidance_scale=7.5,
+    default_strength=0.8,
+    default_edit_strength=1.0,
+    default_edit_controlnet_scale=0.5,
 )
 _CONTROLLED = {"controlnets": [ControlNet(name="edges")]}
 # By Diffusers' pipeline: fields that a request of its kind has, with the image's and the mask's bytes.
@@ -195,6 +200,7 @@ _PIPELINES: dict[str, dict[str, Any]] = {
     "stable_diffusion/pipeline_stable_diffusion_inpaint": {"image": b"x", "mask_image": b"y"},
     "controlnet/pipeline_controlnet": _CONTROLLED,
     "controlnet/pipeline_controlnet_img2img": {**_CONTROLLED, "image": b"x"},
+    "controlnet/pipeline_controlnet_inpaint": {**_CONTROLLED, "image": b"x", "mask_image": b"y"},
     "stable_diffusion_xl/pipeline_stable_diffusion_xl": {},
     "stable_diffusion_xl/pipeline_stable_diffusion_xl_img2img": {"image": b"x"},
     "stable_diffusion_xl/pipeline_stable_diffusion_xl_inpaint": {"image": b"x", "mask_image": b"y"},

@@ -1,0 +1,82 @@
+"""Models of other families draw through the whole suite what stock Diffusers draws from the same folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from bottega.client import Client
+from bottega.errors import InvalidRequest
+from tests.e2e.conftest import Suite
+from tests.samples.edits import box_mask, template
+from tests.samples.family_models import SIZE, FamilyStock, family_model
+from tests.support.services import SMALL_ENGINE, Services, worker_config
+from tests.support.stock import Pixels, assert_same_image, pixels_of
+from tests.support.waiting import wait_until
+
+# Version 1, version 2 with velocity prediction, and a network that reads the mask.
+MODELS = {"sd1": "SD 1", "sd2": "SD 2", "sd1-inpainting": "SD 1 inpainting"}
+PROMPT = "a big red star on the left"
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def workers(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A worker of each model, in the suite of all tests while those of this file run."""
+    with Services(tmp_path_factory.mktemp("families")) as services, ThreadPoolExecutor(1) as pool:
+        starts = []
+        for name, family in MODELS.items():
+            engine = {**SMALL_ENGINE, "model": str(family_model(family)), "model_name": name}
+            config = worker_config(suite.gateway.fleet, name=name, engine=engine)
+            starts.append(pool.submit(services.start, "worker", config))
+        for start in starts:
+            start.result()
+        wait_until(lambda: _names(suite.client) >= MODELS.keys(), "the workers to join")
+        yield
+    wait_until(lambda: not _names(suite.client) & MODELS.keys(), "the workers to leave")
+
+
+def _names(client: Client) -> set[str]:
+    return {model.name for model in client.models()}
+
+
+@pytest.mark.parametrize("model", ["sd1", "sd2"])
+def test_a_picture_with_all_defaults_is_that_of_the_folders_own_pipeline(
+    workers: None, client: Client, model: str
+) -> None:
+    picture = client.generate(PROMPT, model=model, seed=7, num_inference_steps=STEPS)
+
+    assert_same_image(pixels_of(picture.pil()), _stock(model, num_inference_steps=STEPS))
+    assert picture.provenance.exact
+
+
+def test_an_edit_with_a_network_that_reads_the_mask_is_that_of_stock(workers: None, client: Client) -> None:
+    image, mask = template(SIZE, SIZE), box_mask((4, 8, 20, 28), SIZE, SIZE)
+    said: dict[str, Any] = {"num_inference_steps": STEPS, "strength": 0.6}
+    picture = client.edit(image, mask, PROMPT, model="sd1-inpainting", seed=7, keep_unmasked=False, **said)
+
+    assert_same_image(pixels_of(picture.pil()), _stock("sd1-inpainting", image=image, mask_image=mask, **said))
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "sentence"),
+    [
+        ("sd2", {"prompt_2": "a heart"}, "prompt_2: must be empty: this model has one text encoder"),
+        ("sd1-inpainting", {}, "mask_image: must be there: this model only edits pictures"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused(
+    workers: None, client: Client, model: str, said: Mapping[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        client.generate(PROMPT, model=model, seed=7, **said)
+
+
+def _stock(model: str, **said: Any) -> Pixels:
+    size = {"width": SIZE, "height": SIZE} if "mask_image" in said else {}
+    generator = torch.Generator("cpu").manual_seed(7)
+    return pixels_of(FamilyStock(MODELS[model]).text(PROMPT, generator=generator, **size, **said).images[0])

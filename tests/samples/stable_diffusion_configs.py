@@ -1,0 +1,207 @@
+"""The configuration files of published folders of Stable Diffusion 1.5 and 2.1, with each of their keys.
+
+The values are those of stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 (768 pixels, with
+velocity), and lllyasviel/sd-controlnet-canny. Each function returns a new dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.samples.published_configs import tokenizer
+
+Config = dict[str, Any]
+
+_DOWN = ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"]
+_UP = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3
+
+
+def sd15() -> Mapping[str, Config]:
+    """Return the configurations of Stable Diffusion 1.5 by part; `index` is model_index.json."""
+    return {
+        "index": _index("PNDMScheduler", "0.6.0"),
+        "unet": {
+            "_class_name": "UNet2DConditionModel",
+            "_diffusers_version": "0.6.0",
+            "act_fn": "silu",
+            "attention_head_dim": 8,
+            "block_out_channels": [320, 640, 1280, 1280],
+            "center_input_sample": False,
+            "cross_attention_dim": 768,
+            "down_block_types": _DOWN,
+            "downsample_padding": 1,
+            "flip_sin_to_cos": True,
+            "freq_shift": 0,
+            "in_channels": 4,
+            "layers_per_block": 2,
+            "mid_block_scale_factor": 1,
+            "norm_eps": 1e-05,
+            "norm_num_groups": 32,
+            "out_channels": 4,
+            "sample_size": 64,
+            "up_block_types": _UP,
+        },
+        "vae": _vae("0.6.0", 512),
+        "text_encoder": {
+            "_name_or_path": "openai/clip-vit-large-patch14",
+            "architectures": ["CLIPTextModel"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 0,
+            "dropout": 0.0,
+            "eos_token_id": 2,
+            "hidden_act": "quick_gelu",
+            "hidden_size": 768,
+            "initializer_factor": 1.0,
+            "initializer_range": 0.02,
+            "intermediate_size": 3072,
+            "layer_norm_eps": 1e-05,
+            "max_position_embeddings": 77,
+            "model_type": "clip_text_model",
+            "num_attention_heads": 12,
+            "num_hidden_layers": 12,
+            "pad_token_id": 1,
+            "projection_dim": 768,
+            "torch_dtype": "float32",
+            "transformers_version": "4.22.0.dev0",
+            "vocab_size": 49408,
+        },
+        "scheduler": _scheduler("PNDMScheduler"),
+        "tokenizer": tokenizer("<|endoftext|>")["tokenizer_config.json"],
+    }
+
+
+def sd21() -> Mapping[str, Config]:
+    """Return the configurations of Stable Diffusion 2.1 by part; `index` is model_index.json."""
+    return {
+        "index": {**_index("DDIMScheduler", "0.8.0"), "requires_safety_checker": False, "safety_checker": [None, None]},
+        "unet": {
+            "_class_name": "UNet2DConditionModel",
+            "_diffusers_version": "0.10.0.dev0",
+            "act_fn": "silu",
+            "attention_head_dim": [5, 10, 20, 20],
+            "block_out_channels": [320, 640, 1280, 1280],
+            "center_input_sample": False,
+            "cross_attention_dim": 1024,
+            "down_block_types": _DOWN,
+            "downsample_padding": 1,
+            "dual_cross_attention": False,
+            "flip_sin_to_cos": True,
+            "freq_shift": 0,
+            "in_channels": 4,
+            "layers_per_block": 2,
+            "mid_block_scale_factor": 1,
+            "norm_eps": 1e-05,
+            "norm_num_groups": 32,
+            "num_class_embeds": None,
+            "only_cross_attention": False,
+            "out_channels": 4,
+            "sample_size": 96,
+            "up_block_types": _UP,
+            "upcast_attention": True,
+            "use_linear_projection": True,
+        },
+        "vae": _vae("0.10.0.dev0", 768),
+        "text_encoder": {
+            "_name_or_path": "hf-models/stable-diffusion-v2-768x768/text_encoder",
+            "architectures": ["CLIPTextModel"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 0,
+            "dropout": 0.0,
+            "eos_token_id": 2,
+            "hidden_act": "gelu",
+            "hidden_size": 1024,
+            "initializer_factor": 1.0,
+            "initializer_range": 0.02,
+            "intermediate_size": 4096,
+            "layer_norm_eps": 1e-05,
+            "max_position_embeddings": 77,
+            "model_type": "clip_text_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 23,
+            "pad_token_id": 1,
+            "projection_dim": 512,
+            "torch_dtype": "float32",
+            "transformers_version": "4.25.0.dev0",
+            "vocab_size": 49408,
+        },
+        "scheduler": {**_scheduler("DDIMScheduler"), "prediction_type": "v_prediction"},
+        "tokenizer": tokenizer("!")["tokenizer_config.json"],
+    }
+
+
+def sd15_controlnet() -> Config:
+    """Return the configuration of a ControlNet of Stable Diffusion 1.5."""
+    return {
+        "_class_name": "ControlNetModel",
+        "_diffusers_version": "0.14.0.dev0",
+        "act_fn": "silu",
+        "attention_head_dim": 8,
+        "block_out_channels": [320, 640, 1280, 1280],
+        "class_embed_type": None,
+        "conditioning_embedding_out_channels": [16, 32, 96, 256],
+        "controlnet_conditioning_channel_order": "rgb",
+        "cross_attention_dim": 768,
+        "down_block_types": _DOWN,
+        "downsample_padding": 1,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "in_channels": 4,
+        "layers_per_block": 2,
+        "mid_block_scale_factor": 1,
+        "norm_eps": 1e-05,
+        "norm_num_groups": 32,
+        "num_class_embeds": None,
+        "only_cross_attention": False,
+        "projection_class_embeddings_input_dim": None,
+        "resnet_time_scale_shift": "default",
+        "upcast_attention": False,
+        "use_linear_projection": False,
+    }
+
+
+def _index(scheduler: str, version: str) -> Config:
+    return {
+        "_class_name": "StableDiffusionPipeline",
+        "_diffusers_version": version,
+        "feature_extractor": ["transformers", "CLIPImageProcessor"],
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "scheduler": ["diffusers", scheduler],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+
+
+def _vae(version: str, size: int) -> Config:
+    return {
+        "_class_name": "AutoencoderKL",
+        "_diffusers_version": version,
+        "act_fn": "silu",
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "in_channels": 3,
+        "latent_channels": 4,
+        "layers_per_block": 2,
+        "norm_num_groups": 32,
+        "out_channels": 3,
+        "sample_size": size,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+    }
+
+
+def _scheduler(name: str) -> Config:
+    return {
+        "_class_name": name,
+        "_diffusers_version": "0.8.0",
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "num_train_timesteps": 1000,
+        "set_alpha_to_one": False,
+        "skip_prk_steps": True,
+        "steps_offset": 1,
+        "trained_betas": None,
+    }

@@ -1,0 +1,102 @@
+"""Families have the defaults of their pipelines in Diffusers, and draw with the scheduler that those make."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import LatentConsistencyModelPipeline, LCMScheduler, StableDiffusionPipeline
+from torch import Tensor
+
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.family import FAMILIES
+from bottega.model.samplers import SamplerKind
+from bottega.model_files.family_names import SDXL
+from tests.samples.family_models import SIZE, family_model
+from tests.support.engines import make_engine
+from tests.support.manual_engine import ManualEngine, load
+from tests.support.stock import assert_close
+
+NAMES = ("guidance_scale", "num_inference_steps", "strength", "controlnet_conditioning_scale")
+WITHOUT_FILTER: Mapping[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
+SPEC = ResolvedSpec(prompt="a big red star on the left", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
+
+
+def defaults_of(pipeline: str) -> Mapping[str, Any]:
+    parameters = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+    return {name: parameters[name].default for name in NAMES if name in parameters}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_are_those_of_the_pipelines(name: str) -> None:
+    family, start = FAMILIES[name], "StableDiffusionXL" if name == SDXL else "StableDiffusion"
+    text = {"guidance_scale": family.guidance_scale, "num_inference_steps": family.num_inference_steps}
+    assert defaults_of(f"{start}Pipeline") == text
+    assert defaults_of(f"{start}Img2ImgPipeline") == {**text, "strength": family.strength}
+    edit = {**text, "guidance_scale": family.edit_guidance_scale, "strength": family.edit_strength}
+    assert defaults_of(f"{start}InpaintPipeline") == edit
+    controlled = defaults_of(f"{start}ControlNetInpaintPipeline")
+    assert controlled["controlnet_conditioning_scale"] == family.edit_controlnet_scale
+    assert controlled["strength"] == family.edit_strength
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"steps_offset": 0}, {"steps_offset": None}, {"clip_sample": True}, {"clip_sample": None}],
+    ids=lambda changes: "-".join(map(str, next(iter(changes.items())))),
+)
+def test_old_schedules_are_corrected_as_the_pipeline_does(tmp_path: Path, changes: Mapping[str, object]) -> None:
+    folder = _copied("SD 1", tmp_path, "scheduler/scheduler_config.json", changes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The configuration file of", FutureWarning)
+        stock = StableDiffusionPipeline.from_pretrained(folder, use_safetensors=True, **WITHOUT_FILTER)
+    model = load(folder)
+    spec = replace(SPEC, sampler=model.defaults.sampler, guidance_scale=model.defaults.guidance_scale)
+    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=spec))
+    assert_close(drawing.latents[0], _latent(stock, num_inference_steps=spec.num_inference_steps))
+
+
+def test_a_folder_of_lcm_draws_as_its_own_pipeline_with_its_defaults(tmp_path: Path) -> None:
+    folder = _copied("SD 1 LCM", tmp_path, "model_index.json", {"_class_name": "LatentConsistencyModelPipeline"})
+    stock = LatentConsistencyModelPipeline.from_pretrained(folder, use_safetensors=True, **WITHOUT_FILTER)
+    stock.scheduler = LCMScheduler.from_config(stock.scheduler.config)
+    stock.save_pretrained(folder, safe_serialization=True)
+    model = load(folder)
+    defaults = model.defaults
+    theirs = defaults_of("LatentConsistencyModelPipeline")
+    assert theirs == {"guidance_scale": defaults.guidance_scale, "num_inference_steps": defaults.num_inference_steps}
+    assert defaults.sampler is SamplerKind.LCM
+    spec = replace(
+        SPEC,
+        sampler=defaults.sampler,
+        guidance_scale=defaults.guidance_scale,
+        num_inference_steps=defaults.num_inference_steps,
+    )
+    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=spec))
+    assert_close(drawing.latents[0], _latent(stock))
+
+
+def _copied(family: str, folder: Path, file: str, changes: Mapping[str, object]) -> Path:
+    """Copy the model of a family, with other values in one of its files; None takes a field away."""
+    copy = shutil.copytree(family_model(family), folder / "model")
+    values = {**json.loads((copy / file).read_text()), **changes}
+    (copy / file).write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    return copy
+
+
+def _latent(pipeline: Any, **options: Any) -> Tensor:
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator("cpu").manual_seed(SPEC.seed)
+    latent: Tensor = pipeline(SPEC.prompt, generator=generator, output_type="latent", **options).images
+    return latent
