@@ -52,11 +52,7 @@ def test_inspect_shows_all_about_a_folder_in_80_columns(monkeypatch: pytest.Monk
 def test_inspect_of_a_single_file_says_how_to_import_it(tmp_path: Path) -> None:
     file = _single_file(tmp_path / "model.safetensors")
     facts = json.loads(_run("inspect", str(file), "--json").output)
-    assert (facts["kind"], facts["family"], facts["prediction_type"]) == (
-        "single file of a whole model",
-        "SDXL",
-        "epsilon",
-    )
+    assert (facts["kind"], facts["family"], facts["prediction_type"]) == ("single file", "SDXL", "epsilon")
     assert {part["name"]: part["size_bytes"] for part in facts["parts"]} == {
         "text_encoder": 2 << 20,
         "text_encoder_2": 2 << 20,
@@ -64,7 +60,9 @@ def test_inspect_of_a_single_file_says_how_to_import_it(tmp_path: Path) -> None:
         "vae": 2 << 20,
     }
     assert (facts["parameters"], facts["half_bytes"], facts["problems"]) == (5 << 20, 10 << 20, [])
-    assert facts["advice"] == f"bottega models import {file} makes a folder of it"
+    assert facts["advice"] == (
+        f"`bottega up --model {file}` serves it, and `bottega models import {file}` makes a folder of it"
+    )
 
 
 def test_check_gives_every_reason_and_fails(tmp_path: Path) -> None:
@@ -92,7 +90,14 @@ def test_list_shows_the_models_in_a_folder(tmp_path: Path) -> None:
     assert served == {"broken": False, "good": True, "single": True, "wrong": False}
     table = _run("list", str(tmp_path)).output
     assert max(map(len, table.splitlines())) <= 80
-    assert "act_fn" in table
+    rows = [line.split() for line in table.splitlines()]
+    assert {row[0]: row[-1] for row in rows if row and row[0].split(".")[0] in served} == {
+        "broken.safetensors": "no",
+        "good": "yes",
+        "single.safetensors": "yes",
+        "wrong": "no",
+    }
+    assert "wrong is not served: unet/config.json: act_fn" in table
 
 
 def test_import_refuses_in_one_sentence(tmp_path: Path) -> None:

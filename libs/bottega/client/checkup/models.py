@@ -16,6 +16,7 @@ from bottega.model_files.presets import read_preset
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file, unserved
 
+_SINGLE_FILE = "single file"
 _SAFETENSORS = ".safetensors"
 # Entries of a folder that are looked at; a home folder may have any number.
 _MAX_ENTRIES = 4096
@@ -45,7 +46,9 @@ class ModelFacts:
     name: str
     """Name under which it is served."""
     kind: str
-    """`folder`, `embedded`, or `single file`, with what is in it."""
+    """`embedded`, `folder`, `single file`, `file` of something else, or `nothing`."""
+    content: str
+    """The network in a single file, such as `a whole model`; empty for anything else."""
     family: str
     """Display name of the family; empty if it is unknown."""
     pipeline: str
@@ -62,6 +65,11 @@ class ModelFacts:
     """Reasons why it cannot be served."""
     advice: str
     """How to serve it, or to serve it better; empty if there is nothing to do."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a single file."""
+        return self.kind == _SINGLE_FILE
 
     @property
     def parameters(self) -> int:
@@ -105,6 +113,7 @@ class ModelFacts:
             "path": str(self.path),
             "name": self.name,
             "kind": self.kind,
+            "content": self.content,
             "family": self.family,
             "pipeline": self.pipeline,
             "variant": self.variant,
@@ -164,7 +173,8 @@ def _of_folder(report: ModelReport, model: str) -> ModelFacts:
     return ModelFacts(
         path=report.folder,
         name=name_of(model),
-        kind="embedded" if model == MINIATURE else "folder",
+        kind="embedded" if model == MINIATURE else _kind(report.folder),
+        content="",
         family=report.family_title,
         pipeline=report.pipeline_class,
         variant=report.variant,
@@ -198,21 +208,24 @@ def _of_file(found: SingleFile) -> ModelFacts:
             PartFacts(
                 name=name,
                 class_name="",
-                files=1,
+                files=1 if entries else 0,
                 dtypes=_dtypes(sizes),
                 parameters=sum(entry.elements for entry in entries if entry.dtype not in _INTEGERS),
                 size_bytes=sum(sizes.values()),
             )
         )
     problem = unserved(found) if found.kind is FileKind.MODEL else found.problem
-    importing = f"bottega models import {found.path}"
+    importing = f"`bottega models import {found.path}`"
     if found.kind is FileKind.VAE and not found.family:  # any family's
-        problem, importing = "", f"{importing} --family {SDXL}"
+        problem, importing = "", f"`bottega models import {found.path} --family {SDXL}`"
     advice = "" if problem else f"{importing} makes a folder of it"
+    if advice and found.kind is FileKind.MODEL:
+        advice = f"`bottega up --model {found.path}` serves it, and {advice}"
     return ModelFacts(
         path=found.path,
         name=found.path.stem,
-        kind=f"single file of {found.kind.value}",
+        kind=_SINGLE_FILE,
+        content=found.kind.value,
         family=found.title,
         pipeline="",
         variant="",
@@ -225,11 +238,16 @@ def _of_file(found: SingleFile) -> ModelFacts:
     )
 
 
+def _kind(path: Path) -> str:
+    return "folder" if path.is_dir() else "file" if path.is_file() else "nothing"
+
+
 def _unknown(path: Path, problem: str) -> ModelFacts:
     return ModelFacts(
         path=path,
         name=path.stem,
-        kind="single file",
+        kind=_SINGLE_FILE,
+        content="",
         family="",
         pipeline="",
         variant="",

@@ -15,7 +15,7 @@ from bottega.client.cli.options import ListGroup, address_option, connect, with_
 from bottega.client.cli.terminal import PlainTable, fail, note, print_facts, print_table, say, size_text
 from bottega.client.types.models import ServedModel, ServedSampler
 from bottega.errors import ConfigError
-from bottega.model_files.family_names import TITLES
+from bottega.model_files.family_names import SERVED, TITLES, served_titles
 
 if TYPE_CHECKING:
     from bottega.client.checkup.models import ModelFacts
@@ -90,7 +90,8 @@ def check_command(*, path: str, as_json: bool) -> None:
         for problem in facts.problems:
             say(f"{facts.path}: {problem}")
     else:
-        say(f"{facts.path}: {facts.family}; {facts.advice or 'it can be served'}")
+        what = f"{facts.content}{f' of {facts.family}' if facts.family else ''}" if facts.is_file else facts.family
+        say(f"{facts.path}: {what}; {facts.advice or 'it can be served'}")
     raise SystemExit(1 if facts.problems else 0)
 
 
@@ -115,11 +116,17 @@ def import_command(*, file: Path, family: str | None, folder: Path | None, as_js
         say(json.dumps({**asdict(result), "folder": str(target)}))
         return
     say(f"{target}: {result.kind} of {result.title}" + ("" if result.is_new else "; it was imported before"))
-    if result.kind == FileKind.MODEL:
-        say(f"it predicts {result.prediction_type}, by {result.prediction_source}")
+    if result.kind == FileKind.CONTROLNET:
+        say(f"Serve it with: bottega controlnets add {target.name} {target}")
+    elif result.kind == FileKind.VAE:
+        say("A worker decodes with it if engine.vae.folder in its configuration names this folder.")
+    elif result.family not in SERVED:
+        say(f"Only {served_titles()} is served yet.")
+    else:
+        say(f"It predicts {result.prediction_type}, according to {result.prediction_source}.")
         if result.sampler:
-            say(f"its own scheduler is not served yet; bottega.json names {result.sampler} instead")
-        say(f"serve it with: bottega up --model {target}")
+            say(f"Its own scheduler is not served yet; bottega.json names {result.sampler} instead.")
+        say(f"Serve it with: bottega up --model {target}")
 
 
 def run_import(importing: Coroutine[Any, Any, ImportedT]) -> ImportedT:
@@ -146,17 +153,19 @@ def _list_folder(folder: Path, *, as_json: bool) -> None:
     if not listed:
         note(f"There are no models in {folder}.")
         return
-    table = PlainTable("model", "family", "type", ">size", "what will not be served", wraps=("model",))
+    table = PlainTable("model", "family", "type", ">size", "served", wraps=("model",), optional=("type",))
     for facts in listed:
-        why = facts.problems[0] if facts.problems else ""
-        table.add_row(facts.path.name, facts.family, ", ".join(facts.dtypes), size_text(facts.size_bytes), why)
+        size = size_text(facts.size_bytes) if facts.size_bytes else ""
+        served = "no" if facts.problems else "yes"
+        table.add_row(facts.path.name, facts.family, ", ".join(facts.dtypes), size, served)
+    table.add_caption(*(f"{facts.path.name} is not served: {facts.problems[0]}" for facts in listed if facts.problems))
     print_table(table)
 
 
 def _facts(facts: ModelFacts) -> list[tuple[str, str]]:
     memory = f"{size_text(facts.half_bytes)} in half precision, {size_text(facts.single_bytes)} in float32"
     shown = [
-        ("model", f"{facts.path} ({facts.kind})"),
+        ("model", f"{facts.path} ({facts.kind}{f' of {facts.content}' if facts.content else ''})"),
         ("family", facts.family),
         ("pipeline", facts.pipeline),
         ("weights", f"{facts.parameters / 1e6:.1f} million in {', '.join(facts.dtypes)}" if facts.parameters else ""),
@@ -170,10 +179,12 @@ def _facts(facts: ModelFacts) -> list[tuple[str, str]]:
 
 
 def _parts_table(facts: ModelFacts) -> PlainTable:
-    table = PlainTable("part", "class", ">files", "type", ">size", optional=("class",))
+    own = () if facts.is_file else ("class", ">files")
+    table = PlainTable("part", *own, "type", ">size", optional=("class",))
     for part in facts.parts:
         size = size_text(part.size_bytes) if part.size_bytes else ""
-        table.add_row(part.name, part.class_name, str(part.files or ""), ", ".join(part.dtypes), size)
+        cells = () if facts.is_file else (part.class_name, str(part.files or ""))
+        table.add_row(part.name, *cells, ", ".join(part.dtypes), size)
     return table
 
 
