@@ -43,6 +43,7 @@ _OTHER_FAMILIES = {
 }
 _CONTROL_LORA = "lora_controlnet"
 _UNION = ("task_embedding", "control_add_embedding.")
+_EDM = "edm_"
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _VAE_PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 # The numbers of positions, which are no weights.
@@ -238,6 +239,11 @@ def _model_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
         return "", (
             "it is SDXL's refiner, which has no first text encoder and takes an aesthetic score; give the file of an "
             "SDXL base model"
+        )
+    if _has(entries, _EDM):
+        return "", (
+            "it was trained with EDM's noise levels, as Playground 2.5 and CosXL were, which its file does not "
+            "describe; download its folder instead"
         )
     if f"{UNET}label_emb.weight" in entries:
         return "", "it is an upscaler that takes a noise level; give the file of a model that draws from words"

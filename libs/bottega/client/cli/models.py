@@ -117,7 +117,7 @@ def import_command(*, file: Path, family: str | None, folder: Path | None, as_js
         return
     say(f"{target}: {result.kind} of {result.title}" + ("" if result.is_new else "; it was imported before"))
     if result.kind == FileKind.CONTROLNET:
-        say(f"Serve it with: bottega controlnets add {target.name} {target}")
+        say("To serve it, move it into the folder controlnets in a model's folder, and start again.")
     elif result.kind == FileKind.VAE:
         say("A worker decodes with it if engine.vae.folder in its configuration names this folder.")
     elif result.family not in SERVED:

@@ -72,9 +72,14 @@ def _misfit(part: str, source: SingleFile) -> str:
     return f"its {part} is not that of {with_article(source.title)} model"
 
 
-def model_index(family: str) -> Config:
-    """Return the model_index.json of a family."""
-    index: Config = {"_class_name": _PIPELINES[family], "_diffusers_version": _VERSION}
+def model_index(family: str, *, is_inpainting: bool = False) -> Config:
+    """Return the model_index.json of a family.
+
+    Args:
+        is_inpainting: Whether the UNet takes a mask and a masked picture as well.
+    """
+    pipeline = _PIPELINES[family].replace("Pipeline", "InpaintPipeline" if is_inpainting else "Pipeline")
+    index: Config = {"_class_name": pipeline, "_diffusers_version": _VERSION}
     if family == SDXL:
         index["force_zeros_for_empty_prompt"] = True
         index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
@@ -148,6 +153,8 @@ def _unet(shapes: Shapes, source: SingleFile) -> Config:
         "mid_block_type": "UNetMidBlock2DCrossAttn",
     }
     sizes = {SD15: 64, SD21: 96 if source.prediction_type == V_PREDICTION else 64, SDXL: 128}
+    if source.family == SD21:
+        config["upcast_attention"] = True  # version 2.1 overflows in float16; 2.0 draws the same with it
     return config | {"sample_size": sizes[source.family]}
 
 

@@ -108,14 +108,14 @@ def _write(
         name = "model" if part in _TRANSFORMERS else "diffusion_pytorch_model"
         convert_part(source, part, configs[part], place / f"{name}.safetensors")
     if whole:
-        _write_rest(source, sampler, folder)
+        _write_rest(source, configs, sampler, folder)
     _write_json(folder / RECORD_FILE, _record(source, file_digest(source.path)))
     for path in sorted(folder.rglob("*")):
         folders.sync(path) if path.is_dir() else _sync_file(path)
     folders.sync(folder)
 
 
-def _write_rest(source: SingleFile, sampler: str, folder: Path) -> None:
+def _write_rest(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], sampler: str, folder: Path) -> None:
     """Write what a whole model has beside its weights."""
     for part in ("tokenizer", "tokenizer_2"):
         if part.replace("tokenizer", "text_encoder") in source.parts:
@@ -125,9 +125,13 @@ def _write_rest(source: SingleFile, sampler: str, folder: Path) -> None:
                 _write_json(folder / part / name, values)
     (folder / "scheduler").mkdir()
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(source))
-    _write_json(folder / "model_index.json", model_index(source.family))
+    _write_json(folder / "model_index.json", _index(source, configs))
     if sampler:
         _write_json(folder / PRESET_FILE, {"sampler": sampler})
+
+
+def _index(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    return model_index(source.family, is_inpainting=configs["unet"]["in_channels"] != configs["unet"]["out_channels"])
 
 
 def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], sampler: str) -> None:
@@ -141,7 +145,7 @@ def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]
     }
     together = {**configs, **tokenizers, "scheduler": scheduler_config(source)}
     preset = Preset(sampler=_SAMPLER) if sampler else None
-    if problems := check_configurations(model_index(source.family), together, preset, source.family):
+    if problems := check_configurations(_index(source, configs), together, preset, source.family):
         raise ValueError(f"its parts do not fit each other: {problems[0]}")
 
 

@@ -62,6 +62,13 @@ def test_the_folder_passes_the_check_of_its_family(family: str, tmp_path: Path) 
     assert report.family == family
 
 
+def test_a_unet_for_inpainting_makes_a_pipeline_for_inpainting(tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "model.safetensors", "sdxl", shape=replace(SHAPES["sdxl"], in_channels=9))
+    folder = convert_file(file, tmp_path / "model").folder
+    report = check_model_folder(folder)
+    assert (report.pipeline_class, report.problems) == ("StableDiffusionXLInpaintPipeline", ())
+
+
 @pytest.mark.parametrize("prefix", ["", "first_stage_model.", "vae."])
 def test_a_vae_equals_that_of_from_single_file(prefix: str, tmp_path: Path) -> None:
     file = write_vae_file(tmp_path / "vae.safetensors", prefix=prefix)

@@ -186,6 +186,12 @@ HOSTILE = (
         "of an SDXL base model",
     ),
     Hostile(
+        name="Playground 2.5",
+        write=lambda path: _zeros(path, _FIRST, "edm_mean"),
+        sentence="it was trained with EDM's noise levels, as Playground 2.5 and CosXL were, which its file does not "
+        "describe; download its folder instead",
+    ),
+    Hostile(
         name="FLUX",
         write=lambda path: _zeros(path, f"{_UNET}double_blocks.0.img_attn.qkv.weight"),
         sentence="it is a FLUX model; only SDXL and Stable Diffusion 1 and 2 can be converted",
