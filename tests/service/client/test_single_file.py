@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 
 from bottega.client import Client
 from tests.samples.single_files import write_single_file
@@ -20,14 +20,25 @@ DRAW: Mapping[str, Any] = {"num_inference_steps": 2, "guidance_scale": 5.0, "wid
 
 
 @pytest.mark.slow  # tests/unit/model_files/test_importing.py has the conversion, and test_up.py the suite
-def test_a_suite_draws_from_a_single_file_as_stock_does(tmp_path: Path) -> None:
-    file = write_single_file(tmp_path / "scenes.safetensors", "sdxl", dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("family", "pipeline", "scheduler"),
+    [
+        ("sd15", StableDiffusionPipeline, DDIMScheduler),  # bottega.json names it instead of PNDM
+        ("sd21", StableDiffusionPipeline, DDIMScheduler),
+        ("sdxl", StableDiffusionXLPipeline, EulerDiscreteScheduler),
+    ],
+)
+def test_a_suite_draws_from_a_single_file_as_stock_does(
+    family: str, pipeline: Any, scheduler: Any, tmp_path: Path
+) -> None:
+    file = write_single_file(tmp_path / "scenes.safetensors", family, dtype=torch.float32)
     options = ("--model", file, "--threads", 1, "--device", "cpu", "--dtype", "float32", "--controlnet-servers", 0)
     with running_up(tmp_path / "up", *options) as up, Client(up.record().address) as client:
         drawn = client.generate(PROMPT, seed=7, **DRAW)
         assert [model.name for model in client.models()] == ["scenes"]
         (folder,) = (up.state.root / "imported").iterdir()
-    stock = StableDiffusionXLPipeline.from_single_file(str(file), config=str(folder), local_files_only=True)
+    stock = pipeline.from_single_file(str(file), config=str(folder), local_files_only=True)
+    stock.scheduler = scheduler.from_config(stock.scheduler.config)
     wanted = stock(PROMPT, generator=torch.Generator().manual_seed(7), **DRAW).images[0]
     assert_same_image(pixels_of(drawn.pil()), pixels_of(wanted))
     assert "converting unet" in up.printed.read_text()

@@ -15,7 +15,7 @@ from bottega.client.cli.options import ListGroup, address_option, connect, with_
 from bottega.client.cli.terminal import PlainTable, fail, note, print_facts, print_table, say, size_text
 from bottega.client.types.models import ServedModel, ServedSampler
 from bottega.errors import ConfigError
-from bottega.model_files.family_names import SERVED, TITLES, served_titles
+from bottega.model_files.family_names import TITLES
 
 if TYPE_CHECKING:
     from bottega.client.checkup.models import ModelFacts
@@ -120,8 +120,6 @@ def import_command(*, file: Path, family: str | None, folder: Path | None, as_js
         say("To serve it, move it into the folder controlnets in a model's folder, and start again.")
     elif result.kind == FileKind.VAE:
         say("A worker decodes with it if engine.vae.folder in its configuration names this folder.")
-    elif result.family not in SERVED:
-        say(f"Only {served_titles()} is served yet.")
     else:
         say(f"It predicts {result.prediction_type}, according to {result.prediction_source}.")
         if result.sampler:
