@@ -405,8 +405,9 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         name="pickled weights",
         make=_spoiled(lambda path: (path / UNET).rename(path / "unet" / "diffusion_pytorch_model.bin")),
         sentence=(
-            "unet has only pickled weights, which are never opened because they may run code; download "
-            "unet/diffusion_pytorch_model.safetensors, or save the model again with safe_serialization=True"
+            "unet has only pickled weights (diffusion_pytorch_model.bin), which are never opened because they may run "
+            "code; download unet/diffusion_pytorch_model.safetensors, or save the model again with "
+            "safe_serialization=True"
         ),
     ),
     WrongFolder(

@@ -285,10 +285,11 @@ def _names(folder: Path) -> frozenset[str]:
 def nothing_to_load(part: str, naming: WeightsNaming, names: Iterable[str]) -> str:
     """Return a sentence on why a folder with files of these names has no usable weights."""
     wanted = naming.whole("")
-    if any(name.endswith(_PICKLED) for name in names):
+    if pickled := sorted(name for name in names if name.endswith(_PICKLED)):
         return (
-            f"{part} has only pickled weights, which are never opened because they may run code; download "
-            f"{part}/{wanted}, or save the model again with safe_serialization=True"
+            f"{part} has only pickled weights ({excerpt(pickled[0], _SHOWN_CHARACTERS)}), which are never opened "
+            f"because they may run code; download {part}/{wanted}, or save the model again with "
+            "safe_serialization=True"
         )
     others = sorted(name for name in names if name.endswith(".safetensors"))
     if any(_SHARD.search(name) for name in others):
