@@ -101,7 +101,10 @@ async def import_for_serving(file: Path, state: Path, on_part: OnPart = lambda p
     """
     if refusal := refusal_of(file):
         raise ConfigError(refusal)
-    folder, prefix = _place(file, state)
+    try:
+        folder, prefix = _place(file, state)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be converted: {error.filename or state}: {error.strerror}") from None
     await import_file(file, folder, on_part=on_part)
     for other in folder.parent.iterdir():
         if other.name.startswith(prefix) and other != folder:

@@ -47,6 +47,14 @@ def test_a_refusal_is_the_converters_sentence(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["vae.safetensors"]
 
 
+def test_a_state_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "scenes.safetensors", "sdxl")
+    (tmp_path / "state").touch()
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(import_for_serving(file, tmp_path / "state"))
+    assert refused.value.message == f"{file} cannot be converted: {tmp_path / 'state'}: File exists"
+
+
 def test_a_conversion_ends_with_its_stdin_and_leaves_nothing(tmp_path: Path) -> None:
     file = write_single_file(tmp_path / "scenes.safetensors", "sdxl")
     command = [sys.executable, "-m", "bottega.worker.conversion", str(file), str(tmp_path / "folder")]
