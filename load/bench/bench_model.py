@@ -1,4 +1,4 @@
-"""A model folder of SDXL's topology with random weights, of any width and depth, for measuring speed."""
+"""A model folder of SDXL's or SD 2.1's topology with random weights, of any width and depth, for measuring speed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import PIL.Image
 import torch
@@ -15,6 +15,7 @@ from diffusers import (
     AutoencoderKL,
     ControlNetModel,
     EulerDiscreteScheduler,
+    StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -47,10 +48,12 @@ class BenchShape:
     The defaults take 100 to 150 ms for a guided step on two CPU cores, and about one step's time for text and decoding.
     """
 
+    family: Literal["sdxl", "sd21"] = "sdxl"
+    """Whose topology it has."""
     block_out_channels: tuple[int, ...] = (48, 96, 192)
-    """Channels of the UNet's two or three levels, finest first."""
+    """Channels of the UNet's levels, finest first."""
     transformer_layers: tuple[int, ...] = (1, 2)
-    """Depth of each level but the first, which has no attention, as SDXL's."""
+    """Depth of each level but the one without attention: SDXL's first, or the last of Stable Diffusion 2.1."""
     layers_per_block: int = 2
     """Residual blocks of a level."""
     head_channels: int = 32
@@ -156,6 +159,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _pipeline(shape: BenchShape) -> Any:
+    if shape.family == "sd21":
+        return _sd21_pipeline(shape)
     tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
     return StableDiffusionXLPipeline(
         vae=_vae(shape),
@@ -168,6 +173,40 @@ def _pipeline(shape: BenchShape) -> Any:
         force_zeros_for_empty_prompt=True,
         add_watermarker=False,
     )
+
+
+def _sd21_pipeline(shape: BenchShape) -> Any:
+    tokenizer = CLIPTokenizer.from_pretrained(WEIGHTS / "tokenizer")
+    return StableDiffusionPipeline(
+        vae=_vae(shape),
+        text_encoder=CLIPTextModel(_text_config(shape, tokenizer, "gelu")),
+        tokenizer=tokenizer,
+        unet=_sd21_unet(shape),
+        scheduler=_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def _sd21_unet(shape: BenchShape) -> Any:
+    attending = shape.levels - 1
+    unet = UNet2DConditionModel(
+        sample_size=shape.sample_size,
+        in_channels=_LATENT_CHANNELS,
+        out_channels=_LATENT_CHANNELS,
+        block_out_channels=shape.block_out_channels,
+        layers_per_block=shape.layers_per_block,
+        down_block_types=(*["CrossAttnDownBlock2D"] * attending, "DownBlock2D"),
+        up_block_types=("UpBlock2D", *["CrossAttnUpBlock2D"] * attending),
+        transformer_layers_per_block=(*shape.transformer_layers, 1),
+        attention_head_dim=tuple(max(1, count // shape.head_channels) for count in shape.block_out_channels),
+        norm_num_groups=shape.norm_groups,
+        cross_attention_dim=shape.text_width,
+        use_linear_projection=True,
+    )
+    _give_output(unet.conv_out, std=1.0)
+    return unet
 
 
 def _unet(shape: BenchShape) -> Any:

@@ -1,9 +1,9 @@
 """What do masked blocks and sparse convolutions gain an edit, by the share of tokens that its mask leaves to compute?
 
 The suite's engine, with and without sparse convolutions, against stock Diffusers' inpainting: a process each, equal
-threads, taking turns, medians. The model has SDXL's topology; recordings are in memory, and masks are squares. First an
-exact edit is compared with Diffusers', so that what is timed is known to draw the same. Last, the network alone: what a
-forward takes, by what is recorded of it.
+threads, taking turns, medians. The model has the topology of SDXL or Stable Diffusion 2.1, recordings are in memory,
+and masks are squares. First an exact edit is compared with Diffusers', so that what is timed is known to draw the same.
+Last, the network alone: what a forward takes, by what is recorded of it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from load.bench.edit_model import (
     EDIT_SHAPE,
     MARGIN,
     RATIOS,
+    SD21_EDIT_SHAPE,
+    SD21_TOKEN,
     SIZE,
     TOKEN,
     square_box,
@@ -41,8 +43,12 @@ if TYPE_CHECKING:
     from bottega.model.rows import Half, Row
 
 SIDES = ("diffusers", "suite", "suite-sparse")
-WANTED = {"speedup_19": 2.2, "speedup_19_sparse": 3.0, "speedup_05_sparse": 4.0}
-WANTED_SHARE = 0.8
+SHAPES = {"sdxl": EDIT_SHAPE, "sd21": SD21_EDIT_SHAPE}
+TOKENS = {"sdxl": TOKEN, "sd21": SD21_TOKEN}
+WANTED: Mapping[str, Mapping[str, float]] = {
+    "sdxl": {"speedup_19": 2.2, "speedup_19_sparse": 3.0, "speedup_05_sparse": 4.0, "transformer_share": 0.8},
+    "sd21": {"speedup_19": 1.3},  # InstGenIE's, on its GPU
+}
 # Of fp32 latents.
 TOLERANCE = 1e-4
 # What is recorded of a forward; nothing of a plain one.
@@ -57,6 +63,7 @@ BENCH = Bench(
     Option("--rounds", 3, "of all shares, on each side", smallest=1),
     Option("--steps", 11, "of each edit; one less runs", smallest=3),
     Option("--threads", 2, "of each side"),
+    Option("--topology", "sdxl", "of the model", choices=tuple(SHAPES)),
     Option("--shares", list(RATIOS), "of tokens that masks have", choices=RATIOS, smallest=[0.05, 0.19]),
 )
 
@@ -70,8 +77,10 @@ Rounds = Mapping[float, Mapping[str, Sequence[Edited]]]
 @BENCH.measure
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
     """Check an exact edit, record, and draw in turns."""
-    model = folder / "model"
-    write_bench_model(model, EDIT_SHAPE.for_run(smallest=options.smallest))
+    model, topology, token = folder / "model", options.topology, TOKENS[options.topology]
+    write_bench_model(model, SHAPES[topology].for_run(smallest=options.smallest))
+    if topology != "sdxl":
+        sheet.bench = f"edit-{topology}"
     with ExitStack() as stack:
 
         def side(make: Callable[..., Answer], **arguments: object) -> Side:
@@ -79,8 +88,8 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
                 Side(make, threads=options.threads, exclusive_cores=True, model=model, **arguments)
             )
 
-        theirs = partial(_inpaint, side(stock), write_template(folder), options.steps)
-        ours = {name: side(engine, sparse=name == SIDES[2]) for name in SIDES[1:]}
+        theirs = partial(_inpaint, side(stock), write_template(folder), options.steps, token)
+        ours = {name: side(engine, sparse=name == SIDES[2], token=token) for name in SIDES[1:]}
         sides: dict[str, Ask] = {
             SIDES[0]: theirs,
             **{name: partial(each.ask, steps=options.steps) for name, each in ours.items()},
@@ -95,7 +104,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
             )
             for share in options.shares
         }
-    with Side(network, threads=options.threads, exclusive_cores=True, model=model) as alone:
+    with Side(network, threads=options.threads, exclusive_cores=True, model=model, token=token) as alone:
         shares = [alone.ask()["share"] for _ in range(options.rounds + 1)][1:]
         forwards = {
             share: by_turns(
@@ -104,7 +113,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
             )
             for share in options.shares
         }
-    fill(sheet, found, forwards, transformer_share=median(shares), off=off)
+    fill(sheet, found, forwards, transformer_share=median(shares), off=off, wanted=WANTED[topology])
     if off > TOLERANCE:
         print(f"an exact edit is off by {off:.1e}: nothing of the above counts", file=sys.stderr)
         return 1
@@ -118,6 +127,7 @@ def fill(
     *,
     transformer_share: float,
     off: float,
+    wanted: Mapping[str, float] = WANTED["sdxl"],
 ) -> None:
     """Report medians over Diffusers, by share.
 
@@ -125,10 +135,11 @@ def fill(
         forwards: By share and what is recorded: seconds of one forward.
         transformer_share: Of a plain forward's time.
         off: The largest difference of an exact edit's latent.
+        wanted: Bars by key.
     """
     bar = f"at most {TOLERANCE:g}"
     sheet.figure("an exact edit's latent off by", off, "{:.1e}", key="exact_off", bar=bar)
-    bar = f"at least {WANTED_SHARE:g}"
+    bar = f"at least {wanted['transformer_share']:g}" if "transformer_share" in wanted else ""
     sheet.figure("transformers' share of a step", transformer_share, key="transformer_share", bar=bar)
     for share, by_side in edits.items():
         name = f"{share * 100:02.0f}"
@@ -159,7 +170,7 @@ def fill(
                 over("keys_values", "seconds", forwards[share], "plain"),
             ),
         ):
-            bar = f"at least {WANTED[key]:g}" if key in WANTED else ""
+            bar = f"at least {wanted[key]:g}" if key in wanted else ""
             sheet.figure(f"    {what}", value, "{:.2f} x", key=key, bar=bar)
 
 
@@ -171,10 +182,11 @@ def _forward(side: Side, share: float, caching: str, _: int) -> Mapping[str, flo
     return side.ask(share=share, caching=caching)
 
 
-def _inpaint(side: Side, image: str, steps: int, *, share: float, seed: int = 0, latent: str = "", **_: Any) -> Edited:
-    return side.ask(
-        prompts=[PROMPT], seeds=[seed], steps=steps, images=[image], boxes=[square_box(share)], latent=latent
-    )
+def _inpaint(
+    side: Side, image: str, steps: int, token: int, *, share: float, seed: int = 0, latent: str = "", **_: Any
+) -> Edited:
+    box = square_box(share, token)
+    return side.ask(prompts=[PROMPT], seeds=[seed], steps=steps, images=[image], boxes=[box], latent=latent)
 
 
 def _largest_difference(sides: Mapping[str, Ask], folder: Path) -> float:
@@ -190,11 +202,12 @@ def _largest_difference(sides: Mapping[str, Ask], folder: Path) -> float:
     return max(float((ours - theirs).abs().max()) for ours in latents.values())
 
 
-def engine(*, model: str, sparse: bool) -> Answer:
+def engine(*, model: str, sparse: bool, token: int = TOKEN) -> Answer:
     """Make the suite's engine, with recordings in its memory; it draws one edit of the template.
 
     Args:
         sparse: Whether convolutions are computed around masks alone.
+        token: Pixels a side of a token of the model's finest attention level.
     """
     from safetensors.torch import save_file
 
@@ -225,7 +238,7 @@ def engine(*, model: str, sparse: bool) -> Answer:
 
     def draw(*, share: float, steps: int, seed: int = 0, exact: bool = False, latent: str = "") -> Edited:
         requests.clear()
-        order = edit_order("edit", image, square_mask(share), steps=steps, seed=seed, masked=not exact)
+        order = edit_order("edit", image, square_mask(share, token), steps=steps, seed=seed, masked=not exact)
         began_s = perf_counter()
         record = run_orders(running, [order])["edit"]
         seconds = perf_counter() - began_s
@@ -242,19 +255,19 @@ def engine(*, model: str, sparse: bool) -> Answer:
     return draw
 
 
-def network(*, model: str) -> Answer:
+def network(*, model: str, token: int = TOKEN) -> Answer:
     """Make the network alone.
 
     It answers the seconds of one forward of a guided request's two rows, or without a question the share of a plain
     forward that transformers take.
     """
-    return Network(Path(model)).answer
+    return Network(Path(model), token).answer
 
 
 class Network:
     """The network, and what was recorded of it so far."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, token: int) -> None:
         import torch
         from diffusers import UNet2DConditionModel
 
@@ -263,6 +276,7 @@ class Network:
         from bottega.model.backbone import UNetBackbone
         from bottega.model.rows import Half
 
+        self._token = token
         self._unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet", torch_dtype=torch.float32).eval()
         self._backbone = UNetBackbone(self._unet)
         self._plain = Denoiser(Networks(backbone=self._backbone))
@@ -289,7 +303,7 @@ class Network:
 
         denoiser, recordings = self._recordings(caching)
         # Masks stay the same tensors, as in an edit's steps.
-        mask = self._masks.setdefault(share, _computed(share))
+        mask = self._masks.setdefault(share, _computed(share, self._token))
         edits = [EditActivations(computed=mask, recorded=recorded) for recorded in recordings]
         rows = [replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)]
         return float(denoiser.predict(rows).seconds)
@@ -354,25 +368,25 @@ def _row(config: Any, half: Half) -> Row:
     from bottega.model.rows import Embeds, Row
 
     generator = torch.Generator().manual_seed(half.value)
-    # Pooled text and six sizes make up what the added embedding takes.
-    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-    embeds = Embeds(
-        prompt=torch.randn(_PROMPT_TOKENS, config.cross_attention_dim, generator=generator),
-        added={"text_embeds": torch.randn(pooled, generator=generator), "time_ids": torch.zeros(6)},
-    )
+    prompt, added = torch.randn(_PROMPT_TOKENS, config.cross_attention_dim, generator=generator), {}
+    if config.addition_embed_type is not None:
+        # Pooled text and six sizes make up what the added embedding takes.
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        added = {"text_embeds": torch.randn(pooled, generator=generator), "time_ids": torch.zeros(6)}
+    embeds = Embeds(prompt=prompt, added=added)
     sample = torch.randn(config.in_channels, config.sample_size, config.sample_size, generator=generator)
     return Row(owner=0, step=0, half=half, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)
 
 
-def _computed(share: float) -> Tensor:
+def _computed(share: float, token: int) -> Tensor:
     """Return the map of latent elements that an edit with this mask computes."""
     import torch
 
     from bottega.addons.edits.engine.masked.tokens import dilate
 
     pixels = SIZE // EDIT_SHAPE.sample_size
-    mask = torch.from_numpy(square_mask(share) > 0)[::pixels, ::pixels]
-    return dilate(mask, MARGIN, TOKEN // pixels)
+    mask = torch.from_numpy(square_mask(share, token) > 0)[::pixels, ::pixels]
+    return dilate(mask, MARGIN, token // pixels)
 
 
 if __name__ == "__main__":

@@ -22,35 +22,48 @@ EDIT_SHAPE = BenchShape(
     sample_size=64,
     text_width=256,
 )
+# Stable Diffusion 2.1's, as small: its finest level has transformers too, whose tokens are single latent elements.
+SD21_EDIT_SHAPE = BenchShape(
+    family="sd21",
+    block_out_channels=(80, 160, 320, 320),
+    transformer_layers=(1, 1, 1),
+    head_channels=32,
+    norm_groups=16,
+    sample_size=64,
+    text_width=256,
+)
 SIZE = EDIT_SHAPE.side
 """Pixels a side of a picture."""
 TOKEN = 2 * EDIT_SHAPE.latent_scale
 """Pixels a side of a token of the finest attention level."""
+SD21_TOKEN = SD21_EDIT_SHAPE.latent_scale
+"""Pixels a side of such a token in Stable Diffusion 2.1."""
+# Corners of squares lie on multiples of so many pixels, the side of a token of SDXL's coarsest level.
+_CORNER = 2 * TOKEN
 MARGIN = 1
 """Tokens around a mask that are computed with it, as in an engine by default."""
 RATIOS = (0.01, 0.05, 0.11, 0.19, 0.35, 0.6)
 """Shares of the tokens of the finest attention level that are computed."""
 
 
-def square_side(share: float) -> int:
+def square_side(share: float, token: int = TOKEN) -> int:
     """Return the tokens a side of the square that is nearest to a share of all, and has a token inside its margin."""
-    return max(round(SIZE // TOKEN * math.sqrt(share)), 2 * MARGIN + 1)
+    return max(round(SIZE // token * math.sqrt(share)), 2 * MARGIN + 1)
 
 
-def square_box(share: float) -> tuple[int, int, int, int]:
+def square_box(share: float, token: int = TOKEN) -> tuple[int, int, int, int]:
     """Return left, top, width and height in pixels of a square in the middle that has this share with its margin.
 
-    Its corner lies on a corner of the coarsest level's tokens, which are twice as large: a square across them would
-    have more of those.
+    Its corner lies on a corner of the coarsest level's tokens: a square across them would have more of those.
     """
-    side = square_side(share)
-    first = (SIZE // TOKEN - side) // 4 * 2
-    return _box(side, first, first)
+    side, corner = square_side(share, token), _CORNER // token
+    first = (SIZE // token - side) // (2 * corner) * corner
+    return _box(side, first, first, token)
 
 
-def square_mask(share: float) -> npt.NDArray[np.uint8]:
+def square_mask(share: float, token: int = TOKEN) -> npt.NDArray[np.uint8]:
     """Return a mask [SIZE, SIZE], 255 in that square."""
-    return _mask(square_box(share))
+    return _mask(square_box(share, token))
 
 
 def placed_mask(share: float, chance: random.Random) -> npt.NDArray[np.uint8]:
@@ -73,10 +86,10 @@ def write_template(folder: Path, number: int = 0) -> str:
     return str(file)
 
 
-def _box(side: int, top: int, left: int) -> tuple[int, int, int, int]:
+def _box(side: int, top: int, left: int, token: int = TOKEN) -> tuple[int, int, int, int]:
     """Return the box inside the margin of a square, which is given in tokens."""
-    inner = (side - 2 * MARGIN) * TOKEN
-    return (left + MARGIN) * TOKEN, (top + MARGIN) * TOKEN, inner, inner
+    inner = (side - 2 * MARGIN) * token
+    return (left + MARGIN) * token, (top + MARGIN) * token, inner, inner
 
 
 def _mask(box: tuple[int, int, int, int]) -> npt.NDArray[np.uint8]:

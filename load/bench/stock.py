@@ -25,18 +25,18 @@ def stock_pipeline(model: Any, kind: Any = None, **parts: Any) -> Any:
 
     Args:
         model: Its folder.
-        kind: Its class; text to image by default.
+        kind: Its class; by default the one that the folder names.
         parts: Other arguments of `from_pretrained`, such as its dtype, float32 by default.
     """
     import torch
     import transformers
-    from diffusers import StableDiffusionXLPipeline
+    from diffusers import DiffusionPipeline
     from diffusers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it warns of casts that it does itself
     transformers.logging.disable_progress_bar()
-    pipeline = (kind or StableDiffusionXLPipeline).from_pretrained(
+    pipeline = (kind or DiffusionPipeline).from_pretrained(
         model, **{"use_safetensors": True, "dtype": torch.float32, "add_watermarker": False, **parts}
     )
     pipeline.set_progress_bar_config(disable=True)
@@ -157,9 +157,10 @@ class Stock:
 
     @functools.cached_property
     def _inpaint(self) -> Any:
-        from diffusers import StableDiffusionXLInpaintPipeline
+        import diffusers
 
-        return self._sibling(StableDiffusionXLInpaintPipeline)
+        name = type(self.pipeline).__name__.replace("Pipeline", "InpaintPipeline")
+        return self._sibling(getattr(diffusers, name))
 
     def _with_controlnets(self, folders: Sequence[str], *, cold: bool) -> Any:
         from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
@@ -175,12 +176,11 @@ class Stock:
 
     def _sibling(self, kind: Any, **parts: Any) -> Any:
         """Return a pipeline of another kind over the same networks."""
-        sibling = kind(
-            **self.pipeline.components,
-            force_zeros_for_empty_prompt=self.pipeline.config.force_zeros_for_empty_prompt,
-            add_watermarker=False,
-            **parts,
-        )
+        names = ("force_zeros_for_empty_prompt", "requires_safety_checker")  # of SDXL, and of Stable Diffusion
+        options = {name: self.pipeline.config[name] for name in names if name in self.pipeline.config}
+        if "force_zeros_for_empty_prompt" in options:
+            options["add_watermarker"] = False
+        sibling = kind(**self.pipeline.components, **options, **parts)
         sibling.set_progress_bar_config(disable=True)
         return sibling
 
