@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
 from bottega.addons.edits.engine.masked.support import unsupported
 from bottega.engine.encode import encode_all_prompts
-from bottega.engine.events import JobCheckpointed
+from bottega.engine.events import JobAdvanced, JobCheckpointed
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.parallel import pair
@@ -54,7 +54,7 @@ from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
-ONE_BY_ONE = EngineLimits(max_rows=2, checkpoint_interval_s=0.0)
+ONE_BY_ONE = EngineLimits(max_rows=2, checkpoint_interval_s=0.0, progress_interval_s=0.0)
 SPEC = ResolvedSpec(prompt="a big red star on the left", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
 IMAGE, MASK = template(SIZE, SIZE), box_mask((4, 8, 20, 28), SIZE, SIZE)
 README = Path(__file__).parents[3] / "libs" / "bottega" / "engine" / "README.md"
@@ -115,12 +115,15 @@ def mixed_orders(family: str) -> Iterator[EngineOrder]:
 
 @families("text to image")
 def test_text_to_image(family: str) -> None:
-    order = order_of(family)
-    engine = make_engine(model_of(family), TOGETHER)
+    order = replace(order_of(family), preview=True)
+    engine = make_engine(model_of(family), ONE_BY_ONE)
     engine.warm_up()
     drawing = ManualEngine(engine).draw(order)
     assert_close(drawing.latents[0], expected(family, order))
     assert drawing.pixels[0].shape == (SIZE, SIZE, 3)
+    previews = [event.preview for event in drawing.all(JobAdvanced) if event.preview is not None]
+    assert previews
+    assert previews[-1].shape == (SIZE // 4, SIZE // 4, 3)
 
 
 @families("mixed batch")
@@ -183,7 +186,7 @@ def test_image_to_image(family: str) -> None:
     "order", [EngineOrder(key="it", spec=SPEC), from_picture()], ids=["text to image", "image to image"]
 )
 def test_a_model_that_reads_the_mask_refuses_what_has_none(family: str, order: EngineOrder) -> None:
-    engine = make_engine(model_of(family), TOGETHER)
+    engine = make_engine(model_of(family), ONE_BY_ONE)
     if order.image is None:
         engine.warm_up()
     with pytest.raises(InvalidRequest, match="must be there: this model only edits pictures"):
