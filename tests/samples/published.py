@@ -105,6 +105,24 @@ def write_model(
     return write_json(folder / "model_index.json", index).parent
 
 
+def write_stable_diffusion(folder: Path, published: Mapping[str, Config], layout: Layout = PLAIN) -> Path:
+    """Write a folder of Stable Diffusion as its publishers do, without ControlNets, and return it.
+
+    Args:
+        folder: Need not exist.
+        published: Its configurations; see `stable_diffusion_configs`.
+        layout: How its files are laid out.
+    """
+    for number, name in enumerate(("unet", "vae", "text_encoder")):
+        with _seeded(number, torch.float32):
+            network = _BUILDERS[name](published[name])
+        write_json(folder / name / "config.json", published[name])
+        _write_weights(folder / name, _published_state(name, network, layout), layout, torch.float32)
+    write_json(folder / "scheduler" / "scheduler_config.json", published["scheduler"])
+    _write_tokenizer(folder, "tokenizer", published["tokenizer"]["pad_token"])
+    return write_json(folder / "model_index.json", published["index"]).parent
+
+
 def write_controlnet(
     folder: Path,
     layout: Layout = PLAIN,
@@ -133,12 +151,16 @@ def write_controlnet(
 def write_tokenizers(folder: Path) -> None:
     """Write both tokenizers as vocab.json and merges.txt, with the embedded model's vocabulary."""
     for name, pad_token in (("tokenizer", END), ("tokenizer_2", "!")):
-        model = json.loads((WEIGHTS / name / "tokenizer.json").read_text())["model"]
-        for file, values in configs.tokenizer(pad_token).items():
-            write_json(folder / name / file, values)
-        write_json(folder / name / "vocab.json", model["vocab"])
-        merges = "".join(f"{left} {right}\n" for left, right in model["merges"])
-        (folder / name / "merges.txt").write_text(f"#version: 0.2\n{merges}")
+        _write_tokenizer(folder, name, pad_token)
+
+
+def _write_tokenizer(folder: Path, name: str, pad_token: str) -> None:
+    model = json.loads((WEIGHTS / name / "tokenizer.json").read_text())["model"]
+    for file, values in configs.tokenizer(pad_token).items():
+        write_json(folder / name / file, values)
+    write_json(folder / name / "vocab.json", model["vocab"])
+    merges = "".join(f"{left} {right}\n" for left, right in model["merges"])
+    (folder / name / "merges.txt").write_text(f"#version: 0.2\n{merges}")
 
 
 def write_lora(

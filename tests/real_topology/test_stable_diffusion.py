@@ -1,0 +1,105 @@
+"""Stable Diffusion 1.5 and 2.1 at their own size, with random weights, from folders with an fp16 variant alone.
+
+A picture of 256x256 in bfloat16 equals stock's within 1 level, and loading takes little memory beside the weights. Each
+model takes 3 GB of disk, 8 GB of memory and some minutes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import load_model
+from tests.samples.published import Layout, write_stable_diffusion
+from tests.samples.stable_diffusion_configs import sd15, sd21
+from tests.support.engines import make_engine
+from tests.support.manual_engine import ManualEngine
+from tests.support.stock import Pixels, pixels_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
+
+GIB = 1 << 30
+THREADS = 2
+PROMPT = "a big red star on the left on a blue background"
+MODELS: Mapping[str, Callable[[], Mapping[str, dict[str, Any]]]] = {"1.5": sd15, "2.1": sd21}
+
+Made = TypeVar("Made")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bottega-real-topology-") as made:
+        path = Path(made) / f"stable-diffusion-{request.param}"
+        _in_process(_write, path, request.param)
+        yield path
+
+
+def test_a_picture_in_half_precision_is_stocks_and_loading_is_lean(folder: Path) -> None:
+    drawn, peak_bytes, weights_bytes = _in_process(_draw, folder)
+    stock = _in_process(_draw_stock, folder)
+    off = np.abs(drawn.astype(int) - stock)
+    assert stock.std() > 1  # levels: the picture is not of one colour
+    assert off.max() <= 1
+    assert peak_bytes <= 1.15 * weights_bytes + 2 * GIB
+
+
+def _write(folder: Path, name: str) -> None:
+    published = MODELS[name]()
+    # The first version's own sampler, PNDM, is compared where samplers are.
+    scheduler = {**published["scheduler"], "_class_name": "DDIMScheduler"}
+    index = {**published["index"], "scheduler": ["diffusers", "DDIMScheduler"]}
+    changed = {**published, "scheduler": scheduler, "index": index}
+    write_stable_diffusion(folder, changed, Layout(variants=("fp16",)))
+
+
+def _draw(folder: Path) -> tuple[Pixels, int, int]:
+    """Return a picture of the suite's engine, the peak of resident memory when it was loaded, and its weights' size."""
+    torch.set_num_threads(THREADS)
+    model = load_model(folder, name="it", device=torch.device("cpu"), dtype=torch.bfloat16)
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    peak_bytes = int(status.partition("VmHWM:")[2].split()[0]) << 10
+    spec = ResolvedSpec(
+        prompt=PROMPT,
+        num_inference_steps=2,
+        guidance_scale=model.defaults.guidance_scale,
+        sampler=model.defaults.sampler,
+        width=256,
+        height=256,
+        seed=7,
+    )
+    (pixels,) = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=spec)).pixels
+    return pixels, peak_bytes, sum(file.stat().st_size for file in folder.glob("*/*.safetensors"))
+
+
+def _draw_stock(folder: Path) -> Pixels:
+    torch.set_num_threads(THREADS)
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        folder,
+        variant="fp16",
+        dtype=torch.bfloat16,
+        use_safetensors=True,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    generator = torch.Generator("cpu").manual_seed(7)
+    options = {"num_inference_steps": 2, "width": 256, "height": 256}
+    return pixels_of(pipeline(PROMPT, generator=generator, **options).images[0])
+
+
+def _in_process(function: Callable[..., Made], *arguments: object) -> Made:
+    """Call it in a process of its own, whose memory goes with it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
