@@ -153,6 +153,16 @@ def _call(method: str, stream: int, metadata_bytes: int) -> bytes:
     return frames + _frame(kind, _END_HEADERS, stream, block) + _frame(_DATA, _END_STREAM, stream, bytes(5))
 
 
+def burst(address: str, calls: int, *, source: str) -> socket.socket:
+    """Open a connection and send so many calls without a key at once. Return it; it reads nothing."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=5, source_address=(source, 0))
+    method = f"{_IMAGES}/GetJob"
+    frames = [_call(method, 2 * number + 1, 0) for number in range(calls)]
+    connection.sendall(PREFACE + _frame(_SETTINGS, _ACK, 0) + b"".join(frames))
+    return connection
+
+
 class _Connection:
     """A connection of HTTP/2 that reads nothing of what it is told."""
 

@@ -163,12 +163,15 @@ class ConnectionGuard:
             await self._ledger.wait_for_flood(pause_s)
             pause_s = _ROUND_S
             try:
+                if banned.is_due():
+                    banned.lift()
+                    self._ledger.set_banned(banned.hosts())
                 floods, crowding, working = self._ledger.floods(), self._crowding(), self._is_working()
                 # The connections of a host that was admitted again are looked at before its calls are.
                 # One that a tenant has used since then needs no more than the defence against floods.
                 admitted = frozenset(host for host in banned.on_probation() if not self._ledger.knows(host))
                 crowded = crowding > 1.0
-                if crowded or floods or admitted or working or banned.is_due() or self._over():
+                if crowded or floods or admitted or working or self._over():
                     look = _Look(port=port, crowded=crowded, working=working, floods=floods, admitted=admitted)
                     began_s = time.monotonic()
                     await self._look(look)
@@ -205,8 +208,6 @@ class ConnectionGuard:
 
     def _look_in_pieces(self, look: _Look, busy: Collection[str]) -> Iterator[None]:
         """Look at all connections, and yield after each piece of the work."""
-        if self._banned is not None:
-            self._banned.lift()
         yield from self._end_muted()
         if not (look.crowded or look.repelled or look.working):
             return
@@ -224,15 +225,8 @@ class ConnectionGuard:
             kept_out = host in look.floods and self._keep_out(host)
             of_host = [connection for connection in found if connection.host == host]
             yield from self._repel(of_host, kept_out=kept_out)
-        talkers: list[InboundConnection] = []
         if look.working:
-            earlier, self._traffic = self._traffic, {}
-            for piece in _pieces(found):
-                talkers += self._idle_talkers(piece, earlier)
-                yield
-        for host in {connection.host for connection in talkers} - set(look.floods) if self._share < 1 else ():
-            self._keep_out(host)
-        yield from self._end("connections were ended, because they brought far more data than their calls", talkers)
+            yield from self._end_talkers(look, found)
         self._log()
 
     def _repel(self, connections: Iterable[InboundConnection], *, kept_out: bool) -> Iterator[None]:
@@ -266,6 +260,33 @@ class ConnectionGuard:
             ]
             yield from self._end(_FLOOD, unmuted, drops_calls=True)
 
+    def _end_talkers(self, look: _Look, found: Iterable[InboundConnection]) -> Iterator[None]:
+        """End the connections that brought far more data than their calls, or mute those of a host that floods.
+
+        It yields after each piece of the work.
+        """
+        talkers: list[InboundConnection] = []
+        earlier, self._traffic = self._traffic, {}
+        for piece in _pieces(found):
+            talkers += self._idle_talkers(piece, earlier)
+            yield
+        for host in {connection.host for connection in talkers} - set(look.floods) if self._share < 1 else ():
+            self._keep_out(host)
+        for piece in _pieces(talkers):
+            ended = [connection for connection in piece if not self._is_silenced(look, connection)]
+            event = "connections were ended, because they brought far more data than their calls"
+            yield from self._end(event, ended, drops_calls=True)
+
+    def _is_silenced(self, look: _Look, connection: InboundConnection) -> bool:
+        """Return whether a connection is muted, and mute it if it would come again with new calls once it is ended."""
+        account = self._ledger.found(connection.peer)
+        if account.muted:
+            return True
+        if account.known or self._share >= 1 or (self._banned is not None and self._banned.has(connection.host)):
+            return False
+        floods = connection.host in look.repelled or account.refused > 0
+        return floods and self._mute(connection, _MUTED_S)
+
     def _mute(self, connection: InboundConnection, muted_s: float) -> bool:
         """Drop what a connection sends for `muted_s` from now on. Return False if the system cannot do that."""
         with _duplicate(connection) as duplicate:
@@ -285,15 +306,16 @@ class ConnectionGuard:
         for piece in _pieces(self._over()):
             for connection in piece:
                 del self._muted_until[connection]
-                # Another connection may get the same port.
-                account = self._ledger.found(connection.peer)
-                account.muted, account.ended_at = False, time.monotonic()
+                self._ledger.end(connection.peer)
                 end(connection)
             yield
 
     def _keep_out(self, host: str) -> bool:
         """Ban a host unless a known caller used it within the last day. Return whether it is banned."""
-        return self._banned is not None and not self._ledger.knows(host) and self._banned.ban(host)
+        if self._banned is None or self._ledger.knows(host) or not self._banned.ban(host):
+            return False
+        self._ledger.set_banned(self._banned.hosts())
+        return True
 
     def _end(self, event: str, ended: Iterable[InboundConnection], *, drops_calls: bool = False) -> Iterator[None]:
         """End connections. It yields after each piece of the work.
@@ -307,7 +329,7 @@ class ConnectionGuard:
                 if end(connection):
                     self._ended[event] += 1
                     if drops_calls or (self._banned is not None and self._banned.has(connection.host)):
-                        self._ledger.found(connection.peer).ended_at = time.monotonic()
+                        self._ledger.end(connection.peer)
             yield
 
     def _log(self) -> None:

@@ -42,9 +42,9 @@ _STOP_GRACE_S = 0.5
 # gRPC's limit on all calls, in multiples of max_calls and max_streams: those that may be served, which are four kinds
 # of unary calls and one of streams, and once more the most frequent kind of each, for answers that are not read yet.
 _MOST_CALLS, _MOST_STREAMS = 5, 2
-# Calls in gRPC's queue, above which gRPC refuses more and more; its default is 1,000. A service handles some thousand
-# per second: a longer queue would only delay others.
-_LEAST_PENDING = 4_096
+# Calls of one method in gRPC's queue. gRPC cuts off further calls without a status, those of tenants too. So the queue
+# has room for what a flood from 50 connections brings before the connection guard ends it. A call takes 12 KiB.
+_MAX_PENDING = 32_768
 # Open calls of one connection, besides the streams that it may have, and the least number. A client waits with further
 # calls, and gRPC refuses them if it does not. So the calls of one connection never delay others for long.
 _CALLS_BESIDE_STREAMS = 128
@@ -329,10 +329,10 @@ def most_calls_of_connection(config: ListenerConfig) -> int:
 def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
-        # Calls that are not served yet. By default gRPC cuts off some of a burst of a thousand without an error, which
-        # callers mistake for a cancelled job.
-        ("grpc.server.max_pending_requests", max(_LEAST_PENDING, config.max_calls)),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * max(_LEAST_PENDING, config.max_calls)),
+        # Calls that are not served yet. By default gRPC cuts off some of a burst of a thousand, which callers mistake
+        # for a cancelled job. Between the first limit and the second it would cut off calls at random.
+        ("grpc.server.max_pending_requests", max(_MAX_PENDING, config.max_calls)),
+        ("grpc.server.max_pending_requests_hard_limit", max(_MAX_PENDING, config.max_calls)),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # A connection with an open call is not idle.
         ("grpc.max_connection_idle_ms", _IDLE_MS),

@@ -122,6 +122,10 @@ class SourceFilter:
         """Return whether a host is banned now."""
         return host in self._banned_until
 
+    def hosts(self) -> frozenset[str]:
+        """Return the hosts that are banned now."""
+        return frozenset(self._banned_until)
+
     def is_due(self) -> bool:
         """Return whether `lift` has something to do."""
         now = time.monotonic()

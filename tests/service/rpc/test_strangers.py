@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import socket
+import termios
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,12 +28,13 @@ from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.security.caller import Caller, Metadata, Role
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.source_filter import SourceFilter, open_sockets
 from bottega.v1 import image_pb2, image_pb2_grpc
 from tests.fakes.scripted_images import ScriptedImages, scripted_images, stub
 from tests.support.crowds import connections
 from tests.support.cut_cable import laid
-from tests.support.flooders import MEANINGLESS, PREFACE, flooding
-from tests.support.waiting import eventually
+from tests.support.flooders import MEANINGLESS, PREFACE, burst, flooding
+from tests.support.waiting import eventually, wait_until
 
 OTHER = "127.0.0.2"
 # On busy cores, for a MiB of pings and two looks at it.
@@ -159,6 +163,39 @@ async def test_a_host_of_strangers_that_floods_is_kept_out_and_a_tenant_is_answe
     await server.stop()
 
 
+async def test_a_tenants_call_behind_nine_thousand_calls_of_strangers_is_not_cut_off() -> None:
+    server = Server("scripted", ServerConfig(insecure=True), authenticator=_OneKey())
+    image_pb2_grpc.add_ImageServiceServicer_to_server(ScriptedImages(), server.grpc)  # type: ignore[abstract]
+    await server.start()
+    with contextlib.ExitStack() as stack, grpc.insecure_channel(server.address) as channel:
+        # Meanwhile the event loop stands still, so that all calls wait in gRPC's queue.
+        calls = _calls_behind_strangers(server.address, channel, stack)
+        codes = [await asyncio.to_thread(call.code) for call in calls]
+    assert set(codes) == {grpc.StatusCode.OK}
+    await server.stop()
+
+
+def _calls_behind_strangers(address: str, channel: grpc.Channel, stack: contextlib.ExitStack) -> list[Any]:
+    """Begin calls of a tenant when gRPC has read 8,960 calls of strangers, and return them when they have arrived."""
+    for _ in range(14):
+        stack.enter_context(burst(address, 640, source=OTHER))
+    port = int(address.rpartition(":")[2])
+    wait_until(lambda: all(_unread_bytes(opened) == 0 for opened in open_sockets(port)), "gRPC to read all calls")
+    get_job: Any = image_pb2_grpc.ImageServiceStub(channel).GetJob
+    metadata = (("authorization", "Bearer btg"),)
+    calls = [get_job.future(image_pb2.GetJobRequest(), metadata=metadata, timeout=60) for _ in range(8)]
+    time.sleep(0.3)  # for them to arrive
+    return calls
+
+
+def _unread_bytes(opened: socket.socket) -> int:
+    """Return how many bytes of a connection gRPC has not read."""
+    waiting = array.array("i", [0])
+    with contextlib.suppress(OSError):  # the socket that listens
+        fcntl.ioctl(opened.fileno(), termios.FIONREAD, waiting)
+    return waiting[0]
+
+
 async def test_a_host_from_which_a_tenant_calls_too_is_not_kept_out(caplog: pytest.LogCaptureFixture) -> None:
     server = Server("scripted", ServerConfig(insecure=True), authenticator=_OneKey())
     image_pb2_grpc.add_ImageServiceServicer_to_server(ScriptedImages(), server.grpc)  # type: ignore[abstract]
@@ -186,6 +223,18 @@ def test_a_host_floods_by_calls_a_second_and_a_connection_of_somebody_known_is_r
     assert ledger.found(lost.connection).known
     assert not ledger.found(flood.connection).known
     assert (ledger.knows("a"), ledger.knows("b")) == (False, True)
+
+
+def test_queued_calls_of_an_ended_connection_or_of_a_banned_hosts_strangers_are_dropped() -> None:
+    ledger = ConnectionLedger()
+    ended, stranger, tenant = (Peer(connection=f"a {number}", host="a") for number in range(3))
+    ledger.end(ended.connection)  # before any of its calls was handled
+    for peer in (ended, stranger, tenant):
+        ledger.account(peer)
+    ledger.recognized(tenant)
+    assert [ledger.drops_calls(peer) for peer in (ended, stranger, tenant)] == [True, False, False]
+    ledger.set_banned(frozenset({"a"}))
+    assert [ledger.drops_calls(peer) for peer in (ended, stranger, tenant)] == [True, True, False]
 
 
 def test_a_host_is_known_for_a_day_after_a_tenant_called_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,11 +348,23 @@ async def test_thirty_new_connections_of_a_flooding_host_are_read_and_those_with
         assert not any(ledger.found(peer_of(_peer(client)).connection).muted for client in few)
 
 
+class _OneBan(SourceFilter):
+    """A filter after whose first ban the guard makes no regular rounds."""
+
+    def lift(self) -> None:
+        super().lift()
+        for name in ("_ROUND_S", "_REST_ROUND_S"):
+            setattr(connection_limits, name, 600.0)
+
+
 async def test_connections_of_a_host_that_is_admitted_again_are_muted_before_their_calls_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection_limits, "_BANNED_S", 0.0)
     monkeypatch.setattr(connection_limits, "_PROBATION_S", 600.0)
+    for name in ("_ROUND_S", "_REST_ROUND_S"):
+        monkeypatch.setattr(connection_limits, name, 0.1)  # and to be restored at the end
+    monkeypatch.setattr(connection_limits, "SourceFilter", _OneBan)
     ledger = ConnectionLedger()
     guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
@@ -341,6 +402,26 @@ async def test_a_muted_connection_that_is_ended_leaves_nothing_behind(monkeypatc
         client.close()
         # While a filter drops what the client sends, the system waits for its acknowledgement for minutes.
         await eventually(lambda: served.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in CLOSED)
+
+
+async def test_a_muted_connection_that_brought_much_data_is_not_ended_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "_IDLE_TALK_BYTES", 1_000)
+    monkeypatch.setattr(connection_limits, "_BUSY_SHARE", -1.0)  # look at each connection's traffic in every round
+    monkeypatch.setattr(connection_ledger, "_CALL_BYTES", 0)
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
+    with _strangers(2) as (port, (flood, talker), _):
+        peer = peer_of(_peer(flood))
+        ledger.account(peer)
+        for _ in range(300):
+            ledger.refused(peer)
+        ledger.recognized(Peer(connection="another", host="127.0.0.1"))
+        flood.sendall(b"x" * 20_000)
+        async with guard.looking(port):
+            await eventually(lambda: ledger.found(peer.connection).muted)
+            talker.sendall(b"x" * 20_000)
+            await eventually(lambda: _is_ended(talker))
+            assert not _is_ended(flood)
 
 
 async def test_a_look_during_a_flood_lets_the_event_loop_go_on_between_its_pieces(

@@ -147,7 +147,7 @@ class CallGuard:
     async def __aenter__(self) -> CallGuard:
         self.peer = self.account = peer_of(self._context.peer())
         self.connection = self._calls.ledger.account(self.peer)
-        if self.connection.drops_calls:
+        if self._calls.ledger.drops_calls(self.peer):
             # gRPC still delivers the queued calls of a flood before those of others.
             raise asyncio.CancelledError
         self.responses = self._calls.enter(self._limit, self._context)

@@ -57,13 +57,11 @@ class ConnectionLedger:
         self._flood = asyncio.Event()
         self._known: dict[str, float] = {}  # by host, least recently used first
         self._accounts: dict[str, ConnectionAccount] = {}  # by connection, least recently used first
+        self._banned: frozenset[str] = frozenset()
 
     def account(self, peer: Peer) -> ConnectionAccount:
         """Return the account of a connection for a new call."""
-        account = self._accounts.pop(peer.connection, ConnectionAccount())
-        self._accounts[peer.connection] = account
-        if len(self._accounts) > _MAX_ACCOUNTS:
-            del self._accounts[next(iter(self._accounts))]
+        account = self._kept(peer.connection)
         account.explained_bytes += _CALL_BYTES
         return account
 
@@ -106,8 +104,31 @@ class ConnectionLedger:
 
     def mute(self, connection: str) -> None:
         """Record that a connection's data is dropped, also if none of its calls has been handled yet."""
-        self._accounts.setdefault(connection, ConnectionAccount()).muted = True
+        self._kept(connection).muted = True
+
+    def set_banned(self, hosts: frozenset[str]) -> None:
+        """Set the hosts whose unknown callers are kept out. Their queued calls are dropped."""
+        self._banned = hosts
+
+    def drops_calls(self, peer: Peer) -> bool:
+        """Return whether calls over a connection are dropped without a response."""
+        account = self.found(peer.connection)
+        return account.drops_calls or (peer.host in self._banned and not account.known)
+
+    def end(self, connection: str) -> None:
+        """Record that a connection was ended, also if none of its calls has been handled yet."""
+        account = self._kept(connection)
+        # Another connection may get the same port.
+        account.muted, account.ended_at = False, time.monotonic()
 
     def found(self, connection: str) -> ConnectionAccount:
         """Return the account of an open connection, or an empty one if it had no call."""
         return self._accounts.get(connection) or ConnectionAccount()
+
+    def _kept(self, connection: str) -> ConnectionAccount:
+        """Return the account of a connection, as the most recently used one."""
+        account = self._accounts.pop(connection, None) or ConnectionAccount()
+        self._accounts[connection] = account
+        if len(self._accounts) > _MAX_ACCOUNTS:
+            del self._accounts[next(iter(self._accounts))]
+        return account
