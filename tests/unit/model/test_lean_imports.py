@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -61,3 +62,20 @@ print(gc.isenabled(), len(gc.get_objects()) < before)
     looked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
     assert looked.stdout == "True True\n", looked.stderr
+
+
+def test_without_a_cuda_device_diffusers_does_not_bring_triton() -> None:
+    assert importlib.util.find_spec("triton"), "nothing to see here without it"
+    code = """
+import sys
+from bottega.device.lean_imports import lean_imports
+with lean_imports():
+    from diffusers.utils import torch_utils
+print(sys.modules["triton"], "torch._dynamo" in sys.modules)
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    looked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+
+    assert looked.stdout == "None True\n", looked.stderr
