@@ -89,7 +89,7 @@ def class_table() -> str:
         rows += [(f"`{name}`", f"as {', '.join(samplers)}")]
     refused: dict[str, list[str]] = {}
     for name, why in UNSERVED_CLASSES.items():
-        refused.setdefault(why or "not yet", []).append(f"`{name}`")
+        refused.setdefault(why, []).append(f"`{name}`")
     rows += [(", ".join(names), f"refused: {why}") for why, names in refused.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

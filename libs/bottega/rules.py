@@ -39,6 +39,10 @@ SamplerName = Literal[
     "tcd",
     "edm_euler",
     "edm_dpmpp_2m",
+    "pndm",
+    "heun",
+    "kdpm2",
+    "kdpm2_ancestral",
 ]
 """The samplers by the names that callers and models' presets use."""
 
@@ -78,7 +82,18 @@ _CACHE_ENTRY = re.compile("[0-9a-f]{32}@[1-9][0-9]{0,2}")
 _RECORDING = re.compile("[0-9a-f]{32}")
 _KARRAS_SAMPLERS = frozenset(
     Sampler.Value(f"SAMPLER_{name}")
-    for name in ("EULER", "DPMPP_2M", "DPMPP_2M_SDE", "DPMPP_2S", "LMS", "DEIS", "UNIPC")
+    for name in (
+        "EULER",
+        "DPMPP_2M",
+        "DPMPP_2M_SDE",
+        "DPMPP_2S",
+        "LMS",
+        "DEIS",
+        "UNIPC",
+        "HEUN",
+        "KDPM2",
+        "KDPM2_ANCESTRAL",
+    )
 )
 _KARRAS_NAMES = ", ".join(Sampler.Name(sampler).removeprefix("SAMPLER_") for sampler in sorted(_KARRAS_SAMPLERS))
 # Fields that only count with a mask.

@@ -163,7 +163,7 @@ def _width(engine: Engine, waiting: int) -> int:
         fraction = engine.row_fractions.fraction(shape, shares.get(key, mean_share))
         return RemainingWork(rows=_ROWS * fraction, steps=steps)
 
-    here = [work(key, steps) for key, steps in engine.steps_left()]
+    here = [work(key, steps) for key, steps in engine.evaluations_left()]
     behind = [here[-1]] * min(waiting, _MOST_BEHIND) if here else []
 
     def seconds(rows: float) -> float:

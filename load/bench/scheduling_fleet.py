@@ -149,6 +149,14 @@ class SimulatedEdit:
     def __post_init__(self) -> None:
         self.steps_left = self.steps
 
+    @property
+    def evaluations(self) -> int:
+        return self.steps
+
+    @property
+    def evaluations_left(self) -> int:
+        return self.steps_left
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetCosts:

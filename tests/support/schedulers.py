@@ -14,7 +14,19 @@ from bottega.model.samplers import SamplerKind
 
 BASIC = (SamplerKind.EULER, SamplerKind.EULER_ANCESTRAL, SamplerKind.DDIM, SamplerKind.DPMPP_2M)
 """A sampler of each kind that the engine treats in its own way; tables of the model's tests have all samplers."""
-WITH_STATE = (*BASIC, SamplerKind.DPMPP_2S, SamplerKind.UNIPC, SamplerKind.LMS, SamplerKind.DDPM, SamplerKind.LCM)
+TWICE = (SamplerKind.HEUN, SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL)
+"""Samplers that evaluate the network twice in a step."""
+SEVERAL = (SamplerKind.PNDM, *TWICE)
+"""Samplers that evaluate the network more often than they make steps."""
+WITH_STATE = (
+    *BASIC,
+    SamplerKind.DPMPP_2S,
+    SamplerKind.UNIPC,
+    SamplerKind.LMS,
+    SamplerKind.DDPM,
+    SamplerKind.LCM,
+    *SEVERAL,
+)
 """These, and samplers with other states between steps or other draws."""
 SHAPE = (1, 4, 6, 6)
 SEED = 11
@@ -42,8 +54,7 @@ def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None) -
     timesteps: Tensor = scheduler.timesteps
     begin = 0
     if strength is not None:
-        count = len(timesteps)
-        begin = max(count - min(int(count * strength), count), 0)
+        begin = max(steps - min(int(steps * strength), steps), 0)
         timesteps = timesteps[begin * scheduler.order :]
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(begin * scheduler.order)
@@ -81,10 +92,11 @@ def our_latent(
     begin = 0 if strength is None else steps - int(steps * strength)
     sampler = samplers.open(choice, steps=steps, begin=begin)
     noise = torch.randn(SHAPE, generator=generator)
-    latent = noise * sampler.init_noise_sigma if strength is None else sampler.add_noise(source(), noise, begin)
-    for step in range(begin, sampler.steps):
-        noise = predicted(sampler.model_input(latent, step), sampler.timestep(step))
-        latent = sampler.step(noise, step, latent, generator)[0]
+    first = sampler.first_evaluation
+    latent = noise * sampler.init_noise_sigma if strength is None else sampler.add_noise(source(), noise, first)
+    for evaluation in range(first, sampler.evaluations):
+        noise = predicted(sampler.model_input(latent, evaluation), sampler.timestep(evaluation))
+        latent = sampler.step(noise, evaluation, latent, generator)[0]
     return latent
 
 

@@ -104,7 +104,7 @@ class JobAddOn:
         return 0.0
 
     def after_step(self, request: Request) -> None:
-        """Handle a step that a request of the job has made."""
+        """Handle an evaluation of the network that a request of the job has made, which may end a step."""
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
         """Handle a finished image. `pixels` is uint8 [height, width, 3] and must not be changed."""

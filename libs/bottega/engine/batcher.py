@@ -70,9 +70,9 @@ class BatchCandidate(Protocol):
         """Fraction of its rows' tokens that the next forward pass computes; the rest is reused."""
 
     @property
-    def steps(self) -> int: ...
+    def evaluations(self) -> int: ...
     @property
-    def steps_left(self) -> int: ...
+    def evaluations_left(self) -> int: ...
 
 
 Request = TypeVar("Request", bound=BatchCandidate)
@@ -403,14 +403,14 @@ class Batcher(Generic[Request]):
         if slots[0].exclusive:
             return 1
         works = [self._work(slot.request) for slot in slots]
-        typical = RemainingWork(rows=works[-1].rows, steps=slots[-1].request.steps)
+        typical = RemainingWork(rows=works[-1].rows, steps=slots[-1].request.evaluations)
         seconds = partial(self._seconds, _shape(slots[0].request))
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
 
     def _work(self, request: BatchCandidate) -> RemainingWork:
         cost = self._fractions.fraction(_shape(request), request.computed_share)
-        return RemainingWork(rows=request.row_count * cost, steps=request.steps_left)
+        return RemainingWork(rows=request.row_count * cost, steps=request.evaluations_left)
 
     def _fits(self, slots: Sequence[_Slot[Request]]) -> bool:
         """Return whether these requests of a tenant meet the limit on waiting, and enlarge batches as needed."""

@@ -24,7 +24,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.samplers import SamplerState
 
-VERSION = 7
+VERSION = 8
 
 # Additional tensors of an edit; see `RequestState`.
 _OF_EDITS = ("image_latent", "noise", "image")
@@ -79,7 +79,7 @@ def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
     images: list[dict[str, object]] = []
     for index, state in enumerate(job.images):
         tensors |= {f"{index}.{name}": tensor for name, tensor in _tensors(state)}
-        images.append({"step": state.step, "sampler": state.sampler.numbers})
+        images.append({"evaluation": state.evaluation, "sampler": state.sampler.numbers})
     # LoRAs are identified by content and step, not by how they were applied.
     loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
     decisions = {kind: decision.hex() for kind, decision in job.decisions.items()}
@@ -131,7 +131,7 @@ def _arrived(state: RequestState, copies: Mapping[str, HostCopy]) -> RequestStat
     tensors = {name: copy.take() for name, copy in copies.items()}
     kept = {name.removeprefix(_SAMPLER): tensors.pop(name) for name in list(tensors) if name.startswith(_SAMPLER)}
     return RequestState(
-        step=state.step,
+        evaluation=state.evaluation,
         latent=tensors["latent"],
         generator=tensors["generator"],
         sampler=SamplerState(tensors=kept, numbers=state.sampler.numbers),
@@ -171,7 +171,7 @@ def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> Req
     kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     numbers = {str(name): int(value) for name, value in image["sampler"].items()}
     return RequestState(
-        step=int(image["step"]),
+        evaluation=int(image["evaluation"]),
         latent=tensors[f"{index}.latent"],
         generator=tensors[f"{index}.generator"],
         sampler=SamplerState(tensors=kept, numbers=numbers),
@@ -190,8 +190,9 @@ def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
             raise CheckpointMismatch("its tensors of an edit are missing or unexpected")
         if tensor is not None and (tuple(tensor.shape) != shapes[name] or not torch.isfinite(tensor).all()):
             raise CheckpointMismatch("its image latent or its noise has another shape or data type")
-    first, last = spec.begin_step, spec.num_inference_steps
-    if not first <= state.step <= last:
-        raise CheckpointMismatch(f"its step {state.step} is not between {first} and {last}")
+    pace = model.samplers.pace(spec.sampler)
+    first, last = pace.per_step * spec.begin_step, pace.evaluations(spec.num_inference_steps)
+    if not first <= state.evaluation <= last:
+        raise CheckpointMismatch(f"its evaluation {state.evaluation} is not between {first} and {last}")
     if state.generator.dtype != torch.uint8 or state.generator.shape != torch.Generator("cpu").get_state().shape:
         raise CheckpointMismatch("its state of the random generator is not valid")

@@ -1,4 +1,4 @@
-"""An edit of one image: the masked region is redrawn, and the rest is restored after every step.
+"""An edit of one image: the masked region is redrawn, and the rest is restored after every evaluation.
 
 This follows Diffusers' StableDiffusionXLInpaintPipeline with a UNet of four input channels. The module handles the
 latents of one request; it does not know the other requests of the batch or what blocks compute.
@@ -18,7 +18,7 @@ from bottega.model.samplers import Sampler
 Trajectory = Mapping[int, Tensor]
 """Latents [1, channels, height, width] of an earlier generation, divided by its sampler's signal.
 
-The key is the step of the edit before which the latent replaces the part outside the mask.
+The key is the evaluation of the edit before which the latent replaces the part outside the mask.
 """
 
 
@@ -33,28 +33,28 @@ class Edit:
     mask: Tensor
     """[1, 1, height, width], 1 where the image is redrawn and 0 elsewhere, in the latents' dtype."""
     trajectory: Trajectory | None = None
-    """Latents that restore the part outside the mask, one for every step; None to use the noised image instead."""
+    """Latents that restore the part outside the mask, for every evaluation; None to use the noised image."""
 
-    def start(self, sampler: Sampler, step: int, strength: float) -> Tensor:
-        """Return the latent before the first step. At strength 1 it starts from noise alone."""
+    def start(self, sampler: Sampler, evaluation: int, strength: float) -> Tensor:
+        """Return the latent before the first evaluation. At strength 1 it starts from noise alone."""
         if strength == 1.0:
             latent = self.noise * sampler.init_noise_sigma
         else:
-            latent = sampler.add_noise(self.image_latent, self.noise, step)
+            latent = sampler.add_noise(self.image_latent, self.noise, evaluation)
         # Always contiguous: batches and checkpoints are, and the last bits of a sum depend on the memory layout.
-        return (latent if self.trajectory is None else self.put_back(latent, sampler, step)).contiguous()
+        return (latent if self.trajectory is None else self.put_back(latent, sampler, evaluation)).contiguous()
 
-    def put_back(self, latent: Tensor, sampler: Sampler, step: int) -> Tensor:
-        """Return the latent before `step`, with the image's own latent outside the mask.
+    def put_back(self, latent: Tensor, sampler: Sampler, evaluation: int) -> Tensor:
+        """Return the latent before `evaluation`, with the image's own latent outside the mask.
 
-        After the last step, the image is restored without noise. `latent` is the result of the step before, which
+        After the last one, the image is restored without noise. `latent` is the result of the evaluation before, which
         `sampler` computed.
         """
-        if step == sampler.steps:
+        if evaluation == sampler.evaluations:
             return self.paste(latent)
         if self.trajectory is not None:
-            return self._outside(self.trajectory[step] * sampler.signal(step), latent)
-        return self._outside(sampler.add_noise(self.image_latent, self.noise, step), latent)
+            return self._outside(self.trajectory[evaluation] * sampler.signal(evaluation), latent)
+        return self._outside(sampler.add_noise(self.image_latent, self.noise, evaluation), latent)
 
     def paste(self, latent: Tensor) -> Tensor:
         """Return the image's latent with its masked region taken from `latent`. Both are free of noise."""

@@ -196,12 +196,13 @@ class Engine:
         if self._pair is not None:
             self._pair.backlog = requests
 
-    def steps_left(self) -> Iterator[tuple[Hashable, int]]:
-        """Yield each job's key, and the number of steps that are left for all of its images."""
+    def evaluations_left(self) -> Iterator[tuple[Hashable, int]]:
+        """Yield each job's key, and the number of evaluations of the network that all of its images still need."""
         for job in self._jobs.values():
-            yield job.key, job.steps_left
+            yield job.key, job.evaluations_left
         for waiting in self._waiting:
-            yield waiting.order.key, waiting.order.spec.num_images * waiting.order.spec.steps
+            spec = waiting.order.spec
+            yield waiting.order.key, spec.num_images * self.model.samplers.pace(spec.sampler).evaluations(spec.steps)
 
     def computed_shares(self) -> Mapping[Hashable, float]:
         """Return, for each encoded job, the fraction of its rows' tokens that its next step computes."""

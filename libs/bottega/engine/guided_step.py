@@ -24,7 +24,7 @@ class Guidance:
 
 def guided_step(
     sampler: Sampler,
-    step: int,
+    evaluation: int,
     latent: Tensor,
     noise: Mapping[Half, Tensor],
     *,
@@ -32,7 +32,7 @@ def guided_step(
     generator: torch.Generator | None,
     operations: Operations,
 ) -> tuple[Tensor, Tensor]:
-    """Apply guidance and one sampler step. Return the latent after `step`, and an estimate of the finished latent.
+    """Apply guidance and the sampler to an evaluation. Return the next latent, and an estimate of the finished one.
 
     Args:
         latent: [1, channels, height, width].
@@ -42,7 +42,7 @@ def guided_step(
     conditional = noise[Half.CONDITIONAL][None]
     unconditional = noise[Half.UNCONDITIONAL][None] if Half.UNCONDITIONAL in noise else None
     if operations.guided_euler is not None and guidance.rescale == 0.0:
-        euler = sampler.euler_step(step)
+        euler = sampler.euler_step(evaluation)
         if euler is not None:
             made = operations.guided_euler(conditional, unconditional, latent, scale=guidance.scale, step=euler)
             sampler.count_step()
@@ -52,5 +52,5 @@ def guided_step(
         combined = unconditional + guidance.scale * (conditional - unconditional)
         if guidance.rescale > 0.0:
             combined = rescale_noise_cfg(combined, conditional, guidance_rescale=guidance.rescale)
-    following, estimate = sampler.step(combined, step, latent, generator)
+    following, estimate = sampler.step(combined, evaluation, latent, generator)
     return following.to(latent.dtype), estimate

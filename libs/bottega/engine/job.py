@@ -159,8 +159,9 @@ class EngineJob:
         return sum(request.step - request.begin for request in self.requests)
 
     @property
-    def steps_left(self) -> int:
-        return self.steps_total - self.steps_done
+    def evaluations_left(self) -> int:
+        """Number of evaluations of the network that its images still need."""
+        return sum(request.evaluations_left for request in self.requests)
 
     @property
     def computed_share(self) -> float:

@@ -16,17 +16,19 @@ from torch import Tensor
 from bottega.engine.edit import Edit
 from bottega.engine.encode import Conditions, LatentDistribution, Sources, to_latent
 from bottega.engine.guided_step import Guidance, guided_step
-from bottega.engine.spec import ResolvedSpec
+from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
 from bottega.model.samplers import Sampler, SamplerState
+from bottega.planning import control_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestState:
     """The state of a request that another engine needs to continue it, besides its spec, mask and decisions."""
 
-    step: int
+    evaluation: int
+    """The next evaluation of the network."""
     latent: Tensor
     generator: Tensor
     sampler: SamplerState
@@ -45,9 +47,9 @@ class ActiveControl:
     handle: Hashable
     """Identifies its session at the provider of residuals."""
     first: int
-    """First step in which it is active."""
+    """First evaluation in which it is active."""
     last: int
-    """Step after the last one in which it is active."""
+    """Evaluation after the last one in which it is active."""
     halves: frozenset[Half] = frozenset(Half)
     """The halves of guidance that it controls."""
 
@@ -68,6 +70,9 @@ class ImageActivations(Protocol):
 
 class Request:
     """A request to denoise one image of a job.
+
+    A step is what the caller counts. Some samplers evaluate the network several times in a step; see `Sampler`. The
+    engine runs one evaluation at a time, and a checkpoint may be made between two of one step.
 
     Args:
         index: Index of the image in the job; it is drawn with the spec's seed + index.
@@ -108,31 +113,55 @@ class Request:
         self._model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)
-        self.end = self._sampler.steps
-        """The request is done when `step`, the next step to run, equals this."""
+        self.first_evaluation, self.last_evaluation = self._sampler.first_evaluation, self._sampler.evaluations
+        """The request is done when `evaluation`, the next one to run, equals the latter."""
         # On the CPU whatever the device is, so that a seed gives the same picture everywhere.
         self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
         if resume is None:
-            self.step = self.begin
-            self.latent = self._start(sources)
+            self.evaluation, self.latent = self.first_evaluation, self._start(sources)
         else:
-            self.step = resume.step
+            self.evaluation = resume.evaluation
             self.latent = model.runtime.to_device(resume.latent, model.dtype)
             self.edit = self._resumed_edit(resume, sources.mask)
             self._generator.set_state(resume.generator)
-            self._sampler.restore(resume.sampler, resume.step, model.device)
+            self._sampler.restore(resume.sampler, resume.evaluation, model.device)
         self.resumed_from = self.step
         """The step of its checkpoint; `begin` without one."""
         self.estimate = self.latent
-        """The last step's estimate of the finished latent. Like `latent`, [1, channels, height, width]."""
+        """The last evaluation's estimate of the finished latent. Like `latent`, [1, channels, height, width]."""
         _, channels, height, width = self.latent.shape
         tokens = conditions.conditional.prompt.shape[0]
         self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
 
     @property
+    def end(self) -> int:
+        """The step after the last one."""
+        return self.spec.num_inference_steps
+
+    @property
     def done(self) -> bool:
         """Whether the latent is finished."""
-        return self.step >= self.end
+        return self.evaluation >= self.last_evaluation
+
+    @property
+    def step(self) -> int:
+        """The step that the next evaluation belongs to, which is the number of finished steps; `end` when done."""
+        return self._sampler.step_of(self.evaluation)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no step is half made."""
+        return self._sampler.evaluation_of(self.step) == self.evaluation
+
+    @property
+    def next_step(self) -> int:
+        """The first step of which no evaluation has been made."""
+        return self.step if self.between_steps else self.step + 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether any evaluation has been made."""
+        return self.evaluation > self.first_evaluation
 
     @property
     def loras_now(self) -> LoraSet | None:
@@ -146,7 +175,7 @@ class Request:
 
     @property
     def computed_share(self) -> float:
-        """Fraction of its rows' tokens that the next step computes."""
+        """Fraction of its rows' tokens that the next evaluation computes."""
         return 1.0 if self.activations is None else self.activations.next_share
 
     @property
@@ -155,8 +184,13 @@ class Request:
         return self.end - self.begin
 
     @property
-    def steps_left(self) -> int:
-        return self.end - self.step
+    def evaluations(self) -> int:
+        """Number of all its evaluations."""
+        return self.last_evaluation - self.first_evaluation
+
+    @property
+    def evaluations_left(self) -> int:
+        return self.last_evaluation - self.evaluation
 
     def share_weights(self, key: SetKey) -> bool:
         """Record which LoRAs the engine's weights contain. Return whether that changes the request's group key."""
@@ -165,21 +199,36 @@ class Request:
             self.key = replace(self.key, weights=key)
         return changed
 
-    def timestep_of(self, step: int) -> float:
-        return float(self._sampler.timestep(step))
+    def timestep_of(self, evaluation: int) -> float:
+        return float(self._sampler.timestep(evaluation))
 
-    def noise_level_of(self, step: int) -> float:
-        """Return the noise level of its latent before a step; see `Sampler.noise_level`."""
-        return self._sampler.noise_level(step)
+    def noise_level_of(self, evaluation: int) -> float:
+        """Return the noise level of its latent before an evaluation; see `Sampler.noise_level`."""
+        return self._sampler.noise_level(evaluation)
 
-    def signal_of(self, step: int) -> float:
-        """Return the factor of the picture in its latent before a step; see `Sampler.signal`."""
-        return self._sampler.signal(step)
+    def signal_of(self, evaluation: int) -> float:
+        """Return the factor of the picture in its latent before an evaluation; see `Sampler.signal`."""
+        return self._sampler.signal(evaluation)
 
     @property
     def noise_levels(self) -> list[float]:
-        """Noise levels of all its steps, from `begin` on."""
-        return [self.noise_level_of(step) for step in range(self.begin, self.end)]
+        """Noise levels of all its evaluations, from the first one on."""
+        return [self.noise_level_of(place) for place in range(self.first_evaluation, self.last_evaluation)]
+
+    def control_window(self, control: ControlSpec) -> tuple[int, int]:
+        """Return the evaluations [first, last) in which a ControlNet is active.
+
+        Its fractions are of the evaluations that run, as in Diffusers.
+        """
+        start, end = control.control_guidance_start, control.control_guidance_end
+        first, last = control_steps(start, end, self.evaluations)
+        return self.first_evaluation + first, self.first_evaluation + last
+
+    def control_steps(self, control: ControlSpec) -> tuple[int, int]:
+        """Return the steps [first, last) in which a ControlNet is active, in all of their evaluations or in some."""
+        first, last = self.control_window(control)
+        begin = self._sampler.step_of(first)
+        return begin, self._sampler.step_of(last - 1) + 1 if last > first else begin
 
     def use_edit(self, edit: Edit) -> None:
         """Continue with another image latent, noise or trajectory.
@@ -187,8 +236,8 @@ class Request:
         Before the first step, the latent is computed again from them. Later they only affect the part outside the mask.
         """
         self.edit = edit
-        if self.step == self.begin:
-            self.latent = self.estimate = edit.start(self._sampler, self.begin, self._strength)
+        if not self.begun:
+            self.latent = self.estimate = edit.start(self._sampler, self.first_evaluation, self._strength)
 
     def first_step_from(self, steps: int) -> int:
         """Return the next step if this request starts from the latent that another picture had after `steps` steps."""
@@ -215,20 +264,20 @@ class Request:
         if first < steps:
             started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)
         self.latent = self.estimate = started.contiguous()
-        self.step = first
+        self.evaluation = self._sampler.first_evaluation
 
     def rows(self) -> list[Row]:
-        """Return the rows of the current step. Later calls in the same step return equal rows."""
-        sample = self._sampler.model_input(self.latent, self.step)[0]
+        """Return the rows of the next evaluation. Later calls return equal rows until `advance` is called."""
+        sample = self._sampler.model_input(self.latent, self.evaluation)[0]
         halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
-        active = [control for control in self.controls if control.first <= self.step < control.last]
+        active = [control for control in self.controls if control.first <= self.evaluation < control.last]
         return [
             Row(
                 owner=self,
-                step=self.step,
+                step=self.evaluation,
                 half=half,
                 sample=sample,
-                timestep=self._sampler.timestep(self.step),
+                timestep=self._sampler.timestep(self.evaluation),
                 embeds=embeds,
                 image=self._image,
                 controls=tuple(control.handle for control in active if half in control.halves),
@@ -241,25 +290,25 @@ class Request:
         ]
 
     def advance(self, noise: Mapping[Half, Tensor]) -> None:
-        """Make the step, with the predictions of all its rows, [channels, height, width] each."""
+        """Go on with the predictions of all its rows, [channels, height, width] each."""
         latent, estimate = guided_step(
             self._sampler,
-            self.step,
+            self.evaluation,
             self.latent,
             noise,
             guidance=Guidance(scale=self.spec.guidance_scale, rescale=self.spec.guidance_rescale),
             generator=self._generator,
             operations=self._model.operations,
         )
-        self.step += 1
+        self.evaluation += 1
         if self.edit is not None:
-            latent, estimate = self.edit.put_back(latent, self._sampler, self.step), self.edit.paste(estimate)
+            latent, estimate = self.edit.put_back(latent, self._sampler, self.evaluation), self.edit.paste(estimate)
         self.latent, self.estimate = latent, estimate
 
     def state(self) -> RequestState:
-        """Return a snapshot between two steps. Later steps do not change it."""
+        """Return a snapshot between two evaluations. Later ones do not change it."""
         return RequestState(
-            step=self.step,
+            evaluation=self.evaluation,
             latent=self.latent,
             generator=self._generator.get_state(),
             sampler=self._sampler.state(),
@@ -290,9 +339,9 @@ class Request:
             # generator, and so changes what ancestral samplers draw.
             self._draw(tuple(image.mean.shape), image.mean.dtype)
             self.edit = Edit(image_latent=latent.contiguous(), noise=noise, mask=mask)
-            return self.edit.start(self._sampler, self.begin, self._strength)
+            return self.edit.start(self._sampler, self.first_evaluation, self._strength)
         # Always contiguous: batches and checkpoints are, and the last bits of a sum depend on the memory layout.
-        return self._sampler.add_noise(latent, noise, self.begin).contiguous()
+        return self._sampler.add_noise(latent, noise, self.first_evaluation).contiguous()
 
     def _start_from_mask(self, sources: Sources) -> Tensor:
         """Return the latent before the first step of a model that reads the mask, and set what it reads.
@@ -310,7 +359,7 @@ class Request:
             self._image = torch.cat([mask, self._draw_source(masked_image)], dim=1)[0].contiguous()
         if source is None:
             return noise * self._sampler.init_noise_sigma
-        return self._sampler.add_noise(source, noise, self.begin).contiguous()
+        return self._sampler.add_noise(source, noise, self.first_evaluation).contiguous()
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:

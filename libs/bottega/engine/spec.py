@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bottega.errors import Violation
 from bottega.model.sampler_choices import SamplerChoice
 from bottega.model.samplers import KARRAS, SamplerKind
-from bottega.planning import control_steps, rows_per_image, steps_to_run
+from bottega.planning import rows_per_image, steps_to_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +136,6 @@ class ResolvedSpec:
     def lora_step(self) -> int | None:
         """The step at which its LoRAs are applied; None if they are applied when they arrive."""
         return self.loras[0].from_step if self.loras else None
-
-    def control_steps(self, control: ControlSpec) -> tuple[int, int]:
-        """Return the steps [first, last) in which a ControlNet is active. Its fractions are of the steps that run."""
-        first, last = control_steps(control.control_guidance_start, control.control_guidance_end, self.steps)
-        return self.begin_step + first, self.begin_step + last
 
 
 def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:

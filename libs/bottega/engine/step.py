@@ -278,7 +278,7 @@ class Stepper:
             job = self._jobs[request]
             try:
                 request.advance(halves[request])
-                self.steps += 1
+                self.steps += request.between_steps
                 job.note_step(request, group_requests=len(stepped), shared=request in shared)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 failed[job] = error

@@ -142,11 +142,12 @@ class RowActivations(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """A half of one request at one step."""
+    """A half of one request in one evaluation of the network."""
 
     owner: Hashable
     """The request that the row belongs to. Rows of one owner stay together."""
     step: int
+    """Index of the evaluation in the request's schedule; for ControlNets every evaluation is a step."""
     half: Half
     sample: Tensor
     """Scaled latent, [channels, height, width]."""

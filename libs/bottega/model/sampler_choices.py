@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from bottega.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, make_scheduler
+from bottega.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, make_scheduler, pace_of
 from bottega.model_files.scheduler_rules import sampler_problems
 from bottega.plain_text import excerpt
+from bottega.planning import Pace
 from bottega.rules import MAX_STEPS
 
 # Steps treat all elements of a latent alike, except for thresholds that are computed from the whole latent.
@@ -25,6 +26,10 @@ _CONVERTED_SIGMAS = (
     "use_flow_sigmas",
     "use_lu_lambdas",
 )
+
+_SLOW_TO_COUNT = frozenset({SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL})
+# Three of Runge-Kutta's, and one beside them.
+_LEAST_RUNGE_KUTTA_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,10 @@ class ModelSamplers:
         """
         return steps if draws_noise(kind, self.config) else steps - 1
 
+    def pace(self, kind: SamplerKind) -> Pace:
+        """Return how many evaluations of the network a sampler makes."""
+        return pace_of(kind, self.config)
+
     def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0, restarts: bool = False) -> Sampler:
         """Return a sampler for one request; see `Sampler`."""
         return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras, restarts=restarts)
@@ -98,7 +107,9 @@ class ModelSamplers:
         check converted sigmas, such as Karras': there are as many as steps, and they would take a second.
         """
         karras = {"use_karras_sigmas": choice.karras} if choice.kind in KARRAS else {}
-        scheduler = make_scheduler(choice.kind, self.config, karras)
+        # KDPM2 has as many timesteps as Heun, and computes those between two steps slowly.
+        counted = SamplerKind.HEUN if choice.kind in _SLOW_TO_COUNT else choice.kind
+        scheduler, pace = make_scheduler(counted, self.config, karras), self.pace(choice.kind)
         if any(scheduler.config.get(name) for name in _CONVERTED_SIGMAS):
             return {}
         refused: dict[int, str] = {}
@@ -106,9 +117,9 @@ class ModelSamplers:
             try:
                 scheduler.set_timesteps(steps)
             except Exception as error:  # noqa: BLE001 - as in a trial
-                refused[steps] = _impossible(steps, error)
+                refused[steps] = _impossible(choice.kind, steps, error)
             else:
-                if reason := _miscounted(len(scheduler.timesteps), steps):
+                if reason := _miscounted(len(scheduler.timesteps), steps, pace):
                     refused[steps] = reason
         return refused
 
@@ -117,22 +128,28 @@ class ModelSamplers:
         yield from sampler_problems(choice.kind.value, self.config, use_karras_sigmas=karras)
         try:
             sampler = self.open(choice, steps=steps)
-            if reason := _miscounted(sampler.steps, steps):
+            if reason := _miscounted(sampler.evaluations, steps, self.pace(choice.kind)):
                 yield reason
             if not _stays_finite(sampler):
                 yield f"{steps} steps with the model's scheduler configuration give values that are not finite"
         except Exception as error:  # noqa: BLE001 - the boundary of a trial: it may be anything that Diffusers raises
-            yield _impossible(steps, error)
+            yield _impossible(choice.kind, steps, error)
 
 
-def _miscounted(made: int, steps: int) -> str:
-    """Return why a schedule of `made` steps is refused if `steps` are requested; empty if they are equal."""
-    if made == steps:
+def _miscounted(evaluations: int, steps: int, pace: Pace) -> str:
+    """Return why a schedule of `evaluations` is refused if `steps` are requested; empty if they fit each other."""
+    if evaluations == (pace.evaluations(steps) if steps > 1 else 1):
         return ""
+    made = (evaluations - pace.extra) // pace.per_step
     return f"the model's timestep spacing makes {made} steps of {steps}: ask for another number"
 
 
-def _impossible(steps: int, error: Exception) -> str:
+def _impossible(kind: SamplerKind, steps: int, error: Exception) -> str:
+    if kind is SamplerKind.PNDM and steps < _LEAST_RUNGE_KUTTA_STEPS:
+        return (
+            f"PNDM needs at least {_LEAST_RUNGE_KUTTA_STEPS} steps, because skip_prk_steps of the model's scheduler "
+            "configuration is not true"
+        )
     if "original_steps" in str(error):  # LCM and TCD name each combination at length
         return f"Diffusers cannot make {steps} steps: more than original_inference_steps of the scheduler configuration"
     return f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
@@ -140,13 +157,13 @@ def _impossible(steps: int, error: Exception) -> str:
 
 @torch.inference_mode()
 def _stays_finite(sampler: Sampler) -> bool:
-    """Return whether all steps of a sampler map finite values to finite values. Raise what Diffusers raises."""
+    """Return whether all evaluations of a sampler map finite values to finite values. Raise what Diffusers raises."""
     generator = torch.Generator("cpu").manual_seed(0)
     latent = torch.randn(_TRIED_SHAPE, generator=generator) * sampler.init_noise_sigma
-    for step in range(sampler.steps):
+    for evaluation in range(sampler.evaluations):
         # A prediction of the magnitude of the input, as noise, velocity and pictures have.
-        predicted = torch.tanh(sampler.model_input(latent, step))
-        latent, estimate = sampler.step(predicted, step, latent, generator)
+        predicted = torch.tanh(sampler.model_input(latent, evaluation))
+        latent, estimate = sampler.step(predicted, evaluation, latent, generator)
         if not math.isfinite(float(latent.sum() + estimate.sum())):
             return False
     return True

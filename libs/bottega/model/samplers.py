@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from bottega.device.pick import open_device
 from bottega.model.operations import EulerStep
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SAMPLER_OVERRIDES, takes_karras_sigmas
+from bottega.planning import Pace
 
 
 class SamplerKind(Enum):
@@ -39,6 +41,10 @@ class SamplerKind(Enum):
     TCD = "tcd"
     EDM_EULER = "edm_euler"
     EDM_DPMPP_2M = "edm_dpmpp_2m"
+    PNDM = "pndm"
+    HEUN = "heun"
+    KDPM2 = "kdpm2"
+    KDPM2_ANCESTRAL = "kdpm2_ancestral"
 
     @property
     def scheduler_class(self) -> Any:
@@ -65,11 +71,24 @@ _LEAST_SIGNAL = 2.0**-12
 _SOLVERS = frozenset({SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE, SamplerKind.DPMPP_2S, SamplerKind.EDM_DPMPP_2M})
 _STOCHASTIC_ALGORITHMS = frozenset({"sde-dpmsolver", "sde-dpmsolver++"})
 
-# Samplers that read the noise of a latent from the timestep; they know no sigmas.
-_BY_TIMESTEP = frozenset({SamplerKind.DDIM, SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.TCD})
+# Samplers that draw no noise at the last step.
+_QUIET_AT_LAST = frozenset({SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.KDPM2_ANCESTRAL})
 
-# Samplers whose schedulers derive their place from the timestep. The others count steps.
-_UNCOUNTED = frozenset({SamplerKind.DDIM, SamplerKind.DDPM})
+# Samplers that read the noise of a latent from the timestep; they know no sigmas.
+_BY_TIMESTEP = frozenset({SamplerKind.DDIM, SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.TCD, SamplerKind.PNDM})
+
+# Samplers whose schedulers do not know where they begin: they derive their place from the timestep or, as PNDM, from
+# the evaluations that they have made. The others count evaluations from the first one.
+_UNCOUNTED = frozenset({SamplerKind.DDIM, SamplerKind.DDPM, SamplerKind.PNDM})
+
+# Samplers that evaluate the network twice in each step but the last.
+_TWICE = frozenset({SamplerKind.HEUN, SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL})
+
+# Samplers whose second evaluation in a step is at a noise level between those of two steps.
+_INTERPOLATING = frozenset({SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL})
+
+# PNDM makes this many steps with Runge-Kutta's method, of four evaluations each, unless they are left out.
+_RUNGE_KUTTA_STEPS = 3
 
 # Samplers that have sigmas, and latents of variance 1: a x0 + s n with a^2 + s^2 = 1. Latents of the others with sigmas
 # are x0 + sigma n.
@@ -89,6 +108,9 @@ _ESTIMATING = frozenset(
         SamplerKind.LMS,
         SamplerKind.LCM,
         SamplerKind.EDM_EULER,
+        SamplerKind.HEUN,
+        SamplerKind.KDPM2,
+        SamplerKind.KDPM2_ANCESTRAL,
     }
 )
 
@@ -102,6 +124,10 @@ _STATE: Mapping[SamplerKind, tuple[str, ...]] = {
     SamplerKind.UNIPC: (*_MULTISTEP, "last_sample", "this_order"),
     SamplerKind.LMS: ("derivatives",),
     SamplerKind.EDM_DPMPP_2M: _MULTISTEP,
+    SamplerKind.PNDM: ("counter", "cur_model_output", "cur_sample", "ets"),
+    SamplerKind.HEUN: ("sample", "prev_derivative", "dt"),
+    SamplerKind.KDPM2: ("sample",),
+    SamplerKind.KDPM2_ANCESTRAL: ("sample",),
 }
 
 # Earlier derivatives that LMS uses at most, in Diffusers' pipelines.
@@ -118,9 +144,18 @@ def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
         kind: The sampler.
         config: The model's scheduler configuration, which can make some samplers stochastic.
     """
-    if kind in {SamplerKind.EULER_ANCESTRAL, SamplerKind.DDPM, SamplerKind.LCM}:
+    if kind in {SamplerKind.EULER_ANCESTRAL, SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.KDPM2_ANCESTRAL}:
         return True
     return kind in _SOLVERS and {**config, **kind.overrides}.get("algorithm_type") in _STOCHASTIC_ALGORITHMS
+
+
+def pace_of(kind: SamplerKind, config: Mapping[str, Any]) -> Pace:
+    """Return how many evaluations a sampler makes with a model's scheduler configuration."""
+    if kind in _TWICE:
+        return Pace(per_step=2, extra=-1)
+    if kind is SamplerKind.PNDM:
+        return Pace(extra=1 if config.get("skip_prk_steps") else 3 * _RUNGE_KUTTA_STEPS)
+    return Pace()
 
 
 def same_noise(level: float, other: float) -> bool:
@@ -151,7 +186,7 @@ def ignored_algorithm_advice() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """The state of a sampler between steps."""
+    """The state of a sampler between two evaluations of the network."""
 
     tensors: dict[str, Tensor]
     """Tensors by name."""
@@ -161,6 +196,10 @@ class SamplerState:
 
 class Sampler:
     """A Diffusers scheduler with its schedule, for one request.
+
+    The schedule lists evaluations of the network, as `scheduler.timesteps` does. Most samplers make one for each step.
+    Heun and KDPM2 evaluate the network twice in each step but the last. PNDM evaluates it twice in the first step, or
+    four times in each of the first three.
 
     The scheduler keeps everything on the CPU; latents may be on any device.
 
@@ -191,36 +230,51 @@ class Sampler:
         self._scheduler.set_timesteps(steps)
         self._draws = draws_noise(kind, config)
         self._restarts = restarts
-        self._begin_at(begin)
-        # Diffusers counts timesteps. All kinds here are of order 1, with one timestep for each step.
-        self.steps = len(self._scheduler.timesteps)
+        self.steps = steps
+        self.evaluations = len(self._scheduler.timesteps)
+        """Number of entries of the schedule. Image-to-image and cached starts skip the first of them."""
+        # Diffusers' image-to-image skips as many entries for each step as the scheduler's order is.
+        self.first_evaluation: int = begin * self._scheduler.order
+        """The first evaluation that is made."""
+        self._firsts = self._first_evaluations(begin)
+        self._begin_at(self.first_evaluation)
 
     @property
     def init_noise_sigma(self) -> float:
         """Factor of a standard normal latent before step 0."""
         return float(self._scheduler.init_noise_sigma)
 
-    def timestep(self, step: int) -> Tensor:
-        """Return the timestep of a step, a scalar."""
-        timestep: Tensor = self._scheduler.timesteps[step]
+    def evaluation_of(self, step: int) -> int:
+        """Return the first evaluation of a step; `evaluations` for the step after the last one."""
+        return self.evaluations if step >= self.steps else self._firsts[step]
+
+    def step_of(self, evaluation: int) -> int:
+        """Return the step that an evaluation belongs to, which is the number of steps that are finished before it."""
+        if evaluation >= self.evaluations:
+            return self.steps
+        return bisect_right(self._firsts, evaluation) - 1
+
+    def timestep(self, evaluation: int) -> Tensor:
+        """Return the timestep of an evaluation, a scalar."""
+        timestep: Tensor = self._scheduler.timesteps[evaluation]
         return timestep
 
-    def signal(self, step: int) -> float:
-        """Return the factor of the picture in the latent before a step; step `steps` is after the last one.
+    def signal(self, evaluation: int) -> float:
+        """Return the factor of the picture in the latent before an evaluation; `evaluations` is after the last one.
 
         Divided by it, the latents of all samplers at one timestep agree: the picture, plus noise of one deviation. It
         is never 0; when nothing of the picture is left, it is the smallest value that Diffusers' samplers use.
         """
-        return 1.0 if step == self.steps else max(self._noise_level(step)[0], _LEAST_SIGNAL)
+        return 1.0 if evaluation == self.evaluations else max(self._noise_level(evaluation)[0], _LEAST_SIGNAL)
 
-    def noise_level(self, step: int) -> float:
-        """Return the standard deviation of the noise before a step, in a latent whose picture has factor 1.
+    def noise_level(self, evaluation: int) -> float:
+        """Return the standard deviation of the noise before a evaluation, in a latent whose picture has factor 1.
 
         Together with the timestep it determines the input of the model for any sampler: DPM++ rounds the timesteps of
         Karras' sigmas, so that several levels have the same one. All samplers return the same number for the level that
         a timestep had in training.
         """
-        timestep, (signal, deviation) = float(self.timestep(step)), self._noise_level(step)
+        timestep, (signal, deviation) = float(self.timestep(evaluation)), self._noise_level(evaluation)
         level = deviation / max(signal, _LEAST_SIGNAL)
         if self._kind in _EDM:
             return level
@@ -232,16 +286,16 @@ class Sampler:
                 return trained_level
         return level
 
-    def add_noise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
-        """Return a latent with the noise level of `step`, as image-to-image starts.
+    def add_noise(self, latent: Tensor, noise: Tensor, evaluation: int) -> Tensor:
+        """Return a latent with the noise level of `evaluation`, as image-to-image starts.
 
         This computes what Diffusers' `add_noise` does, which however copies all noise levels to the latent's device and
         waits.
         """
         if self._kind in _BY_TIMESTEP:
-            kept: Tensor = self._scheduler.alphas_cumprod[int(self.timestep(step))].to(latent.dtype)
+            kept: Tensor = self._scheduler.alphas_cumprod[int(self.timestep(evaluation))].to(latent.dtype)
             return kept**0.5 * latent + (1 - kept) ** 0.5 * noise
-        sigma: Tensor = self._scheduler.sigmas[step].to(latent.dtype)
+        sigma: Tensor = self._scheduler.sigmas[evaluation].to(latent.dtype)
         if self._kind in _VARIANCE_KEPT:
             levels: tuple[Tensor, Tensor] = self._scheduler._sigma_to_alpha_sigma_t(sigma)
             return levels[0] * latent + levels[1] * noise
@@ -258,30 +312,30 @@ class Sampler:
             noise: Standard normal, in the same shape.
             step: The step.
         """
-        signal, deviation = self._noise_level(step)
-        signal_before, deviation_before = self._noise_level(step - 1)
+        signal, deviation = self._noise_level(self.evaluation_of(step))
+        signal_before, deviation_before = self._noise_level(self.evaluation_of(step - 1))
         scale = signal_before / signal
         fresh = math.sqrt(max(0.0, deviation_before**2 - (scale * deviation) ** 2))
         return scale * latent + fresh * noise
 
-    def model_input(self, latent: Tensor, step: int) -> Tensor:
-        """Return the latent scaled for the model's input. It may be called again for the same step."""
-        scaled: Tensor = self._scheduler.scale_model_input(latent, self.timestep(step))
+    def model_input(self, latent: Tensor, evaluation: int) -> Tensor:
+        """Return the latent scaled for the model's input. It may be called again for the same evaluation."""
+        scaled: Tensor = self._scheduler.scale_model_input(latent, self.timestep(evaluation))
         return scaled
 
     def step(
-        self, noise: Tensor, step: int, latent: Tensor, generator: torch.Generator | None
+        self, noise: Tensor, evaluation: int, latent: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the next latent, and the estimate of the finished latent that the step was made from.
+        """Return the next latent, and an estimate of the finished latent.
 
         Args:
             noise: The model's prediction, [1, channels, height, width].
-            step: The step to make.
-            latent: The latent before the step, in the same shape.
+            evaluation: The evaluation to make.
+            latent: The latent before the evaluation, in the same shape.
             generator: On the CPU; samplers that draw noise draw it from here, as Diffusers' pipelines do.
         """
         if self._kind is SamplerKind.EULER_ANCESTRAL:
-            made = ancestral_step(self._scheduler, step, noise, latent, generator)
+            made = ancestral_step(self._scheduler, evaluation, noise, latent, generator)
             self.count_step()
             return made
         extra: dict[str, Any] = {}
@@ -296,8 +350,8 @@ class Sampler:
             extra["order"] = min(len(self._scheduler.derivatives) + 1, _LMS_ORDER)
         elif self._kind is SamplerKind.TCD:
             extra["eta"] = 0.0  # as Diffusers' pipelines have it
-        made = self._scheduler.step(noise, self.timestep(step), latent, **extra, return_dict=False)
-        return made[0], made[1] if self._kind in _ESTIMATING else self._estimate(noise, step, latent)
+        made = self._scheduler.step(noise, self.timestep(evaluation), latent, **extra, return_dict=False)
+        return made[0], made[1] if self._kind in _ESTIMATING else self._estimate(noise, evaluation, latent)
 
     def skip_noise(self, steps: int, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> None:
         """Advance the generator by the draws of `steps` steps.
@@ -310,11 +364,11 @@ class Sampler:
             return
         drawn = torch.float32 if self._kind in {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE} else dtype
         for step in range(steps):
-            last = step == self.steps - 1 if self._kind is SamplerKind.LCM else float(self.timestep(step)) <= 0
-            if self._kind not in {SamplerKind.LCM, SamplerKind.DDPM} or not last:
+            last = float(self.timestep(step)) <= 0 if self._kind is SamplerKind.DDPM else step == self.steps - 1
+            if not (last and self._kind in _QUIET_AT_LAST):
                 torch.randn(tuple(shape), generator=generator, dtype=drawn)
 
-    def euler_step(self, step: int) -> EulerStep | None:
+    def euler_step(self, evaluation: int) -> EulerStep | None:
         """Return the parameters of an Euler step, for code that computes it itself; None for other samplers.
 
         Such code then calls `count_step`.
@@ -322,15 +376,18 @@ class Sampler:
         prediction = self._scheduler.config.prediction_type if self._kind is SamplerKind.EULER else ""
         if prediction not in {"epsilon", "v_prediction"}:
             return None
-        sigma, next_sigma = (float(level) for level in self._scheduler.sigmas[step : step + 2])
+        sigma, next_sigma = (float(level) for level in self._scheduler.sigmas[evaluation : evaluation + 2])
         return EulerStep(sigma=sigma, next_sigma=next_sigma, velocity=prediction == "v_prediction")
 
     def count_step(self) -> None:
-        """Advance the sampler by the step for which `model_input` was last called."""
+        """Advance the sampler by the evaluation for which `model_input` was last called."""
         self._scheduler._step_index += 1
 
     def state(self) -> SamplerState:
-        """Return the state for `restore`, without the step. Only samplers that look back at earlier steps have any."""
+        """Return the state for `restore`, without the evaluation.
+
+        Only samplers that look back at earlier evaluations have any.
+        """
         state = SamplerState(tensors={}, numbers={"restarts": 1} if self._restarts else {})
         for name in _STATE.get(self._kind, ()):
             value = getattr(self._scheduler, name, None)
@@ -340,20 +397,22 @@ class Sampler:
                 kept = {f"{name}.{index}": each for index, each in enumerate(value) if index >= first}
                 state.tensors.update({key: each for key, each in kept.items() if each is not None})
             elif isinstance(value, Tensor):
-                state.tensors[name] = value
+                # PNDM adds to its sum in place, while the state may still be copied.
+                state.tensors[name] = value.clone() if name == "cur_model_output" else value
             elif value is not None:
                 state.numbers[name] = value
         return state
 
-    def restore(self, state: SamplerState, step: int, device: torch.device) -> None:
-        """Continue before `step` as if the earlier steps had been made by this sampler.
+    def restore(self, state: SamplerState, evaluation: int, device: torch.device) -> None:
+        """Continue before `evaluation` as if the earlier ones had been made by this sampler.
 
         Raises:
             ValueError: The state is that of another sampler.
         """
-        self._begin_at(step)
+        self._begin_at(evaluation)
         names = _STATE.get(self._kind, ())
-        if names and not state.numbers.keys() & set(names):
+        stateless = self._kind in _TWICE and self.evaluation_of(self.step_of(evaluation)) == evaluation
+        if names and not stateless and not (state.numbers.keys() | state.tensors.keys()) & set(names):
             raise ValueError("the state of a multi-step sampler is missing")
         self._restarts = "restarts" in state.numbers
         tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
@@ -364,12 +423,12 @@ class Sampler:
             elif name in tensors or name in state.numbers:
                 setattr(self._scheduler, name, tensors.get(name, state.numbers.get(name)))
 
-    def _estimate(self, predicted: Tensor, step: int, latent: Tensor) -> Tensor:
-        """Return the finished latent that a prediction for the latent before a step implies."""
+    def _estimate(self, predicted: Tensor, evaluation: int, latent: Tensor) -> Tensor:
+        """Return the finished latent that a prediction for the latent before an evaluation implies."""
         if self._kind is SamplerKind.EDM_DPMPP_2M:
             estimate: Tensor = self._scheduler.model_outputs[-1]
             return estimate
-        signal, deviation = self._noise_level(step)
+        signal, deviation = self._noise_level(evaluation)
         prediction = self._scheduler.config.prediction_type
         if prediction == "sample":
             return predicted
@@ -379,26 +438,79 @@ class Sampler:
             return latent - deviation * predicted
         return (latent - deviation * predicted) / max(signal, _LEAST_SIGNAL)
 
-    def _noise_level(self, step: int) -> tuple[float, float]:
-        """Return the factor of the picture in the latent before a step, and the standard deviation of its noise."""
+    def _noise_level(self, evaluation: int) -> tuple[float, float]:
+        """Return the factor of the picture in the latent before an evaluation, and its noise's standard deviation."""
         if self._kind in _BY_TIMESTEP:
-            kept = float(self._scheduler.alphas_cumprod[int(self.timestep(step))])
+            kept = float(self._scheduler.alphas_cumprod[int(self.timestep(evaluation))])
             return math.sqrt(kept), math.sqrt(1.0 - kept)
-        sigma = self._scheduler.sigmas[step]
+        sigma = self._scheduler.sigmas[evaluation]
+        if self._kind in _INTERPOLATING and evaluation % 2:
+            # Its second evaluation is between two steps. Diffusers' add_noise does not know of it.
+            sigma = self._scheduler.sigmas_interpol[evaluation - (self._kind is SamplerKind.KDPM2_ANCESTRAL)]
         if self._kind in _VARIANCE_KEPT:
             signal, deviation = self._scheduler._sigma_to_alpha_sigma_t(sigma)
             return float(signal), float(deviation)
         return 1.0, float(sigma)
 
-    def _begin_at(self, step: int) -> None:
+    def _first_evaluations(self, begin: int) -> list[int]:
+        """Return the first evaluation of each step, if step `begin` is the first one that is made."""
+        # The first `several` steps that are made take so many evaluations each; the others one.
+        several, evaluations = 0, 1
+        if self._kind in _TWICE:
+            several, evaluations = self.steps, 2
+        elif self._kind is SamplerKind.PNDM:
+            several, evaluations = (1, 2) if self._scheduler.config.skip_prk_steps else (_RUNGE_KUTTA_STEPS, 4)
+        skipped = [self._scheduler.order * step for step in range(begin)]
+        made = range(self.steps - begin)
+        return skipped + [
+            self.first_evaluation + evaluations * min(step, several) + max(0, step - several) for step in made
+        ]
+
+    def _begin_at(self, evaluation: int) -> None:
         if self._kind not in _UNCOUNTED:
-            self._scheduler.set_begin_index(step)
+            self._scheduler.set_begin_index(evaluation)
+
+
+class _WithoutTrainingSchedule:
+    """A part of a scheduler that makes no schedule of all timesteps of training when it is created.
+
+    Diffusers' Heun and KDPM2 make one, which takes up to 0.3 s and is not used.
+    """
+
+    def set_timesteps(
+        self, num_inference_steps: int, device: torch.device | None = None, num_train_timesteps: int | None = None
+    ) -> None:
+        """Set the schedule, as in Diffusers."""
+        if num_train_timesteps is None:
+            super().set_timesteps(num_inference_steps, device)  # type: ignore[misc]
+        else:
+            self.sigmas = torch.empty(0)
+
+
+class _Heun(_WithoutTrainingSchedule, diffusers.HeunDiscreteScheduler):  # type: ignore[misc]
+    pass
+
+
+class _Kdpm2(_WithoutTrainingSchedule, diffusers.KDPM2DiscreteScheduler):  # type: ignore[misc]
+    pass
+
+
+class _Kdpm2Ancestral(_WithoutTrainingSchedule, diffusers.KDPM2AncestralDiscreteScheduler):  # type: ignore[misc]
+    pass
+
+
+_WITHOUT_TRAINING_SCHEDULE: Mapping[SamplerKind, Any] = {
+    SamplerKind.HEUN: _Heun,
+    SamplerKind.KDPM2: _Kdpm2,
+    SamplerKind.KDPM2_ANCESTRAL: _Kdpm2Ancestral,
+}
 
 
 def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
     """Return the Diffusers scheduler that `Kind.from_config(pipe.scheduler.config, **overrides)` makes."""
     with ignored_algorithm_advice():
-        scheduler = kind.scheduler_class.from_config(dict(config), **{**kind.overrides, **overrides})
+        made = _WITHOUT_TRAINING_SCHEDULE.get(kind, kind.scheduler_class)
+        scheduler = made.from_config(dict(config), **{**kind.overrides, **overrides})
     if kind is SamplerKind.LMS:
         # A reference of the scheduler to itself would keep its tensors until a garbage collection.
         scheduler.get_lms_coefficient = partial(_lms_coefficient, weakref.proxy(scheduler))

@@ -48,6 +48,10 @@ SAMPLER_CLASSES: Mapping[str, str] = MappingProxyType(
         "tcd": "TCDScheduler",
         "edm_euler": "EDMEulerScheduler",
         "edm_dpmpp_2m": "EDMDPMSolverMultistepScheduler",
+        "pndm": "PNDMScheduler",
+        "heun": "HeunDiscreteScheduler",
+        "kdpm2": "KDPM2DiscreteScheduler",
+        "kdpm2_ancestral": "KDPM2AncestralDiscreteScheduler",
     }
 )
 """The served samplers, as requests name them, with their classes in Diffusers; a class's own sampler comes first."""
@@ -62,17 +66,9 @@ UNSERVED_CLASSES: Mapping[str, str] = MappingProxyType(
         "CosineDPMSolverMultistepScheduler": "it is for models of sound",
         "DPMSolverSDEScheduler": "it needs torchsde, which is not installed with the suite",
         "FlowMatchEulerDiscreteScheduler": "it is for models that were trained with flow matching",
-        "HeunDiscreteScheduler": "",
-        "KDPM2AncestralDiscreteScheduler": "",
-        "KDPM2DiscreteScheduler": "",
-        "PNDMScheduler": "",
     }
 )
-"""Classes of Diffusers that are known and not served, each with its reason.
-
-Where the reason is empty, the class solves the same equation as the served ones, and they draw with the same model.
-"""
-
+"""Classes of Diffusers that are known and not served, each with its reason."""
 # Memory for the noise levels of training is bounded; published models have 1000.
 _MOST_TRAIN_TIMESTEPS = 100_000
 _SPACINGS = only("linspace", "leading", "trailing")
@@ -161,6 +157,16 @@ def _consistency() -> tuple[FieldRule, ...]:
         FieldRule(name="set_alpha_to_one", default=True, values=FLAG),
         *_clipping(False),
         *_THRESHOLDING,
+    )
+
+
+def _second_order(*predictions: str) -> tuple[FieldRule, ...]:
+    """Return the rules for samplers that evaluate the network twice in a step."""
+    return (
+        *_betas(0.00085, 0.012, "linear"),
+        _prediction(*predictions),
+        *_timesteps("linspace"),
+        *_CONVERTED_SIGMAS,
     )
 
 
@@ -314,6 +320,19 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
             *_timesteps("linspace"),
             *_CONVERTED_SIGMAS,
         ),
+        "PNDMScheduler": (
+            *_DEFAULT_BETAS,
+            _prediction("epsilon", "v_prediction"),
+            *_timesteps("leading"),
+            FieldRule(name="skip_prk_steps", default=False, values=FLAG),
+            FieldRule(name="set_alpha_to_one", default=False, values=FLAG),
+        ),
+        "HeunDiscreteScheduler": (
+            *_second_order("epsilon", "v_prediction", "sample"),
+            *_clipping(False),
+        ),
+        "KDPM2DiscreteScheduler": _second_order("epsilon", "v_prediction"),
+        "KDPM2AncestralDiscreteScheduler": _second_order("epsilon", "v_prediction"),
         "LCMScheduler": _consistency(),
         "TCDScheduler": _consistency(),
         "EDMEulerScheduler": _EDM_LEVELS,
@@ -347,20 +366,12 @@ def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -
     """
     name = config.get("_class_name")
     own = next((own for own, served in SAMPLER_CLASSES.items() if served == name), "")
-    if sampler and (own or UNSERVED_CLASSES.get(str(name)) == ""):
-        own = sampler
     if own:
-        yield from sampler_problems(own, config)
+        yield from sampler_problems(sampler or own, config)
         return
     *others, last = SCHEDULER_RULES
-    sentence = f"_class_name must be {', '.join(others)} or {last}, not {shown(name)}"
-    if reason := UNSERVED_CLASSES.get(str(name), "this class is not known"):
-        yield f"{sentence}: {reason}"
-    else:
-        yield (
-            f"{sentence}, which is not served; to draw with one of them all the same, name a sampler in bottega.json, "
-            'such as {"sampler": "euler"}'
-        )
+    reason = UNSERVED_CLASSES.get(str(name), "this class is not known")
+    yield f"_class_name must be {', '.join(others)} or {last}, not {shown(name)}: {reason}"
 
 
 def sampler_problems(sampler: str, config: Mapping[str, object], *, use_karras_sigmas: bool | None = None) -> list[str]:

@@ -7,6 +7,7 @@ from bottega.planning.cost import RowFractions, Shape, StepTimes, rounded_share,
 from bottega.planning.step_table import StepTable
 from bottega.planning.width import (
     MAX_BACKLOG,
+    Pace,
     RemainingWork,
     best_width,
     completion_times,
@@ -19,6 +20,7 @@ from bottega.planning.width import (
 
 __all__ = [
     "MAX_BACKLOG",
+    "Pace",
     "RemainingWork",
     "RowFractions",
     "Shape",

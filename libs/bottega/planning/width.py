@@ -7,6 +7,7 @@ turn is one forward pass of a batch; each request in it makes one step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
@@ -37,6 +38,20 @@ class RemainingWork(NamedTuple):
     """Number of remaining steps."""
     rows: float
     """Batch rows of the request (two per image if guided), in multiples of a row that computes all tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often a sampler evaluates the network."""
+
+    per_step: int = 1
+    """Evaluations in each step."""
+    extra: int = 0
+    """Evaluations of a picture beside those; negative if the last step makes fewer."""
+
+    def evaluations(self, steps: int) -> int:
+        """Return the number of evaluations in the last `steps` steps of a picture."""
+        return max(steps, self.per_step * steps + self.extra)
 
 
 def rows_per_image(guidance_scale: float) -> int:

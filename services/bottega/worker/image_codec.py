@@ -37,6 +37,10 @@ _SAMPLER_TITLES = {
     Sampler.SAMPLER_TCD: "TCD",
     Sampler.SAMPLER_EDM_EULER: "Euler EDM",
     Sampler.SAMPLER_EDM_DPMPP_2M: "DPM++ 2M EDM",
+    Sampler.SAMPLER_PNDM: "PLMS",
+    Sampler.SAMPLER_HEUN: "Heun",
+    Sampler.SAMPLER_KDPM2: "DPM2",
+    Sampler.SAMPLER_KDPM2_ANCESTRAL: "DPM2 a",
 }
 _MODEL_HASH_LETTERS = 10
 _LORA_HASH_LETTERS = 12

@@ -38,7 +38,11 @@ class Asked:
     tenant: str = ""
 
     @property
-    def steps_left(self) -> int:
+    def evaluations(self) -> int:
+        return self.steps
+
+    @property
+    def evaluations_left(self) -> int:
         return self.steps - self.done
 
 
@@ -78,7 +82,7 @@ def step(chosen: Batcher[Asked], here: list[Asked]) -> list[Asked]:
             asked.waited += 1
     for asked in group:
         asked.done += 1
-        if not asked.steps_left:
+        if not asked.evaluations_left:
             chosen.remove(asked)
             here.remove(asked)
     return group

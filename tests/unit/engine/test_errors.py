@@ -208,7 +208,7 @@ def assert_nothing_left(easel: ManualEngine, key: str, requests: list[weakref.re
     del easel.drawings[key]
     gc.collect()
     assert key not in easel.engine.jobs
-    assert key not in dict(easel.engine.steps_left())
+    assert key not in dict(easel.engine.evaluations_left())
     assert [request() for request in requests] == [None] * len(requests)
 
 

@@ -202,7 +202,7 @@ def test_steps_to_go_count_those_that_wait_as_well(model: Model) -> None:
     easel.submit(EngineOrder(key="first", spec=replace(SPEC, num_images=2)))
     easel.submit(EngineOrder(key="second", spec=SPEC))
     easel.turn()
-    assert dict(easel.engine.steps_left()) == {"first": 2 * 5, "second": 6}
+    assert dict(easel.engine.evaluations_left()) == {"first": 2 * 5, "second": 6}
 
 
 def test_the_record_says_who_shared_the_turns_and_where_the_time_went(model: Model) -> None:

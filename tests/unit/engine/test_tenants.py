@@ -137,7 +137,7 @@ def after_a_light_tenant(model: Model) -> ManualEngine:
 def begin_decoding(easel: ManualEngine) -> Drawing:
     """Draw a large picture until its latent is finished."""
     heavy = easel.submit(EngineOrder(key="heavy", spec=LARGE, share=HEAVY))
-    while heavy.job is None or heavy.job.steps_left:
+    while heavy.job is None or heavy.job.evaluations_left:
         easel.turn()
     assert not heavy.all(ImageDrawn)
     return heavy

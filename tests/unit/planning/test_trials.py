@@ -66,7 +66,11 @@ class Asked:
     computed_share: float = 1.0
 
     @property
-    def steps_left(self) -> int:
+    def evaluations(self) -> int:
+        return self.steps
+
+    @property
+    def evaluations_left(self) -> int:
         return self.steps - self.done
 
 
@@ -96,7 +100,7 @@ class Worker:
             self.times.observe(SHAPE, rows, self.cost(rows))
         for asked in group:
             asked.done += 1
-            if not asked.steps_left:
+            if not asked.evaluations_left:
                 self.batcher.remove(asked)
                 self.here.remove(asked)
         self.widths.append(len(group))
@@ -108,7 +112,7 @@ def turn_with_a_queue(worker: Worker, queued: int) -> None:
     outdated = {(shape, rows) for shape, rows, _ in entries if worker.times.outdated(shape, rows)}
     seat = WorkerState(
         worker="w1",
-        running=tuple(ResourceRequest(rows=ROWS, steps=asked.steps_left, shape=SHAPE) for asked in worker.here),
+        running=tuple(ResourceRequest(rows=ROWS, steps=asked.evaluations_left, shape=SHAPE) for asked in worker.here),
         times=StepTimes.from_entries(entries, outdated=outdated),
         fixed_s=0.0,
         max_rows=MAX_ROWS,

@@ -64,10 +64,14 @@ def test_what_a_model_cannot_draw_with_is_told_with_the_reason(tmp_path: Path) -
     model = ready_of(make_engine(load(folder), EngineLimits())).ready.model
     refused = {choice.sampler: choice.refused_because for choice in model.sampler_choices if choice.refused_because}
     edm = "it is for models that were trained with EDM's noise levels"
+    of_noise = 'prediction_type must be "epsilon" or "v_prediction", not "sample"'
     assert refused == {
-        generation_pb2.SAMPLER_EULER_ANCESTRAL: 'prediction_type must be "epsilon" or "v_prediction", not "sample"',
+        generation_pb2.SAMPLER_EULER_ANCESTRAL: of_noise,
         generation_pb2.SAMPLER_EDM_EULER: edm,
         generation_pb2.SAMPLER_EDM_DPMPP_2M: edm,
+        generation_pb2.SAMPLER_PNDM: of_noise,
+        generation_pb2.SAMPLER_KDPM2: of_noise,
+        generation_pb2.SAMPLER_KDPM2_ANCESTRAL: of_noise,
     }
 
 
@@ -84,7 +88,8 @@ def test_steps_that_a_spacing_cannot_make_are_told_with_the_engines_reasons(tmp_
             assert set(told.refused_steps) == set(range(51, MAX_STEPS + 1))
         else:
             own = choice.karras or choice.kind is SamplerKind.DPMPP_2S
-            assert set(told.refused_steps) == (set() if own else {61, 103, 121, 122})
+            few = {1, 2, 3} if choice.kind is SamplerKind.PNDM else set()  # with Runge-Kutta's steps
+            assert set(told.refused_steps) == (set() if own else {61, 103, 121, 122} | few)
         tried = {steps: samplers.refusal(choice, steps) for steps in (1, 60, 61, 62, 103)}
         assert {steps: reason for steps, reason in tried.items() if reason} == {
             steps: reason for steps, reason in told.refused_steps.items() if steps in tried

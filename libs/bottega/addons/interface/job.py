@@ -37,6 +37,8 @@ class JobRequest:
     """Arrival time of the request, on the monotonic clock."""
     shape: Shape = (0, 0)
     """Height and width of the latent."""
+    evaluations_per_step: float = 1.0
+    """Evaluations of the network in a denoising step, on average over a picture. It depends on the sampler."""
     request_id: str = ""
     """The caller's idempotency key; empty if it gave none."""
     log_id: str = ""

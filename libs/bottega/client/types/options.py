@@ -56,8 +56,8 @@ class EditOptions(TypedDict, total=False):
         height: Height in pixels, likewise.
         seed: Seed of the first picture; picture i is drawn like a single one with seed + i.
         sampler: One of SamplerName, such as "euler" or "dpmpp_2m".
-        use_karras_sigmas: Whether to use Karras sigmas, with "euler", "lms", "deis", "unipc" and the "dpmpp" samplers;
-            by default as in the model's scheduler configuration.
+        use_karras_sigmas: Whether to use Karras sigmas, with "euler", "lms", "deis", "unipc", "heun", and the "dpmpp"
+            and "kdpm2" samplers; by default as in the model's scheduler configuration.
         strength: Share of the source that is redrawn, above 0 to 1. The default is .3, with ControlNets .8 and with a
             mask .9999, as in Diffusers.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.

@@ -227,7 +227,11 @@ class Admission:
     ) -> Job:
         return Job(
             clock=self._controller.clock,
-            request=dataclasses.replace(request, shape=latent_shape(full, model)),
+            request=dataclasses.replace(
+                request,
+                shape=latent_shape(full, model),
+                evaluations_per_step=defaults.evaluations_per_step(full, model),
+            ),
             spec=full,
             bare=without_images(full) if has_images(full) else full,
             life=self._jobs.life,

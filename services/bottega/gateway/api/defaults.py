@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Sequence
 
 from bottega.addons.interface.gateway_addon import AddOn, Resolution
+from bottega.gateway.jobs.specs import steps_to_run
+from bottega.planning import Pace
 from bottega.rules import takes_karras_sigmas
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -98,6 +100,16 @@ def choice_of(spec: GenerationSpec, model: image_pb2.Model) -> image_pb2.Sampler
         if choice.sampler == sampler and matches:
             return choice
     return None
+
+
+def evaluations_per_step(full: GenerationSpec, model: image_pb2.Model) -> float:
+    """Return how often the sampler of a complete spec evaluates the network in a step, on average over a picture."""
+    choice = choice_of(full, model)
+    if choice is None or not choice.evaluations_per_step:
+        return 1.0
+    steps = max(1, steps_to_run(full))
+    pace = Pace(per_step=choice.evaluations_per_step, extra=choice.extra_evaluations)
+    return pace.evaluations(steps) / steps
 
 
 def strength_of(spec: GenerationSpec, model: image_pb2.Model) -> float | None:

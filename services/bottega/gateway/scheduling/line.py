@@ -244,7 +244,8 @@ class Line:
         return own.jobs.index(job, at)
 
     def _cost_s(self, job: Job) -> float:
-        return self._seconds(job) or UNMEASURED_S * max(1, job.rows * job.steps.total)
+        evaluations = job.steps.total * job.request.evaluations_per_step
+        return self._seconds(job) or UNMEASURED_S * max(1, job.rows * evaluations)
 
     def _due_at(self, job: Job) -> float:
         """Return when a job is due, on the monotonic clock; inf if its duration is unknown or due times are off."""

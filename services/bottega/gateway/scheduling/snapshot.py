@@ -279,7 +279,9 @@ class FleetSnapshot:
         reported = dict(member.steps_left)
         requests, due_s = list[ResourceRequest](), list[float]()
         for job in ours:
-            left = min(job.steps.total - job.steps.done, reported.pop(job.job_id, job.steps.total))
+            left = float(job.steps.total - job.steps.done)
+            if job.job_id in reported:
+                left = min(left, reported.pop(job.job_id) / job.request.evaluations_per_step)
             if left > 0:
                 share = member.shares.get(job.job_id) or self._expected_share(job)
                 requests.append(self._request_for(job, left, share))
@@ -325,7 +327,7 @@ def _request_for(job: Job, steps_left: float, share: float, slowdown: float) -> 
         share: Share of the tokens that is computed.
         slowdown: How many times as long its forward passes take because of its add-ons.
     """
-    steps = math.ceil(max(0, steps_left) / job.num_images)
+    steps = math.ceil(max(0, steps_left) * job.request.evaluations_per_step / job.num_images)
     return _cached_request(job.rows, steps, job.request.shape, rounded_share(share), slowdown)
 
 

@@ -137,12 +137,15 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
 
 def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoice]:
     for choice, reason in samplers.refusals.items():
+        pace = samplers.pace(choice.kind)
         yield image_pb2.SamplerChoice(
             sampler=_NUMBERS[choice.kind],
             use_karras_sigmas=choice.karras,
             is_default=choice == samplers.default_choice(choice.kind),
             refused_because=reason[:MAX_REASON_CHARACTERS],
             refused_steps={} if reason else samplers.refused_steps(choice),
+            evaluations_per_step=pace.per_step,
+            extra_evaluations=pace.extra,
         )
 
 
@@ -172,7 +175,7 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
         steps=engine.steps,
         running=[
             fleet_pb2.RunningAttempt(attempt=attempt_of(key), steps_left=steps, computed_share=shares.get(key, 0.0))
-            for key, steps in engine.steps_left()
+            for key, steps in engine.evaluations_left()
         ],
         step_times=[
             fleet_pb2.StepTime(

@@ -120,6 +120,16 @@ def test_what_a_request_does_not_say_of_karras_sigmas_is_the_models(
     assert not defaults.complete(GenerationSpec(), unknown).HasField("use_karras_sigmas"), "the worker knows it"
 
 
+@pytest.mark.parametrize(("spec", "expected"), [({}, 1.9), ({"image": b"x", "strength": 0.5}, 1.8)])
+def test_a_sampler_of_two_evaluations_a_step_costs_them(spec: dict[str, Any], expected: float) -> None:
+    heun = generation_pb2.SAMPLER_HEUN
+    choice = image_pb2.SamplerChoice(sampler=heun, is_default=True, evaluations_per_step=2, extra_evaluations=-1)
+    model = image_pb2.Model(name="m", default_sampler=heun, sampler_choices=[choice, *_choices(karras=False)])
+    for sampler, evaluations in ((heun, expected), (generation_pb2.SAMPLER_EULER, 1.0)):
+        full = defaults.complete(GenerationSpec(sampler=sampler, num_inference_steps=10, **spec), model)
+        assert defaults.evaluations_per_step(full, model) == pytest.approx(evaluations)
+
+
 # Fields of a request that cannot be absent: whether they may be empty or 0, which then has to mean the default.
 _WITHOUT_PRESENCE = {
     "GenerationSpec.prompt": "a text without words",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
-from bottega.gateway.scheduling.snapshot import AddOnCosts
+from bottega.gateway.scheduling.snapshot import AddOnCosts, _request_for
 from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerState
 from bottega.planning import StepTimes
 from tests.samples.jobs import sample_job
@@ -57,3 +58,10 @@ def test_a_slowdown_makes_a_job_longer_and_its_turns_no_wider() -> None:
     plain, slow = (ResourceRequest(rows=2, steps=10, shape=(16, 16), slowdown=factor) for factor in (1.0, 2.0))
     assert state.alone_s(slow) == 2 * state.alone_s(plain) == pytest.approx(10.0)
     assert (state.work(slow, (16, 16)).rows, state.work(slow, (16, 16)).steps) == (2.0, 20)
+
+
+def test_the_work_of_a_job_is_counted_in_evaluations_of_the_network() -> None:
+    job = sample_job()
+    plain = _request_for(job, steps_left=10, share=1.0, slowdown=1.0)
+    job.request = dataclasses.replace(job.request, evaluations_per_step=1.9)
+    assert (plain.steps, _request_for(job, steps_left=10, share=1.0, slowdown=1.0).steps) == (10, 19)

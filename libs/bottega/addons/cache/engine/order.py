@@ -18,6 +18,7 @@ from bottega.addons.cache.starts import ENTRY_PATTERN, parse_start
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest, Violation
+from bottega.model.samplers import SamplerKind
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity
 
@@ -104,10 +105,12 @@ def has_key(spec: ResolvedSpec) -> bool:
     """Return whether a job may exchange latents with others at all.
 
     It may not if it starts from a picture, has several prompts or a second prompt, which the embedding does not
-    represent, uses ControlNets of unknown versions, or measures similarities from step to step.
+    represent, uses ControlNets of unknown versions, or measures similarities from step to step. PNDM counts on earlier
+    steps of its schedule, and cannot begin with a later one.
     """
     return (
-        spec.strength is None
+        spec.sampler is not SamplerKind.PNDM
+        and spec.strength is None
         and not spec.prompts
         and not spec.prompt_2
         and not spec.loras_measured

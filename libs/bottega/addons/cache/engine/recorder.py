@@ -64,7 +64,7 @@ class LatentRecorder:
         self.confirmed = False
         self._steps = frozenset(step for step in steps if request.first_step_from(step) > 0)
         # It is not known whether the steps before a checkpoint had stale residuals.
-        if request.step > request.begin and spec.stale_residuals and spec.controlnets:
+        if request.begun and spec.stale_residuals and spec.controlnets:
             self._steps = frozenset()
         self._spec = spec
         self._request = request
@@ -85,7 +85,7 @@ class LatentRecorder:
 
     def after_step(self, request: Request) -> None:
         """Keep the latent of a picture of the job after a step, if it belongs to the recording."""
-        if request is self._request and request.step in self._steps:
+        if request is self._request and request.between_steps and request.step in self._steps:
             self._latents[request.step] = request.latent[0]  # Each step makes a new tensor.
 
     def after_decode(self, index: int, pixels: Tensor) -> None:

@@ -35,7 +35,7 @@ from bottega.engine.parallel.offload import OffloadedPart
 from bottega.engine.request import ActiveControl, Request
 from bottega.engine.residuals import ResidualProvider
 from bottega.engine.spans import TracedSpan
-from bottega.engine.spec import ControlSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec
 from bottega.errors import InternalError, Unavailable, Violation
 from bottega.fair_order import Share
 from bottega.model.rows import Embeds, Half, Row
@@ -119,18 +119,19 @@ class JobControlNets(JobAddOn):
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Begin the sessions that the remaining steps need. Raises BottegaError if one can never be opened."""
         self._requests = job.requests
-        self.begin(conditions, from_step=min(request.step for request in job.requests))
+        self.begin(conditions, job.requests)
         self._waiting_since_s = now_s
         for request in job.requests:
             request.controls = self.active
 
-    def begin(self, conditions: Conditions, *, from_step: int) -> None:
-        """Begin the sessions that the steps from `from_step` on need. Raise BottegaError if one can never be opened."""
+    def begin(self, conditions: Conditions, requests: Sequence[Request]) -> None:
+        """Begin the sessions that the requests still need. Raise BottegaError if one can never be opened."""
         spec, images = self._order.spec, self._order.control_images
         if len(images) != len(spec.controlnets):
             raise InternalError(f"received {len(images)} control images for {len(spec.controlnets)} ControlNets")
-        spans = [spec.control_steps(control) for control in spec.controlnets]
-        self._places = tuple(place for place, (_, last) in enumerate(spans) if last > from_step)
+        spans = [requests[0].control_window(control) for control in spec.controlnets]
+        made = min(request.evaluation for request in requests)
+        self._places = tuple(place for place, (_, last) in enumerate(spans) if last > made)
         if not self._places:
             return
         if self._provider is None:
@@ -159,12 +160,12 @@ class JobControlNets(JobAddOn):
                 )
                 self._waiting_since_s = None
         elif self._waiting_since_s is None:
-            if any(self._needed(request.step) for request in self._requests):
+            if any(self._needed(request.evaluation) for request in self._requests):
                 self._waiting_since_s = now_s
         elif now_s - self._waiting_since_s > OPENING_TIMEOUT_S:
             raise Unavailable(f"the ControlNets were not loaded within {OPENING_TIMEOUT_S:g} s")
-        step = min(request.step for request in self._requests)
-        if all(control.last <= step for control in self.active):
+        made = min(request.evaluation for request in self._requests)
+        if all(control.last <= made for control in self.active):
             self.close()  # before the job's end, because other jobs may wait for the room
 
     def blocks(self, request: Request) -> bool:
@@ -209,7 +210,8 @@ class JobControlNets(JobAddOn):
         spec = self._order.spec
         records = dict(zip(self._places, self._records or (), strict=False))
         uses = tuple(
-            _use(spec, control, records.get(place, ControlRecord())) for place, control in enumerate(spec.controlnets)
+            _use(control, self._requests[0].control_steps(control), records.get(place, ControlRecord()))
+            for place, control in enumerate(spec.controlnets)
         )
         return replace(
             record,
@@ -229,8 +231,8 @@ class JobControlNets(JobAddOn):
             return True
         return self._provider.opened(self.handles)
 
-    def _needed(self, step: int) -> bool:
-        return any(control.first <= step < control.last for control in self.active)
+    def _needed(self, evaluation: int) -> bool:
+        return any(control.first <= evaluation < control.last for control in self.active)
 
     def _input(self, place: int, conditions: Conditions) -> ControlInput:
         order, spec = self._order, self._order.spec
@@ -253,8 +255,8 @@ class JobControlNets(JobAddOn):
         )
 
 
-def _use(spec: ResolvedSpec, control: ControlSpec, record: ControlRecord) -> ControlUse:
-    begin, end = spec.control_steps(control)
+def _use(control: ControlSpec, steps: tuple[int, int], record: ControlRecord) -> ControlUse:
+    begin, end = steps
     return ControlUse(
         name=control.name,
         image_digest=control.image_digest,

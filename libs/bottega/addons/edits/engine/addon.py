@@ -255,7 +255,7 @@ class EngineEdits(EngineAddOn):
         kept = kept_names(
             self.times.blocks(recording.shape),
             budget_bytes=recording.budget_bytes,
-            forwards=request.steps_left * request.row_count,
+            forwards=request.evaluations_left * request.row_count,
             profile=self.times.profile(recording.shape) or recording.profile,
         )
         return ImageRecorder(self.source, recording, request, valid, kept=kept)

@@ -100,7 +100,7 @@ class JobEdits(JobAddOn):
         levels = self._addon.levels
         self._dilated_share = share(levels.dilated(_edit(job.requests[0]).mask), levels.finest)
         decided = read_decision(job.pinned) or self._decided
-        if decided is None and any(request.step > request.begin for request in job.requests):
+        if decided is None and any(request.begun for request in job.requests):
             decided = Decided()  # The job has begun with its own noise.
         kept = self._use_kept(job)
         if kept is None and self._order.kept and not self._because:
@@ -233,7 +233,7 @@ class JobEdits(JobAddOn):
             _log.warning("kept latents do not fit the edit, which computes everything", extra={"why": str(error)})
             self._kept_unused = "its kept latents do not fit"
             return None
-        trajectory = kept.trajectory(first.noise_levels, first.begin)
+        trajectory = kept.trajectory(first.noise_levels, first.first_evaluation)
         if trajectory is None:
             self._kept_unused = "its kept latents lack some of its steps"
             return None
@@ -312,7 +312,7 @@ class JobEdits(JobAddOn):
 
     def _draw_again(self, seed: int, job: EngineJob, conditions: Conditions) -> None:
         """Draw the image latent and noise of a lost recording again from its seed, for images that have not begun."""
-        if self._order.image is None or all(request.step > request.begin for request in job.requests):
+        if self._order.image is None or all(request.begun for request in job.requests):
             self._common = True
             return
         spec = replace(self._spec, seed=seed, num_images=1)
@@ -326,7 +326,7 @@ class JobEdits(JobAddOn):
         """Use the recording's noise outside the mask and the request's own inside. Skip requests that were resumed."""
         self._common = True
         edit = _edit(request)
-        if request.step == request.begin:
+        if not request.begun:
             inside = edit.mask > 0
             composed = torch.where(inside, edit.noise, noise.to(edit.noise))
             # Copied, because a checkpoint must not contain two tensors that share memory.
@@ -349,7 +349,7 @@ class JobEdits(JobAddOn):
 def _gone(requests: Sequence[Request]) -> str:
     """Return, as text, that the recording which an earlier attempt used no longer exists."""
     gone = "the recording that an earlier attempt used is gone"
-    resumed = [request.step - request.begin for request in requests if request.step > request.begin]
+    resumed = [request.step - request.begin for request in requests if request.begun]
     return f"{gone}; step {min(resumed) + 1} is the first that was made without it" if resumed else gone
 
 

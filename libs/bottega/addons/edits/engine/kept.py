@@ -59,10 +59,10 @@ class KeptLatents:
     """The latents of all steps of one picture."""
 
     latents: Tensor
-    """The latent before each step, then the finished one, [steps + 1, channels, height, width]. They are divided by the
-    sampler's signal, so that edits with other samplers can use them."""
+    """The latent before each evaluation, then the finished one, [evaluations + 1, channels, height, width]. They are
+    divided by the sampler's signal, so that edits with other samplers can use them."""
     noise_levels: tuple[float, ...]
-    """Noise level of each step, descending; see `Sampler`."""
+    """Noise level of each evaluation; see `Sampler`."""
     seed: int
     template: str
     """Name under which the picture's activations are recorded, 32 hex digits."""
@@ -73,21 +73,22 @@ class KeptLatents:
         return self.latents[-1:]
 
     def trajectory(self, noise_levels: Sequence[float], begin: int) -> Trajectory | None:
-        """Return the latents before an edit's steps from `begin` on; None if the picture lacks a noise level."""
+        """Return the latents before an edit's evaluations from `begin` on; None if the picture lacks a noise level."""
         trajectory: dict[int, Tensor] = {}
         places = iter(enumerate(self.noise_levels))
-        for step, level in enumerate(noise_levels, begin):
+        for evaluation, level in enumerate(noise_levels, begin):
             place = next((place for place, kept in places if same_noise(kept, level)), None)
             if place is None:
                 return None
-            trajectory[step] = self.latents[place][None]
+            trajectory[evaluation] = self.latents[place][None]
         return trajectory
 
 
 def are_too_large(model: Model, spec: ResolvedSpec) -> bool:
     """Return whether the latents of a spec's pictures are too large to keep, even in float16."""
     height, width = spec.height // model.latent_scale, spec.width // model.latent_scale
-    elements = (spec.steps + 1) * model.latent_channels * height * width
+    evaluations = model.samplers.pace(spec.sampler).evaluations(spec.steps)
+    elements = (evaluations + 1) * model.latent_channels * height * width
     return elements * torch.float16.itemsize > _MAX_BYTES
 
 
@@ -165,7 +166,7 @@ class _Picture:
     """See `KeptLatents.template`."""
     device: Device
     latents: dict[int, HostCopy] = field(default_factory=dict)
-    """Latents before each step and after the last one, being copied to the host; by the number of finished steps."""
+    """Latents before each evaluation and after the last one, by its index, being copied to the host."""
     recorder: ImageRecorder | None = None
     """Records the image's activations; None if they are not recorded."""
 
@@ -183,22 +184,22 @@ class _Picture:
         return 1.0
 
     def keep_latent(self) -> None:
-        """Keep the current latent, unless that was done for this step."""
-        request = self.request
-        if request.step not in self.latents:
+        """Keep the current latent, unless that was done before this evaluation."""
+        now = self.request.evaluation
+        if now not in self.latents:
             # A request that continues from a cached latent has skipped steps; drop latents from its other steps.
-            self.latents = {step: latent for step, latent in self.latents.items() if step < request.step}
-            self.latents[request.step] = self.device.to_host(request.latent[0])
+            self.latents = {before: latent for before, latent in self.latents.items() if before < now}
+            self.latents[now] = self.device.to_host(self.request.latent[0])
 
     def kept(self) -> KeptLatents | None:
         """Return the finished picture's latents; None if another worker ran some steps, because edits need all."""
         request = self.request
         self.keep_latent()
-        steps = range(request.begin, request.end + 1)
-        if not self.latents.keys() >= set(steps):
+        evaluations = range(request.first_evaluation, request.last_evaluation + 1)
+        if not self.latents.keys() >= set(evaluations):
             return None
         return KeptLatents(
-            latents=torch.stack([self.latents[step].take() / request.signal_of(step) for step in steps]),
+            latents=torch.stack([self.latents[place].take() / request.signal_of(place) for place in evaluations]),
             noise_levels=tuple(request.noise_levels),
             seed=request.spec.seed + request.index,
             template=self.template,
@@ -251,7 +252,7 @@ class JobKeeping(JobAddOn):
                 request=request, template=self._templates[request.index], device=self._addon.model.runtime
             )
             # A request that began elsewhere keeps no latents, so that no edit would find its recording.
-            if not self._addon.unusable and request.step == request.begin:
+            if not self._addon.unusable and not request.begun:
                 picture.recorder = self._begin(picture)
             request.activations = picture
 

@@ -56,8 +56,9 @@ def measure_prompts(
 
     Both rows see the image with the noise of the middle step. `blocks` are module paths.
     """
-    step = (spec.begin_step + spec.num_inference_steps) // 2
-    sampler = model.samplers.open(spec.sampling, steps=spec.num_inference_steps, begin=step)
+    middle = (spec.begin_step + spec.num_inference_steps) // 2
+    sampler = model.samplers.open(spec.sampling, steps=spec.num_inference_steps, begin=middle)
+    step = sampler.first_evaluation
     noisy = sampler.add_noise(edit.image_latent, edit.noise, step)
     sample, timestep = sampler.model_input(noisy, step)[0], sampler.timestep(step)
     probe = encode_prompts(model, _probe(spec)).conditional

@@ -121,7 +121,8 @@ class ActivationsAddOn(AddOn):
         request = job.request
         if not request.edit_source:
             return None
-        return request.edit_source, request.computed_share, request.shape, job.rows, job.steps.total
+        evaluations = job.steps.total * request.evaluations_per_step
+        return request.edit_source, request.computed_share, request.shape, job.rows, evaluations
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the share of tokens that an edit computes at each worker, and the seconds that loading adds.
@@ -316,7 +317,7 @@ class LoadingCosts:
             having: Names of workers that have the template in memory, and need not load it.
         """
         kind = (job.rows, job.request.shape, rounded_share(job.request.computed_share))
-        costs, turns = self._costs_of(kind), job.steps.total // job.num_images
+        costs, turns = self._costs_of(kind), job.steps.total * job.request.evaluations_per_step / job.num_images
 
         def seconds(name: str) -> float:
             if name in having:

@@ -182,7 +182,7 @@ class EngineLoras(EngineAddOn):
             return False
         seconds = self.weights.choose(
             [request.loras_now for request in requests],
-            steps=max(request.steps_left for request in requests),
+            steps=max(request.evaluations_left for request in requests),
             step_s=step_s,
         )
         patched = self.weights.patched
@@ -316,7 +316,7 @@ class JobLoras(JobAddOn):
         if self._all_arrived([handle.ready for handle in self.handles], now_s):
             self.loras = self.addon.weights.unet_set(self._scaled((UNET,)))
             if self.step is None:
-                self.step = max(request.step for request in self._requests)
+                self.step = max(request.next_step for request in self._requests)
             for request in self._requests:
                 request.loras, request.loras_from = self.loras, self.step
             self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles)

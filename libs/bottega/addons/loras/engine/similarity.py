@@ -43,7 +43,7 @@ class LatentMeter:
 
     def observe(self, request: Request) -> None:
         """Record the latent of an image or a shadow after a step."""
-        if not self.shadows:
+        if not (self.shadows and request.between_steps):
             return
         key = (request.index, request.step)
         other = self._ahead.pop(key, None)

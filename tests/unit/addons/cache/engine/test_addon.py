@@ -76,7 +76,7 @@ def test_a_picture_from_a_latent_is_the_same_byte_for_byte_whenever_that_comes(
     assert [(told.pictures, told.skipped_steps) for told in desk.source.reports] == [(1, 4 - turn)]
 
 
-@pytest.mark.parametrize("kind", WITH_STATE, ids=[kind.name for kind in WITH_STATE])
+@pytest.mark.parametrize("kind", [kind for kind in WITH_STATE if kind is not SamplerKind.PNDM], ids=str)
 def test_a_pin_makes_the_same_picture_again(model: Model, kind: SamplerKind) -> None:
     order = replace(ORDER, spec=replace(SPEC, sampler=kind))
     first = Cached(model).draw(order, at_turn=2, hits=[HIT])
@@ -90,6 +90,16 @@ def test_a_pin_makes_the_same_picture_again(model: Model, kind: SamplerKind) -> 
     assert again.record.cached_starts == (replace(start, skipped_steps=start.from_step, similarity=similarity),)
     (asked,) = desk.source.asked
     assert [(each.entry, each.step) for each in asked.header.pinned] == [HIT[:2]]
+
+
+def test_pndm_never_starts_from_a_cached_latent(model: Model) -> None:
+    """It counts on earlier steps of its schedule."""
+    order = replace(ORDER, spec=replace(SPEC, sampler=SamplerKind.PNDM))
+    desk = Cached(model)
+    assert not desk.draw(cached(order)).record.cached_starts
+    assert not desk.source.asked
+    with pytest.raises(InvalidRequest, match="a picture like this never starts from a cached latent"):
+        desk.draw(cached(order, pin=format_start(*HIT[:2])))
 
 
 def test_what_is_asked_says_what_the_job_is(model: Model) -> None:

@@ -243,8 +243,8 @@ def test_no_start_is_at_the_step_after_one_whose_residuals_may_have_been_asked_f
     request.controls = tuple(ActiveControl(handle="net", first=0, last=10) for _ in range(controls))
     picture = StartingPicture(request=request)
     start = CacheStart(entry=entry(1), step=5)
-    request.step, picture.hit = 3, (start, LATENT)
+    request.evaluation, picture.hit = 3, (start, LATENT)
     assert picture.take_hit() == outcome
-    request.step, picture.hit = 2, (start, LATENT)
+    request.evaluation, picture.hit = 2, (start, LATENT)
     assert picture.take_hit() == "hits"
     assert request.step == 4

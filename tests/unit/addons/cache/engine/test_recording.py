@@ -136,7 +136,7 @@ def test_a_job_that_fails_is_not_recorded(model: Model) -> None:
 def test_what_may_have_had_stale_residuals_before_a_checkpoint_is_not_recorded(model: Model, step: int) -> None:
     spec = replace(SPEC, controlnets=(control_spec("edges", control_image(1)),), stale_residuals=True)
     request = Request(model, SPEC, encode_prompts(model, SPEC))
-    request.step = step
+    request.evaluation = step
     assert LatentRecorder(spec, request).keeps == (step == 0)
 
 

@@ -87,6 +87,12 @@ CASES = {
     "one, unguided": controlled((2, 1.1), spec=replace(PLAIN, guidance_scale=1.0)),
     "in the second half": controlled((0, 1.0), control_guidance_start=0.34),
     "in the middle": controlled((0, 1.0), control_guidance_start=0.2, control_guidance_end=0.8),
+    "in the middle, two evaluations a step": controlled(
+        (0, 1.0),
+        control_guidance_start=0.2,
+        control_guidance_end=0.8,
+        spec=replace(PLAIN, sampler=SamplerKind.HEUN),
+    ),
     "guess mode": controlled((0, 1.2), guess_mode=True),
     "guess mode of two": controlled((0, 1.2), (2, 0.6), guess_mode=True),
     "guess mode, unguided": controlled((0, 1.2), guess_mode=True, spec=replace(PLAIN, guidance_scale=1.0)),

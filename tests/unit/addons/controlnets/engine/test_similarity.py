@@ -18,6 +18,7 @@ from bottega.addons.controlnets.engine.similarity import SimilarityMeter
 from bottega.engine.encode import encode_prompts
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
+from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
@@ -102,7 +103,7 @@ def test_what_is_measured_is_never_one_step_old(model: Model, shelf: ControlNetC
         conditions = encode_prompts(model, spec)
         order = EngineOrder(key=0, spec=replace(spec, stale_residuals=True), control_images=(image,))
         sessions = JobControlNets(Listening(shelf), order)
-        sessions.begin(conditions, from_step=0)
+        sessions.begin(conditions, [Request(model, spec, conditions)])
         sessions.close()
     assert [control.may_be_stale for control in asked] == [False, True]
 

@@ -177,8 +177,8 @@ def opened(model: Model, controlnets: LocalControlNets, order: EngineOrder) -> R
     """A request as it stands when its server has died: its session is begun here, and its ControlNet not loaded."""
     conditions = encode_prompts(model, order.spec)
     sessions = JobControlNets(controlnets, order)
-    sessions.begin(conditions, from_step=0)
     request = Request(model, order.spec, conditions)
+    sessions.begin(conditions, [request])
     request.controls = sessions.active
     return request
 

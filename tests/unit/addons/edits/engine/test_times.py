@@ -94,7 +94,7 @@ def test_steps_to_go_are_told_with_the_share_that_they_compute(model: Model) -> 
     assert drawing.job is not None
     share = drawing.job.requests[0].computed_share
     assert 0.2 < share < 0.6
-    assert dict(desk.engine.steps_left()) == {SECOND.key: 8}  # two steps of four images each
+    assert dict(desk.engine.evaluations_left()) == {SECOND.key: 8}  # two steps of four images each
     assert desk.engine.computed_shares() == {SECOND.key: pytest.approx(share)}
 
 
@@ -104,5 +104,5 @@ def test_a_request_that_takes_nothing_from_a_recording_costs_whole_rows(model: M
     desk.turn()
     assert drawing.job is not None
     assert drawing.job.requests[0].computed_share == 1.0
-    assert dict(desk.engine.steps_left()) == {"first": 2}
+    assert dict(desk.engine.evaluations_left()) == {"first": 2}
     assert desk.engine.computed_shares() == {"first": 1.0}

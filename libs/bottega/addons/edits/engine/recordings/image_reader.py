@@ -91,8 +91,8 @@ class ImageReader:
         self._readers: dict[StepKey, tuple[StepReader, ValidPlan]] = {}
         self._sinks: dict[StepKey, StepRecorder] = {}
         self._completers: dict[StepKey, StepCompleter] = {}
-        steps = range(request.step, request.end)
-        self._uses = {step_key(request, half, step - request.step): step for step in steps for half in Half}
+        turns = range(request.evaluations_left)
+        self._uses = {step_key(request, half, turn): request.evaluation + turn for turn in turns for half in Half}
         recording.users.add(self)
 
     def row(self, half: Half) -> EditActivations | None:
@@ -171,7 +171,7 @@ class ImageReader:
     def coming(self, turn: int) -> Coming:
         """Return the rows of the step that the image makes in `turn` forward passes, for the planner."""
         request = self._request
-        if request.step + turn >= request.end:
+        if turn >= request.evaluations_left:
             return (), 0
         halves = tuple(Half) if request.spec.guided else (Half.CONDITIONAL,)
         rows = []
@@ -185,7 +185,7 @@ class ImageReader:
         return rows, len(halves) - len(rows)
 
     def turns_until(self, key: StepKey) -> float:
-        turns = self._uses.get(key, -1) - self._request.step
+        turns = self._uses.get(key, -1) - self._request.evaluation
         return turns if turns >= 0 else math.inf
 
     @property

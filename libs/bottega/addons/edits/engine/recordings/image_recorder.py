@@ -87,4 +87,4 @@ class ImageRecorder:
 
     def _expected(self, step_bytes: int) -> int:
         """Return the expected bytes of the whole recording, computed from the step that just ended."""
-        return self.recording.held_bytes + step_bytes * (1 + self.request.steps_left)
+        return self.recording.held_bytes + step_bytes * (1 + self.request.evaluations_left)

@@ -80,15 +80,16 @@ def prompt_of(spec: ResolvedSpec, half: Half) -> str:
 
 
 def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
-    """Return the key of the step that is `turn` steps ahead; 0 is the next step."""
-    spec, step = request.spec, request.step + turn
+    """Return the key of the evaluation that is `turn` evaluations ahead; 0 is the next one."""
+    evaluation = request.evaluation + turn
     active = []
-    for place, control in enumerate(spec.controlnets):
-        first, last = spec.control_steps(control)
-        if first <= step < last:
+    for place, control in enumerate(request.spec.controlnets):
+        first, last = request.control_window(control)
+        if first <= evaluation < last:
             active.append(place)
-    noise_level = rounded(request.noise_level_of(step))
-    return StepKey(timestep=request.timestep_of(step), noise_level=noise_level, half=half, controls=tuple(active))
+    noise_level = rounded(request.noise_level_of(evaluation))
+    timestep = request.timestep_of(evaluation)
+    return StepKey(timestep=timestep, noise_level=noise_level, half=half, controls=tuple(active))
 
 
 def rounded(noise_level: float) -> float:
@@ -102,14 +103,14 @@ def lacks_loras(request: Request) -> bool:
 
 
 def begins_with_noise(request: Request, turn: int = 0) -> bool:
-    """Return whether a step starts from pure noise; see `Edit.start`.
+    """Return whether an evaluation starts from pure noise; see `Edit.start`.
 
-    Such a step is neither recorded nor read from a recording: an edit at a lower strength has a step with the same key
-    whose latent contains the template.
+    Such an evaluation is neither recorded nor read from a recording: an edit at a lower strength has one with the same
+    key whose latent contains the template.
 
     Args:
-        turn: Number of steps ahead; 0 is the next step.
+        turn: Number of evaluations ahead; 0 is the next one.
     """
     edit = request.edit
     full = edit is not None and edit.trajectory is None and request.spec.strength == 1.0
-    return full and request.step + turn == request.begin
+    return full and request.evaluation + turn == request.first_evaluation
