@@ -19,6 +19,7 @@ from diffusers.schedulers.scheduling_lms_discrete import LMSDiscreteScheduler
 from torch import Tensor
 
 from bottega.device.pick import open_device
+from bottega.model.beta_sigmas import beta_sigmas
 from bottega.model.operations import EulerStep
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SAMPLER_OVERRIDES, takes_karras_sigmas
 from bottega.planning import Pace
@@ -510,7 +511,13 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
     """Return the Diffusers scheduler that `Kind.from_config(pipe.scheduler.config, **overrides)` makes."""
     with ignored_algorithm_advice():
         made = _WITHOUT_TRAINING_SCHEDULE.get(kind, kind.scheduler_class)
-        scheduler = made.from_config(dict(config), **{**kind.overrides, **overrides})
+        wanted = {**config, **kind.overrides, **overrides}
+        beta = bool(wanted.pop("use_beta_sigmas", False))
+        scheduler = made.from_config(wanted)
+    if beta and hasattr(scheduler.config, "use_beta_sigmas"):
+        # Diffusers makes these only with SciPy.
+        scheduler.register_to_config(use_beta_sigmas=True)
+        scheduler._convert_to_beta = partial(beta_sigmas, weakref.proxy(scheduler))
     if kind is SamplerKind.LMS:
         # A reference of the scheduler to itself would keep its tensors until a garbage collection.
         scheduler.get_lms_coefficient = partial(_lms_coefficient, weakref.proxy(scheduler))

@@ -7,7 +7,6 @@ configuration. So the rules depend on the class that draws: `sampler_problems` c
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -447,8 +446,6 @@ def _broken_sigmas(config: Mapping[str, Any]) -> Iterator[str]:
     chosen = [name for name in _SIGMAS if config[name]]
     if len(chosen) > 1:
         yield f"{chosen[1]} must be false with {chosen[0]}: Diffusers takes one of {', '.join(_SIGMAS)}"
-    if config["use_beta_sigmas"] and importlib.util.find_spec("scipy") is None:
-        yield "use_beta_sigmas must be false: beta sigmas need SciPy, which workers do not load"
 
 
 def _broken_continuous(config: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from bottega import rules
-from bottega.model.samplers import KARRAS, Sampler, SamplerKind, same_noise
+from bottega.model.samplers import KARRAS, Sampler, SamplerKind, make_scheduler, same_noise
 from tests.support.schedulers import TWICE
 from tests.support.torch_threads import torch_threads
 
@@ -170,6 +172,31 @@ def test_where_nothing_of_the_picture_is_left_the_noise_level_is_a_number() -> N
     config = {**CONFIG, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     levels = {Sampler(kind, config, steps=STEPS).noise_level(0) for kind in (SamplerKind.DDIM, SamplerKind.DPMPP_2M)}
     assert all(level == pytest.approx(2.0**12, rel=1e-3) for level in levels)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 50, rules.MAX_STEPS])
+def test_beta_sigmas_are_those_that_diffusers_makes_with_scipy(count: int) -> None:
+    config = {**CONFIG, "use_beta_sigmas": True}
+    for kind in KARRAS:
+        ours, stock = make_scheduler(kind, config, {}), kind.scheduler_class.from_config({**config, **kind.overrides})
+        for scheduler in (ours, stock):
+            scheduler.set_timesteps(count)
+        assert torch.allclose(ours.sigmas, stock.sigmas, rtol=1e-6, atol=0)
+        assert torch.allclose(ours.timesteps.double(), stock.timesteps.double(), rtol=1e-6, atol=1e-3)
+
+
+def test_without_scipy_there_are_beta_sigmas_too() -> None:
+    """As in engine processes."""
+    code = f"""
+from bottega.device.lean_imports import lean_imports
+with lean_imports():
+    from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
+    from bottega.model.samplers import KARRAS
+samplers = ModelSamplers({CONFIG | {"use_beta_sigmas": True}!r}, steps=5)
+print({{samplers.refusal(SamplerChoice(kind=kind), 5) for kind in KARRAS}})
+"""
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert made.stdout == "{''}\n", made.stderr
 
 
 def test_lms_that_restarts_weighs_the_steps_that_it_made() -> None:
