@@ -56,12 +56,7 @@ def test_a_picture_in_half_precision_is_stocks_and_loading_is_lean(folder: Path)
 
 
 def _write(folder: Path, name: str) -> None:
-    published = MODELS[name]()
-    # The first version's own sampler, PNDM, is compared where samplers are.
-    scheduler = {**published["scheduler"], "_class_name": "DDIMScheduler"}
-    index = {**published["index"], "scheduler": ["diffusers", "DDIMScheduler"]}
-    changed = {**published, "scheduler": scheduler, "index": index}
-    write_stable_diffusion(folder, changed, Layout(variants=("fp16",)))
+    write_stable_diffusion(folder, MODELS[name](), Layout(variants=("fp16",)))
 
 
 def _draw(folder: Path) -> tuple[Pixels, int, int]:

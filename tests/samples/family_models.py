@@ -12,7 +12,14 @@ from typing import Any
 import diffusers
 import PIL.Image
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    UNet2DConditionModel,
+)
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -272,7 +279,9 @@ def _text_config(tokenizer: CLIPTokenizer, activation: str) -> CLIPTextConfig:
 
 def _scheduler(family: str) -> Any:
     # A random network removes no noise; taken as velocity, its output keeps latents at about unit variance.
-    made = DDIMScheduler if family.startswith("SD 1") else EulerDiscreteScheduler
+    made = {"SD 1": PNDMScheduler, "SD 1 LCM": DDIMScheduler, "SD 1 inpainting": DDIMScheduler}.get(
+        family, EulerDiscreteScheduler
+    )
     return made.from_config(
         {
             "beta_start": 0.00085,
@@ -283,5 +292,6 @@ def _scheduler(family: str) -> Any:
             "prediction_type": "epsilon" if family.startswith("SD 1") else "v_prediction",
             "clip_sample": False,
             "set_alpha_to_one": False,
+            "skip_prk_steps": True,
         }
     )

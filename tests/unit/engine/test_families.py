@@ -115,7 +115,7 @@ def mixed_orders(family: str) -> Iterator[EngineOrder]:
 
 @families("text to image")
 def test_text_to_image(family: str) -> None:
-    order = replace(order_of(family), preview=True)
+    order = replace(order_of(family, sampler=model_of(family).defaults.sampler), preview=True)
     engine = make_engine(model_of(family), ONE_BY_ONE)
     engine.warm_up()
     drawing = ManualEngine(engine).draw(order)

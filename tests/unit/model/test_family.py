@@ -57,7 +57,7 @@ def test_defaults_are_those_of_the_pipelines(name: str) -> None:
     ids=lambda changes: "-".join(map(str, next(iter(changes.items())))),
 )
 def test_old_schedules_are_corrected_as_the_pipeline_does(tmp_path: Path, changes: Mapping[str, object]) -> None:
-    folder = _copied("SD 1", tmp_path, "scheduler/scheduler_config.json", changes)
+    folder = _copied("SD 1 LCM", tmp_path, "scheduler/scheduler_config.json", changes)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The configuration file of", FutureWarning)
         stock = StableDiffusionPipeline.from_pretrained(folder, use_safetensors=True, **WITHOUT_FILTER)
