@@ -581,8 +581,8 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         name="parts of different variants",
         make=_spoiled(_mixed_variants),
         sentence=(
-            "no variant has weights of all parts (unet of fp16; vae of bf16); download all parts in one variant, or "
-            "plain ones"
+            "no variant fits all parts (unet of fp16; vae of bf16); download all parts in one variant, or "
+            "all without one"
         ),
     ),
     # Tokenizers.

@@ -86,7 +86,9 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
                 what = f"must be empty: {model.family.name} has one text encoder"
                 yield Violation(field=f"spec.{name}", description=what)
     if model.image_channels and spec.edit is None:
-        yield Violation(field="spec.mask_image", description="must be there: this model only edits pictures")
+        yield Violation(
+            field="spec.mask_image", description="must be set: this is an inpainting model, which only edits pictures"
+        )
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

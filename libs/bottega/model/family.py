@@ -68,7 +68,10 @@ class ModelFamily:
     vae_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values for fields of the VAE's configuration that the family's pipelines do not read."""
     scheduler_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values for fields of a scheduler's configuration that the family's pipelines set, if its class has them."""
+    """Values that replace fields of a scheduler's configuration, as the family's pipelines in Diffusers do.
+
+    Fields that the scheduler's class does not have are skipped.
+    """
 
     @property
     def tokenizers(self) -> Sequence[str]:
@@ -100,7 +103,7 @@ def _sdxl_sizes(height: int, width: int) -> dict[str, Tensor]:
 
 
 def _join_single(outputs: Sequence[Any]) -> EncodedText:
-    """Return the only encoder's last state, to which it has applied its last norm."""
+    """Return the last hidden state of the only encoder, after its final norm, and its pooled output as the summary."""
     (output,) = outputs
     return EncodedText(prompt=output.last_hidden_state[0], added={}, summary=output.pooler_output[0])
 

@@ -58,9 +58,9 @@ class Defaults:
     num_inference_steps: int
     guidance_scale: float
     edit_guidance_scale: float
-    """For edits without ControlNets."""
+    """Default guidance scale of edits without ControlNets."""
     strength: float
-    """For image-to-image without ControlNets."""
+    """Default strength of image-to-image without ControlNets."""
     edit_strength: float
     sampler: SamplerKind
     use_karras_sigmas: bool

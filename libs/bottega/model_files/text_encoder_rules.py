@@ -60,7 +60,7 @@ TEXT_ENCODER_RULES = (
     FieldRule(name="id2label", default=None, values=ANY, why="the text encoders do not read it"),
     FieldRule(name="label2id", default=None, values=ANY, why="the text encoders do not read it"),
     FieldRule(name="problem_type", default=None, values=ANY, why="the text encoders do not read it"),
-    FieldRule(name="use_attention_mask", default=None, values=OFF, why="padding is never masked"),
+    FieldRule(name="use_attention_mask", default=None, values=OFF, why="prompts are encoded without an attention mask"),
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
 

@@ -137,7 +137,7 @@ def choose_variant(variants: Mapping[str, frozenset[str]], wanted: str = "") -> 
         return ""
     if fit:
         return fit[0]
-    raise ValueError(f"no variant has weights of all parts ({parts}); download all parts in one variant, or plain ones")
+    raise ValueError(f"no variant fits all parts ({parts}); download all parts in one variant, or all without one")
 
 
 def _preference(variant: str) -> tuple[int, str]:

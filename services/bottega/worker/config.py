@@ -31,7 +31,7 @@ class VaeConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     folder: str = ""
-    """Folder of a VAE that replaces the model's own, in Diffusers' layout. All workers of a model need the same."""
+    """Folder of a VAE that replaces the model's own, in Diffusers' layout. Set it alike on all workers of a model."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type in which latents are decoded.
 

@@ -66,7 +66,7 @@ def test_an_edit_with_a_network_that_reads_the_mask_is_that_of_stock(workers: No
     ("model", "said", "sentence"),
     [
         ("sd2", {"prompt_2": "a heart"}, "prompt_2: must be empty: this model has one text encoder"),
-        ("sd1-inpainting", {}, "mask_image: must be there: this model only edits pictures"),
+        ("sd1-inpainting", {}, "mask_image: must be set: this is an inpainting model, which only edits pictures"),
     ],
 )
 def test_what_a_family_cannot_do_is_refused(

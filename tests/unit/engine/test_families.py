@@ -189,7 +189,7 @@ def test_a_model_that_reads_the_mask_refuses_what_has_none(family: str, order: E
     engine = make_engine(model_of(family), ONE_BY_ONE)
     if order.image is None:
         engine.warm_up()
-    with pytest.raises(InvalidRequest, match="must be there: this model only edits pictures"):
+    with pytest.raises(InvalidRequest, match="must be set: this is an inpainting model, which only edits pictures"):
         engine.submit(order)
 
 

@@ -39,8 +39,8 @@ def test_a_variant_is_chosen(unet: frozenset[str], vae: frozenset[str], wanted: 
             frozenset({"bf16"}),
             "",
             (
-                "no variant has weights of all parts (unet of fp16; vae of bf16); download all parts in one variant, "
-                "or plain ones"
+                "no variant fits all parts (unet of fp16; vae of bf16); download all parts in one variant, "
+                "or all without one"
             ),
         ),
         (

@@ -117,11 +117,11 @@ def import_command(*, file: Path, family: str | None, folder: Path | None, as_js
         return
     say(f"{target}: {result.kind} of {result.title}" + ("" if result.is_new else "; it was imported before"))
     if result.kind == FileKind.CONTROLNET:
-        say("To serve it, move it into the folder controlnets in a model's folder, and start again.")
+        say("To serve it, move it into the folder controlnets of a model's folder, and restart the suite.")
     elif result.kind == FileKind.VAE:
         say("A worker decodes with it if engine.vae.folder in its configuration names this folder.")
     else:
-        say(f"It predicts {result.prediction_type}, according to {result.prediction_source}.")
+        say(f"Prediction type: {result.prediction_type}, from {result.prediction_source}.")
         if result.sampler:
             say(f"Its own scheduler is not served yet; bottega.json names {result.sampler} instead.")
         say(f"Serve it with: bottega up --model {target}")

@@ -1,7 +1,7 @@
-"""Accelerations by options of PyTorch: attention backends, compiled blocks, memory layout, and pageable copies.
+"""Accelerations without kernels of our own: attention backends, compiled blocks, memory layout, and pageable copies.
 
-PyTorch chooses an attention backend by the sizes alone. The fastest one also depends on the device and its libraries,
-so the self-check tries each, and the package flash_attn if it is installed.
+PyTorch chooses an attention backend by the input sizes. The fastest one also depends on the device and its libraries,
+so the self-check measures each, and the package flash_attn if it is installed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ class ChannelsLast:
     """Stores the weights of the denoising network or the VAE with channels last."""
 
     tolerance = 0.01
-    """Convolutions sum in another order. The VAE is compared by its pixels, which have 8 bits."""
+    """With channels last, convolutions add in a different order, so results differ slightly. The VAE is compared by its
+    8-bit pixels."""
     excludes: Sequence[str] = ()
 
     def __init__(self, part: Literal["unet", "vae"]) -> None:

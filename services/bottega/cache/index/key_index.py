@@ -1,7 +1,8 @@
-"""The index of the cache: one for each key, so that a search finds only entries that were added under its key.
+"""The index of the cache. It has a separate index for each key, so a search finds only entries of its key.
 
-A key without entries has no index. In a key's index, a search compares all vectors if they are few, and sketches first
-if they are many. In the exact index, adding or removing a vector takes no longer than copying one vector.
+A key without entries has no index. A small index compares the query with every vector (`FlatIndex`). A large one first
+compares short codes of the vectors, called sketches (`SketchedIndex`). Adding a vector to a `FlatIndex`, or removing
+one, takes constant time on average.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class IndexStatistics:
     """Number of keys with entries."""
     entries: int
     sketched_entries: int
-    """Number of entries that have a sketch."""
+    """Number of entries that have a sketch: a short code, which a large index compares first."""
     size_bytes: int
     """Bytes of vectors and sketches in memory."""
 

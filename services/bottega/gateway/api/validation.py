@@ -96,7 +96,7 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
         yield _violation("width", rule)
     if model.edits_only and not spec.HasField("mask_image"):
-        yield _violation("mask_image", "must be there: this model only edits pictures")
+        yield _violation("mask_image", "must be set: this is an inpainting model, which only edits pictures")
     for name in ("prompt_2", "negative_prompt_2"):
         if model.one_text_encoder and getattr(spec, name):
             yield _violation(name, "must be empty: this model has one text encoder")

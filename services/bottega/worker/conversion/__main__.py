@@ -1,8 +1,8 @@
-"""The command of a conversion: `python -m bottega.worker.conversion FILE FOLDER [FAMILY]`.
+"""The program that converts a file: `python -m bottega.worker.conversion FILE FOLDER [FAMILY]`.
 
-bottega.model_files.importing runs it. Its output is one JSON object a line: `{"part": ..., "size_bytes": ...}` before
-each part, and as the last line the result. An error is a sentence on stderr, with exit status 1. It ends when its stdin
-does, so that it does not outlive the process that has started it.
+bottega.model_files.importing starts it. It prints one JSON object per line: `{"part": ..., "size_bytes": ...}` before
+it converts a part, and the result at the end. After an error it prints a sentence to stderr and exits with status 1.
+It stops when its stdin is closed, so it does not outlive its parent process.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class _Encoder:
     context: int
     """Width of the prompt embeddings."""
     added: int
-    """Inputs of the embedding of SDXL's added conditions; 0 without them."""
+    """Width of SDXL's added conditions (pooled text and sizes) before their embedding; 0 without them."""
 
 
 def _original_encoder(shapes: Shapes) -> _Encoder:

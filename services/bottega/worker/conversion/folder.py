@@ -155,7 +155,7 @@ def _sampler_for(source: SingleFile) -> str:
 
 
 def _put_in_place(staging: Path, folder: Path, source: SingleFile) -> bool:
-    """Give a complete folder its name. Return False if another process has imported the same file meanwhile."""
+    """Rename the complete staging folder. Return False if another process has imported the file meanwhile."""
     try:
         staging.rename(folder)  # fails if there are files in the folder
     except OSError:

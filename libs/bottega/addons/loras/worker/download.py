@@ -37,9 +37,9 @@ _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": t
 
 
 def load_bytes(device: Device, section: Tensor) -> Tensor:
-    """Copy a section, uint8 [bytes], to the device and return it; return the section itself if it is there already.
+    """Return a LoRA's section, uint8 [bytes], in device memory.
 
-    The calling thread waits.
+    A section that is already on the device is returned unchanged. Otherwise the call blocks until it is copied.
     """
     if section.device == device.torch_device:
         return section

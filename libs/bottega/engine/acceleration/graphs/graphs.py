@@ -76,7 +76,10 @@ class RecordedForwards:
         return len(self._recorded)
 
     def get(self, key: Key, make: Callable[[], RecordedForward]) -> RecordedForward | None:
-        """Return the recording for a key, created with `make` if the key is frequent; None to run without one."""
+        """Return the recording for a key, or None if the forward pass must run block by block.
+
+        `make` creates the recording once the key has been used often enough.
+        """
         known = self._recorded.get(key)
         if known is not None:
             self._recorded.move_to_end(key)
@@ -89,7 +92,9 @@ class RecordedForwards:
             self._refuse(key, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             return None
         if made.size_bytes > self._budget_bytes:
-            self._refuse(key, f"it needs {made.size_bytes >> 20} MiB of {self._budget_bytes >> 20}")
+            self._refuse(
+                key, f"it needs {made.size_bytes >> 20} MiB; the limit for all graphs is {self._budget_bytes >> 20} MiB"
+            )
             return None
         self._recorded[key] = made
         while len(self._recorded) > self._most or self.used_bytes > self._budget_bytes or not self._set_aside(key):
