@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from bottega.addons.interface.front_addon import FrontAddOn
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
-from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
@@ -126,11 +125,9 @@ class AttemptRunner:
         self._in_engine = False
 
     @property
-    def steps_expected(self) -> int:
-        """Total number of denoising steps, estimated from the request. Only the engine knows the exact number."""
-        spec = self._request.spec
-        strength = spec.strength if spec.HasField("strength") else None
-        return spec.num_images * steps_to_run(spec.num_inference_steps, strength)
+    def spec(self) -> GenerationSpec:
+        """What the attempt draws."""
+        return self._request.spec
 
     @property
     def in_engine(self) -> bool:

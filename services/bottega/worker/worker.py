@@ -32,6 +32,7 @@ from bottega.errors import (
 )
 from bottega.fair_order import Share
 from bottega.manifest import read_services
+from bottega.planning import Pace, steps_to_run
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer, registration_of
@@ -193,7 +194,9 @@ class Worker:
         """Return the load to report to the fleet."""
         denoising = {AttemptKey.of(running.attempt): running for running in self._beat.running}
         return fleet_pb2.Load(
-            running=[denoising.get(key) or _not_denoising(key, runner) for key, runner in self._runners.items()],
+            running=[
+                denoising.get(key) or _not_denoising(key, runner, self._model) for key, runner in self._runners.items()
+            ],
             step_times=self._beat.step_times,
             fixed_s=self._beat.fixed_s,
             draining=self._draining,
@@ -423,10 +426,19 @@ def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
     return measured, list(beat.hosted)
 
 
-def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningAttempt:
+def _not_denoising(key: AttemptKey, runner: AttemptRunner, model: image_pb2.Model | None) -> fleet_pb2.RunningAttempt:
     """Return the report of an attempt that is not in the engine now, because it has not started or is being encoded."""
-    steps_left = 0 if runner.attempt.started else runner.steps_expected
+    steps_left = 0 if runner.attempt.started else _evaluations_expected(runner.spec, model)
     return fleet_pb2.RunningAttempt(attempt=key.message(), steps_left=steps_left)
+
+
+def _evaluations_expected(spec: GenerationSpec, model: image_pb2.Model | None) -> int:
+    """Return how often an attempt evaluates the network, estimated from its spec. Only the engine knows it exactly."""
+    steps = steps_to_run(spec.num_inference_steps, spec.strength if spec.HasField("strength") else None)
+    choices = () if model is None else model.sampler_choices
+    choice = next((choice for choice in choices if choice.sampler == spec.sampler), image_pb2.SamplerChoice())
+    pace = Pace(per_step=choice.evaluations_per_step or 1, extra=choice.extra_evaluations)
+    return spec.num_images * pace.evaluations(steps)
 
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:

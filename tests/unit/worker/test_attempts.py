@@ -11,7 +11,8 @@ import pytest
 from bottega.errors import JobCancelled, QueueFull, StaleAttempt
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import RunningAttempt, StepTime
-from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.generation_pb2 import SAMPLER_EULER, SAMPLER_HEUN, GenerationSpec, Provenance
+from bottega.v1.image_pb2 import Model, SamplerChoice
 from bottega.v1.trace_pb2 import Span, Trace
 from bottega.worker.attempt_runner import AttemptTrace
 from bottega.worker.attempts import (
@@ -29,7 +30,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.worker import _reported_at_once
+from bottega.worker.worker import _evaluations_expected, _reported_at_once
 from tests.fakes.fake_time import FakeTime
 from tests.samples.hosted_loras import at_hand
 
@@ -269,3 +270,13 @@ def test_a_width_that_was_measured_or_a_lora_that_came_is_told_at_once() -> None
     assert _reported_at_once(_beat()) != _reported_at_once(_beat(rows=4))
     assert _reported_at_once(_beat()) != _reported_at_once(_beat(loras=("a" * 64,)))
     assert _reported_at_once(EngineBeat()) != _reported_at_once(_beat())
+
+
+def test_an_attempt_that_has_not_begun_is_reported_with_the_evaluations_of_its_sampler() -> None:
+    model = Model(sampler_choices=[SamplerChoice(sampler=SAMPLER_HEUN, evaluations_per_step=2, extra_evaluations=-1)])
+    heun, euler = (
+        GenerationSpec(sampler=sampler, num_inference_steps=10, num_images=2, image=b"x", strength=0.5)
+        for sampler in (SAMPLER_HEUN, SAMPLER_EULER)
+    )
+    assert (_evaluations_expected(heun, model), _evaluations_expected(euler, model)) == (2 * 9, 2 * 5)
+    assert _evaluations_expected(heun, None) == 2 * 5
