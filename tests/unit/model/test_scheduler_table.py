@@ -305,6 +305,33 @@ def test_the_values_above_change_what_a_class_draws(name: str, key: str, value: 
         assert torch.equal(changed, plain) == without_effect(name, key, value)
 
 
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+def test_every_sampler_draws_with_each_spacing_and_prediction_or_is_refused_by_name(
+    spacing: str, prediction: str
+) -> None:
+    config = {**BASE, "timestep_spacing": spacing, "prediction_type": prediction}
+    model = stock_scheduler(diffusers.EulerDiscreteScheduler, config)
+    samplers = ModelSamplers(_scheduler_config(model, Preset()), steps=STEPS)
+    refused = set()
+    for choice in (choice for choice in PLAIN_CHOICES if not choice.karras):
+        if reason := samplers.refusal(choice, STEPS):
+            assert reason == 'prediction_type must be "epsilon" or "v_prediction", not "sample"'
+            refused.add(choice.kind)
+        else:
+            theirs = stock_latent(
+                stock_scheduler(choice.kind.scheduler_class, model.config, **overrides(choice)), STEPS
+            )
+            assert deviation(our_latent(samplers, choice, STEPS), theirs) <= 1e-4
+    of_noise = {
+        SamplerKind.EULER_ANCESTRAL,
+        SamplerKind.PNDM,
+        SamplerKind.KDPM2,
+        SamplerKind.KDPM2_ANCESTRAL,
+    }
+    assert refused == (of_noise if prediction == "sample" else set())
+
+
 def stock_steps(choice: SamplerChoice, config: Mapping[str, Any], steps: int) -> int:
     """How many steps stock makes where some are asked for; 0 if it makes none."""
     scheduler = stock_scheduler(choice.kind.scheduler_class, config, **overrides(choice))
