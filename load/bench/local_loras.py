@@ -14,9 +14,9 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from bottega.addons.loras.engine import UNET, Layers, LoraHandle, LoraLayer, LoraRef
+from bottega.addons.loras.engine import UNET, Layers, LoraHandle, LoraLayer, LoraRef, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.canonical import CanonicalLora
+from bottega.addons.loras.wire.canonical import SCALE, CanonicalLora
 from bottega.errors import DataLoss, LoraNotFound
 from bottega.safetensors_header import TensorEntry
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -107,15 +107,16 @@ class LocalLoras:
         return _read_layers(lora, content[lora.header_bytes : end], content[end:]), monotonic()
 
 
-def _read_layers(lora: CanonicalLora, text: memoryview, unet: memoryview) -> dict[str, dict[str, LoraLayer]]:
+def _read_layers(
+    lora: CanonicalLora, text: memoryview, unet: memoryview
+) -> dict[str, dict[str, LoraLayer | WholeLayer]]:
     """Return layers by component and module path, from the file's sections in writable memory."""
-    layers: dict[str, dict[str, LoraLayer]] = {}
+    layers: dict[str, dict[str, LoraLayer | WholeLayer]] = {}
     for module in lora.modules:
         section = unet if module.component == UNET else text
         (scale,) = struct.unpack_from("<f", section, module.scale.begin)
-        layers.setdefault(module.component, {})[module.path] = LoraLayer(
-            down=_view(section, module.down), up=_view(section, module.up), scale=scale
-        )
+        parts = {part: _view(section, entry) for part, entry in module.parts.items() if part != SCALE}
+        layers.setdefault(module.component, {})[module.path] = make_layer(parts, scale)
     return layers
 
 

@@ -49,7 +49,8 @@ def random_lora(model: Path, folder: Path, *, seed: int, rank: int, targets: Seq
         down = (torch.randn(rank, *rest, generator=generator) / math.sqrt(math.prod(rest))).half()
         up = (torch.randn(out, rank, *[1] * (len(rest) - 1), generator=generator) / 50).half()
         theirs |= {f"unet.{path}.lora_A.weight": down, f"unet.{path}.lora_B.weight": up}
-        modules.append(ModuleWeights(component="unet", path=path, scale=1.0, down=_weights(down), up=_weights(up)))
+        parts = {"down": _weights(down), "up": _weights(up)}
+        modules.append(ModuleWeights(component="unet", path=path, scale=1.0, parts=parts))
     save_file(theirs, folder / f"{seed}.safetensors")
     ours = folder / f"{seed}.lora"
     with ours.open("wb") as file:

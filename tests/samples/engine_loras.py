@@ -86,7 +86,7 @@ def _shrink(network: nn.Module, name: str) -> None:
             parameter.data.mul_(0.3)
 
 
-def layers_of(network: nn.Module, name: str) -> Layers:
+def layers_of(network: nn.Module, name: str) -> dict[str, LoraLayer]:
     """What PEFT added, in the canonical form."""
     layers = {}
     for path, module in network.named_modules():
@@ -128,7 +128,9 @@ def styled_latent(pipeline: Any, spec: Any, scales: Mapping[str, float], from_st
     return latent
 
 
-def random_layers(network: nn.Module, seed: int, *, rank: int = 4, targets: Sequence[str] = ATTENTION) -> Layers:
+def random_layers(
+    network: nn.Module, seed: int, *, rank: int = 4, targets: Sequence[str] = ATTENTION
+) -> dict[str, LoraLayer]:
     """Layers for all modules whose path ends so."""
     generator = torch.Generator().manual_seed(seed)
     layers = {}
@@ -177,7 +179,10 @@ class _Handle:
         assert not self.closed
         layers = self.source.loras[self.ref.digest].get(component, {})
         # Memory that is only lent: whoever reads it after `close` reads something else.
-        return {path: replace(each, down=each.down.clone(), up=each.up.clone()) for path, each in layers.items()}
+        return {
+            path: replace(each, down=each.down.clone(), up=each.up.clone()) if isinstance(each, LoraLayer) else each
+            for path, each in layers.items()
+        }
 
 
 @dataclass(eq=False)

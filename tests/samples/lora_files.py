@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bottega.addons.loras.engine import LoraLayer
+from bottega.addons.loras.engine import Layers, LoraLayer, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical
 from bottega.miniature import WEIGHTS
 from bottega.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
@@ -107,25 +107,33 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] 
     return path
 
 
-def canonical_layers(data: bytes) -> dict[str, dict[str, LoraLayer]]:
+def canonical_layers(data: bytes) -> dict[str, dict[str, LoraLayer | WholeLayer]]:
     """Return the layers of a canonical file by component and path."""
     lora = canonical.parse(data[: header_bytes(data[:LENGTH_BYTES])], file_bytes=len(data))
     text, unet = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
-    layers: dict[str, dict[str, LoraLayer]] = {component: {} for component in canonical.COMPONENTS}
+    layers: dict[str, dict[str, LoraLayer | WholeLayer]] = {component: {} for component in canonical.COMPONENTS}
     for module in lora.modules:
         section = unet if module.component == canonical.BACKBONE else text
-        scale, down, up = (_tensor(entry, section) for entry in (module.scale, module.down, module.up))
-        layers[module.component][module.path] = LoraLayer(down=down, up=up, scale=float(scale))
+        parts = {part: _tensor(entry, section) for part, entry in module.parts.items()}
+        scale = float(parts.pop(canonical.SCALE))
+        layers[module.component][module.path] = make_layer(parts, scale)
     return layers
 
 
 def canonical_deltas(path: Path) -> dict[str, Tensor]:
-    """By component and path, what a canonical file adds to each module."""
+    """By component and path, what a canonical file with low-rank factors adds to each module."""
     return {
         f"{component}.{name}": delta(layer.down, layer.up, layer.scale)
         for component, layers in canonical_layers(path.read_bytes()).items()
-        for name, layer in layers.items()
+        for name, layer in low_rank(layers).items()
     }
+
+
+def low_rank(layers: Layers) -> dict[str, LoraLayer]:
+    """Return layers that all have low-rank factors."""
+    found = {path: layer for path, layer in layers.items() if isinstance(layer, LoraLayer)}
+    assert found.keys() == layers.keys()
+    return found
 
 
 def names_of(deltas: Iterable[str], component: str) -> set[str]:

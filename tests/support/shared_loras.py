@@ -33,6 +33,7 @@ from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
+from tests.samples.lora_files import low_rank
 from tests.support.offers import OffersAtOnce
 
 PATIENCE_S = 30.0
@@ -52,13 +53,13 @@ def canonical_file(size: tuple[int, int], *, seed: int = 0, odd: bool = False) -
             component=BACKBONE,
             path=f"down_blocks.{number}.to_q",
             scale=0.5 + number,
-            down=_weights(draw, "F32", rank, width),
-            up=_weights(draw, "F32", 64, rank),
+            parts={"down": _weights(draw, "F32", rank, width), "up": _weights(draw, "F32", 64, rank)},
         )
         for number in range(4)
     ]
     down, up = _weights(draw, "F16", 1, 2), _weights(draw, "F16", 3 if odd else 2, 1)
-    modules.append(ModuleWeights(component="text_encoder", path="layers.0.q_proj", scale=1.0, down=down, up=up))
+    parts = {"down": down, "up": up}
+    modules.append(ModuleWeights(component="text_encoder", path="layers.0.q_proj", scale=1.0, parts=parts))
     file = io.BytesIO()
     canonical.write(file, modules)
     return file.getvalue()
@@ -199,7 +200,7 @@ def _serve() -> None:
         gc.collect()
         after = _resident_kib()
         hashed = hashlib.sha256()
-        for layer in handles[digest].layers(BACKBONE).values():
+        for layer in low_rank(handles[digest].layers(BACKBONE)).values():
             for tensor in (layer.down, layer.up):
                 assert tensor.data_ptr() % tensor.element_size() == 0, "where the processor wants it"
                 hashed.update(tensor.numpy().data)

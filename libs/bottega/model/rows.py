@@ -53,16 +53,41 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Difference:
+    """The sum that LoRAs of one request add to a module's parameters beside low-rank factors, with all scales."""
+
+    weight: Tensor | None
+    """In the shape of the module's weight; None if the weight does not change."""
+    bias: Tensor | None
+    """[out]; None if the bias does not change."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of both tensors."""
+        return sum(tensor.nbytes for tensor in (self.weight, self.bias) if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class LoraSet:
-    """The LoRAs of a request, as factors on the model's device and in its data type."""
+    """The LoRAs of a request, on the model's device and in its data type."""
 
     key: SetKey
     components: Mapping[str, Mapping[str, Factors]] = field(repr=False)
     """Factors by component and module path; the set owns the tensors."""
+    differences: Mapping[str, Mapping[str, Difference]] = field(default_factory=dict, repr=False)
+    """Changes without a low-rank form, by component and module path. A module may have factors and a difference."""
 
     def of(self, component: str) -> Mapping[str, Factors]:
         """Return the factors of one component by module path; empty if no LoRA touches it."""
         return self.components.get(component, {})
+
+    def differences_of(self, component: str) -> Mapping[str, Difference]:
+        """Return the changes of one component without a low-rank form, by module path."""
+        return self.differences.get(component, {})
+
+    def changes(self, component: str) -> bool:
+        """Return whether the set changes a component."""
+        return bool(self.of(component) or self.differences_of(component))
 
 
 class Half(Enum):

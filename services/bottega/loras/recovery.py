@@ -240,7 +240,7 @@ def _unknown(found: QuarantinedLora, name: str) -> Iterator[str]:
 
 def _fits(module: Module, base: Base) -> bool:
     layer = base.find(module.component, module.path)
-    return layer is not None and layer.shape == (module.up.shape[0], *module.down.shape[1:])
+    return layer is not None and module.shape in {None, layer.shape} and module.outputs == layer.shape[0]
 
 
 def _damaged(found: QuarantinedLora, how: str) -> DataLoss:

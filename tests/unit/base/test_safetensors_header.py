@@ -136,7 +136,7 @@ def _canonical() -> bytes:
     down = TensorData(dtype="F16", shape=(2, 3), data=b"1" * 12)
     up = TensorData(dtype="F16", shape=(4, 2), data=b"2" * 16)
     modules = [
-        ModuleWeights(component=component, path=f"a.{index}", scale=1.0, down=down, up=up)
+        ModuleWeights(component=component, path=f"a.{index}", scale=1.0, parts={"down": down, "up": up})
         for component in canonical.COMPONENTS
         for index in range(2)
     ]

@@ -141,7 +141,7 @@ def test_element_types_are_kept(
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     path = save(tensors, tmp_path / "a.safetensors")
     (module,) = convert(sources(path), base=base).modules
-    assert {module.down.dtype, module.up.dtype} == {name_of_it}
+    assert {weights.dtype for weights in module.parts.values()} == {name_of_it}
     name = f"lora_unet_{_Q.replace('.', '_')}"
     expected = delta(tensors[f"{name}.lora_down.weight"], tensors[f"{name}.lora_up.weight"], 0.5)
     _assert_same(imported(path), {f"unet.{_Q}": expected})
@@ -552,7 +552,7 @@ _FACTORS = {"lora_A.weight": torch.zeros(2, 96), "lora_B.weight": torch.zeros(96
         ("unet.", {"unet.lora_alpha": 4, "lora_alpha": 4}, "names a component for some fields but not for others"),
         ("unet.", {"lora_alpha": 4}, "has no component names, but the file's tensor names have"),
         ("unet.", {"unet.r": 3}, f"unet.{_Q} has rank 2, but the file's lora_adapter_metadata says 3"),
-        ("unet.", {"unet.use_dora": True}, "sets use_dora: LoRAs with DoRA are not supported"),
+        ("unet.", {"unet.use_dora": True}, f"sets use_dora, but unet.{_Q} has no magnitudes of DoRA"),
         ("", {"alpha_pattern": {"to_k": 1}}, "alpha_pattern 'to_k' that matches no module"),
         ("", {"text_encoder.lora_alpha": 4}, "configures text_encoder, but the file has no tensors for it"),
     ],

@@ -47,35 +47,56 @@ def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> TensorDa
 
 
 def folded(module: BaseModule, down: TensorData, mid: TensorData) -> TensorData:
-    """Multiply two convolutions into one: `down`, [rank, in, 1, 1], and `mid`, [rank, rank, height, width].
+    """Multiply two convolutions into one: `down`, [rank, in] or [rank, in, 1, 1], and `mid`, [rank, rank, ...].
 
     The product is computed in float64 and stored as F32. Raises BadLora, which names the module, if the shapes do not
     match or F32 cannot hold the product.
     """
     rank = down.shape[0]
-    if down.shape[2:] != (1, 1) or len(mid.shape) != 4 or mid.shape[:2] != (rank, rank):
-        shapes = f"lora_mid has the shape {list(mid.shape)}, which does not fit lora_down's, {list(down.shape)}"
-        raise BadLora(f"{module.name}: {shapes}")
+    if len(down.shape) < 2 or down.shape[2:] not in {(), (1, 1)} or mid.shape[:2] != (rank, rank):
+        shapes = f"the middle factor has the shape {list(mid.shape)}, which does not fit lora_mid's place behind"
+        raise BadLora(f"{module.name}: {shapes} {list(down.shape)}")
+    if len(mid.shape) != 4 or mid.shape[2:] != (module.shape[2:] or (1, 1)):
+        kernel = f"{list(mid.shape)}, and the base model's weight {list(module.shape)}: they do not fit"
+        raise BadLora(f"{module.name}: the middle factor (lora_mid) has the shape {kernel}")
     first = _array(down).astype(np.float64).reshape(rank, -1)
     both = np.einsum("orhw,ri->oihw", _array(mid).astype(np.float64), first)
-    if not np.abs(both).max(initial=0.0) <= MAX_F32:
-        raise BadLora(f"{module.name}: the product of lora_mid and lora_down is beyond the range of F32")
-    return TensorData(dtype="F32", shape=both.shape, data=both.astype("<f4").tobytes())
+    return _as_f32(module, both, "lora_mid and lora_down")
 
 
-def check_product(module: BaseModule, down: TensorData, up: TensorData, scale: float) -> None:
-    """Raise BadLora, which names the module, if `scale * up @ down` may exceed the range of F32.
+def multiplied(module: BaseModule, up: TensorData, down: TensorData) -> TensorData:
+    """Return the product of two matrices, of which the shapes match. Raises BadLora if F32 cannot hold it."""
+    both = _array(up).astype(np.float64) @ _array(down).astype(np.float64)
+    return _as_f32(module, both, "lokr_w1_a and lokr_w1_b")
 
-    The check uses an upper bound from the largest element of each rank, because computing the product takes as long as
-    patching. The bound is far above the values that trainers write.
 
-    Args:
-        module: The base model's module.
-        down: As `fitted` returns it.
-        up: As `fitted` returns it.
-        scale: Alpha divided by rank.
+def _as_f32(module: BaseModule, product: NDArray[np.float64], factors: str) -> TensorData:
+    if not np.abs(product).max(initial=0.0) <= MAX_F32:
+        raise BadLora(f"{module.name}: the product of {factors} is beyond the range of F32")
+    return TensorData(dtype="F32", shape=product.shape, data=product.astype("<f4").tobytes())
+
+
+def transposed(matrix: TensorData) -> TensorData:
+    """Return the transpose of a matrix."""
+    words = np.frombuffer(matrix.data, dtype=_NUMPY[matrix.dtype]).reshape(matrix.shape)
+    return TensorData(dtype=matrix.dtype, shape=matrix.shape[::-1], data=np.ascontiguousarray(words.T).tobytes())
+
+
+def largest(weights: TensorData) -> float:
+    """Return the largest magnitude of an element."""
+    return float(_largest(weights, axis=1).max())
+
+
+def product_bound(down: TensorData, up: TensorData) -> float:
+    """Return an upper bound on the elements of `up @ down`, computed from the largest element of each rank.
+
+    Computing the product itself takes as long as patching. The bound is far above the values that trainers write.
     """
-    bound = abs(scale) * float(_largest(up, axis=0) @ _largest(down, axis=1))
+    return float(_largest(up, axis=0) @ _largest(down, axis=1))
+
+
+def check_bound(module: BaseModule, bound: float) -> None:
+    """Raise BadLora, which names the module, if its change may exceed the range of F32."""
     if not bound <= MAX_F32:
         raise BadLora(f"{module.name}: alpha / rank * up @ down may reach {bound:.3g}, beyond the range of F32")
 
@@ -90,8 +111,8 @@ def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[Tensor
         raise BadLora(f"{module.name} has rank {rank}; the maximum is {MAX_RANK}")
     outputs, inputs, *kernel = module.shape
     ones = [1] * len(kernel)
-    shaped_down = _reshaped(down, [rank, inputs, *kernel])
-    shaped_up = _reshaped(up, [outputs, rank, *ones])
+    shaped_down = reshaped(down, [rank, inputs, *kernel])
+    shaped_up = reshaped(up, [outputs, rank, *ones])
     if rank == 0 or shaped_down is None or shaped_up is None:
         raise BadLora(
             f"{module.name} has the shape {list(module.shape)} in the base model; "
@@ -100,7 +121,7 @@ def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[Tensor
     return shaped_down, shaped_up
 
 
-def _reshaped(weights: TensorData, shape: Sequence[int]) -> TensorData | None:
+def reshaped(weights: TensorData, shape: Sequence[int]) -> TensorData | None:
     """Return weights with another shape, or None if the shapes differ in more than trailing ones."""
     if _stripped(weights.shape) != _stripped(shape):
         return None

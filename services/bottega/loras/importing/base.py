@@ -43,7 +43,7 @@ _BLOCK = (
 )
 _CROSS = "CrossAttn"
 
-_WEIGHT = ".weight"
+_WEIGHT, _BIAS = ".weight", ".bias"
 # Not supported: embedding tables are looked up by row instead of multiplied, so a LoRA cannot be added.
 _TABLES = ("token_embedding", "position_embedding")
 
@@ -56,6 +56,7 @@ class BaseModule:
     path: str
     shape: tuple[int, ...]
     """Shape of its weight, [out, in] or [out, in, height, width]."""
+    has_bias: bool = False
 
     @property
     def name(self) -> str:
@@ -109,6 +110,7 @@ def _modules(folder: Path) -> Iterator[BaseModule]:
         for path in sorted((folder / component).glob("*.safetensors")):
             with path.open("rb") as file:
                 header = read_header(file)
+            biases = {entry.name for entry in header.tensors if entry.name.endswith(_BIAS)}
             for entry in header.tensors:
                 module = entry.name.removesuffix(_WEIGHT)
                 if module == entry.name or len(entry.shape) not in {2, 4} or module.rpartition(".")[2] in _TABLES:
@@ -116,7 +118,8 @@ def _modules(folder: Path) -> Iterator[BaseModule]:
                 if any((component, path) in seen for path in spellings(component, module)):
                     continue
                 seen.add((component, module))
-                yield BaseModule(component=component, path=module, shape=entry.shape)
+                has_bias = f"{module}{_BIAS}" in biases
+                yield BaseModule(component=component, path=module, shape=entry.shape, has_bias=has_bias)
 
 
 def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:

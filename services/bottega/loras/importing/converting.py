@@ -1,8 +1,8 @@
 """Converts an untrusted LoRA to canonical modules: every tensor must match the base model, or the LoRA is refused.
 
-Definition (kohya, PEFT): W' = W + alpha / rank * up @ down, with an alpha for each module. A missing alpha equals the
-rank, except in PEFT's files, whose alpha is always in a separate configuration. A file whose stated alpha would not be
-used is refused, because the LoRA's strength would be wrong.
+Definition of a LoRA (kohya, PEFT): W' = W + alpha / rank * up @ down, with an alpha for each module; `kinds` has the
+others. A missing alpha equals the rank, except in PEFT's files, whose alpha is always in a separate configuration. A
+file whose stated alpha would not be used is refused, because the LoRA's strength would be wrong.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from bottega.addons.loras.wire.canonical import COMPONENTS, ModuleWeights, headers_of_loras
 from bottega.addons.loras.wire.messages import PEFT_CONFIG, LoraFile, find_weights
 from bottega.errors import BadLora
-from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
-from bottega.loras.importing.base import Base, BaseModule
+from bottega.loras.importing.base import Base
+from bottega.loras.importing.kinds import ModuleParts, assemble
 from bottega.loras.importing.naming import (
     Format,
     Name,
@@ -103,27 +103,10 @@ class ConvertedLora:
     """The trigger phrase that the trainer wrote into the file, or ""."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _ModuleParts:
-    """The tensors for one module of the base model."""
-
-    module: BaseModule
-    config: AdapterConfig | None
-    format: Format
-    path: str
-    """Path of the module in the trainer's network, which the patterns in PEFT's configuration match."""
-    parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
-
-    @property
-    def rank(self) -> int:
-        down = self.parts.get(Part.DOWN)
-        return down[2].shape[0] if down is not None and down[2].shape else 0
-
-
 def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
     """Convert the LoRA in some files to canonical modules. Raises BadLora, which names the problem, and OSError."""
     with ExitStack() as stack:
-        found: dict[str, _ModuleParts] = {}
+        found: dict[str, ModuleParts] = {}
         headers = []
         for source in sources:
             file = stack.enter_context(open_below(source.path, source.root))
@@ -133,14 +116,14 @@ def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
         return ConvertedLora(
-            modules=tuple(_module(parts) for parts in found.values()),
+            modules=tuple(assemble(parts) for parts in found.values()),
             format=next(parts.format for parts in found.values()),
             trigger_phrase=_trigger(headers),
         )
 
 
 def _collect(
-    file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, _ModuleParts]
+    file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, ModuleParts]
 ) -> None:
     """Add the tensors of a file to `found`, by module. Raises BadLora, which lists tensors without a module."""
     refuse_unserved([entry.name for entry in header.tensors])
@@ -150,7 +133,7 @@ def _collect(
     component = source.component or _only_component(known, base)
     configs = _configs(source, header, [name for _, name in known])
     unmatched = []
-    in_file: dict[str, _ModuleParts] = {}
+    in_file: dict[str, ModuleParts] = {}
     for entry, name in names:
         module = module_of(name, base, component) if name is not None else None
         if name is None or module is None:
@@ -158,7 +141,7 @@ def _collect(
             continue
         collected = found.setdefault(
             module.name,
-            _ModuleParts(
+            ModuleParts(
                 module=module,
                 config=configs.get(module.component) or configs.get(WHOLE_FILE),
                 format=name.format,
@@ -203,7 +186,7 @@ def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
     match name.part:
         case Part.DOWN:
             return entry.shape[1] == module.shape[1]
-        case Part.UP:
+        case Part.UP | Part.HADA_W1_A:
             return entry.shape[0] == module.shape[0]
     return True
 
@@ -222,7 +205,7 @@ def _configs(source: LoraSourceFile, header: Header, names: Sequence[Name]) -> M
     return configs
 
 
-def _check_configs(configs: Mapping[str, AdapterConfig], found: Iterable[_ModuleParts]) -> None:
+def _check_configs(configs: Mapping[str, AdapterConfig], found: Iterable[ModuleParts]) -> None:
     """Raise BadLora if an alpha belongs to no module of the file, or if a module has two."""
     modules = list(found)
     for component, config in configs.items():
@@ -237,7 +220,7 @@ def _check_configs(configs: Mapping[str, AdapterConfig], found: Iterable[_Module
                 raise BadLora(f"{name} and {config.where} both state an alpha: remove one of them")
 
 
-def _check_kohya_alpha(metadata: Mapping[str, str], found: Iterable[_ModuleParts]) -> None:
+def _check_kohya_alpha(metadata: Mapping[str, str], found: Iterable[ModuleParts]) -> None:
     """Raise BadLora if only the metadata states an alpha that differs from the rank, because the rank would be used."""
     modules = [parts for parts in found if parts.format is Format.KOHYA]
     try:
@@ -246,47 +229,12 @@ def _check_kohya_alpha(metadata: Mapping[str, str], found: Iterable[_ModuleParts
         return
     if math.isnan(alpha) or any(Part.ALPHA in parts.parts for parts in modules):
         return
-    other = next((parts for parts in modules if parts.rank != alpha), None)
+    other = next((parts for parts in modules if parts.rank not in {None, alpha}), None)
     if other is not None:
         raise BadLora(
             f"the file's {_KOHYA_ALPHA} is {alpha:g} and the rank of {other.module.name} is {other.rank}, but no "
             "module has an .alpha: the LoRA's strength is unclear"
         )
-
-
-def _module(found: _ModuleParts) -> ModuleWeights:
-    missing = [part.value for part in (Part.DOWN, Part.UP) if part not in found.parts]
-    if missing:
-        raise BadLora(f"{found.module.name} lacks {' and '.join(missing)}")
-    down, up = read_weights(*found.parts[Part.DOWN]), read_weights(*found.parts[Part.UP])
-    if not down.shape or 0 in down.shape:
-        raise BadLora(f"{found.module.name}: down has the shape {list(down.shape)}, which has no rank")
-    rank = down.shape[0]
-    if Part.MID in found.parts:
-        down = folded(found.module, down, read_weights(*found.parts[Part.MID]))
-    down, up = fitted(found.module, down, up)
-    scale = _scale(found, rank)
-    check_product(found.module, down, up, scale)
-    return ModuleWeights(component=found.module.component, path=found.module.path, scale=scale, down=down, up=up)
-
-
-def _scale(found: _ModuleParts, rank: int) -> float:
-    """Return alpha divided by rank. Raises BadLora, which names the module, if F32 cannot hold it."""
-    scale = _stated_scale(found, rank)
-    if not abs(scale) <= MAX_F32:
-        raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond the range of F32")
-    return scale
-
-
-def _stated_scale(found: _ModuleParts, rank: int) -> float:
-    if Part.ALPHA in found.parts:
-        return read_number(*found.parts[Part.ALPHA]) / rank
-    if found.config is not None:
-        found.config.check_rank(found.module.name, found.path, rank)
-        return found.config.scale(found.path, rank)
-    if found.format is Format.PEFT:
-        raise BadLora("the file is PEFT's, whose alpha is in adapter_config.json: upload the folder that has both")
-    return 1.0
 
 
 def _trigger(headers: Iterable[Header]) -> str:

@@ -4,6 +4,7 @@ Diffusers    unet.mid_block.attentions.0.(...).to_q.lora_A.weight, (...).to_q.lo
 (...).attn1.processor.to_q_lora.down.weight; text_encoder.(...).q_proj.lora_linear_layer.down.weight
 PEFT         base_model.model.(...).to_q.lora_A.weight
 kohya        lora_unet_(path with underscores).lora_down.weight, lora_te1_(...), with one .alpha for each module
+LyCORIS      kohya's or PEFT's names with .hada_w1_a, .lokr_w1, .diff and others in place of .lora_down.weight
 
 Names without a component are allowed if all tensors of the file belong to one component.
 """
@@ -29,6 +30,26 @@ class Part(StrEnum):
     MID = "mid"
     """The middle factor of a convolution in a Tucker decomposition."""
     ALPHA = "alpha"
+    HADA_W1_A = "hada_w1_a"
+    HADA_W1_B = "hada_w1_b"
+    HADA_W2_A = "hada_w2_a"
+    HADA_W2_B = "hada_w2_b"
+    HADA_T1 = "hada_t1"
+    HADA_T2 = "hada_t2"
+    LOKR_W1 = "lokr_w1"
+    LOKR_W1_A = "lokr_w1_a"
+    LOKR_W1_B = "lokr_w1_b"
+    LOKR_W2 = "lokr_w2"
+    LOKR_W2_A = "lokr_w2_a"
+    LOKR_W2_B = "lokr_w2_b"
+    LOKR_T2 = "lokr_t2"
+    DIFF = "diff"
+    DIFF_B = "diff_b"
+    """A full difference of the bias."""
+    MAGNITUDE = "lora_magnitude_vector"
+    """PEFT's magnitudes of DoRA."""
+    DORA_SCALE = "dora_scale"
+    """LyCORIS' magnitudes of DoRA."""
 
 
 class Format(StrEnum):
@@ -61,14 +82,11 @@ class Name:
 
 # Tensors that files have beside or instead of LoRA factors. LoCon is supported: it is LoRA on convolutions.
 _UNSERVED = (
-    ("factors of LoHa", re.compile(r"\.hada_")),
-    ("factors of LoKr", re.compile(r"\.lokr_")),
-    ("magnitudes of DoRA", re.compile(r"\.dora_scale$|lora_magnitude_vector")),
     ("blocks of OFT", re.compile(r"\.oft_|\.oft_blocks")),
     ("factors of GLoRA", re.compile(r"\.[ab][12]\.weight$")),
     ("diagonals of KaSA", re.compile(r"\.lora_diag\b")),
     ("scalars of LyCORIS", re.compile(r"\.scalar$")),
-    ("full differences of weights", re.compile(r"\.diff(_b)?$|\.(set_weight|reshape_weight)$")),
+    ("full differences of weights", re.compile(r"\.(set_weight|reshape_weight)$")),
     ("weights of normalisation layers", re.compile(r"\.[wb]_norm$")),
     ("factors of embeddings", re.compile(r"lora_embedding_[AB]")),
     ("embeddings of words", re.compile(r"^bundle_emb\.|^emb_params$|trainable_tokens_|\bstring_to_param\b")),
@@ -80,6 +98,8 @@ _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.lora_(?P<part>[AB])(\.(?P<adapter>[A-Za-z0-9_]+))?\.weight$"), {"A": "down", "B": "up"}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)\.(?P<part>down|up)\.weight$"), {}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)?\.(?P<part>alpha)$"), {}),
+    (re.compile(r"\.(?P<part>hada_(w[12]_[ab]|t[12])|lokr_(w[12](_[ab])?|t2)|diff(_b)?|dora_scale)$"), {}),
+    (re.compile(r"\.(?P<part>lora_magnitude_vector)(\.(?!weight$)(?P<adapter>[A-Za-z0-9_]+))?(\.weight)?$"), {}),
 )
 _KOHYA = (
     ("lora_unet_", "unet"),

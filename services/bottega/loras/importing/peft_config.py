@@ -55,12 +55,22 @@ _Rank = Annotated[int, Field(strict=True)]
 
 # Fields that are read, see _Fields.
 _COUNTED = frozenset(
-    {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "peft_type", "init_lora_weights"}
+    {
+        "r",
+        "alpha",
+        "use_dora",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "bias",
+        "peft_type",
+        "init_lora_weights",
+    }
 )
 # Fields that add more than a product of two factors to the weights, with a name of what they add.
 _UNSERVED = MappingProxyType(
     {
-        "use_dora": "DoRA",
         "use_qalora": "QALoRA",
         "use_bdlora": "BD-LoRA",
         "alora_invocation_tokens": "activated LoRA",
@@ -83,26 +93,34 @@ _NEUTRAL = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
+        "decompose_both",
+        "decompose_factor",
         "ensure_weight_tying",
         "eva_config",
         "exclude_modules",
         "fan_in_fan_out",
         "inference_mode",
+        "init_weights",
         "layers_pattern",
         "layers_to_transform",
         "loftq_config",
         "lora_dropout",
         "lora_ga_config",
         "megatron_core",
+        "module_dropout",
         "parent_library",
         "peft_version",
         "qalora_group_size",
+        "rank_dropout",
+        "rank_dropout_scale",
         "revision",
         "runtime_config",
         "target_modules",
         "task_type",
+        "use_effective_conv2d",
     }
 )
+_TYPES = ("LORA", "LOHA", "LOKR")
 # Initialisations that change the base model's weights. PEFT writes True instead if it has converted the file.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -120,6 +138,9 @@ class AdapterConfig:
     rank: int | None
     """Rank of modules that no key of `ranks` matches; None if unknown."""
     ranks: tuple[tuple[str, ModulePattern, int], ...]
+    use_dora: bool
+    """Whether every module has magnitudes of DoRA."""
+    peft_type: str | None
 
     def scale(self, path: str, rank: int) -> float:
         """Return the factor by which a module's product is multiplied.
@@ -133,11 +154,15 @@ class AdapterConfig:
 
     def check_rank(self, name: str, path: str, rank: int) -> None:
         """Raise BadLora if the rank of a module's factors differs from the configuration."""
-        stated = next((stated for _, pattern, stated in self.ranks if pattern.matches(path)), self.rank)
+        stated = self.stated_rank(path)
         if stated is not None and stated != rank:
             raise BadLora(
                 f"{name} has rank {rank}, but {self.where} says {stated}: these files are not of the same adapter"
             )
+
+    def stated_rank(self, path: str) -> int | None:
+        """Return the rank of a module; None if it is unknown."""
+        return next((stated for _, pattern, stated in self.ranks if pattern.matches(path)), self.rank)
 
     def check_used(self, paths: Iterable[str]) -> None:
         """Raise BadLora, which names the key, if a key of alpha_pattern matches no module of the component."""
@@ -157,7 +182,10 @@ class _Fields:
     lora_alpha: _Number = _DEFAULT_ALPHA
     rank_pattern: dict[str, _Rank] | None = None
     alpha_pattern: dict[str, _Number] | None = None
+    alpha: _Number = _DEFAULT_ALPHA
+    """Alpha of LoHa and LoKr."""
     use_rslora: StrictBool | None = False
+    use_dora: StrictBool | None = False
     bias: str = "none"
     peft_type: str | None = None
     init_lora_weights: bool | str | None = None
@@ -229,8 +257,10 @@ def _served(given: Any, where: str) -> AdapterConfig:
     ranks = _known_ranks(fields)
     return AdapterConfig(
         where=where,
-        lora_alpha=fields.lora_alpha,
+        lora_alpha=fields.lora_alpha if fields.peft_type in {None, "LORA"} else fields.alpha,
         use_rslora=bool(fields.use_rslora),
+        use_dora=bool(fields.use_dora),
+        peft_type=fields.peft_type,
         alphas=module_patterns("alpha_pattern", fields.alpha_pattern or {}),
         rank=fields.r if ranks is not None else None,
         ranks=ranks or (),
@@ -238,8 +268,9 @@ def _served(given: Any, where: str) -> AdapterConfig:
 
 
 def _check_kind(fields: _Fields, where: str) -> None:
-    if fields.peft_type not in {None, "LORA"}:
-        raise BadLora(f"{where} says peft_type {excerpt(fields.peft_type or '', 40)}: only LORA is supported")
+    if fields.peft_type not in {None, *_TYPES}:
+        served = ", ".join(_TYPES)
+        raise BadLora(f"{where} says peft_type {excerpt(fields.peft_type or '', 40)}: only {served} are supported")
     if fields.bias != "none":
         raise BadLora(f"{where} says bias {excerpt(fields.bias, 40)}: LoRAs with trained biases are not supported")
     kind = str(fields.init_lora_weights or "").lower()

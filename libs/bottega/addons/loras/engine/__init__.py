@@ -9,8 +9,11 @@ from bottega.addons.loras.engine.lora import (
     LoraLayer,
     LoraRef,
     LoraSource,
+    WholeLayer,
     has_mixed_alphas,
+    is_only_low_rank,
     left_out_by_stock,
+    make_layer,
 )
 from bottega.addons.loras.engine.lora_set import make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher
@@ -30,12 +33,15 @@ __all__ = [
     "LoraSource",
     "LoraAtScale",
     "LoraWeights",
+    "WholeLayer",
     "Patcher",
     "SetKey",
     "UnmergedLoras",
     "SwapCosts",
     "has_mixed_alphas",
+    "is_only_low_rank",
     "left_out_by_stock",
+    "make_layer",
     "make_set",
     "set_key",
 ]

@@ -20,6 +20,7 @@ from bottega.addons.loras.engine import (
     LoraSource,
     LoraWeights,
     has_mixed_alphas,
+    is_only_low_rank,
     left_out_by_stock,
 )
 from bottega.addons.loras.engine.lora_set import RemoteLoras, loras_part, read_loras
@@ -235,6 +236,8 @@ class _UnlikeStock:
 
     mixed_alphas: bool
     left_out: tuple[str, ...]
+    low_rank: bool
+    """Whether it has low-rank factors and nothing else."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -294,7 +297,7 @@ class JobLoras(JobAddOn):
     def text_set(self) -> LoraSet | None:
         """Return the factors for the text encoders; None if they are not changed. Raise LoraUnusable."""
         made = self.addon.weights.text_set(self._scaled(TEXT_ENCODERS))
-        return made if any(made.of(name) for name in TEXT_ENCODERS) else None
+        return made if any(made.changes(name) for name in TEXT_ENCODERS) else None
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Set the job's requests, and the step that an earlier attempt decided. Raise InvalidRequest."""
@@ -373,6 +376,7 @@ class JobLoras(JobAddOn):
         record = replace(record, seconds={**record.seconds, LORAS: self.wait_s + self.patch_s})
         if self.step is None or self.loras is None:
             return record
+        rounds = [self.addon.weights.rounds_as_stock(low_rank=unlike.low_rank) for unlike in self._unlike_stock]
         loras = tuple(
             LoraRecord(
                 name=spec.name,
@@ -384,12 +388,14 @@ class JobLoras(JobAddOn):
                 patch_s=self.patch_s,
                 mixed_alphas=unlike.mixed_alphas,
                 stock_may_leave_out=unlike.left_out,
-                rounded_otherwise=not self.addon.weights.rounds_as_stock,
+                rounded_otherwise=not rounds_as_stock,
                 similarities=self._meter.similarities if spec.measured else (),
             )
-            for spec, load_s, unlike in zip(self.specs, self._load_s, self._unlike_stock, strict=True)
+            for spec, load_s, unlike, rounds_as_stock in zip(
+                self.specs, self._load_s, self._unlike_stock, rounds, strict=True
+            )
         )
-        exact = self.step <= record.begin_step and self.addon.weights.rounds_as_stock
+        exact = self.step <= record.begin_step and all(rounds)
         return replace(record, loras=loras, exact=record.exact and exact)
 
     def close(self) -> None:
@@ -439,6 +445,7 @@ def _unlike_stock(handle: LoraHandle) -> _UnlikeStock:
     return _UnlikeStock(
         mixed_alphas=any(has_mixed_alphas(layers) for layers in components.values()),
         left_out=tuple(what for name, layers in components.items() for what in left_out_by_stock(name, layers)),
+        low_rank=all(is_only_low_rank(layers) for layers in components.values()),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bottega.addons.loras.wire.canonical import BIAS, DOWN, SCALE, UP, is_low_rank
 from bottega.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
@@ -27,10 +28,29 @@ class LoraLayer:
     """Weight of the second product: [out, rank], or [out, rank, 1, 1] for a convolution."""
     scale: float
     """Factor of the product: alpha / rank."""
+    bias: Tensor | None = None
+    """Added to the module's bias, [out]; None if the bias does not change."""
 
 
-Layers = Mapping[str, LoraLayer]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeLayer:
+    """The change of one module that has no low-rank form."""
+
+    parts: Mapping[str, Tensor]
+    """Its tensors by their names in the canonical file, without the scale."""
+    scale: float
+    """Factor of the change, without that of a request."""
+
+
+Layers = Mapping[str, LoraLayer | WholeLayer]
 """Layers of one component, by the path of the module in it."""
+
+
+def make_layer(parts: Mapping[str, Tensor], scale: float) -> LoraLayer | WholeLayer:
+    """Return the layer with these tensors of a canonical file, which are all but the scale."""
+    if is_low_rank({SCALE, *parts}):
+        return LoraLayer(down=parts[DOWN], up=parts[UP], scale=scale, bias=parts.get(BIAS))
+    return WholeLayer(parts=parts, scale=scale)
 
 
 def has_mixed_alphas(layers: Layers) -> bool:
@@ -38,9 +58,14 @@ def has_mixed_alphas(layers: Layers) -> bool:
 
     For kohya's files, stock Diffusers uses the most frequent alpha for all modules.
     """
-    alphas = [layer.scale * layer.down.shape[0] for layer in layers.values()]
+    alphas = [layer.scale * layer.down.shape[0] for layer in layers.values() if isinstance(layer, LoraLayer)]
     # The tolerance is needed because scales are stored in single precision.
     return any(not math.isclose(alpha, alphas[0], rel_tol=1e-5) for alpha in alphas)
+
+
+def is_only_low_rank(layers: Layers) -> bool:
+    """Return whether all layers of a component have low-rank factors and nothing else."""
+    return all(isinstance(layer, LoraLayer) and layer.bias is None for layer in layers.values())
 
 
 def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:

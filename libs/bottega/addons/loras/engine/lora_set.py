@@ -6,11 +6,13 @@ same however its rank is divided among LoRAs. Both merging and computing beside 
 In half precision that product rounds differently from PEFT, which stock Diffusers uses: PEFT computes one product after
 the other and rounds each of them, its scaling and the sum. Sets made `as_peft` keep each LoRA's factors and scale
 separate, in order ("terms"), so that the same roundings can be made.
+
+LoRAs without a low-rank form become differences of whole weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,12 +20,13 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer
-from bottega.addons.loras.wire.canonical import spellings
+from bottega.addons.loras.engine.differences import weight_difference
+from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer, WholeLayer
+from bottega.addons.loras.wire.canonical import BIAS, spellings, weight_shape
 from bottega.engine.parallel.offload import OffloadedPart
 from bottega.engine.spec import LoraSpec
 from bottega.errors import LoraUnusable
-from bottega.model.rows import Factors, LoraSet, Row, SetKey, Term
+from bottega.model.rows import Difference, Factors, LoraSet, Row, SetKey, Term
 
 if TYPE_CHECKING:
     from bottega.addons.loras.engine.addon import JobLoras
@@ -35,23 +38,49 @@ def make_set(
     components: Sequence[str],
     *,
     as_peft: bool = False,
+    original: Callable[[str, str], Tensor] | None = None,
 ) -> LoraSet:
-    """Return the factors for these components, by the paths of the networks' own modules.
+    """Return the changes of these components, by the paths of the networks' own modules.
 
     A text encoder's layer may be named with or without `text_model.`, whichever the network has.
 
     Args:
         uses: The LoRAs of a request.
         networks: Networks by component; their weights are not changed.
-        components: Components to make factors for.
+        components: Components to make changes for.
         as_peft: Keep the LoRAs separate, so that products can be computed one by one.
+        original: Returns the weight of a component's module without LoRAs; None if none are merged into the networks.
 
     Raises:
         LoraUnusable: A layer has no module that it fits.
     """
     ordered = _ordered(uses, as_peft=as_peft)
-    made = {name: _factors(ordered, name, networks[name], as_peft=as_peft) for name in components}
-    return LoraSet(key=set_key(uses, as_peft=as_peft), components=made)
+    factors, differences = {}, {}
+    for name in components:
+        changes = list(_module_changes(ordered, name, networks[name]))
+        factors[name] = {
+            change.path: _separate(change.low_rank, change.weight)
+            if as_peft
+            else _joined(change.low_rank, change.weight)
+            for change in changes
+            if change.low_rank
+        }
+        differences[name] = {
+            change.path: _difference(change, original(name, change.path) if original else change.weight)
+            for change in changes
+            if change.has_difference
+        }
+    return LoraSet(key=set_key(uses, as_peft=as_peft), components=factors, differences=differences)
+
+
+def expanded_bytes(uses: Sequence[LoraAtScale], network: nn.Module, component: str) -> int:
+    """Return the bytes of the differences that these LoRAs add to a network. Raise LoraUnusable."""
+    total = 0
+    for change in _module_changes(uses, component, network):
+        weight = change.weight
+        total += weight.nbytes if change.whole else 0
+        total += weight.shape[0] * weight.element_size() if change.biases else 0
+    return total
 
 
 def set_key(uses: Sequence[LoraAtScale], *, as_peft: bool = False) -> SetKey:
@@ -63,37 +92,93 @@ def _ordered(uses: Sequence[LoraAtScale], *, as_peft: bool) -> Sequence[LoraAtSc
     return uses if as_peft else sorted(uses, key=lambda use: (use.digest, use.scale))
 
 
-def _factors(uses: Sequence[LoraAtScale], component: str, network: nn.Module, *, as_peft: bool) -> dict[str, Factors]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ModuleChange:
+    """The change of one module by the LoRAs of a request."""
+
+    path: str
+    weight: Tensor
+    low_rank: list[tuple[LoraLayer, float]]
+    """Layers with low-rank factors, each with all its scales."""
+    whole: list[tuple[WholeLayer, float]]
+    """Other layers, each with the scale of the request."""
+    biases: list[tuple[Tensor, float]]
+    """Changes of the bias, each with the scale of the request."""
+
+    @property
+    def has_difference(self) -> bool:
+        return bool(self.whole or self.biases)
+
+
+def _module_changes(uses: Sequence[LoraAtScale], component: str, network: nn.Module) -> Iterator[_ModuleChange]:
     layers_of_uses = [(use, use.layers.get(component, {})) for use in uses]
     modules = dict(network.named_modules()) if any(layers for _, layers in layers_of_uses) else {}
-    terms: dict[str, list[tuple[LoraLayer, float]]] = {}
+    found: dict[str, list[tuple[LoraLayer | WholeLayer, float]]] = {}
     for use, named in layers_of_uses:
         for name, layer in named.items():
             path = next((path for path in spellings(component, name) if path in modules), name)
-            terms.setdefault(path, []).append((layer, use.scale * layer.scale))
-    made = {}
-    for path, layers in terms.items():
-        weight = _weight(modules.get(path), f"{component}.{path}")
+            found.setdefault(path, []).append((layer, use.scale))
+    for path, layers in found.items():
+        module = _module(modules.get(path), f"{component}.{path}")
         for layer, _ in layers:
-            for why in _misfits(layer, weight):
+            for why in _misfits(layer, module):
                 raise LoraUnusable(f"a LoRA does not fit {component}.{path}: {why}")
-        made[path] = _separate(layers, weight) if as_peft else _joined(layers, weight)
-    return made
+        yield _ModuleChange(
+            path=path,
+            weight=module.weight,
+            low_rank=[(layer, scale * layer.scale) for layer, scale in layers if isinstance(layer, LoraLayer)],
+            whole=[(layer, scale) for layer, scale in layers if isinstance(layer, WholeLayer)],
+            biases=[(bias, scale) for layer, scale in layers if (bias := _bias(layer)) is not None],
+        )
 
 
-def _weight(module: nn.Module | None, path: str) -> Tensor:
+def _module(module: nn.Module | None, path: str) -> nn.Linear | nn.Conv2d:
     if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1):
-        return module.weight
+        return module
     raise LoraUnusable(f"the model has no linear or plain convolution layer {path}, which a LoRA changes")
 
 
-def _misfits(layer: LoraLayer, weight: Tensor) -> Iterator[str]:
-    """Yield the reasons why a layer cannot be added to a weight."""
+def _bias(layer: LoraLayer | WholeLayer) -> Tensor | None:
+    return layer.bias if isinstance(layer, LoraLayer) else layer.parts.get(BIAS)
+
+
+def _misfits(layer: LoraLayer | WholeLayer, module: nn.Linear | nn.Conv2d) -> Iterator[str]:
+    """Yield the reasons why a layer cannot be added to a module."""
+    weight, bias = module.weight, _bias(layer)
+    if bias is not None and (module.bias is None or bias.shape != module.bias.shape):
+        yield f"it changes a bias of {len(bias)} values, which the module does not have"
+    if isinstance(layer, WholeLayer):
+        shape = weight_shape({part: tensor.shape for part, tensor in layer.parts.items()})
+        if shape is not None and shape != tuple(weight.shape):
+            yield f"it changes a weight of the shape {shape}, and the weight has {tuple(weight.shape)}"
+        return
     rank = layer.down.shape[0]
     if layer.down.shape[1:] != weight.shape[1:]:
         yield f"down has the shape {tuple(layer.down.shape)}, and the weight {tuple(weight.shape)}"
     if tuple(layer.up.shape) != (weight.shape[0], rank, *[1] * (weight.ndim - 2)):
         yield f"up has the shape {tuple(layer.up.shape)} with rank {rank}, and the weight {tuple(weight.shape)}"
+
+
+def _difference(change: _ModuleChange, original: Tensor) -> Difference:
+    """Sum the layers without a low-rank form in single precision, and round once."""
+    weight = change.weight
+    with torch.no_grad():
+        added = [
+            difference.to(weight.device)
+            for layer, scale in change.whole
+            if (difference := weight_difference(layer, scale, original.to(weight.device))) is not None
+        ]
+        biases = [scale * bias.to(weight.device, torch.float32) for bias, scale in change.biases]
+        return Difference(weight=_rounded_sum(added, weight.dtype), bias=_rounded_sum(biases, weight.dtype))
+
+
+def _rounded_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    if not tensors:
+        return None
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total.to(dtype)
 
 
 def _joined(layers: Sequence[tuple[LoraLayer, float]], weight: Tensor) -> Factors:

@@ -1,4 +1,6 @@
-"""Merges LoRAs into weights in place, W = W0 + up @ down, and restores the weights from copies of the changed layers.
+"""Merges LoRAs into weights in place and restores the weights from copies of the changed layers.
+
+A weight becomes W0 + up @ down + difference.
 
 Restoring from copies keeps the weights equal bit for bit after any number of swaps, in every element type. The copies
 stay for the next set, because making them costs more than the sums. Parameters keep their addresses in memory.
@@ -22,6 +24,7 @@ from bottega.model.rows import Factors, LoraSet
 
 # Bytes of weights. For fewer, waking threads, a tenth of a millisecond each, takes longer than the work they take over.
 _MIN_THREADED_BYTES = 4 << 20
+_WEIGHT, _BIAS = ".weight", ".bias"
 
 
 class Patcher:
@@ -63,18 +66,23 @@ class Patcher:
 
     def touched_bytes(self, loras: LoraSet) -> int:
         """Return the bytes of the weights that a set changes."""
-        return sum(self._weight(path).nbytes for path in loras.of(self._component))
+        return sum(self._parameter(name).nbytes for name in self._changed(loras))
+
+    def original(self, path: str) -> Tensor:
+        """Return the weight of a module without LoRAs, perhaps on another device."""
+        name = f"{path}{_WEIGHT}"
+        return self._pristine[name] if self._patched is not None and name in self._pristine else self._parameter(name)
 
     @torch.inference_mode()
     def patch(self, loras: LoraSet) -> None:
         """Merge a set, in place of the set that is merged now."""
         if loras is self._patched:
             return
-        factors = loras.of(self._component)
-        self._forget([path for path in self._pristine if path not in factors])
+        names = self._changed(loras)
+        self._forget([name for name in self._pristine if name not in names])
         changed = set(self._pristine) if self._patched is not None else set()
         self._patched = loras  # set before the first weight changes, so that restore works if the rest fails
-        self._share_out(lambda paths: self._write(paths, factors, changed), list(factors))
+        self._share_out(lambda share: self._write(share, loras, changed), names)
 
     @torch.inference_mode()
     def put_back(self) -> None:
@@ -89,57 +97,84 @@ class Patcher:
         self.put_back()
         self._pristine.clear()
 
-    def _forget(self, paths: list[str]) -> None:
-        if self._patched is not None:
-            self._copy_back(paths)
-        for path in paths:  # after copying, so that a failed copy can be repeated
-            del self._pristine[path]
+    def _changed(self, loras: LoraSet) -> list[str]:
+        """Return the names of the parameters that a set changes."""
+        names = dict.fromkeys(f"{path}{_WEIGHT}" for path in loras.of(self._component))
+        for path, difference in loras.differences_of(self._component).items():
+            if difference.weight is not None:
+                names[f"{path}{_WEIGHT}"] = None
+            if difference.bias is not None:
+                names[f"{path}{_BIAS}"] = None
+        return list(names)
 
-    def _write(self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]) -> None:
-        """Write the sums of these layers. `changed` has the layers into which a set is merged now."""
-        write = self._operations.write_sums or _write_sums
-        write(self._sums(paths, factors, changed))
+    def _forget(self, names: list[str]) -> None:
+        if self._patched is not None:
+            self._copy_back(names)
+        for name in names:  # after copying, so that a failed copy can be repeated
+            del self._pristine[name]
+
+    def _write(self, names: Iterable[str], loras: LoraSet, changed: Collection[str]) -> None:
+        """Write the sums of these parameters. `changed` has those into which a set is merged now."""
+        factors, differences = loras.of(self._component), loras.differences_of(self._component)
+        low_rank = [name for name in names if name.endswith(_WEIGHT) and name.removesuffix(_WEIGHT) in factors]
+        if low_rank:
+            write = self._operations.write_sums or _write_sums
+            write(self._sums(low_rank, factors, changed))
+        for name in names:
+            path, _, kind = name.rpartition(".")
+            difference = differences.get(path)
+            added = None if difference is None else difference.bias if f".{kind}" == _BIAS else difference.weight
+            if added is not None:
+                parameter = self._parameter(name)
+                before = parameter if name in low_rank else self._before(name, changed)
+                torch.add(before.to(parameter.device), added, out=parameter)
+
+    def _before(self, name: str, changed: Collection[str]) -> Tensor:
+        """Return a parameter without LoRAs, and keep a copy of it."""
+        parameter = self._parameter(name)
+        if name not in self._pristine:
+            self._pristine[name] = parameter.to(self._keep_on or parameter.device, copy=True)
+        return self._pristine[name] if name in changed else parameter
 
     def _sums(
-        self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]
+        self, names: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]
     ) -> Iterator[WeightSum]:
         """Yield the sums one by one, so that a weight that is copied first is still in the cache when it is written."""
-        for path in paths:
-            weight = self._weight(path)
-            if path not in self._pristine:
-                self._pristine[path] = weight.to(self._keep_on or weight.device, copy=True)
-            before = self._pristine[path] if path in changed else weight
-            yield WeightSum(weight=weight, before=before, factors=factors[path])
+        for name in names:
+            before = self._before(name, changed)
+            path = name.removesuffix(_WEIGHT)
+            yield WeightSum(weight=self._parameter(name), before=before, factors=factors[path])
 
-    def _copy_back(self, paths: Sequence[str]) -> None:
-        self._share_out(self._copy, paths)
+    def _copy_back(self, names: Sequence[str]) -> None:
+        self._share_out(self._copy, names)
 
-    def _copy(self, paths: Sequence[str]) -> None:
-        if paths:
-            torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
+    def _copy(self, names: Sequence[str]) -> None:
+        if names:
+            torch._foreach_copy_([self._parameter(name) for name in names], [self._pristine[name] for name in names])
 
-    def _share_out(self, work: Callable[[Sequence[str]], None], paths: Sequence[str]) -> None:
+    def _share_out(self, work: Callable[[Sequence[str]], None], names: Sequence[str]) -> None:
         """Divide the layers among as many threads as torch uses here, and run `work` in each.
 
         If threads shared one layer after the other, waking each other for each layer would take as long as a small
         layer.
         """
-        weights = [self._weight(path) for path in paths]
-        if any(weight.is_cuda for weight in weights):
-            work(paths)
+        parameters = [self._parameter(name) for name in names]
+        if any(parameter.is_cuda for parameter in parameters):
+            work(names)
             return
-        shares = min(torch.get_num_threads(), len(paths))
-        if sum(weight.nbytes for weight in weights) < _MIN_THREADED_BYTES:
+        shares = min(torch.get_num_threads(), len(names))
+        if sum(parameter.nbytes for parameter in parameters) < _MIN_THREADED_BYTES:
             shares = 1
-        futures = [_threads().submit(torch.inference_mode()(work), paths[i::shares]) for i in range(shares)]
+        futures = [_threads().submit(torch.inference_mode()(work), names[i::shares]) for i in range(shares)]
         wait(futures)
         for future in futures:
             future.result()
 
-    def _weight(self, path: str) -> Tensor:
-        weight = self._modules[path].weight
-        assert isinstance(weight, Tensor), "a set names linear and convolution layers alone"
-        return weight.data
+    def _parameter(self, name: str) -> Tensor:
+        path, _, kind = name.rpartition(".")
+        parameter = getattr(self._modules[path], kind)
+        assert isinstance(parameter, Tensor), "a set names linear and convolution layers alone, and biases that exist"
+        return parameter.data
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 This way rows with different LoRAs, or none, can share one forward pass (as in S-LoRA). Adjacent rows with the same set
 are one product; sets with equally many adjacent rows are one batched product. Factors with terms are computed LoRA by
-LoRA instead, with PEFT's operations in PEFT's order, so that half precision rounds as in stock Diffusers.
+LoRA instead, with PEFT's operations in PEFT's order, so that half precision rounds as in stock Diffusers. A LoRA
+without a low-rank form is one more product with a whole matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from bottega.addons.loras.engine.lora import UNET
 from bottega.model.backbone import RowSpans
-from bottega.model.rows import Factors, LoraSet, SetKey
+from bottega.model.rows import Difference, Factors, LoraSet, SetKey
 
 STACKED_BYTES = 512 << 20
 """Maximum bytes of plans that are kept for batches that alternate. A plan holds the factors, or a stacked copy of
@@ -76,6 +77,8 @@ class UnmergedLoras:
         """Make every row of every call use `loras`, whose factors have terms."""
         self.leave()
         self._hook((path, _as_peft([(factors, None)])) for path, factors in loras.of(self._component).items())
+        differences = loras.differences_of(self._component)
+        self._hook((path, _different([(difference, None)])) for path, difference in differences.items())
 
     def leave(self) -> None:
         """Return to the plain forward pass."""
@@ -125,6 +128,12 @@ class UnmergedLoras:
             size_bytes += sum(stack.size_bytes for stack in stacks)
             hook = _convolved if isinstance(module, nn.Conv2d) else _projected
             hooks.append((path, hook(stacks, self._offsets)))
+        for path in dict.fromkeys(path for run in runs for path in run.differences):
+            touching = [run for run in runs if path in run.differences]
+            hooks.append(
+                (path, _different([(run.differences[path], partial(run.bounds, self._offsets)) for run in touching]))
+            )
+            size_bytes += sum(run.differences[path].size_bytes for run in touching)
         return _Plan(hooks=hooks, size_bytes=size_bytes)
 
 
@@ -144,6 +153,7 @@ class _Run:
     first: int
     rows: int
     factors: Mapping[str, Factors]
+    differences: Mapping[str, Difference]
 
     def bounds(self, offsets: _Offsets) -> tuple[int, int]:
         """Return where the rows begin and end in dimension 0 of the current call."""
@@ -204,7 +214,14 @@ def _runs(sets: Sequence[LoraSet | None], component: str, *, row_by_row: bool) -
         last = place == len(sets) - 1
         if row_by_row or last or sets[place + 1] is not row_set:
             if row_set is not None:
-                runs.append(_Run(first=first, rows=place + 1 - first, factors=row_set.of(component)))
+                runs.append(
+                    _Run(
+                        first=first,
+                        rows=place + 1 - first,
+                        factors=row_set.of(component),
+                        differences=row_set.differences_of(component),
+                    )
+                )
             first = place + 1
     return runs
 
@@ -310,6 +327,36 @@ def _as_peft(uses: Sequence[tuple[Factors, _Bounds | None]]) -> _Hook:
         return output
 
     return add
+
+
+def _different(uses: Sequence[tuple[Difference, _Bounds | None]]) -> _Hook:
+    """Return a hook that adds the products of whole differences.
+
+    Args:
+        uses: Differences with the bounds of their rows in dimension 0; None for all rows.
+    """
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        for difference, bounds in uses:
+            first, last = bounds() if bounds else (0, output.shape[0])
+            if first < last:
+                _add_difference(module, inputs[0][first:last], output[first:last], difference)
+        return output
+
+    return add
+
+
+def _add_difference(module: nn.Module, x: Tensor, output: Tensor, difference: Difference) -> None:
+    weight, bias = difference.weight, difference.bias
+    if isinstance(module, nn.Conv2d):
+        if weight is not None:
+            output += functional.conv2d(x, weight, bias, module.stride, module.padding, module.dilation)
+        elif bias is not None:
+            output += bias[:, None, None]
+    elif weight is not None:
+        output += functional.linear(x, weight, bias)
+    elif bias is not None:
+        output += bias
 
 
 def _product(module: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import UNET, LoraAtScale, LoraLayer
-from bottega.addons.loras.engine.lora_set import make_set, set_key
+from bottega.addons.loras.engine.lora_set import expanded_bytes, make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES, UnmergedLoras
 from bottega.device.memory_plan import MemoryPlan
@@ -23,7 +23,7 @@ from bottega.device.span import Span
 from bottega.errors import LoraUnusable, TooLarge
 from bottega.model.backbone import RowSpans
 from bottega.model.model import Model
-from bottega.model.rows import LoraSet, SetKey
+from bottega.model.rows import Difference, LoraSet, SetKey
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ _PROBE_RANK = 16
 _PROBE_BYTES = 256 << 20
 # Name of the copies in the plan of the device's memory.
 _COPIES = "pristine copies"
+_DIFFERENCES = "LoRAs without a low-rank form"
 
 
 class LoraWeights:
@@ -132,6 +133,7 @@ class LoraWeights:
         self._networks = networks
         self._device = model.runtime
         self._memory = MemoryPlan() if pristine_on_host else model.memory
+        self._device_memory = model.memory
         self._half = model.dtype != torch.float32
         self._as_peft = self._half and not merges_half
         self._patches = patches and not self._as_peft
@@ -142,11 +144,16 @@ class LoraWeights:
             for name, network in networks.items()
         }
         self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
+        self._differences: WeakSet[Difference] = WeakSet()
+        self._reserved_differences: int | None = 0
 
-    @property
-    def rounds_as_stock(self) -> bool:
-        """Whether results with LoRAs are rounded as in stock Diffusers, in the model's precision."""
-        return self._as_peft or not self._half
+    def rounds_as_stock(self, *, low_rank: bool) -> bool:
+        """Return whether results with a LoRA are rounded as in stock Diffusers, in the model's precision.
+
+        Args:
+            low_rank: Whether the LoRA is nothing but low-rank factors.
+        """
+        return not self._half or (self._as_peft and low_rank)
 
     @property
     def patched(self) -> LoraSet | None:
@@ -176,15 +183,36 @@ class LoraWeights:
                 raise LoraUnusable(
                     f"a LoRA changes {component}, which {self._family} models do not have: it is for another family"
                 )
-        return make_set(uses, self._networks, tuple(self._unmerged_text), as_peft=self._as_peft)
+        return self._make_set(uses, tuple(self._unmerged_text))
 
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
         """Return the factors for the UNet, as the same object while a set is used. Raise LoraUnusable."""
         key = set_key(uses, as_peft=self._as_peft)
         known = self._sets.get(key)
         if known is None:
-            known = self._sets[key] = make_set(uses, self._networks, [UNET], as_peft=self._as_peft)
+            known = self._sets[key] = self._make_set(uses, [UNET])
         return known
+
+    def _make_set(self, uses: Sequence[LoraAtScale], components: Sequence[str]) -> LoraSet:
+        """Make a set, with memory reserved for its differences while they are used. Raise LoraUnusable, TooLarge."""
+        size_bytes = sum(expanded_bytes(uses, self._networks[name], name) for name in components)
+        self._reserve_differences(size_bytes)
+        made = make_set(uses, self._networks, components, as_peft=self._as_peft, original=self._original)
+        for differences in made.differences.values():
+            self._differences.update(differences.values())
+        return made
+
+    def _reserve_differences(self, more_bytes: int = 0) -> None:
+        """Reserve memory for the differences that are in use, and for `more_bytes` of others."""
+        used = list(self._differences)
+        if more_bytes or len(used) != self._reserved_differences:
+            size_bytes = more_bytes + sum(difference.size_bytes for difference in used)
+            self._device_memory.reserve(_DIFFERENCES, size_bytes)
+            # Unknown until the others are made.
+            self._reserved_differences = None if more_bytes else len(used)
+
+    def _original(self, component: str, path: str) -> Tensor:
+        return self._patchers[component].original(path)
 
     def put_in_text(self, loras: LoraSet | None) -> float:
         """Make the text encoders use these LoRAs, or none, for the next prompt.
@@ -255,6 +283,7 @@ class LoraWeights:
         """Make row i of the forward pass that begins, or continues with fewer rows, use sets[i]; see UnmergedLoras."""
         if self.patched is not None and any(row_set is not self.patched for row_set in sets):
             self.put_in_unet(None)
+        self._reserve_differences()
         self._unmerged.enter([None if row_set is self.patched else row_set for row_set in sets], spans)
 
     def leave(self) -> None:

@@ -1,8 +1,17 @@
 """The canonical form of a LoRA: one safetensors file, whose SHA-256 is the LoRA's digest.
 
-    __metadata__  {"format": "bottega.lora/1"}, and nothing else
-    tensors       three for each module: <component>.<module path>.scale (F32, [], alpha / rank),
-                  .down ([rank, in] or [rank, in, height, width]), .up ([out, rank] or [out, rank, 1, 1])
+    __metadata__  {"format": "bottega.lora/1"}, and nothing else; "bottega.lora/2" if a module has other tensors than
+                  the first three
+    tensors       of each module, as <component>.<module path>.<part>:
+                  scale       F32, []: alpha / rank
+                  down, up    low-rank factors: [rank, in] or [rank, in, height, width], and [out, rank] or
+                              [out, rank, 1, 1]
+                  full        a whole matrix or convolution in place of down and up
+                  down2, up2  a second low-rank product, by which the first is multiplied element by element (LoHa)
+                  kron        [a, b], whose Kronecker product with the former is the change (LoKr)
+                  magnitude   norms of the changed weight, [out, 1, ...], as PEFT defines DoRA
+                  dora_scale  norms of the changed weight, [out, 1, ...] or [1, in, ...], as LyCORIS defines DoRA
+                  bias        [out], added to the module's bias
     data          two sections without gaps: the text encoders' tensors, then the UNet's. A prompt is encoded once
                   the first has arrived. Within a section: scales, then larger items first, then by name
 
@@ -13,9 +22,10 @@ zero byte if it is empty) come first, then the UNet's section in pieces: see mes
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,6 +44,8 @@ from bottega.safetensors_header import (
 )
 
 FORMAT = "bottega.lora/1"
+EXPANDED_FORMAT = "bottega.lora/2"
+"""Format of a file with modules that are not only low-rank factors."""
 COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
 BACKBONE = "unet"
 DTYPES = frozenset({"F32", "F16", "BF16"})
@@ -43,8 +55,16 @@ MAX_RANK = 512
 MAX_MODULES = 4096
 # A LoRA of rank 512 on all of SDXL would take some GiB.
 MAX_FILE_BYTES = 8 << 30
-_METADATA = MappingProxyType({"format": FORMAT})
-_PARTS = ("scale", "down", "up")
+# All weights of SDXL take 13 GiB in F32.
+MAX_EXPANDED_BYTES = 16 << 30
+SCALE, DOWN, UP, DOWN2, UP2, FULL, KRON = "scale", "down", "up", "down2", "up2", "full", "kron"
+MAGNITUDE, DORA_SCALE, BIAS = "magnitude", "dora_scale", "bias"
+_PARTS = (SCALE, DOWN, UP, DOWN2, UP2, FULL, KRON, MAGNITUDE, DORA_SCALE, BIAS)
+_PLAIN = frozenset({SCALE, DOWN, UP})
+# The parts that together are the change of a weight.
+_KINDS = frozenset(
+    frozenset(kind) for kind in ((), (DOWN, UP), (DOWN, UP, DOWN2, UP2), (FULL,), (KRON, FULL), (KRON, DOWN, UP))
+)
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 # Sections begin at whole cache lines.
 _HEADER_ALIGNMENT = 64
@@ -54,7 +74,7 @@ _TEXT_MODEL = "text_model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A module that a LoRA changes: scale * up(down(x)) is added to its output.
+    """A module that a LoRA changes.
 
     The entries' `begin` and `end` are byte offsets in the component's section.
     """
@@ -63,13 +83,42 @@ class Module:
     """Component of the model: one of COMPONENTS."""
     path: str
     """Path of the module in the component."""
-    scale: TensorEntry
-    down: TensorEntry
-    up: TensorEntry
+    parts: Mapping[str, TensorEntry]
+    """Its tensors by the last word of their names."""
+
+    @property
+    def scale(self) -> TensorEntry:
+        return self.parts[SCALE]
+
+    @property
+    def down(self) -> TensorEntry:
+        """The first factor of the first product, which some kinds do not have."""
+        return self.parts[DOWN]
+
+    @property
+    def up(self) -> TensorEntry:
+        """The second factor of the first product, which some kinds do not have."""
+        return self.parts[UP]
 
     @property
     def rank(self) -> int:
-        return self.down.shape[0]
+        """Rank of the first product; 0 without one."""
+        return self.down.shape[0] if DOWN in self.parts else 0
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the weight that it changes; None if it changes only a bias."""
+        return weight_shape({part: entry.shape for part, entry in self.parts.items()})
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of the module."""
+        return (self.shape or self.parts[BIAS].shape)[0]
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of the change as a whole weight in F32; 0 if it stays in low-rank factors."""
+        return 0 if is_low_rank(self.parts) else 4 * math.prod(self.shape or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +151,8 @@ class ModuleWeights:
     component: str
     path: str
     scale: float
-    down: TensorData
-    up: TensorData
+    parts: Mapping[str, TensorData]
+    """All tensors but the scale, by the last word of their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,6 +176,27 @@ def spellings(component: str, path: str) -> tuple[str, ...]:
     if path.startswith(_TEXT_MODEL):
         return (path, path.removeprefix(_TEXT_MODEL))
     return (path, _TEXT_MODEL + path)
+
+
+def is_low_rank(parts: Collection[str]) -> bool:
+    """Return whether a module's parts are the factors of one low-rank product, perhaps with a bias."""
+    return {part for part in parts if part != BIAS} == _PLAIN
+
+
+def weight_shape(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | None:
+    """Return the shape of the weight that a module's parts change; None if they change only a bias.
+
+    Args:
+        shapes: Shapes by part, which match each other.
+    """
+    if FULL in shapes:
+        inner = tuple(shapes[FULL])
+    elif DOWN in shapes:
+        inner = (shapes[UP][0], *shapes[DOWN][1:])
+    else:
+        return None
+    rows, columns = shapes.get(KRON, (1, 1))
+    return (rows * inner[0], columns * inner[1], *inner[2:])
 
 
 @contextmanager
@@ -160,8 +230,10 @@ def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
 
     Raises BadLora for content that `read` would refuse, or OSError.
     """
-    pieces = sorted(_pieces(modules), key=lambda piece: _order(piece.name, piece.weights.dtype))
-    head = _head(pieces)
+    written = list(modules)
+    pieces = sorted(_pieces(written), key=lambda piece: _order(piece.name, piece.weights.dtype))
+    plain = all(module.parts.keys() == _PLAIN - {SCALE} for module in written)
+    head = _head(pieces, FORMAT if plain else EXPANDED_FORMAT)
     with headers_of_loras():
         _checked(parse_header(head, file_bytes=len(head) + sum(len(piece.weights.data) for piece in pieces)))
     file.write(head)
@@ -178,12 +250,12 @@ def _pieces(modules: Iterable[ModuleWeights]) -> Iterator[_Piece]:
     for module in modules:
         prefix = f"{module.component}.{module.path}"
         scale = TensorData(dtype="F32", shape=(), data=struct.pack("<f", module.scale))
-        for part, weights in zip(_PARTS, (scale, module.down, module.up), strict=True):
+        for part, weights in {SCALE: scale, **module.parts}.items():
             yield _Piece(name=f"{prefix}.{part}", weights=weights)
 
 
-def _head(pieces: Sequence[_Piece]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": dict(_METADATA)}
+def _head(pieces: Sequence[_Piece], format_name: str) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": format_name}}
     end = 0
     for piece in pieces:
         begin, end = end, end + len(piece.weights.data)
@@ -195,10 +267,11 @@ def _head(pieces: Sequence[_Piece]) -> bytes:
 
 
 def _checked(header: Header) -> CanonicalLora:
-    if header.metadata != _METADATA:
-        _refuse(f"its metadata is not {dict(_METADATA)}")
-    if not 0 < len(header.tensors) <= len(_PARTS) * MAX_MODULES:
-        _refuse(f"it has {len(header.tensors)} tensors, not three for each of 1 to {MAX_MODULES} modules")
+    metadata, plain = dict(header.metadata), {"format": FORMAT}
+    if metadata not in (plain, {"format": EXPANDED_FORMAT}):
+        _refuse(f"its metadata is not {plain}, or the same with {EXPANDED_FORMAT}")
+    if not header.tensors:
+        _refuse("it has no tensors")
     if header.size_bytes + header.data_bytes > MAX_FILE_BYTES:
         _refuse(f"it has {header.data_bytes} bytes; at most {MAX_FILE_BYTES} are accepted")
     names = [_order(entry.name, entry.dtype) for entry in header.tensors]
@@ -206,11 +279,19 @@ def _checked(header: Header) -> CanonicalLora:
         _refuse("its tensors are not in their order")
     text = [entry for entry in header.tensors if not entry.name.startswith(f"{BACKBONE}.")]
     text_bytes = text[-1].end if text else 0
+    modules = tuple(_modules(header.tensors, text_bytes))
+    if len(modules) > MAX_MODULES:
+        _refuse(f"it has {len(modules)} modules; at most {MAX_MODULES} are accepted")
+    if (metadata == plain) != all(module.parts.keys() == _PLAIN for module in modules):
+        _refuse("its format does not go with its tensors")
+    expanded_bytes = sum(module.expanded_bytes for module in modules)
+    if expanded_bytes > MAX_EXPANDED_BYTES:
+        _refuse(f"it would expand to {expanded_bytes} bytes; at most {MAX_EXPANDED_BYTES} are accepted")
     return CanonicalLora(
         header_bytes=header.size_bytes,
         text_bytes=text_bytes,
         unet_bytes=header.data_bytes - text_bytes,
-        modules=tuple(_modules(header.tensors, text_bytes)),
+        modules=modules,
     )
 
 
@@ -227,29 +308,73 @@ def _modules(tensors: Sequence[TensorEntry], text_bytes: int) -> Iterator[Module
             end=entry.end - offset,
         )
     for (component, path), found in parts.items():
-        if len(found) < len(_PARTS):
-            _refuse(f"{component}.{path} lacks {', '.join(part for part in _PARTS if part not in found)}")
-        _check_shapes(f"{component}.{path}", found)
-        yield Module(component=component, path=path, **found)
+        name = f"{component}.{path}"[:80]
+        _check_parts(name, found)
+        _check_shapes(name, found)
+        yield Module(component=component, path=path, parts=MappingProxyType(found))
+
+
+def _check_parts(name: str, parts: Mapping[str, TensorEntry]) -> None:
+    """Refuse a module whose parts are not those of one kind of change."""
+    kind = frozenset(parts) - {SCALE, BIAS, MAGNITUDE, DORA_SCALE}
+    if SCALE in parts and kind in _KINDS and (kind or parts.keys() == {SCALE, BIAS}):
+        if not {MAGNITUDE, DORA_SCALE} <= parts.keys():
+            return
+        _refuse(f"{name} has both {MAGNITUDE} and {DORA_SCALE}")
+    wanted = next((known for known in sorted(_KINDS, key=len) if kind < known), frozenset({DOWN, UP}))
+    lacking = [part for part in _PARTS if part in wanted | {SCALE} and part not in parts]
+    _refuse(f"{name} lacks {', '.join(lacking)}" if lacking else f"{name} has parts that do not go together")
 
 
 def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
-    scale, down, up = (parts[part] for part in _PARTS)
-    if (scale.dtype, scale.shape) != ("F32", ()):
-        _refuse(f"the scale of {name[:80]} is not a single F32")
-    if down.dtype not in DTYPES or up.dtype not in DTYPES:
-        _refuse(f"{name[:80]} has elements that are none of {', '.join(sorted(DTYPES))}")
-    if len(down.shape) not in {2, 4} or 0 in down.shape or 0 in up.shape:
-        _refuse(f"down of {name[:80]} has the shape {list(down.shape)}; [rank, in] or a convolution's is accepted")
+    if (parts[SCALE].dtype, parts[SCALE].shape) != ("F32", ()):
+        _refuse(f"the scale of {name} is not a single F32")
+    for part, entry in parts.items():
+        if part != SCALE and entry.dtype not in DTYPES:
+            _refuse(f"{name} has elements that are none of {', '.join(sorted(DTYPES))}")
+        if 0 in entry.shape:
+            _refuse(f"{part} of {name} has the shape {list(entry.shape)}, which has no elements")
+    for down, up in ((DOWN, UP), (DOWN2, UP2)):
+        if down in parts:
+            _check_product(name, parts[down], parts[up])
+    if FULL in parts and len(parts[FULL].shape) not in {2, 4}:
+        _refuse(f"full of {name} has the shape {list(parts[FULL].shape)}; [out, in] or a convolution's is accepted")
+    if KRON in parts and len(parts[KRON].shape) != 2:
+        _refuse(f"kron of {name} has the shape {list(parts[KRON].shape)}; [rows, columns] is accepted")
+    _check_weight(name, {part: entry.shape for part, entry in parts.items()})
+
+
+def _check_weight(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse parts that do not change the same weight."""
+    shape = weight_shape(shapes)
+    if DOWN2 in shapes and shape != weight_shape({DOWN: shapes[DOWN2], UP: shapes[UP2]}):
+        _refuse(f"{name} has two products of different shapes")
+    outputs = shape[0] if shape else math.prod(shapes[BIAS])
+    if BIAS in shapes and shapes[BIAS] != (outputs,):
+        _refuse(f"bias of {name} has the shape {list(shapes[BIAS])}, not [{outputs}]")
+    for part in (MAGNITUDE, DORA_SCALE):
+        if part in shapes and shapes[part] not in magnitude_shapes(shape or ())[: 1 if part == MAGNITUDE else 2]:
+            _refuse(f"{part} of {name} has the shape {list(shapes[part])}, which does not fit {list(shape or ())}")
+
+
+def magnitude_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that norms of a weight may have: a norm for each output, or for each input."""
+    ones = (1,) * (len(shape) - 2)
+    return (shape[0], 1, *ones), (1, shape[1], *ones)
+
+
+def _check_product(name: str, down: TensorEntry, up: TensorEntry) -> None:
+    if len(down.shape) not in {2, 4}:
+        _refuse(f"down of {name} has the shape {list(down.shape)}; [rank, in] or a convolution's is accepted")
     rank = down.shape[0]
     if rank > MAX_RANK:
-        _refuse(f"{name[:80]} has rank {rank}; at most {MAX_RANK} is accepted")
+        _refuse(f"{name} has rank {rank}; at most {MAX_RANK} is accepted")
     if up.shape[1:] != (rank, *(1 for _ in down.shape[2:])):
-        _refuse(f"up of {name[:80]} has the shape {list(up.shape)}, which does not follow down's, {list(down.shape)}")
+        _refuse(f"up of {name} has the shape {list(up.shape)}, which does not follow down's, {list(down.shape)}")
 
 
 def _name(name: str) -> tuple[str, str, str]:
-    """Split a tensor's name into component, module path and the last word: scale, down or up."""
+    """Split a tensor's name into component, module path and the last word, which is one of _PARTS."""
     component, _, rest = name.partition(".")
     path, _, part = rest.rpartition(".")
     if component not in COMPONENTS or part not in _PARTS or not _PATH.fullmatch(path) or len(name) > MAX_NAME_BYTES:

@@ -16,9 +16,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef
+from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, CanonicalLora, Module
+from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, SCALE, CanonicalLora, Module, is_low_rank
 from bottega.device.device import Device
 from bottega.device.pick import open_device
 from bottega.engine.store_work import StoreWork
@@ -206,26 +206,29 @@ class LoraDownload:
         if section.data_ptr() % _ALIGNMENT_BYTES:  # behind an odd number of half-precision items
             section = section.clone()
         on_device = load_bytes(open_device(self._device), section)
-        found: dict[str, dict[str, LoraLayer]] = {component: {} for component in components}
+        found: dict[str, dict[str, LoraLayer | WholeLayer]] = {component: {} for component in components}
         for module in lora.modules:
             if module.component in found:
-                layer = self._layer(module, section, on_device)
-                found[module.component][module.path] = layer
-                self.size_bytes += layer.down.nbytes + layer.up.nbytes
+                parts = self._parts(module, on_device)
+                found[module.component][module.path] = make_layer(parts, self._scale(module, section))
+                self.size_bytes += sum(tensor.nbytes for tensor in parts.values())
         return dict[str, Layers](found)
 
-    def _layer(self, module: Module, section: Tensor, on_device: Tensor) -> LoraLayer:
-        """Return one layer.
+    def _parts(self, module: Module, on_device: Tensor) -> dict[str, Tensor]:
+        """Return a module's tensors without the scale, from the section on the model's device.
 
-        Args:
-            section: The section in host memory.
-            on_device: The section on the model's device.
+        Only factors that are used as they are get the model's element type.
         """
+        dtype = self._dtype if is_low_rank(module.parts) else None
+        tensors = {part: _tensor(entry, on_device) for part, entry in module.parts.items() if part != SCALE}
+        return {part: tensor.to(dtype) if dtype else tensor for part, tensor in tensors.items()}
+
+    def _scale(self, module: Module, section: Tensor) -> float:
+        """Return a module's scale, from the section in host memory. Raise DataLoss if it is not finite."""
         scale = float(_tensor(module.scale, section))
         if not math.isfinite(scale):
             raise DataLoss(f"the LoRA store sent a scale of {self.ref.name} that is not finite")
-        down, up = (_tensor(entry, on_device).to(self._dtype) for entry in (module.down, module.up))
-        return LoraLayer(down=down, up=up, scale=scale)
+        return scale
 
 
 class DownloadHandle:

@@ -33,6 +33,7 @@ from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import LoraUnusable
 from bottega.model.model import Model
 from tests.samples.engine_loras import random_layers
+from tests.samples.lora_files import low_rank
 from tests.support.torch_threads import torch_threads
 
 ALL = ("0", "2", "3", "4.conv", "4.linear")
@@ -95,7 +96,7 @@ def merged(net: nn.Module, uses: Sequence[LoraAtScale]) -> Net:
     copy = Net().double().eval()
     copy.load_state_dict(net.state_dict())
     for each in uses:
-        for path, layer in each.layers[UNET].items():
+        for path, layer in low_rank(each.layers[UNET]).items():
             weight = copy.get_submodule(path).weight
             assert isinstance(weight, Tensor)
             product = layer.up.double().flatten(1) @ layer.down.double().flatten(1)
@@ -290,7 +291,7 @@ def _rounded(each: LoraAtScale, dtype: torch.dtype) -> Layers:
         path: LoraLayer(
             down=layer.down.to(dtype), up=(layer.up * factor[path]).to(dtype).double() / factor[path], scale=layer.scale
         )
-        for path, layer in each.layers[UNET].items()
+        for path, layer in low_rank(each.layers[UNET]).items()
     }
 
 

@@ -28,7 +28,7 @@ def _weights(dtype: str, *shape: int, fill: int = 1) -> TensorData:
 
 
 def _module(component: str, path: str, scale: float, down: TensorData, up: TensorData) -> ModuleWeights:
-    return ModuleWeights(component=component, path=path, scale=scale, down=down, up=up)
+    return ModuleWeights(component=component, path=path, scale=scale, parts={"down": down, "up": up})
 
 
 def _modules() -> list[ModuleWeights]:
@@ -78,7 +78,7 @@ def test_what_was_written_is_read_again() -> None:
         section = unet if module.component == "unet" else text
         was = given.pop((module.component, module.path))
         assert struct.unpack("<f", section[module.scale.begin : module.scale.end]) == (was.scale,)
-        for entry, weights in ((module.down, was.down), (module.up, was.up)):
+        for entry, weights in ((module.down, was.parts["down"]), (module.up, was.parts["up"])):
             assert (entry.dtype, entry.shape) == (weights.dtype, weights.shape)
             assert section[entry.begin : entry.end] == weights.data
     assert not given

@@ -1,0 +1,188 @@
+"""LoRAs without a low-rank form draw what stock Diffusers draws with changed weights, merged or not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, LoraLayer, Patcher, WholeLayer, make_layer, make_set
+from bottega.addons.loras.engine.differences import weight_difference
+from bottega.device.memory_plan import MemoryPlan
+from bottega.engine.limits import EngineLimits
+from bottega.errors import LoraUnusable, TooLarge
+from bottega.model.model import Model
+from tests.samples.engine_loras import LorasByHand, random_layers
+from tests.samples.small_model import small_model
+from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.manual_engine import ManualEngine, load
+from tests.support.stock import assert_close, latent_of, load_stock
+from tests.unit.addons.loras.engine.test_exact import SPEC, styled_order
+
+_TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
+_UNET_TARGETS = ("attn1.to_q", "attn2.to_out.0", "conv1", "ff.net.2", "downsamplers.0.conv")
+
+
+def _parts(weight: Tensor, place: int) -> dict[str, Tensor]:
+    """Return the tensors of a change, of another kind for each place."""
+    generator = torch.Generator().manual_seed(place)
+    out, inputs, *kernel = weight.shape
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    ones = [1] * len(kernel)
+    product = {"down": draw(3, inputs, *kernel), "up": draw(out, 3, *ones)}
+    norms = torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True)
+    kinds: list[dict[str, Tensor]] = [
+        {**product, "down2": draw(2, inputs, *kernel), "up2": draw(out, 2, *ones)},
+        {"kron": draw(2, 4), "full": draw(out // 2, inputs // 4, *kernel)},
+        {"kron": draw(4, 2), "down": draw(3, inputs // 2, *kernel), "up": draw(out // 4, 3, *ones)},
+        {"full": draw(out, inputs, *kernel) * 0.2},
+        {**product, "magnitude": norms * 1.1},
+        {**product, "dora_scale": norms * 0.9},
+    ]
+    return kinds[place % len(kinds)]
+
+
+def _layers(network: nn.Module, targets: tuple[str, ...]) -> Layers:
+    layers = {}
+    paths = [path for path, module in network.named_modules() if path.endswith(targets)]
+    for place, path in enumerate(paths):
+        module: Any = network.get_submodule(path)
+        parts = _parts(module.weight.detach(), place)
+        if module.bias is not None:
+            parts["bias"] = torch.full_like(module.bias, 0.05).detach()
+        layers[path] = make_layer(parts, 0.5)
+    assert any(isinstance(layer, WholeLayer) for layer in layers.values())
+    return layers
+
+
+@pytest.fixture
+def components(model: Model) -> dict[str, Layers]:
+    targets = {UNET: _UNET_TARGETS, "text_encoder": ("q_proj", "fc1"), "text_encoder_2": ("fc2",)}
+    return {name: _layers(model.networks[name], paths) for name, paths in targets.items()}
+
+
+def _changed(stock: Any, components: Mapping[str, Layers], strength: float) -> Any:
+    """Return stock Diffusers with weights to which the LoRA has been added."""
+    changed = copy.copy(stock)
+    for name, layers in components.items():
+        network = copy.deepcopy(getattr(stock, name))
+        changed.register_modules(**{name: network})
+        for path, layer in layers.items():
+            module: Any = network.get_submodule(path)
+            if isinstance(layer, WholeLayer):
+                added, bias = weight_difference(layer, strength, module.weight.detach()), layer.parts.get("bias")
+            else:
+                product = layer.up.flatten(1) @ layer.down.flatten(1)
+                added, bias = strength * layer.scale * product.view_as(module.weight), layer.bias
+            assert added is not None
+            module.weight.data += added
+            if bias is not None:
+                module.bias.data += strength * bias
+    return changed
+
+
+@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
+def test_a_set_draws_what_stock_draws_with_the_changed_weights(
+    model: Model, components: dict[str, Layers], patches: bool
+) -> None:
+    stock = load_stock(small_model())
+    low_rank = {UNET: random_layers(model.backbone.unet, 3)}
+    source = LorasByHand.of({"whole": components, "low": low_rank})
+    engine = make_engine(model, _TOGETHER, loras=source)
+    weights = lora_weights(engine)
+    weights.costs = FixedCosts(pays=patches)
+    before = {name: value.clone() for name, value in model.backbone.unet.state_dict().items()}
+    try:
+        easel = ManualEngine(engine)
+        drawing = easel.draw(styled_order({"whole": 0.7}))
+        assert_close(drawing.latents[0], latent_of(_changed(stock, components, 0.7), SPEC))
+        assert (weights.patched is not None) == patches
+        assert drawing.record.exact
+        # A LoRA that is merged must not change what the next one's norms are computed from.
+        both = easel.draw(styled_order({"whole": 0.7, "low": 1.2}))
+        twice = _changed(_changed(stock, components, 0.7), low_rank, 1.2)
+        assert_close(both.latents[0], latent_of(twice, SPEC))
+        mixed = [
+            styled_order({"whole": 0.7}, key="a"),
+            styled_order({"low": 1.2}, replace(SPEC, seed=2), key="b"),
+            styled_order({}, replace(SPEC, seed=3), key="c"),
+        ]
+        drawn = easel.run({0: mixed})
+        assert drawn["b"].record.mean_group_requests > 2
+        assert_close(drawn["a"].latents[0], drawing.latents[0])
+        assert_close(drawn["c"].latents[0], latent_of(stock, replace(SPEC, seed=3)))
+    finally:
+        weights.restore()
+    assert all(torch.equal(value, before[name]) for name, value in model.backbone.unet.state_dict().items())
+
+
+def test_in_half_precision_a_set_says_that_it_is_not_exact(components: dict[str, Layers]) -> None:
+    model = load(small_model(), dtype=torch.bfloat16)
+    engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    drawing = ManualEngine(engine).draw(styled_order({"whole": 0.7}, replace(SPEC, num_inference_steps=2)))
+    assert not drawing.record.exact
+    assert [use.rounded_otherwise for use in drawing.record.loras] == [True]
+
+
+def test_norms_are_those_of_the_weights_without_the_merged_set() -> None:
+    linear = nn.Linear(8, 8)
+    network = nn.Sequential(linear)
+    patcher = Patcher(network, UNET)
+    layers = {"0": make_layer(_parts(linear.weight.detach(), 4), 1.0)}
+
+    def made(strength: float) -> Any:
+        uses = [LoraAtScale(digest="a", scale=strength, layers={UNET: layers})]
+        return make_set(uses, {UNET: network}, [UNET], original=lambda _, path: patcher.original(path))
+
+    first = made(0.5)
+    patcher.patch(made(1.0))
+    again = made(0.5)
+    assert torch.equal(first.differences_of(UNET)["0"].weight, again.differences_of(UNET)["0"].weight)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (
+            WholeLayer(parts={"full": torch.zeros(8, 9)}, scale=1.0),
+            "a LoRA does not fit unet.0: it changes a weight of the shape (8, 9), and the weight has (8, 8)",
+        ),
+        (
+            LoraLayer(down=torch.zeros(2, 8), up=torch.zeros(8, 2), scale=1.0, bias=torch.zeros(8)),
+            "a LoRA does not fit unet.0: it changes a bias of 8 values, which the module does not have",
+        ),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_refused_with_the_reason(layer: LoraLayer | WholeLayer, says: str) -> None:
+    network = nn.Sequential(nn.Linear(8, 8, bias=False))
+    use = LoraAtScale(digest="a", scale=1.0, layers={UNET: {"0": layer}})
+    with pytest.raises(LoraUnusable) as refused:
+        make_set([use], {UNET: network}, [UNET])
+    assert refused.value.message == says
+
+
+def test_memory_is_reserved_while_a_set_is_used(model: Model, components: dict[str, Layers]) -> None:
+    plan = MemoryPlan(64 << 20)
+    engine = make_engine(replace(model, memory=plan), _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    weights = lora_weights(engine)
+    use = LoraAtScale(digest="a", scale=1.0, layers=components)
+    made = weights.unet_set([use])
+    held = plan.reserved["LoRAs without a low-rank form"]
+    assert held >= sum(each.size_bytes for each in made.differences_of(UNET).values()) > 0
+    plan.reserve("others", (64 << 20) - held)
+    with pytest.raises(TooLarge, match="LoRAs without a low-rank form would take"):
+        weights.unet_set([replace(use, scale=2.0)])
+    del made
+    gc.collect()
+    weights.enter([None])
+    weights.leave()
+    assert plan.reserved["LoRAs without a low-rank form"] == 0
