@@ -41,6 +41,7 @@ _DRAIN_PAUSE_S = 0.2
 _STOP_GRACE_S = 0.5
 # gRPC's limit on all calls, in multiples of max_calls and max_streams: those that may be served, which are four kinds
 # of unary calls and one of streams, and once more the most frequent kind of each, for answers that are not read yet.
+# Dropped calls of muted connections, of which gRPC's queue had _MAX_PENDING at most, last until these are ended.
 _MOST_CALLS, _MOST_STREAMS = 5, 2
 # Calls of one method in gRPC's queue. gRPC cuts off further calls without a status, those of tenants too. So the queue
 # has room for what a flood from 50 connections brings before the connection guard ends it. A call takes 12 KiB.
@@ -121,7 +122,7 @@ class GrpcListener:
         self.grpc = grpc.aio.server(
             interceptors=[self._interceptor, *telemetry.server_interceptors()],
             options=_options(config, max_connections=bounds.accepted),
-            maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls + _MOST_STREAMS * config.max_streams,
+            maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls + _MOST_STREAMS * config.max_streams + _MAX_PENDING,
         )
 
     def add_services(self, names: Sequence[str]) -> None:

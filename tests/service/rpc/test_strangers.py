@@ -44,6 +44,7 @@ FLOOD_S = 60.0
 # TIME_WAIT and CLOSE, in Linux's <net/tcp_states.h>.
 CLOSED = (6, 7)
 SUBMIT = "/bottega.v1.ImageService/SubmitJob"
+KEY = (("authorization", "Bearer btg"),)
 
 
 async def _submit(channel: grpc.aio.Channel) -> float:
@@ -163,27 +164,32 @@ async def test_a_host_of_strangers_that_floods_is_kept_out_and_a_tenant_is_answe
     await server.stop()
 
 
-async def test_a_tenants_call_behind_nine_thousand_calls_of_strangers_is_not_cut_off() -> None:
-    server = Server("scripted", ServerConfig(insecure=True), authenticator=_OneKey())
+@pytest.mark.parametrize("source", [OTHER, "127.0.0.1"], ids=["another host", "the tenant's host"])
+async def test_a_tenants_call_behind_nine_thousand_calls_of_strangers_is_not_cut_off(source: str) -> None:
+    config = ServerConfig(insecure=True, max_calls=256, max_streams=256)
+    server = Server("scripted", config, authenticator=_OneKey())
     image_pb2_grpc.add_ImageServiceServicer_to_server(ScriptedImages(), server.grpc)  # type: ignore[abstract]
     await server.start()
     with contextlib.ExitStack() as stack, grpc.insecure_channel(server.address) as channel:
+        get_job: Any = image_pb2_grpc.ImageServiceStub(channel).GetJob
+        first = get_job.future(image_pb2.GetJobRequest(), metadata=KEY, timeout=60)
+        codes = [await asyncio.to_thread(first.code)]
         # Meanwhile the event loop stands still, so that all calls wait in gRPC's queue.
-        calls = _calls_behind_strangers(server.address, channel, stack)
-        codes = [await asyncio.to_thread(call.code) for call in calls]
+        calls = _calls_behind_strangers(server.address, source, get_job, stack)
+        codes += [await asyncio.to_thread(call.code) for call in calls]
+        last = get_job.future(image_pb2.GetJobRequest(), metadata=KEY, timeout=60)
+        codes.append(await asyncio.to_thread(last.code))
     assert set(codes) == {grpc.StatusCode.OK}
     await server.stop()
 
 
-def _calls_behind_strangers(address: str, channel: grpc.Channel, stack: contextlib.ExitStack) -> list[Any]:
+def _calls_behind_strangers(address: str, source: str, get_job: Any, stack: contextlib.ExitStack) -> list[Any]:
     """Begin calls of a tenant when gRPC has read 8,960 calls of strangers, and return them when they have arrived."""
     for _ in range(14):
-        stack.enter_context(burst(address, 640, source=OTHER))
+        stack.enter_context(burst(address, 640, source=source))
     port = int(address.rpartition(":")[2])
     wait_until(lambda: all(_unread_bytes(opened) == 0 for opened in open_sockets(port)), "gRPC to read all calls")
-    get_job: Any = image_pb2_grpc.ImageServiceStub(channel).GetJob
-    metadata = (("authorization", "Bearer btg"),)
-    calls = [get_job.future(image_pb2.GetJobRequest(), metadata=metadata, timeout=60) for _ in range(8)]
+    calls = [get_job.future(image_pb2.GetJobRequest(), metadata=KEY, timeout=60) for _ in range(8)]
     time.sleep(0.3)  # for them to arrive
     return calls
 
