@@ -14,12 +14,14 @@ from typing import Literal
 
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
+from bottega.prompt_syntax import MalformedPrompt, parse_weighted
 from bottega.v1.generation_pb2 import (
     ControlNet,
     Fidelity,
     GenerationSpec,
     ImageFormat,
     Lora,
+    PromptSyntax,
     Sampler,
 )
 from bottega.v1.hosted_pb2 import LeftOut, ResidualProfile
@@ -51,6 +53,8 @@ MAX_ADAPTERS = 8
 MAX_PROFILES = 16
 MAX_IMAGES = 8
 MAX_STEPS = 200
+# More than the layers of any text encoder.
+MAX_CLIP_SKIP = 100
 # Files below a ControlNet's folder; a repository of a hub has some tens.
 MAX_CONTROLNET_FILES = 10_000
 MAX_SIDE = 1 << 14
@@ -111,6 +115,7 @@ RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "quality": (1, 100),
         "padding_mask_crop": (0, 4096),
         "mask_feather": (0, 256),
+        "clip_skip": (0, MAX_CLIP_SKIP),
     }
 )
 """Lowest and highest value of each field of a spec that has both limits."""
@@ -120,12 +125,16 @@ _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
         "sampler": frozenset(Sampler.values()),
         "fidelity": frozenset(Fidelity.values()),
         "format": frozenset(ImageFormat.values()),
+        "prompt_syntax": frozenset(PromptSyntax.values()),
     }
 )
 
 
 def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check that no text is too long. A tokenizer would read all of it, even though few tokens count."""
+    """Check that no text is too long, and that weighted ones can be read.
+
+    A tokenizer would read all of a text, even though few tokens of a plain one count.
+    """
     texts = {name: getattr(spec, name) for name in _TEXTS}
     texts |= {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts[:MAX_IMAGES])}
     for name, text in texts.items():
@@ -133,6 +142,11 @@ def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
         size = len(text) if len(text) > MAX_PROMPT_BYTES else len(text.encode())
         if size > MAX_PROMPT_BYTES:
             yield Violation(field=f"spec.{name}", description=f"is over {MAX_PROMPT_BYTES} bytes of UTF-8")
+        elif spec.prompt_syntax == PromptSyntax.PROMPT_SYNTAX_WEIGHTED:
+            try:
+                parse_weighted(text)
+            except MalformedPrompt as error:
+                yield Violation(field=f"spec.{name}", description=str(error))
 
 
 def check_prompts(spec: GenerationSpec) -> Iterator[Violation]:

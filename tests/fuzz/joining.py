@@ -34,6 +34,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "default_edit_controlnet_scale": ((0.0, 0.5, 2.0), (NAN, INF)),
     "default_sampler": ((0, 14), (15, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
+    "max_clip_skip": ((0, 100), (-1, 101)),
     "sampler_choices": (
         (
             [],

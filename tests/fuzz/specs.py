@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bottega.v1.generation_pb2 import Sampler, Techniques
+from bottega.v1.generation_pb2 import PromptSyntax, Sampler, Techniques
 from tests.fuzz.case import INF, INVALID, NAN, Case, shown
 from tests.fuzz.edits import edit
 
@@ -53,6 +53,8 @@ _RANGES = (
     Bounds(field="num_images", good=(1, 8), bad=(0, -1, 9, 2**31 - 1)),
     Bounds(field="quality", good=(1, 100), bad=(0, -1, 101)),
     Bounds(field="sampler", good=(0, 1, 2, 3, 4), bad=(15, 99, -1)),
+    Bounds(field="prompt_syntax", good=(0, 1, 2), bad=(3, -1)),
+    Bounds(field="clip_skip", good=(0, 1), bad=(-1, 101, 2**31 - 1)),
     Bounds(field="fidelity", good=(0, 1, 2, 3), bad=(4, -1)),
     Bounds(field="format", good=(0, 1, 2, 3), bad=(4, -1)),
     *(Bounds(field=name, good=_TAKEN_TEXTS, bad=("x" * 16_385, "é" * 8193, "x" * (1 << 20))) for name in _TEXTS),
@@ -98,6 +100,7 @@ def spec_ranges(case: Any) -> Iterator[Case]:
         for bad in bounds.bad:
             yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{**rest, bounds.field: bad})
     yield from _several_prompts(case)
+    yield from _weighted_prompts(case)
     for sampler in _KARRAS:
         yield case(f"Karras' sigmas with sampler {sampler}", sampler=sampler, use_karras_sigmas=True)
     for sampler in _NO_KARRAS:
@@ -109,6 +112,15 @@ def spec_ranges(case: Any) -> Iterator[Case]:
     for entry in _BAD_PINS:
         named = Techniques(cache_entry=entry)
         yield case(f"cache entry {shown(entry)}", INVALID, "spec.techniques.cache_entry", techniques=named)
+
+
+def _weighted_prompts(case: Any) -> Iterator[Case]:
+    weighted = partial(case, prompt_syntax=PromptSyntax.PROMPT_SYNTAX_WEIGHTED)
+    for good in ("(a:1.5) [star] BREAK \\(b\\)", "((a", "a))]", ":1.2)", "", "(a:-3)", "a (star, " * 12):
+        yield weighted(f"weighted prompt {shown(good)}", prompt=good)
+    for bad in ("(a:1.2.3)", "(a:101)", "(" * 1000, "a BREAK" * 30, "[a:b:0.5]", "[a|b]", "a AND b", "<lora:a:1>"):
+        yield weighted(f"weighted prompt {shown(bad)}", INVALID, "spec.prompt", prompt=bad)
+        yield weighted(f"weighted {shown(bad)}", INVALID, "spec.negative_prompt", negative_prompt=bad)
 
 
 def _several_prompts(case: Any) -> Iterator[Case]:

@@ -247,6 +247,8 @@ class RandomRequests:
         options |= self._maybe(0.7, guidance_scale=rng.choice((1.0, 2.5, 4.0, 7.0)))
         options |= self._maybe(0.2, guidance_rescale=0.6)
         options |= self._maybe(0.3, negative_prompt=rng.choice(("", "a circle")))
+        options |= self._maybe(0.2, prompt_syntax=rng.choice(("plain", "weighted")))
+        options |= self._maybe(0.1, clip_skip=1)
         options |= self._maybe(0.7, sampler=rng.choice(list(SAMPLERS)))
         if options.get("sampler") in _KARRAS:
             options |= self._maybe(0.5, use_karras_sigmas=rng.random() < 0.7)

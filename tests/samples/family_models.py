@@ -7,6 +7,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
@@ -147,6 +148,7 @@ class FamilyStock:
         networks: Sequence[ControlNetModel] = (),
         control_images: Sequence[Tensor] = (),
         after_step: Callable[[int, Tensor], Tensor] = lambda _step, latent: latent,
+        conditions: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Return the finished latent of a spec, [1, channels, height, width].
 
@@ -157,6 +159,7 @@ class FamilyStock:
             networks: ControlNets of the spec.
             control_images: Their images.
             after_step: Called with the index of each step and the latent after it; returns that with which it goes on.
+            conditions: Arguments with embeddings, which take the place of the prompts.
         """
         kind = ("ControlNet" if networks else "") + ("Inpaint" if mask else "Img2Img" if image else "")
         parts = dict(self.text.components) | {"scheduler": _sampler(spec, self.text.scheduler.config)}
@@ -169,6 +172,8 @@ class FamilyStock:
         if not is_sdxl(self.family):
             options |= dict.fromkeys(("prompt_2", "negative_prompt_2"))
         asked = {name: value for name, value in said(spec).items() if name not in options}
+        if conditions:
+            asked = {name: value for name, value in asked.items() if "prompt" not in name} | dict(conditions)
         if networks:
             asked.pop("guidance_rescale", None)
             asked |= stock_options(spec.controlnets, control_images)

@@ -185,6 +185,7 @@ def said(spec: ResolvedSpec) -> dict[str, Any]:
         "num_inference_steps": spec.num_inference_steps,
         "guidance_scale": spec.guidance_scale,
         "guidance_rescale": spec.guidance_rescale,
+        "clip_skip": spec.clip_skip,
     }
 
 

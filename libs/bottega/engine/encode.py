@@ -6,23 +6,23 @@ over a link.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from diffusers.loaders import TextualInversionLoaderMixin
 from torch import Tensor
 
 from bottega.device.device import HostCopy
 from bottega.device.pieces import run_pieces
+from bottega.engine.events import CutText
+from bottega.engine.prompt_chunks import Chunk, emphasise, empty_chunk, plain_chunk, weighted_chunks
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.backbone import TIMESTEP_COND
 from bottega.model.family import EncodedText, guidance_embedding
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
 from bottega.model.vae import encode_in_pieces
-
-_TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,8 +34,7 @@ class Conditions:
     """The embeddings of the negative prompt; None without guidance."""
     summary: Tensor
     """One vector [features] of the prompt, by which similar prompts are found."""
-    truncations: dict[str, str]
-    """Text that was cut off because it did not fit into the tokenizer, by field name."""
+    truncations: Sequence[CutText]
     finite: HostCopy
     """One bool: whether the embeddings have neither NaN nor infinity."""
 
@@ -69,48 +68,54 @@ def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
     if not spec.prompts:
         return [encode_prompts(model, spec)] * spec.num_images
     encoded: dict[str, Conditions] = {}
-    negative: Embeds | None = None
+    negatives: dict[int, Embeds] = {}
     for index, prompt in enumerate(spec.prompts):
         if prompt not in encoded:
             single = replace(spec, prompt=prompt, prompts=())
-            encoded[prompt] = encode_prompts(model, single, field=f"prompts[{index}]", negative=negative)
-            negative = encoded[prompt].unconditional
+            encoded[prompt] = encode_prompts(model, single, field=f"prompts[{index}]", negatives=negatives)
     return [encoded[prompt] for prompt in spec.prompts]
 
 
 @torch.inference_mode()
 def encode_prompts(
-    model: Model, spec: ResolvedSpec, *, field: str = "prompt", negative: Embeds | None = None
+    model: Model, spec: ResolvedSpec, *, field: str = "prompt", negatives: dict[int, Embeds] | None = None
 ) -> Conditions:
     """Return the conditions for the prompt of a spec, without an unconditional half if it has no guidance.
 
+    Both halves have equally many chunks.
+
     Args:
+        model: The model.
         spec: Spec with one prompt.
         field: Name of the prompt's field, for `Conditions.truncations`.
-        negative: The unconditional half, if it has already been encoded.
+        negatives: Encoded negative prompts of the spec by number of chunks, which are used and added to.
     """
-    truncations: dict[str, str] = {}
+    negatives = {} if negatives is None else negatives
     # As in Diffusers, an empty second prompt means the first one.
-    pair = (spec.prompt, spec.prompt_2 or spec.prompt)
-    names = (field, "prompt_2" if spec.prompt_2 else field)
-    text = _encode(model, pair, names, truncations)
+    prompts = _read(
+        model, spec, (spec.prompt, spec.prompt_2 or spec.prompt), (field, "prompt_2" if spec.prompt_2 else field)
+    )
+    guided = spec.guided and not model.guidance_width
+    zeros = spec.negative_prompt is None and model.zeros_for_absent_negative
+    negative_prompts = _read_negative(model, spec) if guided and not zeros else _Prompts()
+    chunks = max(prompts.longest, negative_prompts.longest)
+    text = _encode(model, prompts, chunks, spec.clip_skip)
     conditional = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added))
-    unconditional = negative
-    if spec.guided and not model.guidance_width and unconditional is None:
-        if spec.negative_prompt is None and model.zeros_for_absent_negative:
-            empty = Embeds(prompt=text.prompt, added=text.added).map(torch.zeros_like)
-        else:
-            words = spec.negative_prompt or ""
-            names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
-            encoded = _encode(model, (words, spec.negative_prompt_2 or words), names, truncations)
-            empty = Embeds(prompt=encoded.prompt, added=encoded.added)
+    unconditional = None
+    if guided and zeros:
+        empty = Embeds(prompt=text.prompt, added=text.added).map(torch.zeros_like)
         unconditional = _with_picture(model, spec, empty)
+    elif guided:
+        if chunks not in negatives:
+            encoded = _encode(model, negative_prompts, chunks, spec.clip_skip if spec.weighted else None)
+            negatives[chunks] = _with_picture(model, spec, Embeds(prompt=encoded.prompt, added=encoded.added))
+        unconditional = negatives[chunks]
     tensors = [tensor for half in (conditional, unconditional) if half is not None for tensor in half.tensors.values()]
     return Conditions(
         conditional=conditional,
         unconditional=unconditional,
         summary=text.summary,
-        truncations=truncations,
+        truncations=[*prompts.truncations, *negative_prompts.truncations],
         finite=_all_finite(model, *tensors),
     )
 
@@ -170,24 +175,62 @@ def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
     return replace(embeds, added={**embeds.added, **added})
 
 
-def _encode(model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]) -> EncodedText:
-    """Encode the first text, and the second one if the family has two text encoders.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompts:
+    """The prompts of one half of guidance, as their tokenizers read them."""
+
+    chunks: Sequence[Sequence[Chunk]] = ()
+    """Chunks for each text encoder."""
+    truncations: Sequence[CutText] = ()
+
+    @property
+    def longest(self) -> int:
+        """Largest number of chunks for a text encoder."""
+        return max(map(len, self.chunks), default=0)
+
+
+def _read_negative(model: Model, spec: ResolvedSpec) -> _Prompts:
+    words = spec.negative_prompt or ""
+    fields = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
+    return _read(model, spec, (words, spec.negative_prompt_2 or words), fields)
+
+
+def _read(model: Model, spec: ResolvedSpec, texts: tuple[str, str], fields: tuple[str, str]) -> _Prompts:
+    """Divide the first text into chunks, and the second one if the family has two text encoders.
 
     Args:
         model: The model.
+        spec: Says how the texts are read.
         texts: The texts.
         fields: The field name of each text.
-        truncations: Receives the text that did not fit, by field name.
     """
-    outputs = []
     # Families with one text encoder have no second prompt.
-    for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=False):
-        # A word with several embeddings (textual inversion) becomes as many tokens.
-        text = _TEXTUAL_INVERSION.maybe_convert_prompt(text, tokenizer)  # noqa: PLW2901
-        length = tokenizer.model_max_length
-        ids = tokenizer(text, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-        whole = tokenizer(text, padding="longest", return_tensors="pt").input_ids
-        if whole.shape[-1] > length:
-            truncations[field] = tokenizer.decode(whole[0, length - 1 : -1])
-        outputs.append(encoder(model.runtime.to_device(ids), output_hidden_states=True))
-    return model.family.join(outputs)
+    sources = list(zip(texts, model.tokenizers, strict=False))
+    if spec.weighted:
+        return _Prompts(chunks=[weighted_chunks(text, tokenizer) for text, tokenizer in sources])
+    chunks: list[list[Chunk]] = []
+    encoders_of: dict[tuple[str, str], list[str]] = {}
+    for (text, tokenizer), field, part in zip(sources, fields, model.family.text_encoders, strict=False):
+        chunk, lost = plain_chunk(text, tokenizer)
+        chunks.append([chunk])
+        if lost:
+            encoders_of.setdefault((field, lost), []).append(part)
+    cuts = [
+        CutText(field=field, text=lost, encoders=tuple(encoders)) for (field, lost), encoders in encoders_of.items()
+    ]
+    return _Prompts(chunks=chunks, truncations=cuts)
+
+
+def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) -> EncodedText:
+    """Encode prompts, to which empty chunks are added up to `count`."""
+    states, first_outputs = list[Tensor](), list[Any]()
+    for own, tokenizer, encoder in zip(prompts.chunks, model.tokenizers, model.text_encoders, strict=True):
+        chunks = [*own, *[empty_chunk(tokenizer)] * (count - len(own))]
+        outputs = {
+            chunk: encoder(model.runtime.to_device(torch.tensor([chunk.ids])), output_hidden_states=True)
+            for chunk in dict.fromkeys(chunks)
+        }
+        parts = [emphasise(model.family.states(encoder, outputs[chunk], clip_skip), chunk) for chunk in chunks]
+        states.append(torch.cat(parts, dim=1))
+        first_outputs.append(outputs[chunks[0]])
+    return model.family.join(states, first_outputs)

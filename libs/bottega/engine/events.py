@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -184,11 +184,22 @@ class EditRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutText:
+    """The end of a plain prompt, which had no effect because the prompt was too long for its tokenizer."""
+
+    field: str
+    """Name of the prompt's field."""
+    text: str
+    encoders: tuple[str, ...]
+    """Parts of the text encoders that did not read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """The record of what happened to a job, for its history and its pictures' metadata."""
 
     begin_step: int
-    truncations: Mapping[str, str]
+    truncations: Sequence[CutText]
     seconds: Mapping[str, float]
     """Seconds by stage (encode, controlnets, loras, denoise, batch, decode); shared batches count in full."""
     mean_group_requests: float

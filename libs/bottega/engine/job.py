@@ -23,7 +23,7 @@ from bottega.engine.encode import (
     encode_image_in_pieces,
 )
 from bottega.engine.errors import not_finite, prompt_not_finite, vae_not_finite
-from bottega.engine.events import Decisions, EngineRecord, PairRecord
+from bottega.engine.events import CutText, Decisions, EngineRecord, PairRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.parallel.offload import RemoteJob
 from bottega.engine.parallel.pair import PairPrediction
@@ -93,8 +93,7 @@ class EngineJob:
 
     order: EngineOrder
     requests: Sequence[Request]
-    truncations: dict[str, str]
-    """Text that was cut off because it did not fit into the tokenizer, by field name."""
+    truncations: Sequence[CutText]
     addons: Parts
     """The states of the job's add-ons."""
     pinned: Decisions
@@ -343,7 +342,7 @@ def open_job(
     job = EngineJob(
         order=order,
         requests=requests,
-        truncations={field: text for single in conditions for field, text in single.truncations.items()},
+        truncations=list(dict.fromkeys(cut for single in conditions for cut in single.truncations)),
         addons=addons,
         pinned=pinned,
         spans=SpanLog(clock),

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from bottega import rules
+from bottega.engine.prompt_chunks import weighted_chunks
 from bottega.engine.spec import ResolvedSpec, undrawable
 from bottega.errors import TooLarge, Violation
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers
+from bottega.prompt_syntax import MAX_PROMPT_CHUNKS, MalformedPrompt
 
 # At a few times the size that it was trained for, a model draws nonsense, and the cost of attention grows with the
 # square of the size. One such request would hold up all other turns for minutes.
@@ -53,7 +55,7 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
         TooLarge: It is too large for this worker; the error names the limit.
     """
     found = [*undrawable(spec, model.size_multiple), *_undrawable_steps(spec, model.samplers)]
-    rules.refuse([*found, *_not_of_family(spec, model)])
+    rules.refuse([*found, *_not_of_family(spec, model), *_unreadable(spec, model)])
     pixels, most = spec.width * spec.height, max_pixels(limits, model)
     if pixels > most:
         raise TooLarge(
@@ -89,6 +91,27 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
         yield Violation(
             field="spec.mask_image", description="must be set: this is an inpainting model, which only edits pictures"
         )
+
+
+def _unreadable(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
+    """Yield a violation for each text that the text encoders cannot read, and for a `clip_skip` beyond their layers."""
+    if spec.clip_skip is not None and not 0 <= spec.clip_skip <= model.max_clip_skip:
+        rule = f"must be 0 to {model.max_clip_skip} with this model, by the layers of its text encoders"
+        yield Violation(field="spec.clip_skip", description=rule)
+    if not spec.weighted:
+        return
+    texts = {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts)} or {"prompt": spec.prompt}
+    texts |= {name: getattr(spec, name) or "" for name in ("prompt_2", "negative_prompt", "negative_prompt_2")}
+    for name, text in texts.items():
+        try:
+            chunks = max(len(weighted_chunks(text, tokenizer)) for tokenizer in model.tokenizers)
+        except MalformedPrompt as error:
+            yield Violation(field=f"spec.{name}", description=str(error))
+        else:
+            if chunks > MAX_PROMPT_CHUNKS:
+                size = model.tokenizers[0].model_max_length - 2
+                rule = f"has {chunks} chunks of {size} tokens: at most {MAX_PROMPT_CHUNKS} are drawn"
+                yield Violation(field=f"spec.{name}", description=rule)
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

@@ -74,6 +74,13 @@ class ResolvedSpec:
     negative_prompt: str | None = None
     """None and "" differ: None conditions on zeros if the model's configuration says so."""
     negative_prompt_2: str | None = None
+    weighted: bool = False
+    """Whether the texts are weighted prompts (`bottega.prompt_syntax`)."""
+    clip_skip: int | None = None
+    """Number of last layers of the text encoders that are left out, besides those that always are.
+
+    In plain prompts it does not hold for the negative ones, as in Diffusers. In weighted ones it holds for all.
+    """
     num_inference_steps: int = 50
     guidance_scale: float = 5.0
     guidance_rescale: float = 0.0

@@ -49,8 +49,15 @@ class ModelFamily:
 
     The part of each one's tokenizer has the same name, with `tokenizer` in place of `text_encoder`.
     """
-    join: Callable[[Sequence[Any]], EncodedText]
-    """Makes one text of the outputs of all text encoders, with their hidden states."""
+    states: Callable[[Any, Any, int | None], Tensor]
+    """Returns the states by which a text encoder conditions pictures, [1, tokens, features].
+
+    Its arguments are the encoder, its output with hidden states, and `ResolvedSpec.clip_skip`.
+    """
+    states_from_end: int
+    """Place of these states among all hidden states, counted from the end, with a `clip_skip` of 0; 1 is the last."""
+    join: Callable[[Sequence[Tensor], Sequence[Any]], EncodedText]
+    """Makes one text of the states of all text encoders, and of their outputs for the first chunk of the prompt."""
     picture_conditions: Callable[[int, int], Mapping[str, Tensor]]
     """Returns the conditions that depend on the picture's height and width, in pixels, as float32 tensors."""
     guidance_scale: float
@@ -90,11 +97,17 @@ def guidance_embedding(guidance_scale: float, width: int) -> Tensor:
     return functional.pad(torch.cat([torch.sin(angles), torch.cos(angles)]), (0, width % 2))
 
 
-def _join_sdxl(outputs: Sequence[Any]) -> EncodedText:
-    """Join both encoders' penultimate states, and add the second one's pooled output."""
+def _penultimate_states(_encoder: Any, output: Any, clip_skip: int | None) -> Tensor:
+    """Return the states before the last layer, or before further ones."""
+    states: Tensor = output.hidden_states[-2 - (clip_skip or 0)]
+    return states
+
+
+def _join_sdxl(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedText:
+    """Join both encoders' states, and add the second one's pooled output."""
     dtype, pooled = outputs[1].text_embeds.dtype, outputs[1].text_embeds[0]
-    states = torch.concat([output.hidden_states[-2] for output in outputs], dim=-1)
-    return EncodedText(prompt=states[0].to(dtype), added={"text_embeds": pooled}, summary=pooled)
+    joined = torch.concat(list(states), dim=-1)
+    return EncodedText(prompt=joined[0].to(dtype), added={"text_embeds": pooled}, summary=pooled)
 
 
 def _sdxl_sizes(height: int, width: int) -> dict[str, Tensor]:
@@ -102,10 +115,19 @@ def _sdxl_sizes(height: int, width: int) -> dict[str, Tensor]:
     return {"time_ids": torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32)}
 
 
-def _join_single(outputs: Sequence[Any]) -> EncodedText:
-    """Return the last hidden state of the only encoder, after its final norm, and its pooled output as the summary."""
-    (output,) = outputs
-    return EncodedText(prompt=output.last_hidden_state[0], added={}, summary=output.pooler_output[0])
+def _last_states(encoder: Any, output: Any, clip_skip: int | None) -> Tensor:
+    """Return the states after the last layer, or before further ones, with the encoder's last norm applied."""
+    states: Tensor
+    if clip_skip is None:
+        states = output.last_hidden_state
+    else:
+        states = encoder.final_layer_norm(output.hidden_states[-1 - clip_skip])
+    return states
+
+
+def _join_single(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedText:
+    """Return the states of the only encoder, and its pooled output as the summary."""
+    return EncodedText(prompt=states[0][0], added={}, summary=outputs[0].pooler_output[0])
 
 
 def _stable_diffusion(name: str) -> ModelFamily:
@@ -120,6 +142,8 @@ def _stable_diffusion(name: str) -> ModelFamily:
             "feature_extractor": None,
         },
         text_encoders={"text_encoder": CLIPTextModel},
+        states=_last_states,
+        states_from_end=1,
         join=_join_single,
         picture_conditions=lambda _height, _width: {},
         guidance_scale=7.5,
@@ -142,6 +166,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             # Only IP-Adapters use the image encoder, and only the watermark changes pictures.
             left_out={"add_watermarker": False, "image_encoder": None, "feature_extractor": None},
             text_encoders={"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection},
+            states=_penultimate_states,
+            states_from_end=2,
             join=_join_sdxl,
             picture_conditions=_sdxl_sizes,
             guidance_scale=5.0,

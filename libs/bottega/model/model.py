@@ -121,6 +121,12 @@ class Model:
         return int(self.backbone.unet.config.time_cond_proj_dim or 0)
 
     @property
+    def max_clip_skip(self) -> int:
+        """The largest `clip_skip`: it takes the token embeddings of the text encoder with the fewest layers."""
+        layers = min(encoder.config.num_hidden_layers for encoder in self.text_encoders)
+        return int(layers) + 1 - self.family.states_from_end
+
+    @property
     def networks(self) -> Mapping[str, nn.Module]:
         """The networks that LoRAs may change, by the name of their part."""
         return {**dict(zip(self.family.text_encoders, self.text_encoders, strict=True)), "unet": self.backbone.unet}

@@ -203,6 +203,7 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
         "Model hash": model_hash[:_MODEL_HASH_LETTERS],
         "Model": spec.model,
         "Denoising strength": f"{spec.strength:g}" if spec.HasField("strength") else "",
+        "Clip skip": str(spec.clip_skip + 1) if spec.clip_skip else "",
         "Lora hashes": hashes,
     }
     lines = [" ".join([*spec.prompt.split(), *tags])]

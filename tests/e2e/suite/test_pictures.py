@@ -8,6 +8,7 @@ import PIL.Image
 import pytest
 
 from bottega.client import Client
+from bottega.errors import InvalidRequest
 from tests.support.stock import Stock, assert_same_image, pixels_of
 
 PROMPT = "a big red star on the left on a blue background"
@@ -32,8 +33,9 @@ def test_text_to_image_is_the_picture_of_stock_diffusers(client: Client, stock: 
             {"negative_prompt": "a green circle", "guidance_rescale": 0.5, "width": 96, "height": 32},
             {"negative_prompt": "a green circle", "guidance_rescale": 0.5, "width": 96, "height": 32},
         ),
+        ({"clip_skip": 1, "prompt_syntax": "plain"}, {"clip_skip": 1}),
     ],
-    ids=["dpmpp-karras", "negative-rescaled-wide"],
+    ids=["dpmpp-karras", "negative-rescaled-wide", "clip-skip"],
 )
 def test_every_option_means_what_it_means_in_diffusers(
     client: Client, stock: Stock, options: dict[str, Any], reference: dict[str, Any]
@@ -92,10 +94,28 @@ def test_a_prompt_beyond_the_tokenizer_is_cut_and_the_provenance_says_so(client:
     picture = client.generate(long, seed=7, **OPTIONS)
 
     assert_same_image(pixels_of(picture.pil()), stock.draw(long, seed=7, **OPTIONS))
-    cut = {truncation.field: truncation.text for truncation in picture.provenance.truncations}
-    assert "prompt" in cut
-    assert "circle" in cut["prompt"]
+    (cut,) = picture.provenance.truncations
+    assert (cut.field, cut.encoders) == ("prompt", ("text_encoder", "text_encoder_2"))
+    assert "circle" in cut.text
     assert not client.generate(PROMPT, seed=7, **OPTIONS).provenance.truncations
+
+
+def test_a_weighted_prompt_is_whole_and_its_provenance_draws_it_again(client: Client, stock: Stock) -> None:
+    weighted: dict[str, Any] = {**OPTIONS, "seed": 7, "prompt_syntax": "weighted"}
+    unchanged = client.generate(f"({PROMPT}:1.0)", **weighted)
+    assert_same_image(pixels_of(unchanged.pil()), stock.draw(PROMPT, seed=7, **OPTIONS))
+
+    picture = client.generate(f"(star:1.5), {'a small green circle ' * 10} BREAK {PROMPT}", **weighted)
+    provenance = picture.provenance
+    assert (provenance.exact, provenance.truncations, provenance.parameters.prompt_syntax) == (True, (), "weighted")
+    assert picture.data != unchanged.data
+    again = client.generate(provenance.parameters.prompt, **provenance.parameters.options())
+    assert again.pil().tobytes() == picture.pil().tobytes()
+
+    with pytest.raises(InvalidRequest, match=r"prompt: has the weight 1.2.3, which is not a number"):
+        client.generate("(star:1.2.3)", **weighted)
+    with pytest.raises(InvalidRequest, match=r"prompt: has 4\d chunks of 22 tokens: at most 20 are drawn"):
+        client.generate("a star " * 500, **weighted)
 
 
 def test_the_provenance_says_what_happened(client: Client) -> None:

@@ -64,6 +64,7 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         "--negative-prompt= --guidance-scale=4.5 --guidance-rescale=0.5 --width=64 --height=128 --sampler=ddim --karras"
         " --image=source.png --strength=0.4 --prompt-2=two --negative-prompt-2=none --format=png --quality=70"
         " --fidelity=fast --model=miniature --control=edges=edges.png:0.8 --control=depth=source.png --stale-residuals"
+        " --prompt-syntax=weighted --clip-skip=1"
     )
     assert run("generate", "a star", *options.split(), address=address).exit_code == 0
     expected = generation_pb2.GenerationSpec(
@@ -71,6 +72,8 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         prompt_2="two",
         negative_prompt="",
         negative_prompt_2="none",
+        prompt_syntax=generation_pb2.PROMPT_SYNTAX_WEIGHTED,
+        clip_skip=1,
         guidance_scale=4.5,
         guidance_rescale=0.5,
         width=64,

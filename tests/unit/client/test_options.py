@@ -47,6 +47,8 @@ FULL: GenerationOptions = {
     "prompt_2": "a star",
     "negative_prompt": "",
     "negative_prompt_2": "blur",
+    "prompt_syntax": "weighted",
+    "clip_skip": 1,
     "num_inference_steps": 30,
     "guidance_scale": 4.5,
     "guidance_rescale": 0.5,

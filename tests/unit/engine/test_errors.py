@@ -274,5 +274,6 @@ def test_prompts_of_300_words_are_cut_as_in_diffusers_and_the_record_says_so(
     spec = replace(SPEC, num_inference_steps=3, **texts)
     drawing = easel.draw(EngineOrder(key=0, spec=spec))
     assert_same_image(drawing.pixels[0], stock.reference(spec).pixels)
-    cut = {field: text.split() for field, text in drawing.record.truncations.items()}
-    assert cut == {field: each[22:] for field, each in words.items()}
+    cut = {cut.field: (cut.text.split(), cut.encoders) for cut in drawing.record.truncations}
+    encoders = ("text_encoder_2",) if "prompt_2" in words else ("text_encoder", "text_encoder_2")
+    assert cut == {field: (each[22:], encoders) for field, each in words.items()}

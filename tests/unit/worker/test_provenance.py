@@ -34,7 +34,7 @@ def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Mo
         for image in (0, 2)
     )
     record = EngineRecord(
-        begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, cached_starts=starts, exact=False
+        begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, cached_starts=starts, exact=False
     )
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
     provenance = event.done.provenance
@@ -54,7 +54,7 @@ def test_accelerations_that_were_kept_are_named_and_all_are_told_of_at_the_start
         AccelerationResult(name="kept", kept=True, speedup=1.5, difference=0.001, tolerance=0.02),
         AccelerationResult(name="wrong", kept=False, difference=math.inf, tolerance=0.02, reason="it differs by inf"),
     ]
-    record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0)
+    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0)
     event = event_of(JobFinished(key=("job", 1), record=record), engine)
     assert list(event.done.provenance.accelerations) == ["kept"]
     told = ready_of(engine).ready.accelerations
@@ -66,7 +66,7 @@ def test_accelerations_that_were_kept_are_named_and_all_are_told_of_at_the_start
 
 def test_a_picture_that_was_not_decoded_as_stock_decodes_is_not_exact(model: Model) -> None:
     engine = make_engine(model, EngineLimits())
-    record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, vae_dtype="float32")
+    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, vae_dtype="float32")
     whole = event_of(JobFinished(key=("job", 1), record=record), engine).done.provenance
     assert (whole.exact, whole.vae_tiled, whole.vae_dtype) == (True, False, "float32")
     assert (
@@ -90,20 +90,20 @@ def test_a_lora_that_half_precision_rounds_otherwise_than_stock_is_named(model: 
         patch_s=0.0,
         rounded_otherwise=rounded,
     )
-    record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, loras=(lora,))
+    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, loras=(lora,))
     inked = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits())).done.provenance
     assert inked.loras[0].rounded_otherwise is rounded
 
 
 def test_what_a_job_has_used_of_the_device_is_said(model: Model) -> None:
-    record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, device_s=1.5)
+    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, device_s=1.5)
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
     assert event.done.provenance.device_s == 1.5
 
 
 def test_shared_turns_in_half_precision_make_a_picture_approximate(model: Model) -> None:
     record = EngineRecord(
-        begin_step=0, truncations={}, seconds={}, mean_group_requests=2.0, shared_in_half_precision=True
+        begin_step=0, truncations=(), seconds={}, mean_group_requests=2.0, shared_in_half_precision=True
     )
     assert record.exact, "nothing was approximated, so that the record's latents may be cached"
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from bottega.client.cli.addons import generation_parts
-from bottega.client.types.options import FIDELITIES, SAMPLERS, GenerationOptions
+from bottega.client.types.options import FIDELITIES, PROMPT_SYNTAXES, SAMPLERS, GenerationOptions
 from bottega.client.types.picture import FORMATS
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -88,6 +88,13 @@ _EDITING = (
 _OTHERS = (
     click.option("--prompt-2", metavar="TEXT", help="Prompt of the second text encoder."),
     click.option("--negative-prompt-2", metavar="TEXT", help="Negative prompt of the second text encoder."),
+    click.option(
+        "--prompt-syntax",
+        type=click.Choice(list(PROMPT_SYNTAXES)),
+        help="How prompts are read: plain, as in Diffusers (default), or weighted, as in AUTOMATIC1111's web UI, with "
+        "(word:1.3), [word], BREAK and any length up to 1500 tokens.",
+    ),
+    click.option("--clip-skip", type=int, help="Last layers of the text encoders to skip, as in Diffusers."),
     click.option(
         "--format", type=click.Choice(list(FORMATS)), help="File format; default: by the file's name, else png."
     ),

@@ -87,6 +87,8 @@ class ServedModel:
     """Whether the model draws only edits with a mask."""
     one_text_encoder: bool
     """Whether the model has one text encoder, so that it refuses prompt_2 and negative_prompt_2."""
+    max_clip_skip: int | None
+    """The largest clip_skip; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         edits_refused_because=model.edits_refused_because,
         edits_only=model.edits_only,
         one_text_encoder=model.one_text_encoder,
+        max_clip_skip=model.max_clip_skip if model.HasField("max_clip_skip") else None,
     )
 
 

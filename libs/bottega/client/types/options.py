@@ -26,9 +26,10 @@ from bottega.client.types.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
 from bottega.rules import SamplerName, refuse
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, Sampler
+from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, PromptSyntax, Sampler
 
 FidelityName = Literal["exact", "balanced", "fast"]
+PromptSyntaxName = Literal["plain", "weighted"]
 
 SAMPLERS: dict[SamplerName, Sampler.ValueType] = {
     name: Sampler.Value(f"SAMPLER_{name.upper()}") for name in get_args(SamplerName)
@@ -37,6 +38,10 @@ FIDELITIES: dict[FidelityName, Fidelity.ValueType] = {
     "exact": generation_pb2.FIDELITY_EXACT,
     "balanced": generation_pb2.FIDELITY_BALANCED,
     "fast": generation_pb2.FIDELITY_FAST,
+}
+PROMPT_SYNTAXES: dict[PromptSyntaxName, PromptSyntax.ValueType] = {
+    "plain": generation_pb2.PROMPT_SYNTAX_PLAIN,
+    "weighted": generation_pb2.PROMPT_SYNTAX_WEIGHTED,
 }
 
 
@@ -48,6 +53,10 @@ class EditOptions(TypedDict, total=False):
         prompt_2: Prompt of the second text encoder; by default the first prompt.
         negative_prompt: Prompt of what not to draw. Absent and "" differ, as in Diffusers.
         negative_prompt_2: Negative prompt of the second text encoder; by default the first negative prompt.
+        prompt_syntax: "plain" or "weighted": how prompts and negative prompts are read. Plain, the default, is as in
+            Diffusers. Weighted is as in AUTOMATIC1111's web UI, with (word:1.3), [word] and BREAK, and is not cut at 75
+            tokens.
+        clip_skip: Number of last layers of the text encoders to skip, as in Diffusers; the web UI counts one more.
         num_inference_steps: Denoising steps, 1 to 200.
         guidance_scale: 0 to 50; guidance is off at 1 or less. Edits without ControlNets may have another default, as in
             Diffusers (models()).
@@ -98,6 +107,8 @@ class EditOptions(TypedDict, total=False):
     prompt_2: str | None
     negative_prompt: str | None
     negative_prompt_2: str | None
+    prompt_syntax: PromptSyntaxName | None
+    clip_skip: int | None
     num_inference_steps: int | None
     guidance_scale: float | None
     guidance_rescale: float | None
@@ -143,7 +154,12 @@ class GenerationOptions(EditOptions, total=False):
     keep_for_editing: bool
 
 
-_NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
+_NAMED: dict[str, Mapping[Any, int]] = {
+    "sampler": SAMPLERS,
+    "fidelity": FIDELITIES,
+    "format": FORMATS,
+    "prompt_syntax": PROMPT_SYNTAXES,
+}
 _OPTIONS = tuple(GenerationOptions.__annotations__)
 # All arguments of client.generate() and similar methods, to suggest one for a misspelt name.
 _ARGUMENTS = (*_OPTIONS, "num_images", "timeout_s", "deadline_s", "request_id", "priority", "preview")

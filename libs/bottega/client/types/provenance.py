@@ -14,7 +14,14 @@ from google.protobuf.message import Message
 
 from bottega.client.types.inputs import ControlNet, Lora, controlnet_from, lora_from
 from bottega.client.types.messages import field_of, value_from
-from bottega.client.types.options import FIDELITIES, SAMPLERS, FidelityName, GenerationOptions
+from bottega.client.types.options import (
+    FIDELITIES,
+    PROMPT_SYNTAXES,
+    SAMPLERS,
+    FidelityName,
+    GenerationOptions,
+    PromptSyntaxName,
+)
 from bottega.client.types.picture import FORMATS, Format
 from bottega.rules import SamplerName
 from bottega.v1 import generation_pb2
@@ -24,7 +31,12 @@ ResidualMode = Literal["synchronous", "pipelined"]
 
 _NAMES: Mapping[str, Mapping[int, str]] = {
     argument: {number: name for name, number in numbers.items()}
-    for argument, numbers in (("sampler", SAMPLERS), ("fidelity", FIDELITIES), ("format", FORMATS))
+    for argument, numbers in (
+        ("sampler", SAMPLERS),
+        ("fidelity", FIDELITIES),
+        ("format", FORMATS),
+        ("prompt_syntax", PROMPT_SYNTAXES),
+    )
 }
 _MODES: Mapping[int, ResidualMode] = {
     generation_pb2.RESIDUAL_MODE_SYNCHRONOUS: "synchronous",
@@ -52,6 +64,8 @@ class Parameters:
     prompt_2: str | None = None
     negative_prompt: str | None = None
     negative_prompt_2: str | None = None
+    prompt_syntax: PromptSyntaxName | None = None
+    clip_skip: int | None = None
     num_inference_steps: int = 0
     guidance_scale: float = 0.0
     guidance_rescale: float = 0.0
@@ -108,6 +122,8 @@ class Truncation:
     """Name of the prompt's field."""
     text: str = ""
     """The part of the text that was ignored."""
+    encoders: tuple[str, ...] = ()
+    """Text encoders that ignored it, such as `text_encoder_2`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ def complete(
     choice = choice_of(spec, model)
     if choice is not None and takes_karras_sigmas(choice.sampler):
         full.use_karras_sigmas = choice.use_karras_sigmas
+    full.prompt_syntax = spec.prompt_syntax or generation_pb2.PROMPT_SYNTAX_PLAIN
     full.format = spec.format or generation_pb2.IMAGE_FORMAT_PNG
     full.width = spec.width if spec.HasField("width") else model.default_width
     full.height = spec.height if spec.HasField("height") else model.default_height

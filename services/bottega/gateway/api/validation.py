@@ -20,6 +20,7 @@ from bottega.gateway.api.defaults import choice_of, strength_of
 from bottega.gateway.jobs.specs import input_images, latent_scale
 from bottega.rules import (
     MAX_ADAPTERS,
+    MAX_CLIP_SKIP,
     MAX_PAGE,
     MAX_SIDE,
     check_edit,
@@ -100,6 +101,9 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
     for name in ("prompt_2", "negative_prompt_2"):
         if model.one_text_encoder and getattr(spec, name):
             yield _violation(name, "must be empty: this model has one text encoder")
+    if model.HasField("max_clip_skip") and model.max_clip_skip < spec.clip_skip <= MAX_CLIP_SKIP:
+        rule = f"must be 0 to {model.max_clip_skip} with this model, by the layers of its text encoders"
+        yield _violation("clip_skip", rule)
     yield from check_sigmas(spec, spec.sampler or model.default_sampler)
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
     yield from _check_choice(spec, model, steps)

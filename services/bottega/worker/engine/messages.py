@@ -117,6 +117,7 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         default_edit_controlnet_scale=model.family.edit_controlnet_scale,
         edits_only=model.image_channels > 0,
         one_text_encoder=len(model.text_encoders) == 1,
+        max_clip_skip=model.max_clip_skip,
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
@@ -209,7 +210,10 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         device=str(engine.model.device),
         exact=exact_if_alone and not record.shared_in_half_precision,
         begin_step=record.begin_step,
-        truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
+        truncations=[
+            generation_pb2.Truncation(field=cut.field, text=cut.text, encoders=cut.encoders)
+            for cut in record.truncations
+        ],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
         mean_group_requests=record.mean_group_requests,
         controlnets=[_use(use) for use in record.controlnets],

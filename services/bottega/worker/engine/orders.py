@@ -37,6 +37,7 @@ _OPTIONAL = frozenset(
         "seed",
         "num_images",
         "strength",
+        "clip_skip",
     }
 )
 
@@ -94,6 +95,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
     return ResolvedSpec(
         prompt=spec.prompt,
         prompts=tuple(spec.prompts),
+        weighted=spec.prompt_syntax == generation_pb2.PROMPT_SYNTAX_WEIGHTED,
         num_inference_steps=spec.num_inference_steps,
         width=spec.width,
         height=spec.height,

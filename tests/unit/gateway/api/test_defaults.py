@@ -64,6 +64,7 @@ def test_every_default_is_filled_in() -> None:
         fidelity=generation_pb2.FIDELITY_BALANCED,
         format=generation_pb2.IMAGE_FORMAT_PNG,
         quality=90,
+        prompt_syntax=generation_pb2.PROMPT_SYNTAX_PLAIN,
     )
 
 
@@ -85,6 +86,8 @@ def test_what_was_said_is_kept_and_the_callers_spec_is_not_touched() -> None:
         fidelity=generation_pb2.FIDELITY_FAST,
         format=generation_pb2.IMAGE_FORMAT_WEBP,
         quality=1,
+        prompt_syntax=generation_pb2.PROMPT_SYNTAX_WEIGHTED,
+        clip_skip=1,
     )
     before = said.SerializeToString(deterministic=True)
     assert defaults.complete(said, MODEL) == said
@@ -136,6 +139,7 @@ _WITHOUT_PRESENCE = {
     "GenerationSpec.sampler": "filled in",
     "GenerationSpec.fidelity": "filled in",
     "GenerationSpec.format": "filled in",
+    "GenerationSpec.prompt_syntax": "filled in",
     "GenerationSpec.mask_alpha": "off",
     "GenerationSpec.keep_for_editing": "off",
     "Lora.name": "refused",

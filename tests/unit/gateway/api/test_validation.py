@@ -53,6 +53,17 @@ def test_a_side_is_a_multiple_of_the_models() -> None:
     assert _fields(GenerationSpec(width=8, height=8)) == []
 
 
+def test_no_more_layers_are_skipped_than_the_models_text_encoders_have() -> None:
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    assert _fields(GenerationSpec(clip_skip=100), model) == []
+    model.max_clip_skip = 11
+    assert _fields(GenerationSpec(clip_skip=11), model) == []
+    (violation,) = validation.check_model(GenerationSpec(clip_skip=12), model, ADDONS)
+    rule = "must be 0 to 11 with this model, by the layers of its text encoders"
+    assert violation == Violation(field="spec.clip_skip", description=rule)
+
+
 def test_a_size_is_bounded_by_the_models_pixels_with_defaults_counted() -> None:
     assert _fields(GenerationSpec(width=4096, height=64)) == []
     assert _fields(GenerationSpec(width=4096, height=72)) == ["width"]

@@ -178,7 +178,7 @@ class JobCachedStarts(JobAddOn):
         if spec.loras and not any(part.changes_prompt for part in job.addons.values()):
             self._plain_key = self._addon.key_of(replace(spec, loras=()), self._order.tenant)
         # The embedding of a truncated prompt does not represent all of it.
-        whole = "prompt" not in conditions.truncations
+        whole = all(cut.field != "prompt" for cut in conditions.truncations)
         recorder = LatentRecorder(spec, job.requests[0])
         if self._order.record and whole and recorder.keeps and not self._decided and self._order.pin is None:
             self._recorder = recorder

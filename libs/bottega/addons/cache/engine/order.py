@@ -104,15 +104,16 @@ def _is_start(start: CacheStart, spec: ResolvedSpec) -> bool:
 def has_key(spec: ResolvedSpec) -> bool:
     """Return whether a job may exchange latents with others at all.
 
-    It may not if it starts from a picture, has several prompts or a second prompt, which the embedding does not
-    represent, uses ControlNets of unknown versions, or measures similarities from step to step. PNDM counts on earlier
-    steps of its schedule, and cannot begin with a later one.
+    It may not if it starts from a picture, has several prompts, a second prompt or a weighted one, which the embedding
+    does not represent, uses ControlNets of unknown versions, or measures similarities from step to step. PNDM counts on
+    earlier steps of its schedule, and cannot begin with a later one.
     """
     return (
         spec.sampler is not SamplerKind.PNDM
         and spec.strength is None
         and not spec.prompts
         and not spec.prompt_2
+        and not spec.weighted
         and not spec.loras_measured
         and all(control.digest and not control.measured for control in spec.controlnets)
     )
@@ -141,6 +142,7 @@ def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -
         # None and "" condition differently.
         "negative_prompt": spec.negative_prompt,
         "negative_prompt_2": spec.negative_prompt_2,
+        "clip_skip": spec.clip_skip,
         "loras": sorted((lora.digest, float(lora.scale)) for lora in spec.loras),
         "controlnets": [_control(control) for control in spec.controlnets],
     }

@@ -235,6 +235,9 @@ def _check_cache(spec: GenerationSpec) -> Iterator[Violation]:
     if not has_enough_words(spec.prompt):
         rule = f"must have {LEAST_WORDS} different words with techniques.cache_entry: fewer cannot be compared reliably"
         yield Violation(field="spec.prompt", description=rule)
+    if spec.prompt_syntax == generation_pb2.PROMPT_SYNTAX_WEIGHTED:
+        rule = "must be plain with techniques.cache_entry: weighted prompts never start from a cached latent"
+        yield Violation(field="spec.prompt_syntax", description=rule)
     for name in ("prompt_2", "image"):
         if spec.HasField(name):
             rule = "must be absent with techniques.cache_entry: such pictures never start from a cached latent"

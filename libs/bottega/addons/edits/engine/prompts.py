@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,9 @@ def measure_prompts(
     noisy = sampler.add_noise(edit.image_latent, edit.noise, step)
     sample, timestep = sampler.model_input(noisy, step)[0], sampler.timestep(step)
     probe = encode_prompts(model, _probe(spec)).conditional
+    # As long as a prompt of several chunks. Attention to states that are repeated equals attention to them once.
+    repeats = len(conditions.conditional.prompt) // len(probe.prompt)
+    probe = replace(probe, prompt=probe.prompt.repeat(repeats, 1))
 
     def row(embeds: Embeds) -> Row:
         return Row(owner=None, step=step, half=Half.CONDITIONAL, sample=sample, timestep=timestep, embeds=embeds)

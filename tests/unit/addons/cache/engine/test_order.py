@@ -46,6 +46,7 @@ def some_spec(draw: random.Random) -> ResolvedSpec:
         prompt="a star",
         negative_prompt=draw.choice([None, "", "a circle"]),
         negative_prompt_2=draw.choice([None, "", "a square"]),
+        clip_skip=draw.choice([None, 0, 1, 2]),
         num_inference_steps=draw.randint(1, 100),
         guidance_scale=draw.uniform(1, 12),
         guidance_rescale=draw.uniform(0, 1),
@@ -75,7 +76,7 @@ def another(value: Any, draw: random.Random) -> Any:
 
 
 FIELDS = ["negative_prompt", "negative_prompt_2", "num_inference_steps", "width", "height", "sampler"]
-FIELDS += ["guidance_scale", "guidance_rescale", "use_karras_sigmas"]
+FIELDS += ["guidance_scale", "guidance_rescale", "use_karras_sigmas", "clip_skip"]
 CONTROL_FIELDS = ["image_digest", "digest", "guess_mode"]
 CONTROL_FIELDS += ["controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end"]
 
@@ -109,6 +110,7 @@ NO_KEY = {
         "prompt",
         "prompts",
         "prompt_2",
+        "weighted",
         "seed",
         "num_images",
         "strength",
@@ -173,11 +175,19 @@ def test_the_order_of_controlnets_is_that_of_their_sums() -> None:
     [
         replace(SPEC, strength=0.5),
         replace(SPEC, prompt_2="a heart"),
+        replace(SPEC, weighted=True),
         replace(SPEC, controlnets=(replace(CONTROL, digest=""),)),
         replace(SPEC, controlnets=(replace(CONTROL, measured=True),)),
         replace(SPEC, loras=(replace(LORA, measured=True),)),
     ],
-    ids=["from a picture", "second prompt", "unknown weights", "measured ControlNet", "measured LoRA"],
+    ids=[
+        "from a picture",
+        "second prompt",
+        "weighted prompt",
+        "unknown weights",
+        "measured ControlNet",
+        "measured LoRA",
+    ],
 )
 def test_a_job_with_more_to_it_has_no_key(spec: ResolvedSpec) -> None:
     assert has_key(SPEC)

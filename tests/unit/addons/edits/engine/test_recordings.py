@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -376,6 +376,23 @@ def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_ano
     assert recording.is_idle
 
 
+@pytest.mark.parametrize(
+    ("changes", "reused"),
+    [
+        ({"clip_skip": 1}, 0.5),
+        ({"weighted": True, "negative_prompt": ""}, 0.0),
+        ({"weighted": True, "prompt": f"{SPEC.prompt} BREAK"}, 0.0),
+    ],
+)
+def test_a_prompt_that_is_read_in_another_way_is_another_prompt(
+    model: Model, changes: dict[str, Any], reused: float
+) -> None:
+    desk = following(model)
+    desk.draw(FIRST)
+    record = edit_record(desk, masked_order(replace(FIRST.spec, **changes), key="other", any_prompt=False))
+    assert record.blocks_reused == reused * record.blocks_total
+
+
 def test_where_blocks_follow_the_prompt_two_prompts_on_one_image_do_not_drive_each_other_out(model: Model) -> None:
     desk = following(model)
     desk.draw(FIRST)
@@ -418,12 +435,15 @@ def test_where_blocks_follow_the_prompt_an_unguided_edit_with_another_one_comput
     assert "another prompt" in record.computed_all_because
 
 
-def test_how_far_blocks_follow_the_prompt_is_measured_before_the_first_use(model: Model) -> None:
+@pytest.mark.parametrize("changes", [{}, {"prompt": "a red BREAK (star:1.2)", "weighted": True}], ids=["plain", "long"])
+def test_how_far_blocks_follow_the_prompt_is_measured_before_the_first_use(
+    model: Model, changes: dict[str, Any]
+) -> None:
     desk = EditDesk(model)
     desk.draw(FIRST)
     before = desk.edits.cosines
     assert before is None
-    desk.draw(masked_order(SECOND.spec, key="asked", any_prompt=False))
+    desk.draw(masked_order(replace(SECOND.spec, **changes), key="asked", any_prompt=False))
     measured: PromptCosines | None = desk.edits.cosines
     assert measured is not None
     cosines: Mapping[str, float] = measured.cosines

@@ -73,10 +73,14 @@ class StepKey:
 
 def prompt_of(spec: ResolvedSpec, half: Half) -> str:
     """Return a digest, in hex, of the prompts of one half of guidance."""
-    prompts: tuple[str | None, str | None] = (spec.negative_prompt, spec.negative_prompt_2)
-    if half is Half.CONDITIONAL:
-        prompts = (spec.prompt, spec.prompt_2)
-    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    prompts, negative_prompts = (spec.prompt, spec.prompt_2), (spec.negative_prompt, spec.negative_prompt_2)
+    facts: list[object] = list(prompts if half is Half.CONDITIONAL else negative_prompts)
+    if half is Half.CONDITIONAL or spec.weighted:
+        facts.append(spec.clip_skip)
+    if spec.weighted:
+        # Both halves are as long as the longer one.
+        facts += [*prompts, *negative_prompts]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:

@@ -1,0 +1,135 @@
+"""The chunks of tokens in which text encoders read a prompt, and the weights of its words.
+
+A plain prompt is one chunk, which is cut at the tokenizer's length as in Diffusers. A weighted prompt has as many
+chunks as it needs. Chunks and weights are those of AUTOMATIC1111's web UI with its default settings (sd_hijack_clip.py
+and sd_emphasis.py there): a chunk has 75 tokens between its first and its last one, and words behind a comma move to
+the next chunk together if they have fewer than 20 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from diffusers.loaders import TextualInversionLoaderMixin
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from bottega.prompt_syntax import parse_weighted
+
+_COMMA = ",</w>"
+# So many tokens behind a comma are divided between two chunks; fewer move to the next one together.
+_COMMA_TOKENS = 20
+_TEXTUAL_INVERSION = TextualInversionLoaderMixin()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens of a prompt that are encoded together, as many as the text encoder reads."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+    """Weight of each token; empty if all are 1."""
+
+
+def plain_chunk(prompt: str, tokenizer: CLIPTokenizer) -> tuple[Chunk, str]:
+    """Return the only chunk of a plain prompt, and the text that did not fit."""
+    prompt = _with_all_vectors(prompt, tokenizer)
+    length = tokenizer.model_max_length
+    ids = tokenizer(prompt, padding="max_length", max_length=length, truncation=True).input_ids
+    whole = tokenizer(prompt).input_ids
+    lost = tokenizer.decode(whole[length - 1 : -1]) if len(whole) > length else ""
+    return Chunk(ids=tuple(ids)), lost
+
+
+def weighted_chunks(prompt: str, tokenizer: CLIPTokenizer) -> list[Chunk]:
+    """Return the chunks of a weighted prompt. Raise MalformedPrompt if it cannot be read."""
+    writer = _ChunkWriter(tokenizer)
+    for place, section in enumerate(parse_weighted(prompt)):
+        if place:
+            writer.end_chunk()
+        parts = [part for part in section if not part.text.isspace()]
+        texts = [_with_all_vectors(part.text, tokenizer) for part in parts]
+        tokens = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
+        for part, ids in zip(parts, tokens, strict=True):
+            for token in ids:
+                writer.add(token, part.weight)
+    return writer.finish()
+
+
+def empty_chunk(tokenizer: CLIPTokenizer) -> Chunk:
+    """Return the chunk that pads a prompt to the number of chunks of another one."""
+    return _ChunkWriter(tokenizer).finish()[0]
+
+
+def emphasise(states: Tensor, chunk: Chunk) -> Tensor:
+    """Multiply each token's state by its weight, and scale all of them so that their mean stays as it was.
+
+    Args:
+        states: States of the chunk's tokens, [1, tokens, features].
+        chunk: The chunk.
+    """
+    if not chunk.weights:
+        return states
+    weights = torch.tensor(chunk.weights, device=states.device)[None, :, None]
+    plain = states.float()
+    weighted = plain * weights
+    return (weighted * (plain.mean() / weighted.mean())).to(states.dtype)
+
+
+class _ChunkWriter:
+    """Divides weighted tokens into chunks."""
+
+    def __init__(self, tokenizer: CLIPTokenizer) -> None:
+        self._begin, self._end, self._pad = _special_tokens(tokenizer)
+        comma = tokenizer.convert_tokens_to_ids(_COMMA)
+        self._comma = comma if comma != tokenizer.unk_token_id else None
+        self._size = tokenizer.model_max_length - 2
+        self._chunks: list[Chunk] = []
+        self._tokens: list[tuple[int, float]] = []
+        self._after_comma: int | None = None
+        """Number of tokens of the current chunk up to its last comma; None without one."""
+
+    def add(self, token: int, weight: float) -> None:
+        full = len(self._tokens) == self._size
+        if full and token != self._comma and self._after_comma is not None:
+            kept = self._after_comma
+            moved = self._tokens[kept:]
+            if len(moved) < _COMMA_TOKENS:
+                del self._tokens[kept:]
+                self.end_chunk()
+                self._tokens = moved
+        if len(self._tokens) == self._size:
+            self.end_chunk()
+        self._tokens.append((token, weight))
+        if token == self._comma:
+            self._after_comma = len(self._tokens)
+
+    def end_chunk(self) -> None:
+        """End the current chunk, which may be empty, and begin the next one."""
+        missing = self._size - len(self._tokens)
+        ids = [self._begin, *(token for token, _ in self._tokens), *[self._end] * (missing + 1)]
+        first_end = ids.index(self._end)
+        ids[first_end + 1 :] = [self._pad] * (len(ids) - first_end - 1)
+        weights = (1.0, *(weight for _, weight in self._tokens), *[1.0] * (missing + 1))
+        self._chunks.append(Chunk(ids=tuple(ids), weights=weights if set(weights) != {1.0} else ()))
+        self._tokens, self._after_comma = [], None
+
+    def finish(self) -> list[Chunk]:
+        if self._tokens or not self._chunks:
+            self.end_chunk()
+        return self._chunks
+
+
+def _with_all_vectors(prompt: str, tokenizer: CLIPTokenizer) -> str:
+    """Return a prompt in which a word with several embeddings (textual inversion) is as many tokens."""
+    converted: str = _TEXTUAL_INVERSION.maybe_convert_prompt(prompt, tokenizer)
+    return converted
+
+
+def _special_tokens(tokenizer: CLIPTokenizer) -> Iterator[int]:
+    """Yield the tokens that begin and end a prompt, and the one behind its end."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        assert isinstance(token, int), "CLIP's tokenizers have all three"
+        yield token

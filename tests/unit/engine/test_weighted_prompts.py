@@ -1,0 +1,377 @@
+"""Weighted prompts of any length condition pictures as in AUTOMATIC1111's web UI.
+
+The expected conditions are computed here from tokens and weights that are written out for each prompt. The tokenizers
+of these models take 24 tokens, so that a chunk has 22, and each word and comma of these prompts is one token.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CLIPTextModel
+
+from bottega.engine.encode import encode_all_prompts, encode_prompts
+from bottega.engine.events import JobCheckpointed
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits, check_drawable
+from bottega.engine.parallel import pair
+from bottega.engine.prompt_chunks import empty_chunk, plain_chunk, weighted_chunks
+from bottega.engine.spec import ResolvedSpec
+from bottega.errors import InvalidRequest
+from bottega.model.model import Model
+from tests.samples.controlnets import control_image, control_spec, save
+from tests.samples.edits import box_mask, edit_order, template
+from tests.samples.family_models import (
+    FAMILIES,
+    SIZE,
+    FamilyStock,
+    control_networks,
+    family_model,
+    is_sdxl,
+    reads_mask,
+)
+from tests.support.controlled_engine import Desk, on
+from tests.support.engines import make_engine
+from tests.support.linked_servers import Offers, linked_server
+from tests.support.manual_engine import ManualEngine, load
+from tests.support.pair_follower import FollowerThread, led
+from tests.support.stock import assert_close
+
+TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
+PLAIN = ResolvedSpec(prompt="a big red star", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
+WEIGHTED = replace(PLAIN, weighted=True)
+CHUNK = 22
+DRAWING = [family for family in FAMILIES if not reads_mask(family) and not family.endswith("LCM")]
+
+# The words of one chunk with their weights.
+Words = Sequence[tuple[str, float]]
+
+
+@functools.cache
+def model_of(family: str) -> Model:
+    model = load(family_model(family))
+    change_norm(model.text_encoders[0])
+    return model
+
+
+@functools.cache
+def stock_of(family: str) -> FamilyStock:
+    stock = FamilyStock(family)
+    change_norm(stock.text.text_encoder)
+    return stock
+
+
+def change_norm(encoder: Any) -> None:
+    """Give an encoder's last norm values as trained ones have, because the mean of states is restored.
+
+    The norm of a random encoder makes it 0.
+    """
+    torch.nn.init.uniform_(encoder.final_layer_norm.bias, 0.1, 0.5, generator=torch.Generator().manual_seed(1))
+
+
+def words(text: str, weight: float = 1.0) -> list[tuple[str, float]]:
+    return [(word, weight) for word in text.split()]
+
+
+def by_hand(family: str, chunks: Sequence[Words], *, clip_skip: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the states of a prompt with these chunks, [1, tokens, features], and the last encoder's pooled state."""
+    stock, of_encoders, pooled = stock_of(family).text, [], []
+    names = ("", "_2") if hasattr(stock, "text_encoder_2") else ("",)
+    for name in names:
+        tokenizer, encoder = getattr(stock, f"tokenizer{name}"), getattr(stock, f"text_encoder{name}")
+        vocabulary, states = tokenizer.get_vocab(), []
+        for chunk in chunks:
+            ids = [tokenizer.bos_token_id, *(vocabulary[f"{word}</w>"] for word, _ in chunk), tokenizer.eos_token_id]
+            ids += [tokenizer.pad_token_id] * (CHUNK + 2 - len(ids))
+            with torch.inference_mode():
+                output = encoder(torch.tensor([ids]), output_hidden_states=True)
+                if len(names) == 2:
+                    state = output.hidden_states[-2 - clip_skip]
+                else:
+                    state = encoder.final_layer_norm(output.hidden_states[-1 - clip_skip])
+            pooled.append(output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output)
+            weighted = state.clone()
+            for place, (_, weight) in enumerate(chunk, start=1):
+                weighted[0, place] = weighted[0, place] * weight
+            states.append(weighted * (float(state.sum()) / float(weighted.sum())))
+        of_encoders.append(torch.cat(states, dim=1))
+    return torch.cat(of_encoders, dim=-1), pooled[-len(chunks)]
+
+
+def drawn_by_stock(
+    family: str, spec: ResolvedSpec, prompt: Sequence[Words], negative: Sequence[Words], **options: Any
+) -> Tensor:
+    """Return the latent that stock draws with conditions that are computed by hand."""
+    embeds, pooled = by_hand(family, prompt)
+    negative_embeds, negative_pooled = by_hand(family, negative)
+    conditions = {"prompt_embeds": embeds, "negative_prompt_embeds": negative_embeds}
+    if is_sdxl(family):
+        conditions |= {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": negative_pooled}
+    return stock_of(family).latent(spec, conditions=conditions, **options)
+
+
+LONG = "a big red star on the left " * 5
+CASES: dict[str, tuple[str, list[Words]]] = {
+    "brackets": (
+        "a (big:1.5) red [star], ((left",
+        [[("a", 1), ("big", 1.5), ("red", 1), ("star", 1 / 1.1), (",", 1), ("left", 1.1 * 1.1)]],
+    ),
+    "nested": (
+        "(a (red:1.3) [star]:.5) left",
+        [[("a", 0.5), ("red", 1.3 * 0.5), ("star", 0.5 / 1.1), ("left", 1)]],
+    ),
+    "below zero": ("a (red:-0.5) star", [[("a", 1), ("red", -0.5), ("star", 1)]]),
+    "break": ("a red BREAK (star:2)", [words("a red"), [("star", 2.0)]]),
+    "break at the end": ("a red star BREAK", [words("a red star")]),
+    "two breaks": ("a BREAK BREAK (red)", [words("a"), [], [("red", 1.1)]]),
+    "long": (LONG, [words(LONG)[:22], words(LONG)[22:]]),
+    "as long as a chunk": ("star " * 22, [words("star " * 22)]),
+    "longer by one": ("(star:1.2) " * 23, [words("star " * 22, 1.2), words("star", 1.2)]),
+    "19 words behind a comma": (
+        "a (star:1.4), " + "left " * 20,
+        [[("a", 1), ("star", 1.4), (",", 1)], words("left " * 20)],
+    ),
+    "20 words behind a comma": ("a, " + "left " * 20 + "red", [words("a , " + "left " * 20), words("red")]),
+    "a comma behind a chunk": ("star " * 22 + ", left", [words("star " * 22), words(", left")]),
+    "parts that are joined": ("a (s)(tar)", [[("a", 1), ("star", 1.1)]]),
+    "nothing": ("", [[]]),
+}
+
+
+@pytest.mark.parametrize("family", DRAWING)
+@pytest.mark.parametrize("case", CASES)
+def test_conditions_are_those_of_the_web_ui(family: str, case: str) -> None:
+    prompt, chunks = CASES[case]
+    model = model_of(family)
+    conditions = encode_prompts(model, replace(WEIGHTED, prompt=prompt, negative_prompt=""))
+    expected, pooled = by_hand(family, chunks)
+    torch.testing.assert_close(conditions.conditional.prompt[None], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(conditions.summary[None], pooled, rtol=1e-4, atol=1e-5)
+    if is_sdxl(family):
+        torch.testing.assert_close(conditions.conditional.added["text_embeds"][None], pooled, rtol=1e-4, atol=1e-5)
+    assert conditions.unconditional is not None
+    empty, _ = by_hand(family, [[]] * len(chunks))
+    torch.testing.assert_close(conditions.unconditional.prompt[None], empty, rtol=1e-4, atol=1e-5)
+    assert not conditions.truncations
+
+
+@pytest.mark.parametrize("family", DRAWING)
+def test_a_text_without_weights_is_encoded_as_a_plain_one(family: str) -> None:
+    model = model_of(family)
+    weighted, plain = (
+        encode_prompts(model, replace(spec, negative_prompt=r"a circle", prompt=PLAIN.prompt))
+        for spec in (WEIGHTED, PLAIN)
+    )
+    for ours, theirs in ((weighted.conditional, plain.conditional), (weighted.unconditional, plain.unconditional)):
+        assert ours is not None
+        assert theirs is not None
+        assert all(torch.equal(tensor, theirs.tensors[name]) for name, tensor in ours.tensors.items())
+
+
+def test_chunks_are_padded_as_diffusers_pads_them() -> None:
+    """The second tokenizer of SDXL pads with another token than that which ends a text."""
+    tokenizer = copy.deepcopy(model_of("SDXL").tokenizers[1])
+    tokenizer.pad_token = "!"
+    (chunk,) = weighted_chunks("a (star)", tokenizer)
+    vocabulary = tokenizer.get_vocab()
+    ids = [tokenizer.bos_token_id, vocabulary["a</w>"], vocabulary["star</w>"], tokenizer.eos_token_id]
+    assert list(chunk.ids) == [*ids, *[vocabulary["!"]] * 20]
+    assert chunk.ids == plain_chunk("a star", tokenizer)[0].ids
+    assert empty_chunk(tokenizer).ids == plain_chunk("", tokenizer)[0].ids
+
+
+@pytest.mark.parametrize("family", DRAWING)
+def test_pictures_are_those_of_stock_with_these_conditions(family: str) -> None:
+    spec = replace(WEIGHTED, prompt="a (red:1.4) star BREAK left", negative_prompt="[a circle]")
+    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(EngineOrder(key=0, spec=spec))
+    prompt = [[("a", 1), ("red", 1.4), ("star", 1)], words("left")]
+    negative = [words("a circle", 1 / 1.1), []]
+    assert_close(drawing.latents[0], drawn_by_stock(family, spec, prompt, negative))
+
+
+def test_the_shorter_of_both_prompts_is_padded() -> None:
+    model = model_of("SDXL")
+    conditions = encode_prompts(model, replace(WEIGHTED, prompt="(star)", negative_prompt="a BREAK b BREAK c"))
+    assert conditions.unconditional is not None
+    assert conditions.conditional.prompt.shape == conditions.unconditional.prompt.shape
+    expected, _ = by_hand("SDXL", [words("star", 1.1), [], []])
+    torch.testing.assert_close(conditions.conditional.prompt[None], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_absent_negative_prompts_are_zeros_of_equal_length() -> None:
+    conditions = encode_prompts(model_of("SDXL"), replace(WEIGHTED, prompt="a BREAK b"))
+    assert conditions.unconditional is not None
+    assert conditions.unconditional.prompt.shape == conditions.conditional.prompt.shape
+    zeros = model_of("SDXL").zeros_for_absent_negative
+    assert zeros == (not conditions.unconditional.prompt.any())
+
+
+def test_both_encoders_read_their_own_text() -> None:
+    spec = replace(WEIGHTED, prompt="a (star:2)", prompt_2="red BREAK (left:0.5)", guidance_scale=1.0)
+    conditional = encode_prompts(model_of("SDXL"), spec).conditional
+    first, _ = by_hand("SDXL", [[("a", 1), ("star", 2)], []])
+    second, pooled = by_hand("SDXL", [words("red"), words("left", 0.5)])
+    width = first.shape[-1] // 2
+    expected = torch.cat([first[..., :width], second[..., width:]], dim=-1)
+    torch.testing.assert_close(conditional.prompt[None], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(conditional.added["text_embeds"][None], pooled, rtol=1e-4, atol=1e-5)
+
+
+def test_several_prompts_are_each_as_alone() -> None:
+    spec = replace(
+        WEIGHTED, negative_prompt="a BREAK circle", prompts=("(star)", "a BREAK b BREAK c", "red"), num_images=3
+    )
+    together = encode_all_prompts(model_of("SDXL"), spec)
+    for prompt, conditions in zip(spec.prompts, together, strict=True):
+        alone = encode_prompts(model_of("SDXL"), replace(spec, prompt=prompt, prompts=(), num_images=1))
+        for ours, theirs in (
+            (conditions.conditional, alone.conditional),
+            (conditions.unconditional, alone.unconditional),
+        ):
+            assert ours is not None
+            assert theirs is not None
+            assert torch.equal(ours.prompt, theirs.prompt)
+
+
+def test_rows_of_any_length_are_drawn_in_one_engine_as_alone() -> None:
+    orders = [
+        EngineOrder(key="plain", spec=replace(PLAIN, negative_prompt="")),
+        EngineOrder(key="one", spec=replace(WEIGHTED, prompt="a (star:1.3)", negative_prompt="", seed=4)),
+        EngineOrder(key="three", spec=replace(WEIGHTED, prompt="a BREAK b BREAK (c)", negative_prompt="", seed=5)),
+        EngineOrder(key="three more", spec=replace(WEIGHTED, prompt="c BREAK b BREAK a", negative_prompt="", seed=6)),
+    ]
+    by_words = {
+        "plain": [words(PLAIN.prompt)],
+        "one": [[("a", 1), ("star", 1.3)]],
+        "three": [words("a"), words("b"), words("c", 1.1)],
+        "three more": [words("c"), words("b"), words("a")],
+    }
+    drawings = ManualEngine(make_engine(model_of("SDXL"), TOGETHER)).run({0: orders})
+    for order in orders:
+        chunks = by_words[str(order.key)]
+        expected = drawn_by_stock("SDXL", order.spec, chunks, [[]] * len(chunks))
+        assert_close(drawings[order.key].latents[0], expected)
+        assert drawings[order.key].record.mean_group_requests > 1
+
+
+LONG_SPEC = replace(WEIGHTED, prompt="a (red:1.4) BREAK star", negative_prompt="", num_inference_steps=6)
+LONG_WORDS: list[Words] = [[("a", 1), ("red", 1.4)], words("star")]
+
+
+def test_another_worker_of_a_pair_reads_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **_: min(rows - 1, able, 1))
+    with FollowerThread(make_engine(load(family_model("SDXL")), TOGETHER)) as follower:
+        peer = led(follower)
+        engine = make_engine(model_of("SDXL"), TOGETHER, peer=peer)
+        drawing = ManualEngine(engine).draw(EngineOrder(key=0, spec=LONG_SPEC))
+        peer.stop()
+    assert drawing.record.pair is not None
+    assert drawing.record.pair.steps > 0
+    assert_close(drawing.latents[0], drawn_by_stock("SDXL", LONG_SPEC, LONG_WORDS, [[], []]))
+
+
+def test_controlnets_on_servers_read_all_chunks(tmp_path: Path) -> None:
+    networks, images = control_networks("SDXL"), [control_image(seed, SIZE, SIZE) for seed in (1, 2)]
+    folders = save(dict(zip(("edges", "depth"), networks, strict=True)), tmp_path)
+    controls = tuple(control_spec(name, image, 0.6) for name, image in zip(folders, images, strict=True))
+    spec = replace(LONG_SPEC, controlnets=controls)
+    order = EngineOrder(key=0, spec=spec, control_images=tuple(images))
+    with linked_server("server", folders, tmp_path) as server, Desk.closing():
+        drawing = Desk(model_of("SDXL"), Offers(server)).draw(on(order, server))
+    expected = drawn_by_stock("SDXL", spec, LONG_WORDS, [[], []], networks=networks, control_images=images)
+    assert_close(drawing.latents[0], expected)
+
+
+@pytest.mark.parametrize("family", ["SD 1 inpainting", "SDXL"])
+def test_edits_read_all_chunks(family: str) -> None:
+    image, mask = template(SIZE, SIZE), box_mask((4, 8, 20, 28), SIZE, SIZE)
+    order = edit_order(replace(LONG_SPEC, strength=1.0), image, mask)
+    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(order)
+    expected = drawn_by_stock(family, order.spec, LONG_WORDS, [[], []], image=image, mask=mask)
+    assert_close(drawing.latents[0], expected)
+
+
+def test_another_worker_resumes_a_weighted_prompt() -> None:
+    limits = EngineLimits(max_rows=2, checkpoint_interval_s=0.0)
+    first = ManualEngine(make_engine(load(family_model("SDXL")), limits))
+    order = EngineOrder(key=0, spec=LONG_SPEC)
+    drawing = first.submit(order)
+    while not drawing.all(JobCheckpointed):
+        first.turn()
+    left = drawing.all(JobCheckpointed)[-1]
+    other = ManualEngine(make_engine(model_of("SDXL"), limits)).draw(replace(order, checkpoint=left.data))
+    assert other.job is not None
+    assert other.job.steps_resumed > 0
+    assert_close(other.latents[0], drawn_by_stock("SDXL", LONG_SPEC, LONG_WORDS, [[], []]))
+
+
+@pytest.mark.parametrize("family", DRAWING)
+def test_clip_skip_holds_for_both_halves_of_weighted_prompts(family: str) -> None:
+    conditions = encode_prompts(
+        model_of(family), replace(WEIGHTED, prompt="a (star:2)", negative_prompt="a", clip_skip=1)
+    )
+    for half, chunks in (
+        (conditions.conditional, [[("a", 1.0), ("star", 2.0)]]),
+        (conditions.unconditional, [words("a")]),
+    ):
+        assert half is not None
+        expected, _ = by_hand(family, chunks, clip_skip=1)
+        torch.testing.assert_close(half.prompt[None], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", DRAWING)
+@pytest.mark.parametrize("clip_skip", [0, 1])
+def test_clip_skip_of_plain_prompts_is_that_of_stock(
+    monkeypatch: pytest.MonkeyPatch, family: str, clip_skip: int
+) -> None:
+    # Diffusers looks for the last norm where transformers had it before version 5.
+    monkeypatch.setattr(CLIPTextModel, "text_model", property(lambda encoder: encoder), raising=False)
+    spec = replace(PLAIN, clip_skip=clip_skip, negative_prompt="a circle")
+    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(EngineOrder(key=0, spec=spec))
+    assert_close(drawing.latents[0], stock_of(family).latent(spec))
+
+
+TOO_LONG = "has 546 chunks of 22 tokens: at most 20 are drawn"
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "twelve thousand tokens": ({"prompt": "a " * 12_000}, f"spec.prompt: {TOO_LONG}"),
+    "a negative prompt": ({"negative_prompt": "a " * 12_000}, f"spec.negative_prompt: {TOO_LONG}"),
+    "a list": ({"prompts": ("a", "a " * 12_000), "num_images": 2}, f"spec.prompts[1]: {TOO_LONG}"),
+    "eight thousand weights": ({"prompt": "(a)b" * 4000}, "spec.prompt: has over 1500 parts of different weights"),
+    "as many as are read": (
+        {"prompt": "(a) b " * 749},
+        "spec.prompt: has 69 chunks of 22 tokens: at most 20 are drawn",
+    ),
+    "a wrong number": ({"prompt": "(a:.)"}, "spec.prompt: has the weight ., which is not a number"),
+    "clip_skip": (
+        {"clip_skip": 99},
+        "spec.clip_skip: must be 0 to 1 with this model, by the layers of its text encoders",
+    ),
+    "clip_skip below 0": ({"clip_skip": -1}, "must be 0 to 1 with this model"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_cannot_be_encoded_is_refused_before_it_is_drawn(refusal: str) -> None:
+    changes, message = REFUSALS[refusal]
+    model, began_s = model_of("SDXL"), time.process_time()
+    with pytest.raises(InvalidRequest) as caught:
+        check_drawable(replace(WEIGHTED, **changes), EngineLimits(), model)
+    assert message in str(caught.value)
+    assert time.process_time() - began_s < 2.0
+
+
+def test_the_longest_prompt_is_served() -> None:
+    (first, *_) = model_of("SDXL").tokenizers
+    prompt = "a " * (20 * CHUNK)
+    assert len(weighted_chunks(prompt, first)) == 20
+    conditions = encode_prompts(model_of("SDXL"), replace(WEIGHTED, prompt=prompt))
+    assert len(conditions.conditional.prompt) == 20 * (CHUNK + 2)
