@@ -151,7 +151,7 @@ def _list_folder(folder: Path, *, as_json: bool) -> None:
     if not listed:
         note(f"There are no models in {folder}.")
         return
-    table = PlainTable("model", "family", "type", ">size", "served", wraps=("model",), optional=("type",))
+    table = PlainTable("model", "family", "type", ">size", "served", optional=("type",))
     for facts in listed:
         size = size_text(facts.size_bytes) if facts.size_bytes else ""
         served = "no" if facts.problems else "yes"
