@@ -6,7 +6,7 @@ The names are written out here, and not made by inverting a converter, so that c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +39,12 @@ class Shape:
     context: int = 64
     pooled: int = 0
     """Width of SDXL's pooled embeddings; 0 without added conditions."""
+    vae_widths: tuple[int, ...] = (32, 64)
+    vae_layers: int = 1
+    clip: tuple[int, int] = (64, 2)
+    """Width and layers of OpenAI's text encoder."""
+    open_clip: tuple[int, int] = (64, 2)
+    """Width and layers of OpenCLIP's text encoder."""
 
     @property
     def label_width(self) -> int:
@@ -49,8 +55,27 @@ class Shape:
 SHAPES = {
     "sd15": Shape(depths=(1, 0), linear=False, context=64),
     "sd21": Shape(depths=(1, 0), context=64),
-    "sdxl": Shape(depths=(0, 2), middle_depth=2, context=64 + 128, pooled=128),
+    # Diffusers tells the two text encoders apart by their widths.
+    "sdxl": Shape(depths=(0, 2), middle_depth=2, context=64 + 128, pooled=128, open_clip=(128, 2)),
 }
+_STABLE_DIFFUSION = Shape(
+    widths=(320, 640, 1280, 1280), depths=(1, 1, 1, 0), layers=2, vae_widths=(128, 256, 512, 512), vae_layers=2
+)
+TRUE_SHAPES = {
+    "sd15": replace(_STABLE_DIFFUSION, linear=False, context=768, clip=(768, 12)),
+    "sd21": replace(_STABLE_DIFFUSION, context=1024, open_clip=(1024, 24)),
+    "sdxl": replace(
+        _STABLE_DIFFUSION,
+        widths=(320, 640, 1280),
+        depths=(0, 2, 10),
+        middle_depth=10,
+        context=2048,
+        pooled=1280,
+        clip=(768, 12),
+        open_clip=(1280, 32),
+    ),
+}
+"""The sizes of published models."""
 
 
 def write_single_file(
@@ -170,23 +195,22 @@ def vae_tensors(widths: Sequence[int] = (32, 64), layers: int = 1) -> Named:
 def _model_tensors(family: str, shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
     return [
         *_below("model.diffusion_model.", unet_tensors(shape)),
-        *_below("first_stage_model.", vae_tensors()),
-        *_text_tensors(family),
+        *_below("first_stage_model.", vae_tensors(shape.vae_widths, shape.vae_layers)),
+        *_text_tensors(family, shape),
     ]
 
 
-def _text_tensors(family: str) -> Named:
+def _text_tensors(family: str, shape: Shape) -> Named:
     if family == "sd15":
-        yield from _below("cond_stage_model.transformer.", _clip(64))
+        yield from _below("cond_stage_model.transformer.", _clip(*shape.clip))
     elif family == "sd21":
-        yield from _below("cond_stage_model.model.", _open_clip(64))
+        yield from _below("cond_stage_model.model.", _open_clip(*shape.open_clip))
     else:
-        yield from _below("conditioner.embedders.0.transformer.", _clip(64))
-        # Diffusers tells the two apart by their widths.
-        yield from _below("conditioner.embedders.1.model.", _open_clip(128))
+        yield from _below("conditioner.embedders.0.transformer.", _clip(*shape.clip))
+        yield from _below("conditioner.embedders.1.model.", _open_clip(*shape.open_clip))
 
 
-def _clip(width: int, layers: int = 2) -> Named:
+def _clip(width: int, layers: int) -> Named:
     yield "text_model.embeddings.token_embedding.weight", (VOCABULARY, width)
     yield "text_model.embeddings.position_embedding.weight", (_POSITIONS, width)
     for number in range(layers):
@@ -200,7 +224,7 @@ def _clip(width: int, layers: int = 2) -> Named:
     yield from _norm("text_model.final_layer_norm", width)
 
 
-def _open_clip(width: int, layers: int = 2) -> Named:
+def _open_clip(width: int, layers: int) -> Named:
     yield "positional_embedding", (_POSITIONS, width)
     yield "token_embedding.weight", (VOCABULARY, width)
     yield "text_projection", (width, width)

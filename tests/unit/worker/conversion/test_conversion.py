@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,17 @@ from transformers import CLIPTokenizer
 from bottega.errors import ConfigError
 from bottega.model.model import digest
 from bottega.model_files import check_model_folder
+from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.single_file import FileKind, read_single_file
+from bottega.worker.conversion.configurations import derive_configurations
 from bottega.worker.conversion.folder import convert_file
+from bottega.worker.conversion.tensors import check_part
 from bottega.worker.conversion.tokenizers import write_vocabulary
+from tests.samples import published_configs, stable_diffusion_configs
 from tests.samples.single_files import (
     SHAPES,
+    TRUE_SHAPES,
     write_controlnet_file,
     write_single_file,
     write_vae_file,
@@ -37,6 +43,16 @@ PIPELINES = {
 }
 # Of what Python and the allocator do.
 _SLACK_BYTES = 48 << 20
+PUBLISHED = {
+    "sd15": {part: stable_diffusion_configs.sd15()[part] for part in ("unet", "vae", "text_encoder")},
+    "sd21": {part: stable_diffusion_configs.sd21()[part] for part in ("unet", "vae", "text_encoder")},
+    "sdxl": {
+        "unet": published_configs.unet(),
+        "vae": published_configs.vae(),
+        "text_encoder": published_configs.text_encoder(),
+        "text_encoder_2": published_configs.text_encoder_2(),
+    },
+}
 PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 
@@ -52,6 +68,28 @@ def test_a_model_equals_that_of_from_single_file(family: str, tmp_path: Path) ->
     for part in PARTS:
         if (wanted := getattr(stock, part, None)) is not None:
             assert_equal(wanted, getattr(ours, part))
+
+
+@pytest.mark.parametrize("family", PIPELINES)
+def test_published_models_get_their_published_configurations(family: str, tmp_path: Path) -> None:
+    source = read_single_file(write_zeros_file(tmp_path / "model.safetensors", family, TRUE_SHAPES[family]))
+    derived = derive_configurations(source)
+    assert derived.keys() == PUBLISHED[family].keys()
+    for part, config in derived.items():
+        check_part(source, part, config)
+        assert _effective(part, config) == _effective(part, PUBLISHED[family][part])
+
+
+def _effective(part: str, config: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields that a network reads, with defaults; null is false."""
+    unread = {
+        "architectures",
+        "torch_dtype",
+        "transformers_version",
+        "projection_dim" if part == "text_encoder" else "",
+    }
+    filled = filled_config(part, config)
+    return {name: value for name, value in filled.items() if value and not (name.startswith("_") or name in unread)}
 
 
 @pytest.mark.parametrize("family", PIPELINES)
