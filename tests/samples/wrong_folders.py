@@ -357,8 +357,8 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         name="a folder of a single file",
         make=_folder_of_a_single_file,
         sentence=(
-            "it has no model_index.json, but sd_xl_base_1.0.safetensors: it is a single file of a whole model; "
-            "`bottega models import {given}/sd_xl_base_1.0.safetensors` makes a folder of it"
+            "it has no model_index.json, but sd_xl_base_1.0.safetensors: it is a single file, a whole model; "
+            "`bottega models import {given}/sd_xl_base_1.0.safetensors` converts it to a folder"
         ),
     ),
     WrongFolder(

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 
 from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES, served_titles, with_article
 from bottega.model_files.json_files import read_json_object
@@ -128,7 +129,8 @@ def _file(path: Path) -> str:
         return f"it is a LoRA; {_GIVE_MODEL}, and add the LoRA with `bottega loras add`"
     if found.problem:
         return f"it is a single file, and {found.problem}"
-    return f"it is a single file of {found.kind.value}; `bottega models import {path}` makes a folder of it"
+    what = f"it is a single file, {found.kind.value}"
+    return f"{what}; `bottega models import {quote(str(path))}` converts it to a folder"
 
 
 def _refiner(index: Mapping[str, object]) -> str:

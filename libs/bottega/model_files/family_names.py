@@ -7,6 +7,8 @@ from collections.abc import Mapping
 SD15, SD21, SDXL = "sd15", "sd21", "sdxl"
 TITLES: Mapping[str, str] = {SD15: "Stable Diffusion 1", SD21: "Stable Diffusion 2", SDXL: "SDXL"}
 """Display names of the families whose folders are checked part by part."""
+PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
+"""What UNets predict, by the names of Diffusers."""
 
 
 def served_titles() -> str:

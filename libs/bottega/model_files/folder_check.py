@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
@@ -87,7 +88,8 @@ def _vae_problem(folder: Path) -> str:
     if not is_there(folder):
         return f"the folder {folder} of the VAE is missing; correct engine.vae.folder"
     if folder.is_file():
-        return f"engine.vae.folder names the file {folder}; `bottega models import {folder}` makes a folder of it"
+        importing = f"bottega models import {quote(str(folder))} --family FAMILY"
+        return f"engine.vae.folder names the file {folder}; `{importing}` converts it to a folder"
     return ""
 
 

@@ -17,8 +17,10 @@ from typing import Any
 from bottega import kinds
 from bottega.errors import ConfigError
 from bottega.manifest import missing_packages, read_services
+from bottega.model_files.json_files import is_there
 from bottega.model_files.single_file import refusal_of
 from bottega.state_folder import make_private
+from bottega.storage.process_lock import ProcessLock
 
 CONVERSION_S = 1800.0
 """Limit of a conversion. SDXL takes about a minute on a slow disk."""
@@ -41,20 +43,28 @@ class ImportResult:
     prediction_type: str
     prediction_source: str
     """What says so; see `SingleFile`."""
-    sampler: str
-    """The sampler that bottega.json names because the family's scheduler is not served; empty if it is."""
+
+    @property
+    def prediction(self) -> str:
+        """A sentence on what the UNet of a whole model predicts, and how to correct it if that is a guess."""
+        return f"Prediction type: {self.prediction_type}, from {self.prediction_source}."
 
 
 OnPart = Callable[[str, int], None]
 
 
 async def import_file(
-    file: Path, folder: Path, family: str = "", on_part: OnPart = lambda part, size_bytes: None
+    file: Path,
+    folder: Path,
+    family: str = "",
+    prediction_type: str = "",
+    on_part: OnPart = lambda part, size_bytes: None,
 ) -> ImportResult:
     """Convert a single file to a folder in Diffusers' layout, unless an earlier call has done it.
 
     Args:
         family: The operator's word for the family; "" asks the tensors alone.
+        prediction_type: The operator's word for what the UNet predicts; "" asks the file alone.
         on_part: Called with the name and the bytes of each part before it is converted.
 
     Raises:
@@ -63,7 +73,7 @@ async def import_file(
     worker = next(service for service in read_services() if service.kind == kinds.WORKER)
     if missing := missing_packages(worker):
         raise ConfigError(f"importing needs {', '.join(missing)}, not installed here: pip install '{worker.install}'")
-    arguments = [str(file), str(folder), *([family] if family else [])]
+    arguments = [str(file), str(folder), family, prediction_type]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", f"{worker.module}.conversion", *arguments),
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
@@ -88,10 +98,11 @@ async def import_file(
     return ImportResult(folder=folder, **facts)
 
 
-async def import_for_serving(file: Path, state: Path, on_part: OnPart = lambda part, size_bytes: None) -> Path:
-    """Convert the single file of a whole model, once, and return the folder that a worker can load.
+async def import_for_serving(file: Path, state: Path, on_part: OnPart = lambda part, size_bytes: None) -> ImportResult:
+    """Convert the single file of a whole model, once, to a folder that a worker can load.
 
-    A file that has changed since gets another folder, and the one of its earlier contents is deleted.
+    A file that has changed since gets another folder. What the user has put into the folder of its earlier contents
+    moves there, and the rest of that folder is deleted.
 
     Args:
         state: Folder in which the service or the suite keeps its state.
@@ -105,11 +116,35 @@ async def import_for_serving(file: Path, state: Path, on_part: OnPart = lambda p
         folder, prefix = _place(file, state)
     except OSError as error:
         raise ConfigError(f"{file} cannot be converted: {error.filename or state}: {error.strerror}") from None
-    await import_file(file, folder, on_part=on_part)
-    for other in folder.parent.iterdir():
+    result = await import_file(file, folder, on_part=on_part)
+    for other in list(folder.parent.iterdir()):
         if other.name.startswith(prefix) and other != folder:
-            await asyncio.to_thread(shutil.rmtree, other, ignore_errors=True)
-    return folder
+            await asyncio.to_thread(_replace, other, folder)
+        elif other.name.startswith(f".{prefix}"):
+            await asyncio.to_thread(remove_abandoned, other)
+    return result
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what an import has begun to write and a killed process has left. Do nothing while it is being written."""
+    lock = ProcessLock(folder)
+    try:
+        lock.acquire()
+    except OSError:  # also that another process holds it
+        return
+    try:
+        shutil.rmtree(folder)
+    finally:
+        lock.release()
+
+
+def _replace(old: Path, new: Path) -> None:
+    """Delete an earlier import, after moving what it has in addition, such as ControlNets and LoRAs, to the new one."""
+    with contextlib.suppress(OSError):
+        for entry in list(old.iterdir()):
+            if not is_there(new / entry.name):
+                entry.rename(new / entry.name)
+        shutil.rmtree(old)
 
 
 def _place(file: Path, state: Path) -> tuple[Path, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.family_names import PREDICTION_TYPES, SD15, SD21, SDXL, TITLES
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, HeaderError, TensorEntry, read_header
@@ -28,6 +28,9 @@ CONTROLNET = "control_model."
 DIFFUSERS_HINT = "controlnet_cond_embedding.conv_in.weight"
 """A tensor that every ControlNet in Diffusers' layout has. Published single files of SDXL have that layout."""
 EPSILON, V_PREDICTION = "epsilon", "v_prediction"
+
+OTHER_VERSION = "download another version of the file, or its folder in Diffusers' layout"
+"""What to do about a file that cannot be converted."""
 
 _SUFFIX = ".safetensors"
 _FIRST = "input_blocks.0.0.weight"
@@ -44,6 +47,8 @@ _OTHER_FAMILIES = {
 _CONTROL_LORA = "lora_controlnet"
 _UNION = ("task_embedding", "control_add_embedding.")
 _EDM = "edm_"
+_CHOOSE = "import it with --prediction-type"
+_INPAINTING_CHANNELS = 9
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _VAE_PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 # The numbers of positions, which are no weights.
@@ -107,11 +112,12 @@ class SingleFile:
         return dict(total)
 
 
-def read_single_file(path: Path, family: str = "") -> SingleFile:
+def read_single_file(path: Path, family: str = "", prediction_type: str = "") -> SingleFile:
     """Return what a file holds. Only its header is read.
 
     Args:
         family: The operator's word for the family, for files whose tensors do not tell. "" asks the tensors alone.
+        prediction_type: The operator's word for what the UNet predicts. "" asks the file alone.
 
     Raises:
         ValueError: It is no acceptable safetensors file. The text is a sentence without the file's name.
@@ -125,7 +131,7 @@ def read_single_file(path: Path, family: str = "") -> SingleFile:
         raise ValueError(f"it is damaged or cut off ({error}); {DOWNLOAD_AGAIN}") from None
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}") from None
-    return _recognised(path, header, family)
+    return _recognised(path, header, family, prediction_type)
 
 
 def refusal_of(path: Path) -> str:
@@ -151,7 +157,7 @@ def is_single_file(model: str) -> bool:
     return model.endswith(_SUFFIX) and Path(model).is_file()
 
 
-def _recognised(path: Path, header: Header, family: str) -> SingleFile:
+def _recognised(path: Path, header: Header, family: str, prediction_type: str) -> SingleFile:
     entries = {entry.name: entry for entry in header.tensors}
     kind = _kind(entries)
     refused = _REFUSED.get(kind)
@@ -164,14 +170,15 @@ def _recognised(path: Path, header: Header, family: str) -> SingleFile:
     if not problem and not found and kind is FileKind.VAE:
         problem = "VAEs of all families have the same tensors; say which one it is for: --family sd15, sd21 or sdxl"
     parts = _parts(kind, found, entries)
-    prediction, source = _prediction(found, header)
+    prediction, said_by, wrong = _prediction(found, header, entries, prediction_type)
+    problem = problem or wrong
     return SingleFile(
         path=path,
         kind=kind,
         header=header,
         family=found,
         prediction_type=prediction,
-        prediction_source=source,
+        prediction_source=said_by,
         zero_terminal_snr="ztsnr" in entries,
         parts=parts,
         problem=problem or _lacking(kind, found, parts) or _quantized(parts),
@@ -221,6 +228,8 @@ def _other(entries: Mapping[str, TensorEntry]) -> str:
         return "it is a Control-LoRA, which is not served; give the file of a ControlNet"
     if any(name.startswith(_UNION) for name in entries):
         return "it is a union of several ControlNets, which is not served; give the file of a ControlNet for one kind"
+    if other := next((title for start, title in _OTHER_FAMILIES.items() if _has(entries, start)), ""):
+        return f"it is a {other} model; only SDXL and Stable Diffusion 1 and 2 can be converted"
     if any(name.startswith(_DIFFUSERS) for name in entries):
         return "it is one part of a model in Diffusers' layout; give the folder that has model_index.json and all parts"
     if _FIRST in entries:
@@ -247,6 +256,8 @@ def _model_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
         )
     if f"{UNET}label_emb.weight" in entries:
         return "", "it is an upscaler that takes a noise level; give the file of a model that draws from words"
+    if f"{UNET}{_LABELS}" in entries and _has(entries, OPEN_CLIP):
+        return "", "it is an unCLIP model, which draws from pictures; give the file of a model that draws from words"
     if f"{UNET}{_LABELS}" in entries:
         return SDXL, ""
     if _has(entries, OPEN_CLIP):
@@ -288,7 +299,7 @@ def _parts(kind: FileKind, family: str, entries: Mapping[str, TensorEntry]) -> d
     if kind is FileKind.CONTROLNET:
         prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
         return {"controlnet": _below(entries, prefix)}
-    prefixes = {"vae": VAE_PREFIXES, "unet": (UNET,)}
+    prefixes = {"vae": tuple(prefix + part for prefix in VAE_PREFIXES for part in _VAE_PARTS), "unet": (UNET,)}
     if family == SDXL:
         prefixes |= {"text_encoder": CLIP_PREFIXES[1:], "text_encoder_2": (OPEN_CLIP_SDXL,)}
     else:
@@ -319,19 +330,31 @@ def _quantized(parts: Mapping[str, tuple[TensorEntry, ...]]) -> str:
     return ""
 
 
-def _prediction(family: str, header: Header) -> tuple[str, str]:
-    """Return what the UNet predicts, and what says so.
+def _prediction(family: str, header: Header, entries: Mapping[str, TensorEntry], wanted: str) -> tuple[str, str, str]:
+    """Return what the UNet predicts, what says so, and a sentence if that is not served.
 
     ComfyUI and kohya's scripts mark models with an empty tensor `v_pred`, others with ModelSpec's metadata
     (https://github.com/Stability-AI/ModelSpec). Without either, as in Diffusers, Stable Diffusion 2 is taken for 2.1
-    at 768 pixels, which predicts v.
+    at 768 pixels, which predicts v, but its UNet for inpainting predicts the noise.
     """
-    if any(entry.name == "v_pred" for entry in header.tensors):
-        return V_PREDICTION, "its tensor v_pred"
-    stated = header.metadata.get("modelspec.prediction_type", "")
-    if stated:
-        return V_PREDICTION if stated.startswith("v") else EPSILON, "its metadata"
-    return (V_PREDICTION if family == SD21 else EPSILON), f"the default of {TITLES.get(family, 'its family')}"
+    if wanted:
+        return wanted, "your choice", ""
+    if "v_pred" in entries:
+        return V_PREDICTION, "its tensor v_pred", ""
+    if stated := header.metadata.get("modelspec.prediction_type", ""):
+        known = V_PREDICTION if stated in ("v", V_PREDICTION) else stated
+        if known in PREDICTION_TYPES:
+            return known, "its metadata", ""
+        shown = excerpt(stated, _SHOWN_CHARACTERS)
+        return EPSILON, "", f"its metadata says that it predicts {shown}; {_CHOOSE}, if you know better"
+    if family == SD21 and not _is_for_inpainting(entries):
+        return V_PREDICTION, f"the default of {TITLES[SD21]}; for a base model at 512 pixels {_CHOOSE} epsilon", ""
+    return EPSILON, f"the default of {TITLES.get(family, 'its family')}", ""
+
+
+def _is_for_inpainting(entries: Mapping[str, TensorEntry]) -> bool:
+    first = entries.get(f"{UNET}{_FIRST}")
+    return first is not None and len(first.shape) > 1 and first.shape[1] == _INPAINTING_CHANNELS
 
 
 _Sentence = Callable[[Mapping[str, TensorEntry]], str]

@@ -107,9 +107,9 @@ async def _imported(engine: EngineConfig) -> EngineConfig:
     systemd = SystemdNotifier(os.environ)
     systemd.extend_start(f"converting {engine.model}", within_s=CONVERSION_S)
     file = Path(engine.model)
-    folder = await import_for_serving(file, Path(os.environ.get("STATE_DIRECTORY") or state_folder()))
+    imported = await import_for_serving(file, Path(os.environ.get("STATE_DIRECTORY") or state_folder()))
     name = engine.model_name or name_of(str(file.with_suffix("")))
-    return replace(engine, model=str(folder), model_name=name)
+    return replace(engine, model=str(imported.folder), model_name=name)
 
 
 def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:

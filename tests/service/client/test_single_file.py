@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
 
 from bottega.client import Client
 from tests.samples.single_files import write_single_file
@@ -23,8 +29,7 @@ DRAW: Mapping[str, Any] = {"num_inference_steps": 2, "guidance_scale": 5.0, "wid
 @pytest.mark.parametrize(
     ("family", "pipeline", "scheduler"),
     [
-        ("sd15", StableDiffusionPipeline, DDIMScheduler),  # bottega.json names it instead of PNDM
-        ("sd21", StableDiffusionPipeline, DDIMScheduler),
+        ("sd15", StableDiffusionPipeline, PNDMScheduler)("sd21", StableDiffusionPipeline, DDIMScheduler),
         ("sdxl", StableDiffusionXLPipeline, EulerDiscreteScheduler),
     ],
 )

@@ -61,7 +61,7 @@ def test_inspect_of_a_single_file_says_how_to_import_it(tmp_path: Path) -> None:
     }
     assert (facts["parameters"], facts["half_bytes"], facts["problems"]) == (5 << 20, 10 << 20, [])
     assert facts["advice"] == (
-        f"`bottega up --model {file}` serves it, and `bottega models import {file}` makes a folder of it"
+        f"`bottega up --model {file}` serves it, and `bottega models import {file}` converts it to a folder"
     )
 
 

@@ -58,9 +58,8 @@ def test_a_vae_that_does_not_fit_is_refused(vae: Path, tmp_path: Path) -> None:
         f"the folder {tmp_path / 'absent'} of the VAE is missing; correct engine.vae.folder",
     )
     file = vae / _FILE
-    assert check_model_folder(WEIGHTS, vae=file).problems == (
-        f"engine.vae.folder names the file {file}; `bottega models import {file}` makes a folder of it",
-    )
+    advice = f"`bottega models import {file} --family FAMILY` converts it to a folder"
+    assert check_model_folder(WEIGHTS, vae=file).problems == (f"engine.vae.folder names the file {file}; {advice}",)
     change_json(vae / "config.json", act_fn="tanh")
     assert [problem.partition(" must be")[0] for problem in check_model_folder(WEIGHTS, vae=vae).problems] == [
         "vae/config.json: act_fn"

@@ -22,7 +22,7 @@ def test_a_file_is_converted_once(tmp_path: Path) -> None:
     parts: list[str] = []
 
     def import_it() -> Path:
-        return asyncio.run(import_for_serving(file, tmp_path / "state", lambda part, _: parts.append(part)))
+        return asyncio.run(import_for_serving(file, tmp_path / "state", lambda part, _: parts.append(part))).folder
 
     folder = import_it()
     assert check_model_folder(folder).problems == ()
@@ -30,10 +30,13 @@ def test_a_file_is_converted_once(tmp_path: Path) -> None:
     assert import_it() == folder
     assert len(parts) == 4
 
+    (folder / "loras").mkdir()  # the user's
+    (folder.parent / f".{folder.name}.importing-killed").mkdir()
     write_single_file(file, "sdxl", seed=1)
     os.utime(file, ns=(0, 0))
     changed = import_it()
     assert [path.name for path in (tmp_path / "state" / "imported").iterdir()] == [changed.name] != [folder.name]
+    assert (changed / "loras").is_dir()
 
 
 def test_a_refusal_is_the_converters_sentence(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from bottega.model_files import MINIATURE, ModelReport, check_model_folder, folder_of, name_of
 from bottega.model_files.configuration_rules import INDEX_FILE
-from bottega.model_files.family_names import SDXL
+from bottega.model_files.family_names import TITLES
 from bottega.model_files.presets import read_preset
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file, unserved
@@ -215,12 +216,13 @@ def _of_file(found: SingleFile) -> ModelFacts:
             )
         )
     problem = unserved(found) if found.kind is FileKind.MODEL else found.problem
-    importing = f"`bottega models import {found.path}`"
+    importing = f"`bottega models import {quote(str(found.path))}`"
     if found.kind is FileKind.VAE and not found.family:  # any family's
-        problem, importing = "", f"`bottega models import {found.path} --family {SDXL}`"
-    advice = "" if problem else f"{importing} makes a folder of it"
+        problem = ""
+        importing = f"`bottega models import {quote(str(found.path))} --family FAMILY` ({', '.join(TITLES)})"
+    advice = "" if problem else f"{importing} converts it to a folder"
     if advice and found.kind is FileKind.MODEL:
-        advice = f"`bottega up --model {found.path}` serves it, and {advice}"
+        advice = f"`bottega up --model {quote(str(found.path))}` serves it, and {advice}"
     return ModelFacts(
         path=found.path,
         name=found.path.stem,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from bottega.client.cli.options import ListGroup, address_option, connect, with_
 from bottega.client.cli.terminal import PlainTable, fail, note, print_facts, print_table, say, size_text
 from bottega.client.types.models import ServedModel, ServedSampler
 from bottega.errors import ConfigError
-from bottega.model_files.family_names import TITLES
+from bottega.model_files.family_names import PREDICTION_TYPES, TITLES
 
 if TYPE_CHECKING:
     from bottega.client.checkup.models import ModelFacts
@@ -98,9 +99,16 @@ def check_command(*, path: str, as_json: bool) -> None:
 @command.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--family", type=click.Choice(list(TITLES)), help="Family, for a file that does not tell, such as a VAE.")
+@click.option(
+    "--prediction-type",
+    type=click.Choice(PREDICTION_TYPES),
+    help="What its UNet predicts, for a file that does not tell.",
+)
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="New folder; default: FILE without its suffix.")
 @_JSON
-def import_command(*, file: Path, family: str | None, folder: Path | None, as_json: bool) -> None:
+def import_command(
+    *, file: Path, family: str | None, prediction_type: str | None, folder: Path | None, as_json: bool
+) -> None:
     """Make a folder of FILE, a single file.
 
     FILE is a .safetensors file with a whole model, a VAE or a ControlNet in the layout of A1111, ComfyUI and kohya; the
@@ -111,7 +119,7 @@ def import_command(*, file: Path, family: str | None, folder: Path | None, as_js
     from bottega.model_files.single_file import FileKind
 
     target = folder or file.with_suffix("")
-    result = run_import(import_file(file, target, family or "", note_part))
+    result = run_import(import_file(file, target, family or "", prediction_type or "", note_part))
     if as_json:
         say(json.dumps({**asdict(result), "folder": str(target)}))
         return
@@ -121,10 +129,8 @@ def import_command(*, file: Path, family: str | None, folder: Path | None, as_js
     elif result.kind == FileKind.VAE:
         say("A worker decodes with it if engine.vae.folder in its configuration names this folder.")
     else:
-        say(f"Prediction type: {result.prediction_type}, from {result.prediction_source}.")
-        if result.sampler:
-            say(f"Its own scheduler is not served yet; bottega.json names {result.sampler} instead.")
-        say(f"Serve it with: bottega up --model {target}")
+        say(result.prediction)
+        say(f"Serve it with: bottega up --model {shlex.quote(str(target))}")
 
 
 def run_import(importing: Coroutine[Any, Any, ImportedT]) -> ImportedT:
@@ -163,7 +169,7 @@ def _list_folder(folder: Path, *, as_json: bool) -> None:
 def _facts(facts: ModelFacts) -> list[tuple[str, str]]:
     memory = f"{size_text(facts.half_bytes)} in half precision, {size_text(facts.single_bytes)} in float32"
     shown = [
-        ("model", f"{facts.path} ({facts.kind}{f' of {facts.content}' if facts.content else ''})"),
+        ("model", f"{facts.path} ({facts.kind}{f', {facts.content}' if facts.content else ''})"),
         ("family", facts.family),
         ("pipeline", facts.pipeline),
         ("weights", f"{facts.parameters / 1e6:.1f} million in {', '.join(facts.dtypes)}" if facts.parameters else ""),

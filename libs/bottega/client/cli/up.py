@@ -155,8 +155,9 @@ def _folder_of_file(model: str, name: str, state: StateFolder) -> tuple[str, str
     if state.is_held():
         _refuse(state, state.holders())
     state.make()
-    folder = run_import(import_for_serving(file, state.root, note_part))
-    return str(folder), name or name_of(str(file.with_suffix("")))
+    result = run_import(import_for_serving(file, state.root, note_part))
+    note(result.prediction)
+    return str(result.folder), name or name_of(str(file.with_suffix("")))
 
 
 def _check_model(model: str, name: str) -> None:

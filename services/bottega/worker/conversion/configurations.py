@@ -18,6 +18,7 @@ from bottega.model_files.single_file import (
     DIFFUSERS_HINT,
     OPEN_CLIP,
     OPEN_CLIP_SDXL,
+    OTHER_VERSION,
     UNET,
     V_PREDICTION,
     VAE_PREFIXES,
@@ -31,6 +32,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 _VERSION = "0.42.1"
 # Published models have at most 4 levels of at most 3 layers.
 _MAX_BLOCKS = 64
+# Layers of a level or of a text encoder, and blocks of a transformer. Published models have at most 32.
+_MAX_LAYERS = 64
+# Modules of a part, up to the third dot of their names. Published models have at most 150.
+_MAX_MODULES = 1024
 _HEAD_WIDTH = 64
 _SD15_HEADS = 8
 _GROUPS = 32
@@ -56,12 +61,15 @@ def derive_configurations(source: SingleFile) -> dict[str, Config]:
     derived = {}
     for part in source.parts:
         shapes = shapes_of(source, part)
+        # Diffusers' converters look at every tensor for each of these.
+        if len({tuple(name.split(".")[:3]) for name in shapes}) > _MAX_MODULES:
+            raise ValueError(f"{_misfit(part, source)}: it has too many modules; {OTHER_VERSION}")
         try:
             derived[part] = _DERIVE[part](shapes, source)
         except KeyError as error:
-            raise ValueError(f"{_misfit(part, source)}: it lacks {error.args[0]}") from None
+            raise ValueError(f"{_misfit(part, source)}: it lacks {error.args[0]}; {OTHER_VERSION}") from None
         except IndexError:
-            raise ValueError(f"{_misfit(part, source)}: a tensor has too few dimensions") from None
+            raise ValueError(f"{_misfit(part, source)}: a tensor has too few dimensions; {OTHER_VERSION}") from None
     if "unet" in derived:
         latent_scale = 2 ** (len(derived["vae"]["block_out_channels"]) - 1)
         derived["vae"]["sample_size"] = derived["unet"]["sample_size"] * latent_scale
@@ -152,7 +160,8 @@ def _unet(shapes: Shapes, source: SingleFile) -> Config:
         "up_block_types": [name.replace("Down", "Up") for name in reversed(config["down_block_types"])],
         "mid_block_type": "UNetMidBlock2DCrossAttn",
     }
-    sizes = {SD15: 64, SD21: 96 if source.prediction_type == V_PREDICTION else 64, SDXL: 128}
+    is_large = source.prediction_type == V_PREDICTION and config["in_channels"] == config["out_channels"]
+    sizes = {SD15: 64, SD21: 96 if is_large else 64, SDXL: 128}
     if source.family == SD21:
         config["upcast_attention"] = True  # version 2.1 overflows in float16; 2.0 draws the same with it
     return config | {"sample_size": sizes[source.family]}
@@ -295,21 +304,15 @@ def _is_block(name: str) -> bool:
 
 
 def _depth(shapes: Shapes, block: str) -> int:
-    depth = 0
-    while f"{block}.transformer_blocks.{depth}.norm1.weight" in shapes:
-        depth += 1
-    return depth
+    return _count(shapes, f"{block}.transformer_blocks.{{}}.norm1.weight")
 
 
 def _vae(shapes: Shapes, source: SingleFile) -> Config:
-    widths: list[int] = []
-    layers = 0
-    while f"encoder.down.{len(widths)}.block.0.conv1.weight" in shapes:
-        widths.append(shapes[f"encoder.down.{len(widths)}.block.0.conv1.weight"][0])
-    if not 0 < len(widths) <= _MAX_BLOCKS:
+    levels = _count(shapes, "encoder.down.{}.block.0.conv1.weight")
+    if not levels:
         raise KeyError("encoder.down.0.block.0.conv1.weight")
-    while f"encoder.down.0.block.{layers}.conv1.weight" in shapes:
-        layers += 1
+    widths = [shapes[f"encoder.down.{level}.block.0.conv1.weight"][0] for level in range(levels)]
+    layers = _count(shapes, "encoder.down.0.block.{}.conv1.weight")
     return {
         "_class_name": "AutoencoderKL",
         "_diffusers_version": _VERSION,
@@ -368,9 +371,12 @@ _OPEN_CLIP_LAYERS = 24
 
 
 def _count(shapes: Shapes, pattern: str) -> int:
+    """Return how many tensors of consecutive numbers there are. Raise ValueError if no known model has so many."""
     layers = 0
     while pattern.format(layers) in shapes:
         layers += 1
+        if layers > _MAX_LAYERS:
+            raise ValueError(f"it has over {_MAX_LAYERS} layers such as {pattern.format(0)}, more than any known model")
     return layers
 
 

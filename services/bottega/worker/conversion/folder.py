@@ -7,6 +7,7 @@ says from which file it was made.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -14,17 +15,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bottega.errors import ConfigError
 from bottega.model_files.configuration_rules import check_configurations
 from bottega.model_files.digest import file_digest
+from bottega.model_files.importing import remove_abandoned
 from bottega.model_files.json_files import is_there, read_json_object
-from bottega.model_files.presets import PRESET_FILE, Preset
-from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
+from bottega.model_files.vae_rules import check_vae_config
 from bottega.storage import folders
-from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.storage.process_lock import ProcessLock
 from bottega.worker.conversion.configurations import (
     derive_configurations,
     model_index,
@@ -37,8 +38,6 @@ from bottega.worker.conversion.tokenizers import write_vocabulary
 # No JSON or text file, because those count for the hashes of models, and its times differ from machine to machine.
 RECORD_FILE = "imported.record"
 
-# Draws in the place of a scheduler that is not served, along the same path of noise.
-_SAMPLER: Literal["ddim"] = "ddim"
 _TRANSFORMERS = ("text_encoder", "text_encoder_2")
 # Room for everything in a folder that is no weight: tokenizers above all.
 _OTHER_BYTES = 16 << 20
@@ -52,49 +51,50 @@ class Conversion:
     source: SingleFile
     is_new: bool
     """Whether the folder was made now; otherwise an earlier conversion of the same file made it."""
-    sampler: str = ""
-    """The sampler that bottega.json names, because the scheduler of the family is not served; empty if it is."""
 
 
 def convert_file(
-    path: Path, folder: Path, family: str = "", on_part: Callable[[str, int], None] = lambda part, size_bytes: None
+    path: Path,
+    folder: Path,
+    family: str = "",
+    prediction_type: str = "",
+    on_part: Callable[[str, int], None] = lambda part, size_bytes: None,
 ) -> Conversion:
     """Convert a single file to a folder in Diffusers' layout.
 
     Args:
         family: See `read_single_file`.
+        prediction_type: See `read_single_file`.
         on_part: Called with the name and the bytes of each part before it is converted.
 
     Raises:
         ConfigError: The file cannot be converted, or the folder is something else. The text names the path.
     """
     try:
-        source = read_single_file(path, family)
+        source = read_single_file(path, family, prediction_type)
         if source.problem:
             raise ValueError(source.problem)
         configs = derive_configurations(source)
+        _check_together(source, configs)
         for part, config in configs.items():
             check_part(source, part, config)
-        sampler = _sampler_for(source)
-        _check_together(source, configs, sampler)
         if is_there(folder):
             _check_made_of(folder, source)
-            return Conversion(folder=folder, source=source, is_new=False, sampler=sampler)
+            return Conversion(folder=folder, source=source, is_new=False)
         with _staged(folder, source.size_bytes + _OTHER_BYTES) as staging:
-            _write(source, configs, sampler, staging, on_part)
+            _write(source, configs, staging, on_part)
             is_new = _put_in_place(staging, folder, source)
         folders.sync(folder.parent)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be converted: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be converted: {error.filename or folder}: {error.strerror}") from None
-    return Conversion(folder=folder, source=source, is_new=is_new, sampler=sampler)
+    return Conversion(folder=folder, source=source, is_new=is_new)
 
 
 def _write(
     source: SingleFile,
     configs: Mapping[str, Mapping[str, Any]],
-    sampler: str,
     folder: Path,
     on_part: Callable[[str, int], None],
 ) -> None:
@@ -108,14 +108,14 @@ def _write(
         name = "model" if part in _TRANSFORMERS else "diffusion_pytorch_model"
         convert_part(source, part, configs[part], place / f"{name}.safetensors")
     if whole:
-        _write_rest(source, configs, sampler, folder)
+        _write_rest(source, configs, folder)
     _write_json(folder / RECORD_FILE, _record(source, file_digest(source.path)))
     for path in sorted(folder.rglob("*")):
         folders.sync(path) if path.is_dir() else _sync_file(path)
     folders.sync(folder)
 
 
-def _write_rest(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], sampler: str, folder: Path) -> None:
+def _write_rest(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     """Write what a whole model has beside its weights."""
     for part in ("tokenizer", "tokenizer_2"):
         if part.replace("tokenizer", "text_encoder") in source.parts:
@@ -126,16 +126,16 @@ def _write_rest(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], sa
     (folder / "scheduler").mkdir()
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(source))
     _write_json(folder / "model_index.json", _index(source, configs))
-    if sampler:
-        _write_json(folder / PRESET_FILE, {"sampler": sampler})
 
 
 def _index(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     return model_index(source.family, is_inpainting=configs["unet"]["in_channels"] != configs["unet"]["out_channels"])
 
 
-def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], sampler: str) -> None:
-    """Raise ValueError if the parts of a whole model do not fit each other."""
+def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError if a part cannot be served, or does not fit the others."""
+    if source.kind is FileKind.VAE and (problem := next(check_vae_config(configs["vae"]), "")):
+        raise ValueError(f"its vae cannot be served: {problem}")
     if source.kind is not FileKind.MODEL:
         return
     tokenizers = {
@@ -144,14 +144,8 @@ def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]
         if part.replace("tokenizer", "text_encoder") in configs
     }
     together = {**configs, **tokenizers, "scheduler": scheduler_config(source)}
-    preset = Preset(sampler=_SAMPLER) if sampler else None
-    if problems := check_configurations(_index(source, configs), together, preset, source.family):
+    if problems := check_configurations(_index(source, configs), together, family=source.family):
         raise ValueError(f"its parts do not fit each other: {problems[0]}")
-
-
-def _sampler_for(source: SingleFile) -> str:
-    served = scheduler_config(source)["_class_name"] in SAMPLER_CLASSES.values()
-    return "" if served or source.kind is not FileKind.MODEL else _SAMPLER
 
 
 def _put_in_place(staging: Path, folder: Path, source: SingleFile) -> bool:
@@ -205,8 +199,8 @@ def _staged(folder: Path, size_bytes: int) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}.importing-"
-    for left in folder.parent.glob(f"{prefix}*"):
-        _remove_abandoned(left)
+    for left in folder.parent.glob(f"{glob.escape(prefix)}*"):
+        remove_abandoned(left)
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < size_bytes:
         raise ValueError(f"it needs {size_bytes >> 20} MiB in {folder.parent}, and {free_bytes >> 20} MiB are free")
@@ -218,18 +212,6 @@ def _staged(folder: Path, size_bytes: int) -> Iterator[Path]:
     finally:
         if is_there(staging):
             shutil.rmtree(staging)
-        lock.release()
-
-
-def _remove_abandoned(folder: Path) -> None:
-    lock = ProcessLock(folder)
-    try:
-        lock.acquire()
-    except HeldElsewhere:
-        return
-    try:
-        shutil.rmtree(folder)
-    finally:
         lock.release()
 
 

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,14 @@ from bottega.errors import InvalidRequest
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_config import read_network_config
 from bottega.model_files.family_names import SD21, with_article
-from bottega.model_files.single_file import CONTROLNET, DIFFUSERS_HINT, OPEN_CLIP, OPEN_CLIP_SDXL, SingleFile
+from bottega.model_files.single_file import (
+    CONTROLNET,
+    DIFFUSERS_HINT,
+    OPEN_CLIP,
+    OPEN_CLIP_SDXL,
+    OTHER_VERSION,
+    SingleFile,
+)
 from bottega.model_files.tensor_check import (
     Tensors,
     controlnet_tensors,
@@ -33,12 +41,15 @@ from bottega.model_files.tensor_check import (
     vae_tensors,
 )
 from bottega.plain_text import excerpt
+from bottega.safetensors_header import MAX_TENSORS
 
 State = dict[str, Tensor]
 
 _TEXT_PREFIX = "text_model."
 _POSITIONS = "embeddings.position_ids"
 _SHOWN_CHARACTERS = 80
+# Parts of which every tensor is drawn with, under one name.
+_WHOLE = ("unet", "controlnet")
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
@@ -66,7 +77,9 @@ def convert_part(source: SingleFile, part: str, config: Mapping[str, Any], targe
 
 def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: State) -> State:
     """Return a part's tensors under the names that its network has, without any other."""
-    wanted = dict(_expected(part, config))
+    wanted = dict(islice(_expected(part, config), MAX_TENSORS + 1))
+    if len(wanted) > MAX_TENSORS:
+        raise ValueError(_misfit(source, part, f"it would need over {MAX_TENSORS} tensors"))
     try:
         found = _CONVERT[part](source, config, state)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -83,11 +96,20 @@ def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: 
     unused = [name for name in by_name if name not in wanted and name.split(".")[0] in modules and name != _POSITIONS]
     if unused:
         raise ValueError(_misfit(source, part, f"nothing takes {unused[0]}"))
+    if part in _WHOLE and (lost := _lost(state, found)):
+        raise ValueError(_misfit(source, part, f"nothing takes {lost}"))
     return {by_name[name]: found[by_name[name]] for name in wanted}
 
 
+def _lost(state: State, found: State) -> str:
+    """Return the name of a tensor that a converter has left out, such as one of an LCM or a motion module."""
+    taken = {id(tensor) for tensor in found.values()}
+    return next((name for name, tensor in state.items() if id(tensor) not in taken), "")
+
+
 def _misfit(source: SingleFile, part: str, what: str) -> str:
-    return f"its {part} is not that of {with_article(source.title)} model: {excerpt(what, 2 * _SHOWN_CHARACTERS)}"
+    shown = excerpt(what, 2 * _SHOWN_CHARACTERS)
+    return f"its {part} is not that of {with_article(source.title)} model: {shown}; {OTHER_VERSION}"
 
 
 def _expected(part: str, config: Mapping[str, Any]) -> Tensors:

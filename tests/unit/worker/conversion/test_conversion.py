@@ -212,9 +212,19 @@ def test_the_schedule_is_that_of_the_training(
     assert scheduler["prediction_type"] == prediction
     assert scheduler.get("rescale_betas_zero_snr", False) == ("ztsnr" in extra)
     assert json.loads((folder / "unet" / "config.json").read_bytes())["sample_size"] == size
-    # PNDM is not served, and DDIM draws along the same path.
-    preset = json.loads((folder / "bottega.json").read_bytes()) if (folder / "bottega.json").exists() else {}
-    assert preset == ({"sampler": "ddim"} if family == "sd15" else {})
+    assert check_model_folder(folder).problems == ()
+
+
+def test_the_prediction_type_is_the_operators_or_that_of_the_file(tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "base.safetensors", "sd21")
+    assert read_single_file(file).prediction_type == "v_prediction"
+    folder = convert_file(file, tmp_path / "base", prediction_type="epsilon").folder
+    assert json.loads((folder / "scheduler" / "scheduler_config.json").read_bytes())["prediction_type"] == "epsilon"
+    assert json.loads((folder / "unet" / "config.json").read_bytes())["sample_size"] == 64
+    inpainting = write_single_file(tmp_path / "in.safetensors", "sd21", shape=replace(SHAPES["sd21"], in_channels=9))
+    source = read_single_file(inpainting)
+    assert source.prediction_type == "epsilon"
+    assert derive_configurations(source)["unet"]["sample_size"] == 64
 
 
 def test_a_second_import_finds_the_first(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bottega.errors import ConfigError
+from bottega.model_files.single_file import OTHER_VERSION
 from bottega.worker.conversion.folder import convert_file
 from tests.samples.single_files import SHAPES, write_single_file, write_vae_file
 
@@ -43,7 +44,8 @@ def _changed(path: Path, family: str = "sd15", **tensors: torch.Tensor | None) -
     write_single_file(path, family)
     state = load_file(path)
     for name, tensor in tensors.items():
-        found = next(key for key in state if key.endswith(name.replace("__", ".")))
+        ending = name.replace("__", ".")
+        found = next((key for key in state if key.endswith(ending)), f"{_UNET}{ending}")
         if tensor is None:
             del state[found]
         else:
@@ -51,10 +53,22 @@ def _changed(path: Path, family: str = "sd15", **tensors: torch.Tensor | None) -
     save_file(state, path)
 
 
-def _five_thousand_blocks(path: Path) -> None:
-    names = [f"model__diffusion_model__input_blocks__{number}__0__weight" for number in range(5000)]
+def _five_hundred_blocks(path: Path) -> None:
+    names = [f"model__diffusion_model__input_blocks__{number}__0__weight" for number in range(500)]
     write_single_file(path, "sd15")
     save_file(load_file(path) | {name.replace("__", "."): torch.zeros(1) for name in names}, path)
+
+
+def _deep_vae(path: Path) -> None:
+    _zeros(
+        path, *(f"encoder.down.0.block.{number}.conv1.weight" for number in range(16_000)), "decoder.up.0.a", shape=(1,)
+    )
+
+
+def _many_output_blocks(path: Path) -> None:
+    names = [f"{_UNET}output_blocks.{number}.0.weight" for number in range(20_000)]
+    write_single_file(path, "sd15")
+    save_file(load_file(path) | dict.fromkeys(names, torch.zeros(1)), path)
 
 
 def _with_nan(path: Path) -> None:
@@ -144,17 +158,41 @@ HOSTILE = (
     Hostile(
         name="a missing tensor",
         write=lambda path: _changed(path, middle_block__2__out_layers__3__bias=None),
-        sentence="its unet is not that of a Stable Diffusion 1 model: it lacks mid_block.resnets.1.conv2.bias",
+        sentence="its unet is not that of a Stable Diffusion 1 model: it lacks mid_block.resnets.1.conv2.bias; "
+        f"{OTHER_VERSION}",
     ),
     Hostile(
         name="a tensor of another shape",
         write=lambda path: _changed(path, out__2__bias=torch.zeros(5)),
-        sentence="its unet is not that of a Stable Diffusion 1 model: conv_out.bias has the shape [5] instead of [4]",
+        sentence="its unet is not that of a Stable Diffusion 1 model: conv_out.bias has the shape [5] instead of "
+        f"[4]; {OTHER_VERSION}",
     ),
     Hostile(
-        name="five thousand blocks",
-        write=_five_thousand_blocks,
-        sentence="its UNet has 5000 input blocks, and those of known models have 9 or 12",
+        name="five hundred blocks",
+        write=_five_hundred_blocks,
+        sentence="its UNet has 500 input blocks, and those of known models have 9 or 12",
+    ),
+    Hostile(
+        name="a VAE of 16,000 layers",
+        write=_deep_vae,
+        sentence="it has over 64 layers such as encoder.down.0.block.0.conv1.weight, more than any known model",
+        family="sdxl",
+    ),
+    Hostile(
+        name="20,000 output blocks",
+        write=_many_output_blocks,
+        sentence=f"its unet is not that of a Stable Diffusion 1 model: it has too many modules; {OTHER_VERSION}",
+    ),
+    Hostile(
+        name="a UNet that reads the guidance scale",
+        write=lambda path: _changed(path, time_embed__cond_proj__weight=torch.zeros(128, 256)),
+        sentence="its unet is not that of a Stable Diffusion 1 model: nothing takes "
+        f"model.diffusion_model.time_embed.cond_proj.weight; {OTHER_VERSION}",
+    ),
+    Hostile(
+        name="unCLIP",
+        write=lambda path: _zeros(path, _FIRST, f"{_UNET}label_emb.0.0.weight", "cond_stage_model.model.a.weight"),
+        sentence="it is an unCLIP model, which draws from pictures; give the file of a model that draws from words",
     ),
     Hostile(
         name="NaN in a VAE",
