@@ -255,7 +255,7 @@ def _folder_of_a_single_file(path: Path) -> None:
     path.mkdir()
     names = ("model.diffusion_model.input_blocks.0.0.weight", "model.diffusion_model.label_emb.0.0.weight")
     texts = ("conditioner.embedders.0.transformer.a.weight", "conditioner.embedders.1.model.b.weight")
-    tensors = dict.fromkeys((*names, *texts, "first_stage_model.c.weight"), ("F16", (4, 4)))
+    tensors = dict.fromkeys((*names, *texts, "first_stage_model.decoder.c.weight"), ("F16", (4, 4)))
     write_zeros(path / "sd_xl_base_1.0.safetensors", tensors)
 
 

@@ -29,7 +29,8 @@ DRAW: Mapping[str, Any] = {"num_inference_steps": 2, "guidance_scale": 5.0, "wid
 @pytest.mark.parametrize(
     ("family", "pipeline", "scheduler"),
     [
-        ("sd15", StableDiffusionPipeline, PNDMScheduler)("sd21", StableDiffusionPipeline, DDIMScheduler),
+        ("sd15", StableDiffusionPipeline, PNDMScheduler),
+        ("sd21", StableDiffusionPipeline, DDIMScheduler),
         ("sdxl", StableDiffusionXLPipeline, EulerDiscreteScheduler),
     ],
 )

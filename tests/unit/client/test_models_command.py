@@ -18,7 +18,7 @@ _TENSORS = (
     f"{_UNET}label_emb.0.0.weight",
     "conditioner.embedders.0.transformer.a.weight",
     "conditioner.embedders.1.model.b.weight",
-    "first_stage_model.c.weight",
+    "first_stage_model.decoder.c.weight",
 )
 
 

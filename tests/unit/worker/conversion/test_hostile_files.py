@@ -68,7 +68,7 @@ def _deep_vae(path: Path) -> None:
 def _many_output_blocks(path: Path) -> None:
     names = [f"{_UNET}output_blocks.{number}.0.weight" for number in range(20_000)]
     write_single_file(path, "sd15")
-    save_file(load_file(path) | dict.fromkeys(names, torch.zeros(1)), path)
+    save_file(load_file(path) | {name: torch.zeros(1) for name in names}, path)
 
 
 def _with_nan(path: Path) -> None:
@@ -86,7 +86,7 @@ def _zeros(path: Path, *names: str, shape: tuple[int, ...] = (4, 4), dtype: torc
 _PICKLE = b"PK\x03\x04\x00\x00\x08\x08"
 _UNET = "model.diffusion_model."
 _FIRST = f"{_UNET}input_blocks.0.0.weight"
-_VAE = "first_stage_model.a.weight"
+_VAE = "first_stage_model.decoder.a.weight"
 _CLIP = "cond_stage_model.transformer.a.weight"
 _DEEP = b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}"
 
