@@ -66,7 +66,7 @@ def _deep_vae(path: Path) -> None:
 
 
 def _many_output_blocks(path: Path) -> None:
-    names = [f"{_UNET}output_blocks.{number}.0.weight" for number in range(20_000)]
+    names = [f"{_UNET}output_blocks.{number}.0.weight" for number in range(5000)]
     write_single_file(path, "sd15")
     save_file(load_file(path) | {name: torch.zeros(1) for name in names}, path)
 
@@ -179,7 +179,7 @@ HOSTILE = (
         family="sdxl",
     ),
     Hostile(
-        name="20,000 output blocks",
+        name="5,000 output blocks",
         write=_many_output_blocks,
         sentence=f"its unet is not that of a Stable Diffusion 1 model: it has too many modules; {OTHER_VERSION}",
     ),
