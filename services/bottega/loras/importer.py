@@ -58,6 +58,17 @@ class ImportRequest:
     """Trigger words. If empty, a LoRA in the store keeps its words, and a new one gets the phrase in its file."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedLora:
+    """A LoRA that was imported."""
+
+    record: CatalogueRecord
+    family: str
+    """Display name of the base model's family; "" if unknown."""
+    note: str
+    """A contradiction between its metadata and its layers, in a sentence; "" without one."""
+
+
 class LoraImporter:
     """Imports LoRAs into the store."""
 
@@ -88,8 +99,8 @@ class LoraImporter:
 
     async def upload(
         self, request: ImportRequest, upload: Upload, chunks: AsyncIterator[bytes], *, host: str = ""
-    ) -> CatalogueRecord:
-        """Import an upload, and return the LoRA's record.
+    ) -> ImportedLora:
+        """Import an upload, and return the LoRA.
 
         Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable.
 
@@ -117,7 +128,7 @@ class LoraImporter:
                 ]
                 return await self._import(request, sources, upload.size_bytes, room)
 
-    async def register(self, request: ImportRequest, path: str) -> CatalogueRecord:
+    async def register(self, request: ImportRequest, path: str) -> ImportedLora:
         """Import a file or folder below `imports.root`. Raises the errors of `upload`."""
         violations = list(self._check(request))
         if not 0 < len(path) <= _MAX_PATH_CHARACTERS or "\0" in path:
@@ -157,7 +168,7 @@ class LoraImporter:
         await asyncio.gather(*(import_missing(name, own) for name, own in loras.items()))
         return left_out
 
-    async def _import_own(self, request: ImportRequest, path: Path) -> CatalogueRecord:
+    async def _import_own(self, request: ImportRequest, path: Path) -> ImportedLora:
         rules.refuse(self._check(request))
         with self._counted():
             source = await asyncio.to_thread(path.resolve)
@@ -167,7 +178,7 @@ class LoraImporter:
 
     async def _import(
         self, request: ImportRequest, sources: Sequence[ImportSource], size_bytes: int, room: Reservation
-    ) -> CatalogueRecord:
+    ) -> ImportedLora:
         async with self._spool() as output:
             room.files.append(output)
 
@@ -182,7 +193,8 @@ class LoraImporter:
             answer = await self._processes.run(job, take_room=take_room)
             async with self.write_lock:
                 # Runs to its end even if the caller leaves, because a file without a row would be quarantined.
-                return await run_to_end(self._keep(request, output, answer.format, answer.trigger_phrase))
+                record = await run_to_end(self._keep(request, output, answer.format, answer.trigger_phrase))
+                return ImportedLora(record=record, family=answer.family, note=answer.note)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

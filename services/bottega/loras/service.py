@@ -9,7 +9,7 @@ import grpc
 
 from bottega import rules
 from bottega.errors import InvalidRequest, Violation
-from bottega.loras.importer import ImportRequest
+from bottega.loras.importer import ImportedLora, ImportRequest
 from bottega.loras.quarantine import QuarantinedLora
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.store import LoraStore
@@ -46,13 +46,13 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         head = first.head
         import_request = ImportRequest(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words))
         host = host_of(context.peer())
-        record = await self._store.importer.upload(import_request, _upload(head), _chunks(requests), host=host)
-        return pb.UploadLoraResponse(lora=self._stored(record))
+        imported = await self._store.importer.upload(import_request, _upload(head), _chunks(requests), host=host)
+        return pb.UploadLoraResponse(lora=self._imported(imported))
 
     async def RegisterLora(self, request: pb.RegisterLoraRequest, _context: _Context) -> pb.RegisterLoraResponse:
         import_request = ImportRequest(name=request.name, base=request.base, trigger_words=tuple(request.trigger_words))
         return pb.RegisterLoraResponse(
-            lora=self._stored(await self._store.importer.register(import_request, request.path))
+            lora=self._imported(await self._store.importer.register(import_request, request.path))
         )
 
     async def ListLoras(self, request: pb.ListLorasRequest, _context: _Context) -> pb.ListLorasResponse:
@@ -110,6 +110,11 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
 
     async def DiscardLora(self, request: pb.DiscardLoraRequest, _context: _Context) -> pb.DiscardLoraResponse:
         return pb.DiscardLoraResponse(freed_bytes=await self._store.recovery.discard(request.id))
+
+    def _imported(self, imported: ImportedLora) -> pb.StoredLora:
+        lora = self._stored(imported.record)
+        lora.family, lora.note = imported.family, imported.note
+        return lora
 
     def _stored(self, record: CatalogueRecord) -> pb.StoredLora:
         return pb.StoredLora(

@@ -102,6 +102,7 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     path = lora_file(tmp_path, seed=2, text=True)
     added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
     assert re.fullmatch(r"pastel is ready for miniature: 2 modules of rank 2, [1-9]\.\d KiB\n", added.stdout)
+    assert "It is for SDXL: all of its file's 2 layers match the model, and none is ignored.\n" in added.stderr
     assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
         ["ink", "miniature"],
         ["pastel", "miniature"],

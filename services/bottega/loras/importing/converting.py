@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from bottega.addons.loras.wire.canonical import COMPONENTS, ModuleWeights, headers_of_loras
 from bottega.addons.loras.wire.messages import PEFT_CONFIG, LoraFile, find_weights
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base
+from bottega.loras.importing.family import family_by_metadata, family_by_shapes
 from bottega.loras.importing.kinds import ModuleParts, assemble
 from bottega.loras.importing.naming import (
     Format,
@@ -101,10 +102,18 @@ class ConvertedLora:
     format: Format
     trigger_phrase: str
     """The trigger phrase that the trainer wrote into the file, or ""."""
+    note: str
+    """A contradiction between its metadata and its shapes, in a sentence; "" without one."""
 
 
-def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
-    """Convert the LoRA in some files to canonical modules. Raises BadLora, which names the problem, and OSError."""
+def convert(sources: Iterable[LoraSourceFile], *, base: Base, family: str = "") -> ConvertedLora:
+    """Convert the LoRA in some files to canonical modules. Raises BadLora, which names the problem, and OSError.
+
+    Args:
+        sources: The files.
+        base: The base model.
+        family: Display name of the base model's family; "" if unknown.
+    """
     with ExitStack() as stack:
         found: dict[str, ModuleParts] = {}
         headers = []
@@ -112,18 +121,42 @@ def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
             file = stack.enter_context(open_below(source.path, source.root))
             with headers_of_loras():
                 headers.append(read_header(file))
-            _collect(file, headers[-1], source, base=base, found=found)
+            _collect(file, headers[-1], source, base=base, found=found, family=family)
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
+        try:
+            modules = tuple(assemble(parts) for parts in found.values())
+        except BadLora as error:
+            shaped = family_by_shapes((entry, parse_name(entry.name)) for header in headers for entry in header.tensors)
+            raise _of_another_family(error.message, shaped, family) from None
         return ConvertedLora(
-            modules=tuple(assemble(parts) for parts in found.values()),
+            modules=modules,
             format=next(parts.format for parts in found.values()),
             trigger_phrase=_trigger(headers),
+            note=_contradiction(headers, family),
         )
 
 
+def _of_another_family(reason: str, family: str, base_family: str) -> BadLora:
+    """Return the error for a LoRA that does not fit, which names both families if they differ."""
+    if not family or not base_family or family == base_family:
+        return BadLora(reason)
+    return BadLora(f"the LoRA is for {family}, and the base model is {base_family}: {reason}")
+
+
+def _contradiction(headers: Iterable[Header], base_family: str) -> str:
+    for header in headers:
+        family, value = family_by_metadata(header.metadata)
+        if family and base_family and family != base_family:
+            return (
+                f"its metadata says that it was made for {family} ({value}), but its layers fit {base_family}: "
+                "the layers count"
+            )
+    return ""
+
+
 def _collect(
-    file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, ModuleParts]
+    file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, ModuleParts], family: str
 ) -> None:
     """Add the tensors of a file to `found`, by module. Raises BadLora, which lists tensors without a module."""
     refuse_unserved([entry.name for entry in header.tensors])
@@ -153,7 +186,8 @@ def _collect(
             raise BadLora(f"{entry.name} and {collected.parts[name.part][2].name} are the same part of {module.name}")
         collected.parts[name.part] = (file, header, entry)
     if unmatched:
-        _refuse_unmatched(unmatched, header)
+        stated, _ = family_by_metadata(header.metadata)
+        raise _of_another_family(_unmatched(unmatched, header), family_by_shapes(names) or stated, family)
     _check_configs(configs, in_file.values())
     _check_kohya_alpha(header.metadata, in_file.values())
 
@@ -247,12 +281,12 @@ def _trigger(headers: Iterable[Header]) -> str:
     return ""
 
 
-def _refuse_unmatched(names: Sequence[str], header: Header) -> NoReturn:
+def _unmatched(names: Sequence[str], header: Header) -> str:
     listed = ", ".join(excerpt(name, 120) for name in names[:_MAX_LISTED_NAMES])
     more = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
     made_for = next((header.metadata[key] for key in _MADE_FOR if header.metadata.get(key)), "")
     hint = f"; its metadata says that it was made for {excerpt(made_for, 80)}" if made_for else ""
     tensors = len(header.tensors)
     if len(names) == tensors:
-        raise BadLora(f"nothing in the file matches the base model; it has {listed}{more}{hint}")
-    raise BadLora(f"{len(names)} of {tensors} tensors match nothing in the base model: {listed}{more}{hint}")
+        return f"nothing in the file matches the base model; it has {listed}{more}{hint}"
+    return f"{len(names)} of {tensors} tensors match nothing in the base model: {listed}{more}{hint}"

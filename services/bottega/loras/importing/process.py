@@ -15,6 +15,7 @@ from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
+from bottega.loras.importing.family import base_family
 from bottega.process import FramedPipe
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
@@ -41,8 +42,9 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
                 root=Path(source.root) if source.root else None,
             )
         ]
-        converted = convert(files, base=read_base(Path(call.base)))
-        return _written(converted, Path(call.output))
+        family = base_family(Path(call.base))
+        converted = convert(files, base=read_base(Path(call.base)), family=family)
+        return _written(converted, Path(call.output), family)
     except (BadLora, ConfigError) as error:
         return LoraImportAnswer(refusal=error.message)
     except OSError as error:
@@ -51,7 +53,7 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
         return LoraImportAnswer(refusal="the file needs more memory than an import may have")
 
 
-def _written(converted: ConvertedLora, path: Path) -> LoraImportAnswer:
+def _written(converted: ConvertedLora, path: Path, family: str) -> LoraImportAnswer:
     try:
         with path.open("r+b") as output:
             canonical.write(output, converted.modules)
@@ -61,7 +63,9 @@ def _written(converted: ConvertedLora, path: Path) -> LoraImportAnswer:
         if error.errno == errno.EFBIG:
             return LoraImportAnswer(refusal="its canonical form would be larger than an import may write")
         return LoraImportAnswer(errno=error.errno or errno.EIO)
-    return LoraImportAnswer(trigger_phrase=converted.trigger_phrase, format=converted.format)
+    return LoraImportAnswer(
+        trigger_phrase=converted.trigger_phrase, format=converted.format, family=family, note=converted.note
+    )
 
 
 if __name__ == "__main__":

@@ -122,6 +122,10 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
             lora = _register_at_store(client, name, path, base=base, trigger_words=trigger_words)
     modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
     say(f"{lora.name} is ready for {lora.base}: {modules}, {size_text(lora.size_bytes)}")
+    if lora.family:
+        note(f"It is for {lora.family}: all of its file's {lora.modules} layers match the model, and none is ignored.")
+    if lora.note:
+        note(f"Attention: {lora.note}.")
     if before is not None and before != list(lora.trigger_words):
         earlier = ", ".join(before) or "none"
         say(f"It existed already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {earlier})")

@@ -53,6 +53,10 @@ class StoredLora:
     added: datetime
     readiness: Readiness
     """Whether the store has the weights in memory, is loading them, or has them on disk."""
+    family: str = ""
+    """Family of the model, such as SDXL, of a LoRA that was just added; empty for others."""
+    note: str = ""
+    """A contradiction between the metadata and the layers of a LoRA that was just added; empty without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,8 @@ def stored_from(message: lora_pb2.StoredLora) -> StoredLora:
         pinned=message.pinned,
         added=moment_from(message.added_s),
         readiness=_READINESS.get(message.state, Readiness.UNKNOWN),
+        family=message.family,
+        note=message.note,
     )
 
 

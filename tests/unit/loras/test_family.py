@@ -1,0 +1,139 @@
+"""A LoRA of another family is refused with both names, and files of every naming fit each family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bottega.errors import BadLora
+from bottega.loras.importing.base import read_base
+from bottega.loras.importing.converting import ConvertedLora, convert, sources
+from bottega.loras.importing.family import base_family, family_by_metadata
+from bottega.miniature import WEIGHTS
+from tests.samples.family_models import family_model
+from tests.samples.lora_files import Part, kohya, save
+
+_Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+def _convert(tensors: Mapping[str, Tensor], folder: Path, model: Path, metadata: Mapping[str, str]) -> ConvertedLora:
+    path = save(tensors, folder / "a.safetensors", metadata)
+    return convert(sources(path), base=read_base(model), family=base_family(model))
+
+
+def _lora(module: str, inputs: int, outputs: int = 96) -> dict[str, Tensor]:
+    return {f"{module}.lora_down.weight": torch.ones(2, inputs), f"{module}.lora_up.weight": torch.ones(outputs, 2)}
+
+
+_K = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k"
+_ELSEWHERE = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+_UNMATCHED = "nothing in the file matches the base model; it has"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "says"),
+    [
+        (
+            _lora(_K, 768),
+            {},
+            (
+                "the LoRA is for Stable Diffusion 1, and the base model is SDXL: "
+                "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k "
+                "has the shape [96, 128] in the base model; down, [2, 768], and up, [96, 2], do not fit it"
+            ),
+        ),
+        (
+            _lora(_ELSEWHERE, 1024),
+            # Shapes count for more than metadata.
+            {"ss_base_model_version": "sd_v1"},
+            (
+                "the LoRA is for Stable Diffusion 2, and the base model is SDXL: "
+                f"{_UNMATCHED} {_ELSEWHERE}.lora_down.weight, {_ELSEWHERE}.lora_up.weight; "
+                "its metadata says that it was made for sd_v1"
+            ),
+        ),
+        (
+            _lora("lora_unet_somewhere", 7),
+            {"base_model": "runwayml/stable-diffusion-v1-5"},
+            (
+                "the LoRA is for Stable Diffusion 1, and the base model is SDXL: "
+                f"{_UNMATCHED} lora_unet_somewhere.lora_down.weight, lora_unet_somewhere.lora_up.weight"
+            ),
+        ),
+        (
+            _lora("lora_unet_double_blocks_0_img_attn_qkv", 3072),
+            {},
+            (
+                f"the LoRA is for FLUX, and the base model is SDXL: {_UNMATCHED} "
+                "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, "
+                "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"
+            ),
+        ),
+    ],
+    ids=["shapes", "shapes over metadata", "model card", "names"],
+)
+def test_a_lora_of_another_family_is_refused_with_both_names(
+    tmp_path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], says: str
+) -> None:
+    with pytest.raises(BadLora) as refused:
+        _convert(tensors, tmp_path, WEIGHTS, metadata)
+    assert refused.value.message == says
+
+
+def test_where_metadata_contradict_the_layers_the_layers_count_and_the_store_says_so(tmp_path: Path) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2)})
+    converted = _convert(tensors, tmp_path, WEIGHTS, {"modelspec.architecture": "stable-diffusion-v1/lora"})
+    assert converted.note == (
+        "its metadata says that it was made for Stable Diffusion 1 (stable-diffusion-v1/lora), but its layers fit "
+        "SDXL: the layers count"
+    )
+    assert not _convert(tensors, tmp_path, WEIGHTS, {"ss_base_model_version": "sdxl_base_v1-0"}).note
+
+
+@pytest.mark.parametrize(
+    ("metadata", "family"),
+    [
+        ({"ss_base_model_version": "sd_v1"}, "Stable Diffusion 1"),
+        ({"ss_base_model_version": "sd_v2_v"}, "Stable Diffusion 2"),
+        ({"ss_base_model_version": "sdxl_base_v1-0"}, "SDXL"),
+        ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, "SDXL"),
+        ({"modelspec.architecture": "stable-diffusion-v2-768-v/lora"}, "Stable Diffusion 2"),
+        ({"modelspec.architecture": "flux-1-dev/lora"}, "FLUX"),
+        ({"base_model": "stabilityai/stable-diffusion-3-medium"}, "Stable Diffusion 3"),
+        ({"base_model": "SD 1.5"}, "Stable Diffusion 1"),
+        ({"base_model": "someone/something"}, ""),
+    ],
+)
+def test_metadata_name_a_family(metadata: dict[str, str], family: str) -> None:
+    assert family_by_metadata(metadata)[0] == family
+
+
+@pytest.mark.parametrize("family", ["SD 1", "SD 2", "SDXL"])
+@pytest.mark.parametrize("naming", ["kohya", "Diffusers", "PEFT in Diffusers"])
+def test_each_naming_fits_each_family(tmp_path: Path, family: str, naming: str) -> None:
+    model = family_model(family)
+    base = read_base(model)
+    attention = next(
+        path
+        for block in (0, 1)
+        if base.find("unet", path := f"down_blocks.{block}.attentions.0.transformer_blocks.0.attn1.to_q")
+    )
+    tensors: dict[str, Tensor] = {}
+    for component, path in (("unet", attention), ("text_encoder", "text_model.encoder.layers.0.self_attn.q_proj")):
+        module = base.find(component, path)
+        assert module is not None
+        down, up = torch.ones(2, module.shape[1]), torch.ones(module.shape[0], 2)
+        flat = f"{'lora_unet' if component == 'unet' else 'lora_te'}_{path.replace('.', '_')}"
+        names = {
+            "kohya": (f"{flat}.lora_down.weight", f"{flat}.lora_up.weight"),
+            "Diffusers": (f"{component}.{path}.lora.down.weight", f"{component}.{path}.lora.up.weight"),
+            "PEFT in Diffusers": (f"{component}.{path}.lora_A.weight", f"{component}.{path}.lora_B.weight"),
+        }
+        tensors |= dict(zip(names[naming], (down, up), strict=True))
+    converted = _convert(tensors, tmp_path, model, {})
+    assert {module.component for module in converted.modules} == {"unet", "text_encoder"}
+    assert base_family(model) == {"SD 1": "Stable Diffusion 1", "SD 2": "Stable Diffusion 2", "SDXL": "SDXL"}[family]
