@@ -18,8 +18,9 @@ from dataclasses import dataclass
 MAX_PROMPT_CHUNKS = 20
 """Largest number of chunks of a prompt: 1,500 tokens. The work of attention to the prompt grows with it."""
 
-# Texts of different weight: each has a token at least, and the longest prompt has so many.
-_MAX_PARTS = 1500
+# Texts between brackets, colons and escapes. The longest prompt has half as many tokens. The gateway's event loop reads
+# prompts, so that no text may take long: one of 16 KiB takes up to 0.01 s.
+_MAX_PARTS = 3000
 
 MAX_WEIGHT = 100.0
 """Largest weight of a word, and the smallest below zero. Half precision has values up to 65,504."""
@@ -81,8 +82,6 @@ def parse_weighted(prompt: str) -> list[list[WeightedText]]:
     sections = list(parser.sections())
     if len(sections) > MAX_PROMPT_CHUNKS:
         raise MalformedPrompt(f"has {len(sections) - 1} BREAKs: at most {MAX_PROMPT_CHUNKS - 1} are drawn")
-    if sum(not part.text.isspace() for section in sections for part in section) > _MAX_PARTS:
-        raise MalformedPrompt(f"has over {_MAX_PARTS} parts of different weights")
     return sections
 
 
@@ -124,6 +123,8 @@ class _Parser:
             self._read_text(text)
         if len(self._round) + len(self._square) > _MAX_DEPTH:
             raise MalformedPrompt(f"has over {_MAX_DEPTH} brackets that are open at once")
+        if len(self._parts) > _MAX_PARTS:
+            raise MalformedPrompt(f"has over {_MAX_PARTS} texts between brackets, colons and escapes")
 
     def sections(self) -> Iterator[list[WeightedText]]:
         """Yield the sections, after the last piece. Brackets that are still open end here."""

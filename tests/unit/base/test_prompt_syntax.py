@@ -81,7 +81,7 @@ REFUSALS = {
     "(" * 1000 + "a": "has over 24 brackets that are open at once",
     "[(" * 500 + "a": "has over 24 brackets that are open at once",
     "a BREAK " * MAX_PROMPT_CHUNKS: "has 20 BREAKs: at most 19 are drawn",
-    "(a)b" * 4000: "has over 1500 parts of different weights",
+    "(a)b" * 4000: "has over 3000 texts between brackets, colons and escapes",
     "a [cat:dog:0.5]": f"has '[cat:dog:0.5]': {CHANGES}",
     "[(a:2):10]": f"has '[(a:2):10]': {CHANGES}",
     "[a|b] c": f"has '[a|b]': {CHANGES}",
@@ -131,4 +131,4 @@ def test_no_long_prompt_takes_long_to_read(piece: str) -> None:
     began_s = time.process_time()
     with contextlib.suppress(MalformedPrompt):
         parse_weighted(prompt)
-    assert time.process_time() - began_s < 1.0
+    assert time.process_time() - began_s < 0.5

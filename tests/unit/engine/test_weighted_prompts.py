@@ -345,7 +345,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "twelve thousand tokens": ({"prompt": "a " * 12_000}, f"spec.prompt: {TOO_LONG}"),
     "a negative prompt": ({"negative_prompt": "a " * 12_000}, f"spec.negative_prompt: {TOO_LONG}"),
     "a list": ({"prompts": ("a", "a " * 12_000), "num_images": 2}, f"spec.prompts[1]: {TOO_LONG}"),
-    "eight thousand weights": ({"prompt": "(a)b" * 4000}, "spec.prompt: has over 1500 parts of different weights"),
+    "eight thousand weights": ({"prompt": "(a)b" * 4000}, "spec.prompt: has over 3000 texts between"),
     "as many as are read": (
         {"prompt": "(a) b " * 749},
         "spec.prompt: has 69 chunks of 22 tokens: at most 20 are drawn",
