@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import LatentConsistencyModelPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import Tensor
 from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
@@ -75,9 +75,10 @@ class ModelFamily:
     vae_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values for fields of the VAE's configuration that the family's pipelines do not read."""
     scheduler_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values that replace fields of a scheduler's configuration, as the family's pipelines in Diffusers do.
+    """Values that replace fields of a scheduler's configuration, as the family's `pipeline` does.
 
-    Fields that the scheduler's class does not have are skipped.
+    Fields that the scheduler's class does not have are skipped. Edits and ControlNets draw with the same scheduler, as
+    Diffusers' other pipelines do that get the components of this one.
     """
 
     @property
@@ -186,5 +187,12 @@ def family_of(report: ModelReport) -> ModelFamily:
     """Return the family of a model that can be served, with the defaults of its own pipeline."""
     family = FAMILIES[report.family]
     if report.pipeline_class == LCM_PIPELINE:
-        return replace(family, guidance_scale=8.5, edit_guidance_scale=8.5, num_inference_steps=4)
+        return replace(
+            family,
+            pipeline=LatentConsistencyModelPipeline,
+            guidance_scale=8.5,
+            edit_guidance_scale=8.5,
+            num_inference_steps=4,
+            scheduler_overrides={},
+        )
     return family
