@@ -32,7 +32,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "default_edit_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     **dict.fromkeys(("default_strength", "default_edit_strength"), ((0.01, 1.0), (0.0, 1.01, NAN))),
     "default_edit_controlnet_scale": ((0.0, 0.5, 2.0), (NAN, INF)),
-    "default_sampler": ((0, 14), (15, 99)),
+    "default_sampler": ((0, 18), (19, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
     "max_clip_skip": ((0, 100), (-1, 101)),
     "sampler_choices": (
@@ -42,6 +42,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
             [_EULER, _KARRAS],
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_because="x" * 512)],
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={1: "x", 200: "x" * 512})],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, evaluations_per_step=4, extra_evaluations=-16)],
         ),
         (
             [_KARRAS],
@@ -50,6 +51,9 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
             [SamplerChoice(sampler=SAMPLER_UNSPECIFIED, is_default=True)],
             [SamplerChoice(sampler=99, is_default=True)],  # type: ignore[arg-type]
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_because="x" * 513)],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, evaluations_per_step=-1)],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, evaluations_per_step=5)],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, extra_evaluations=17)],
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={0: "x"})],
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={201: "x"})],
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={1: ""})],

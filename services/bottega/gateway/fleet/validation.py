@@ -41,6 +41,9 @@ _MAX_ACCELERATIONS = 64
 # Upper bound on the characters of a stage of starting.
 _MAX_STAGE = 64
 _MAX_REASON = rules.MAX_REASON_CHARACTERS
+# More than any sampler makes: Heun 2 in a step, and PNDM up to 9 beside one in each.
+_MAX_EVALUATIONS_PER_STEP = 4
+_MAX_EXTRA_EVALUATIONS = 16
 _ACCELERATION = re.compile(r"[a-z0-9_.-]{1,64}")
 # A host's name or address, without path and scheme.
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -232,6 +235,8 @@ def _are_choices(choices: Sequence[image_pb2.SamplerChoice]) -> bool:
         and len(defaults) == len(set(defaults)) == len({choice.sampler for choice in choices})
         and all(len(choice.refused_because) <= _MAX_REASON for choice in choices)
         and all(_are_refused_steps(choice.refused_steps) for choice in choices)
+        and all(0 <= choice.evaluations_per_step <= _MAX_EVALUATIONS_PER_STEP for choice in choices)
+        and all(abs(choice.extra_evaluations) <= _MAX_EXTRA_EVALUATIONS for choice in choices)
     )
 
 
