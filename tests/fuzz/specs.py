@@ -52,7 +52,7 @@ _RANGES = (
     Bounds(field="seed", good=(0, 2**53 - 8), bad=(2**53 - 7, 2**64 - 1)),
     Bounds(field="num_images", good=(1, 8), bad=(0, -1, 9, 2**31 - 1)),
     Bounds(field="quality", good=(1, 100), bad=(0, -1, 101)),
-    Bounds(field="sampler", good=(0, 1, 2, 3, 4), bad=(15, 99, -1)),
+    Bounds(field="sampler", good=(0, 1, 2, 3, 4), bad=(19, 99, -1)),
     Bounds(field="prompt_syntax", good=(0, 1, 2), bad=(3, -1)),
     Bounds(field="clip_skip", good=(0, 1), bad=(-1, 101, 2**31 - 1)),
     Bounds(field="fidelity", good=(0, 1, 2, 3), bad=(4, -1)),

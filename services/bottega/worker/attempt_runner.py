@@ -126,7 +126,7 @@ class AttemptRunner:
 
     @property
     def spec(self) -> GenerationSpec:
-        """What the attempt draws."""
+        """The spec of the attempt."""
         return self._request.spec
 
     @property

@@ -287,7 +287,7 @@ def test_ctrl_c_cancels_the_job_of_the_command_and_no_other(
     "arguments",
     [
         ["generate"],
-        ["generate", "a star", "--sampler", "heun"],
+        ["generate", "a star", "--sampler", "dpm_sde"],
         ["generate", "a star", "-o", "no/such/folder/star.png"],
         ["generate", "a star", "-o", "star.jpg", "--format", "png"],
         ["generate", "a star", "--preview", "look.png"],

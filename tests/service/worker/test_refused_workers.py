@@ -35,7 +35,7 @@ async def run_worker(folder: Path, gateway: str, config: Path) -> tuple[int | No
 
 
 async def test_the_fleet_shows_which_worker_has_ended_and_why(tmp_path: Path) -> None:
-    folder = with_scheduler(tmp_path / "pndm", "PNDMScheduler")
+    folder = with_scheduler(tmp_path / "sde", "DPMSolverSDEScheduler")
     async with running_gateway() as house:
         status, last = await run_worker(folder, house.fleet_address, tmp_path / "worker.json")
         fleet = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
