@@ -1,7 +1,7 @@
-"""Stable Diffusion 1.5 and 2.1 at their own size, with random weights, from folders with an fp16 variant alone.
+"""Models at their own size, with random weights: folders with an fp16 variant alone, and single files.
 
 A picture of 256x256 in bfloat16 equals stock's within 1 level, and loading takes little memory beside the weights. Each
-model takes 3 GB of disk, 8 GB of memory and some minutes.
+model of Stable Diffusion takes 3 to 6 GB of disk, 8 GB of memory and some minutes, and SDXL twice as much.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import load_model
+from bottega.worker.conversion.folder import convert_file
 from tests.samples.published import Layout, write_stable_diffusion
+from tests.samples.single_files import TRUE_SHAPES, write_single_file
 from tests.samples.stable_diffusion_configs import sd15, sd21
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine
@@ -48,11 +50,32 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def test_a_picture_in_half_precision_is_stocks_and_loading_is_lean(folder: Path) -> None:
     drawn, peak_bytes, weights_bytes = _in_process(_draw, folder)
-    stock = _in_process(_draw_stock, folder)
+    _check(drawn, _in_process(_draw_stock, folder), peak_bytes, weights_bytes)
+
+
+@pytest.mark.parametrize("family", TRUE_SHAPES)
+def test_a_picture_of_a_single_file_is_that_of_from_single_file(family: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="bottega-real-topology-") as made:
+        file, converted = Path(made, "model.safetensors"), Path(made, "model")
+        _in_process(_write_file, file, family)
+        _in_process(_convert, file, converted)
+        drawn, peak_bytes, weights_bytes = _in_process(_draw, converted)
+        _check(drawn, _in_process(_draw_stock_file, file, converted, family), peak_bytes, weights_bytes)
+
+
+def _check(drawn: Pixels, stock: Pixels, peak_bytes: int, weights_bytes: int) -> None:
     off = np.abs(drawn.astype(int) - stock)
     assert stock.std() > 1  # levels: the picture is not of one colour
     assert off.max() <= 1
     assert peak_bytes <= 1.15 * weights_bytes + 2 * GIB
+
+
+def _write_file(file: Path, family: str) -> None:
+    write_single_file(file, family, shape=TRUE_SHAPES[family], dtype=torch.bfloat16)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    convert_file(file, folder)
 
 
 def _write(folder: Path, name: str) -> None:
@@ -89,6 +112,22 @@ def _draw_stock(folder: Path) -> Pixels:
         feature_extractor=None,
         requires_safety_checker=False,
     )
+    return _stock_picture(pipeline)
+
+
+def _draw_stock_file(file: Path, converted: Path, family: str) -> Pixels:
+    """Return stock's picture of a single file. The folder gives the configurations, which stock would download."""
+    torch.set_num_threads(THREADS)
+    kind, without = StableDiffusionPipeline, {"safety_checker": None}
+    if family == "sdxl":
+        kind, without = StableDiffusionXLPipeline, {"add_watermarker": False}
+    pipeline = kind.from_single_file(
+        file, config=str(converted), local_files_only=True, dtype=torch.bfloat16, **without
+    )
+    return _stock_picture(pipeline)
+
+
+def _stock_picture(pipeline: Any) -> Pixels:
     generator = torch.Generator("cpu").manual_seed(7)
     options = {"num_inference_steps": 2, "width": 256, "height": 256}
     return pixels_of(pipeline(PROMPT, generator=generator, **options).images[0])
