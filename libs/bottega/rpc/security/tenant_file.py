@@ -25,8 +25,9 @@ from pydantic import ConfigDict, Field
 from bottega.config import parse
 from bottega.errors import ConfigError
 from bottega.rpc.security.api_keys import KeyParts, hashed
-from bottega.rpc.security.grants import ALL_GRANTED, LEAST_WEIGHT, MOST_WEIGHT, UNBOUNDED, Grants, Quotas
+from bottega.rpc.security.grants import ALL_GRANTED, LEAST_WEIGHT, MOST_WEIGHT, Grants
 from bottega.rpc.security.private_files import FileAccess, check_private, write_file
+from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.state_folder import make_missing
 from bottega.strict import STRICT
 
