@@ -118,7 +118,8 @@ def _draw_stock(folder: Path) -> Pixels:
 def _draw_stock_file(file: Path, converted: Path, family: str) -> Pixels:
     """Return stock's picture of a single file. The folder gives the configurations, which stock would download."""
     torch.set_num_threads(THREADS)
-    kind, without = StableDiffusionPipeline, {"safety_checker": None}
+    kind: Any = StableDiffusionPipeline
+    without: dict[str, Any] = {"safety_checker": None}
     if family == "sdxl":
         kind, without = StableDiffusionXLPipeline, {"add_watermarker": False}
     pipeline = kind.from_single_file(
