@@ -321,7 +321,7 @@ def _check_parts(name: str, parts: Mapping[str, TensorEntry]) -> None:
         if not {MAGNITUDE, DORA_SCALE} <= parts.keys():
             return
         _refuse(f"{name} has both {MAGNITUDE} and {DORA_SCALE}")
-    wanted = next((known for known in sorted(_KINDS, key=len) if kind < known), frozenset({DOWN, UP}))
+    wanted = next((known for known in sorted(_KINDS, key=len) if kind and kind < known), frozenset({DOWN, UP}))
     lacking = [part for part in _PARTS if part in wanted | {SCALE} and part not in parts]
     _refuse(f"{name} lacks {', '.join(lacking)}" if lacking else f"{name} has parts that do not go together")
 

@@ -172,3 +172,85 @@ def test_what_would_not_be_read_is_not_written() -> None:
     for modules, says in (([high_rank], "rank 600"), ([_modules()[0], _modules()[0]], "gap")):
         with pytest.raises(BadLora, match=says):
             _written(modules)
+
+
+_DOWN, _UP = _weights("F32", 2, 8), _weights("F32", 6, 2)
+_KINDS = {
+    "LoHa": {"down": _DOWN, "up": _UP, "down2": _weights("F16", 3, 8), "up2": _weights("F16", 6, 3)},
+    "LoKr": {"kron": _weights("F32", 2, 4), "full": _weights("BF16", 3, 2)},
+    "LoKr with factors": {"kron": _weights("F32", 2, 2), "down": _weights("F16", 1, 4), "up": _weights("F16", 3, 1)},
+    "difference": {"full": _weights("F16", 6, 8), "bias": _weights("F32", 6)},
+    "DoRA": {"down": _DOWN, "up": _UP, "magnitude": _weights("F32", 6, 1)},
+    "DoRA of LyCORIS": {"down": _DOWN, "up": _UP, "dora_scale": _weights("F32", 1, 8)},
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_what_has_no_low_rank_form_is_read_again(kind: str) -> None:
+    parts = _KINDS[kind]
+    data = _written([ModuleWeights(component="unet", path=_LINEAR, scale=0.5, parts=parts), _modules()[-1]])
+    assert b'"bottega.lora/2"' in data
+    lora = _parsed(data)
+    (module,) = [module for module in lora.modules if module.component == "unet"]
+    assert module.parts.keys() == {"scale", *parts}
+    assert module.shape == (6, 8)
+    assert module.expanded_bytes == 6 * 8 * 4
+    section = data[lora.header_bytes + lora.text_bytes :]
+    assert all(section[module.parts[part].begin : module.parts[part].end] == parts[part].data for part in parts)
+
+
+_BIG = 70_000
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (
+            {"down": _weights("F16", 1, _BIG), "up": _weights("F16", _BIG, 1)}
+            | {"down2": _weights("F16", 1, _BIG), "up2": _weights("F16", _BIG, 1)},
+            f"it would expand to {4 * _BIG**2} bytes; at most {16 << 30} are accepted",
+        ),
+        (
+            {"kron": _weights("F16", 300, 300), "full": _weights("F16", 300, 300)},
+            f"it would expand to {4 * 90_000**2} bytes; at most {16 << 30} are accepted",
+        ),
+        ({"down": _DOWN, "up": _UP, "down2": _DOWN}, f"unet.{_LINEAR} lacks up2"),
+        ({"kron": _weights("F32", 2, 2)}, f"unet.{_LINEAR} lacks full"),
+        ({"full": _DOWN, "down": _DOWN, "up": _UP}, f"unet.{_LINEAR} has parts that do not go together"),
+        ({"magnitude": _weights("F32", 6, 1)}, f"unet.{_LINEAR} lacks down, up"),
+        (
+            _KINDS["DoRA"] | {"dora_scale": _weights("F32", 6, 1)},
+            f"unet.{_LINEAR} has both magnitude and dora_scale",
+        ),
+        (
+            _KINDS["LoHa"] | {"up2": _weights("F16", 7, 3)},
+            f"unet.{_LINEAR} has two products of different shapes",
+        ),
+        (
+            {"down": _DOWN, "up": _UP, "magnitude": _weights("F32", 1, 8)},
+            f"magnitude of unet.{_LINEAR} has the shape [1, 8], which does not fit [6, 8]",
+        ),
+        (
+            {"full": _weights("F16", 6, 8), "bias": _weights("F32", 5)},
+            f"bias of unet.{_LINEAR} has the shape [5], not [6]",
+        ),
+        (
+            {"full": _weights("F16", 6, 0)},
+            f"full of unet.{_LINEAR} has the shape [6, 0], which has no elements",
+        ),
+        (
+            {"kron": _weights("F16", 2, 2, 2), "full": _DOWN},
+            f"kron of unet.{_LINEAR} has the shape [2, 2, 2]; [rows, columns] is accepted",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_refused(parts: dict[str, TensorData], says: str) -> None:
+    with pytest.raises(BadLora) as refused:
+        _written([ModuleWeights(component="unet", path=_LINEAR, scale=1.0, parts=parts)])
+    assert refused.value.message == f"the file is no LoRA in canonical form: {says}"
+
+
+def test_a_format_that_does_not_go_with_the_tensors_is_refused() -> None:
+    plain = _written(_modules())
+    with pytest.raises(BadLora, match="its format does not go with its tensors"):
+        _parsed(plain.replace(b"bottega.lora/1", b"bottega.lora/2"))
