@@ -13,12 +13,15 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
+from torch import Tensor
 
 from bottega.errors import BottegaError, InvalidRequest, QueueFull, StorageUnavailable
 from bottega.loras.upload import Upload, receive
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
+from tests.samples.lora_files import save
 from tests.support.full_disk import small_disk
 from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running, upload_requests
 from tests.support.waiting import eventually, wait_until
@@ -144,3 +147,38 @@ async def test_what_a_store_that_was_killed_had_of_uploads_goes_at_its_next_star
     (incoming / "unfinished").write_bytes(bytes(1 << 19))
     async with running(tmp_path / "store"):
         assert list(incoming.iterdir()) == []
+
+
+_Q = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
+
+
+def _loha(**changes: Tensor) -> dict[str, Tensor]:
+    """Return a LoHa of one module, with other tensors in place of some of its own."""
+    parts = {f"hada_w{n}_{side}": torch.ones((96, 2) if side == "a" else (2, 96)) for n in (1, 2) for side in "ab"}
+    return {f"{_Q}.{part}": tensor for part, tensor in (parts | changes).items()}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (_loha(hada_w1_a=torch.full((96, 2), torch.nan)), "not finite"),
+        (_loha(alpha=torch.tensor(torch.inf)), "not finite"),
+        (_loha(hada_w1_b=torch.ones(0, 96)), "which has no rank"),
+        (_loha(hada_w1_a=torch.ones(200_000, 2), hada_w1_b=torch.ones(2, 200_000)), "do not fit it"),
+        ({f"{_Q}.lokr_w1": torch.ones(3000, 3000), f"{_Q}.lokr_w2": torch.ones(300, 300)}, "do not fit it"),
+        ({f"{_Q}.diff": torch.ones(96, 96, 3, 3)}, "does not fit it"),
+    ],
+    ids=["NaN", "alpha", "no rank", "expanding LoHa", "expanding LoKr", "difference"],
+)
+async def test_what_is_refused_leaves_nothing_on_the_disk(
+    tmp_path: Path, tensors: dict[str, Tensor], says: str
+) -> None:
+    data = save(tensors, tmp_path / "hostile.safetensors").read_bytes()
+    async with running(tmp_path) as store:
+        folder = store.store.recovery.quarantine.folder.parent / "files"
+        before = sorted(path for path in folder.rglob("*") if path.is_file())
+        error = await _refused(store, upload_requests("a", data))
+        assert says in error.message
+        await eventually(lambda: not _incoming(store))
+        assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
+        assert (await store.upload("a", save(_loha(), tmp_path / "sound.safetensors"))).family == "SDXL"

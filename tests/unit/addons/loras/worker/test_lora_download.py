@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from bottega.addons.loras.engine import LoraRef
+from bottega.addons.loras.engine import LoraRef, WholeLayer
+from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
 from bottega.addons.loras.worker.download import LoraDownload
 from bottega.errors import DataLoss
 from bottega.transport.memory import address, received_file
@@ -94,3 +97,32 @@ def test_the_memory_is_let_go_with_the_last_layer_that_looks_at_it(data: bytes) 
     assert mapped_files() == before + 1
     del download, text
     assert mapped_files() == before
+
+
+_LOHA = {"down": (2, 8), "up": (8, 2), "down2": (2, 8), "up2": (8, 2)}
+
+
+def test_layers_without_a_low_rank_form_keep_their_element_type() -> None:
+    """They are expanded in single precision, and rounded once."""
+    weights = TensorData(dtype="F32", shape=(6, 8), data=bytes(192))
+    loha = {part: TensorData(dtype="F16", shape=shape, data=bytes(32)) for part, shape in _LOHA.items()}
+    modules = [
+        ModuleWeights(component="unet", path="a", scale=0.5, parts=loha),
+        ModuleWeights(component="unet", path="b", scale=1.0, parts={"full": weights}),
+    ]
+    out = io.BytesIO()
+    canonical.write(out, modules)
+    data = out.getvalue()
+    with sealed_file(data) as sealed:
+        file = received_file(sealed.descriptor, sealed.size_bytes)
+    download = _download(hashlib.sha256(data).hexdigest(), torch.bfloat16)
+    download.take_whole(file)
+    download.check()
+    layers = download.layers("unet")
+    found = {path: layer.parts for path, layer in layers.items() if isinstance(layer, WholeLayer)}
+    assert {path: {part.dtype for part in parts.values()} for path, parts in found.items()} == {
+        "a": {torch.float16},
+        "b": {torch.float32},
+    }
+    assert layers["a"].scale == 0.5
+    assert download.size_bytes == 4 * 32 + 192
