@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 
 from bottega import errors
@@ -15,6 +16,7 @@ from bottega.addons.loras.client.stores import read_lora
 from bottega.client import AsyncClient, Readiness
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
+from tests.samples.lora_files import save
 from tests.support import running_loras
 from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import running_gateway
@@ -102,7 +104,7 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     path = lora_file(tmp_path, seed=2, text=True)
     added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
     assert re.fullmatch(r"pastel is ready for miniature: 2 modules of rank 2, [1-9]\.\d KiB\n", added.stdout)
-    assert "It is for SDXL: all of its file's 2 layers match the model, and none is ignored.\n" in added.stderr
+    assert "It is for SDXL: all 2 layers of its file match the model, and none is ignored.\n" in added.stderr
     assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
         ["ink", "miniature"],
         ["pastel", "miniature"],
@@ -235,3 +237,17 @@ async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
     assert re.fullmatch(r"two is ready for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
     lora = await client.lora("two")
     assert (lora.format, 0 < lora.text_bytes < lora.size_bytes) == ("PEFT", True)
+
+
+async def test_a_difference_has_no_rank_and_what_contradicts_it_is_said(house: House, tmp_path: Path) -> None:
+    path = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
+    metadata = {"ss_base_model_version": "sd_v1"}
+    file = save({f"{path}.diff": torch.ones(96, 96)}, tmp_path / "whole.safetensors", metadata)
+    added = await _run(house, "add", "whole", file, "--base", "miniature")
+    assert re.fullmatch(r"whole is ready for miniature: 1 module, 36\.\d KiB\n", added.stdout)
+    assert "It is for SDXL: the layer of its file matches the model, and none is ignored.\n" in added.stderr
+    assert (
+        "Attention: its metadata says that it was made for Stable Diffusion 1 (sd_v1), but its layers fit SDXL: "
+        "the layers count.\n"
+    ) in added.stderr
+    assert "none (whole differences)" in (await _run(house, "show", "whole")).stdout

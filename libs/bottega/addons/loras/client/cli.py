@@ -75,7 +75,7 @@ def list_command(*, address: str) -> None:
         return
     table = PlainTable("lora", "base", ">rank", ">size", "pinned", "trigger words", optional=("pinned", "rank"))
     for lora in loras:
-        facts = (str(lora.rank), size_text(lora.size_bytes), "yes" if lora.pinned else "")
+        facts = (str(lora.rank or ""), size_text(lora.size_bytes), "yes" if lora.pinned else "")
         table.add_row(lora.name, lora.base, *facts, ", ".join(lora.trigger_words))
     print_table(table)
 
@@ -120,10 +120,12 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
             lora = client.add_lora(name, Path(path), base=base, trigger_words=trigger_words)
         else:
             lora = _register_at_store(client, name, path, base=base, trigger_words=trigger_words)
-    modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
+    rank = f" of rank {lora.rank}" if lora.rank else ""
+    modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''}{rank}"
     say(f"{lora.name} is ready for {lora.base}: {modules}, {size_text(lora.size_bytes)}")
     if lora.family:
-        note(f"It is for {lora.family}: all of its file's {lora.modules} layers match the model, and none is ignored.")
+        layers = f"all {lora.modules} layers of its file match" if lora.modules > 1 else "the layer of its file matches"
+        note(f"It is for {lora.family}: {layers} the model, and none is ignored.")
     if lora.note:
         note(f"Attention: {lora.note}.")
     if before is not None and before != list(lora.trigger_words):
@@ -217,7 +219,7 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
     return [
         ("name", lora.name),
         ("base", lora.base),
-        ("rank", str(lora.rank)),
+        ("rank", str(lora.rank or "none (whole differences)")),
         ("modules", str(lora.modules)),
         ("size", size_text(lora.size_bytes)),
         *([("text encoders' part", size_text(lora.text_bytes))] if lora.text_bytes else []),

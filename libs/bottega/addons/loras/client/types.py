@@ -35,7 +35,7 @@ class StoredLora:
     base: str
     """Name of the model that the LoRA was made for."""
     rank: int
-    """Highest rank among the LoRA's modules."""
+    """Highest rank among the LoRA's modules; 0 if it has only whole differences."""
     modules: int
     """Number of the model's modules that the LoRA changes."""
     size_bytes: int
