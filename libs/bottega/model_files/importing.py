@@ -18,7 +18,7 @@ from bottega import kinds
 from bottega.errors import ConfigError
 from bottega.manifest import missing_packages, read_services
 from bottega.model_files.json_files import is_there
-from bottega.model_files.single_file import refusal_of
+from bottega.model_files.single_file_config import refusal_of
 from bottega.state_folder import make_private
 from bottega.storage.process_lock import ProcessLock
 
@@ -43,11 +43,13 @@ class ImportResult:
     prediction_type: str
     prediction_source: str
     """What says so; see `SingleFile`."""
+    prediction_is_guess: bool
 
     @property
     def prediction(self) -> str:
         """A sentence on what the UNet of a whole model predicts, and how to correct it if that is a guess."""
-        return f"Prediction type: {self.prediction_type}, from {self.prediction_source}."
+        origin = "a guess:" if self.prediction_is_guess else "from"
+        return f"Prediction type: {self.prediction_type}, {origin} {self.prediction_source}."
 
 
 OnPart = Callable[[str, int], None]

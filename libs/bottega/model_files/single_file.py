@@ -85,6 +85,8 @@ class SingleFile:
     """What its UNet predicts: `epsilon` or `v_prediction`."""
     prediction_source: str = ""
     """What says so: a tensor, the file's metadata, or the default of the family."""
+    prediction_is_guess: bool = False
+    """Whether neither the operator nor the file says what it predicts."""
     zero_terminal_snr: bool = False
     """Whether its schedule ends in pure noise (`rescale_betas_zero_snr`)."""
     parts: Mapping[str, tuple[TensorEntry, ...]] = field(default_factory=dict)
@@ -134,24 +136,6 @@ def read_single_file(path: Path, family: str = "", prediction_type: str = "") ->
     return _recognised(path, header, family, prediction_type)
 
 
-def refusal_of(path: Path) -> str:
-    """Return a sentence, with the file's name, on why workers cannot serve a single file; empty if they can."""
-    try:
-        problem = unserved(read_single_file(path))
-    except ValueError as error:
-        problem = str(error)
-    return f"the model {path} cannot be served: {problem}" if problem else ""
-
-
-def unserved(found: SingleFile) -> str:
-    """Return a sentence on why workers cannot serve what a file holds; empty if they can."""
-    if found.problem:
-        return found.problem
-    if found.kind is not FileKind.MODEL:
-        return f"it is {found.kind.value}, and not a whole model"
-    return ""
-
-
 def is_single_file(model: str) -> bool:
     """Return whether an operator's model is a single file of weights."""
     return model.endswith(_SUFFIX) and Path(model).is_file()
@@ -170,7 +154,9 @@ def _recognised(path: Path, header: Header, family: str, prediction_type: str) -
     if not problem and not found and kind is FileKind.VAE:
         problem = "VAEs of all families have the same tensors; say which one it is for: --family sd15, sd21 or sdxl"
     parts = _parts(kind, found, entries)
-    prediction, said_by, wrong = _prediction(found, header, entries, prediction_type)
+    prediction, said_by, wrong = _prediction(header, entries, prediction_type)
+    if is_guess := not said_by:
+        prediction, said_by = _default_prediction(found, entries)
     problem = problem or wrong
     return SingleFile(
         path=path,
@@ -179,6 +165,7 @@ def _recognised(path: Path, header: Header, family: str, prediction_type: str) -
         family=found,
         prediction_type=prediction,
         prediction_source=said_by,
+        prediction_is_guess=is_guess,
         zero_terminal_snr="ztsnr" in entries,
         parts=parts,
         problem=problem or _lacking(kind, found, parts) or _quantized(parts),
@@ -330,12 +317,11 @@ def _quantized(parts: Mapping[str, tuple[TensorEntry, ...]]) -> str:
     return ""
 
 
-def _prediction(family: str, header: Header, entries: Mapping[str, TensorEntry], wanted: str) -> tuple[str, str, str]:
-    """Return what the UNet predicts, what says so, and a sentence if that is not served.
+def _prediction(header: Header, entries: Mapping[str, TensorEntry], wanted: str) -> tuple[str, str, str]:
+    """Return what the UNet predicts, what says so (empty if nothing does), and a sentence if that is not served.
 
     ComfyUI and kohya's scripts mark models with an empty tensor `v_pred`, others with ModelSpec's metadata
-    (https://github.com/Stability-AI/ModelSpec). Without either, as in Diffusers, Stable Diffusion 2 is taken for 2.1
-    at 768 pixels, which predicts v, but its UNet for inpainting predicts the noise.
+    (https://github.com/Stability-AI/ModelSpec).
     """
     if wanted:
         return wanted, "your choice", ""
@@ -346,10 +332,20 @@ def _prediction(family: str, header: Header, entries: Mapping[str, TensorEntry],
         if known in PREDICTION_TYPES:
             return known, "its metadata", ""
         shown = excerpt(stated, _SHOWN_CHARACTERS)
-        return EPSILON, "", f"its metadata says that it predicts {shown}; {_CHOOSE}, if you know better"
+        return EPSILON, "its metadata", f"its metadata says that it predicts {shown}; {_CHOOSE}, if you know better"
+    return EPSILON, "", ""
+
+
+def _default_prediction(family: str, entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
+    """Return what UNets of a family predict, and a text that says so and how to choose.
+
+    As in Diffusers, Stable Diffusion 2 is taken for 2.1 at 768 pixels, which predicts v, but its UNet for inpainting
+    predicts the noise.
+    """
+    default = f"the default of {TITLES.get(family, 'its family')}"
     if family == SD21 and not _is_for_inpainting(entries):
-        return V_PREDICTION, f"the default of {TITLES[SD21]}; for a base model at 512 pixels {_CHOOSE} epsilon", ""
-    return EPSILON, f"the default of {TITLES.get(family, 'its family')}", ""
+        return V_PREDICTION, f"{default}; for a base model at 512 pixels {_CHOOSE} {EPSILON}"
+    return EPSILON, f"{default}; for a model that predicts v {_CHOOSE} {V_PREDICTION}"
 
 
 def _is_for_inpainting(entries: Mapping[str, TensorEntry]) -> bool:

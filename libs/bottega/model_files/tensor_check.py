@@ -39,7 +39,7 @@ def check_tensors(part: str, config: Mapping[str, Any], weights: Weights) -> Ite
         part: `unet`, `vae`, `text_encoder` or `text_encoder_2`.
         config: Valid configuration of the part with all defaults.
     """
-    wanted = dict(islice(_EXPECTED[part](config), MAX_TENSORS + 1))
+    wanted = dict(islice(EXPECTED_TENSORS[part](config), MAX_TENSORS + 1))
     if len(wanted) > MAX_TENSORS:
         yield f"{part}/config.json: it asks for over {MAX_TENSORS} tensors; download the file again"
         return
@@ -353,9 +353,10 @@ def _norm(name: str, width: int) -> Tensors:
     yield f"{name}.bias", (width,)
 
 
-_EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
+EXPECTED_TENSORS: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
     "unet": unet_tensors,
     "vae": vae_tensors,
     "text_encoder": partial(text_encoder_tensors, projects=False),
     "text_encoder_2": partial(text_encoder_tensors, projects=True),
 }
+"""For each part, a function that yields its tensors from its valid configuration with all defaults."""

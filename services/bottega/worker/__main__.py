@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -33,6 +34,8 @@ from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker, worker_name
+
+_log = logging.getLogger(__name__)
 
 # Seconds for which a worker that cannot serve its model tries to reach the fleet. It ends within 2 s in all.
 _JOIN_S = 0.5
@@ -108,6 +111,8 @@ async def _imported(engine: EngineConfig) -> EngineConfig:
     systemd.extend_start(f"converting {engine.model}", within_s=CONVERSION_S)
     file = Path(engine.model)
     imported = await import_for_serving(file, Path(os.environ.get("STATE_DIRECTORY") or state_folder()))
+    if imported.prediction_is_guess:
+        _log.info("%s", imported.prediction, extra={"model": str(file)})
     name = engine.model_name or name_of(str(file.with_suffix("")))
     return replace(engine, model=str(imported.folder), model_name=name)
 

@@ -18,7 +18,8 @@ from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import read_base_layout
-from bottega.model_files.single_file import is_single_file, refusal_of
+from bottega.model_files.single_file import is_single_file
+from bottega.model_files.single_file_config import refusal_of
 from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT

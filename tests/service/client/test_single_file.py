@@ -17,6 +17,7 @@ from diffusers import (
 )
 
 from bottega.client import Client
+from bottega.model_files.family_names import TITLES
 from tests.samples.single_files import write_single_file
 from tests.support.running_up import running_up
 from tests.support.stock import assert_same_image, pixels_of
@@ -47,4 +48,7 @@ def test_a_suite_draws_from_a_single_file_as_stock_does(
     stock.scheduler = scheduler.from_config(stock.scheduler.config)
     wanted = stock(PROMPT, generator=torch.Generator().manual_seed(7), **DRAW).images[0]
     assert_same_image(pixels_of(drawn.pil()), pixels_of(wanted))
-    assert "converting unet" in up.printed.read_text()
+    printed = " ".join(up.printed.read_text().split())
+    assert "converting unet" in printed
+    guess = "v_prediction" if family == "sd21" else "epsilon"
+    assert f"Prediction type: {guess}, a guess: the default of {TITLES[family]}; for a" in printed

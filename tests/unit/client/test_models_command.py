@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from bottega.client.cli import main
 from bottega.miniature import WEIGHTS
+from bottega.model_files.single_file import OTHER_VERSION
+from bottega.model_files.single_file_config import refusal_of
+from bottega.safetensors_header import read_header
+from tests.samples.single_files import SHAPES, TRUE_SHAPES, write_zeros_file
 from tests.samples.wrong_folders import change_json, link_model, write_zeros
 
-_UNET = "model.diffusion_model."
-_TENSORS = (
-    f"{_UNET}input_blocks.0.0.weight",
-    f"{_UNET}label_emb.0.0.weight",
-    "conditioner.embedders.0.transformer.a.weight",
-    "conditioner.embedders.1.model.b.weight",
-    "first_stage_model.decoder.c.weight",
-)
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def _run(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "80"}).invoke(main, ["models", *arguments])
-
-
-def _single_file(path: Path) -> Path:
-    write_zeros(path, dict.fromkeys(_TENSORS, ("F16", (1024, 1024))))
-    return path
 
 
 def test_inspect_shows_all_about_a_folder_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,20 +44,100 @@ def test_inspect_shows_all_about_a_folder_in_80_columns(monkeypatch: pytest.Monk
         assert text in words
 
 
-def test_inspect_of_a_single_file_says_how_to_import_it(tmp_path: Path) -> None:
-    file = _single_file(tmp_path / "model.safetensors")
+def test_inspect_of_a_single_file_says_all_that_its_header_tells(tmp_path: Path) -> None:
+    file = write_zeros_file(tmp_path / "model.safetensors", "sdxl", TRUE_SHAPES["sdxl"])
     facts = json.loads(_run("inspect", str(file), "--json").output)
-    assert (facts["kind"], facts["family"], facts["prediction_type"]) == ("single file", "SDXL", "epsilon")
-    assert {part["name"]: part["size_bytes"] for part in facts["parts"]} == {
-        "text_encoder": 2 << 20,
-        "text_encoder_2": 2 << 20,
-        "unet": 4 << 20,
-        "vae": 2 << 20,
-    }
-    assert (facts["parameters"], facts["half_bytes"], facts["problems"]) == (5 << 20, 10 << 20, [])
+    assert (facts["kind"], facts["family"], facts["problems"]) == ("single file", "SDXL", [])
+    assert (facts["prediction_type"], facts["sampler"], facts["default_size"]) == ("epsilon", "euler", 1024)
+    assert [part["name"] for part in facts["parts"]] == ["text_encoder", "text_encoder_2", "unet", "vae"]
+    unet = facts["parts"][2]
+    assert (unet["parameters"], unet["size_bytes"]) == (2_567_463_684, 5_134_927_368)  # as published
+    assert facts["half_bytes"] == 2 * facts["parameters"] == facts["size_bytes"]
     assert facts["advice"] == (
         f"`bottega up --model {file}` serves it, and `bottega models import {file}` converts it to a folder"
     )
+
+
+@pytest.mark.parametrize(("family", "sampler", "size"), [("sd15", "pndm", 128), ("sd21", "ddim", 192)])
+def test_inspect_derives_the_sampler_and_the_size(family: str, sampler: str, size: int, tmp_path: Path) -> None:
+    file = write_zeros_file(tmp_path / "model.safetensors", family, SHAPES[family])
+    facts = json.loads(_run("inspect", str(file), "--json").output)
+    assert (facts["sampler"], facts["default_size"], facts["problems"]) == (sampler, size, [])
+
+
+_UNET = "model.diffusion_model."
+_OTHER_UNET = "its unet is not that of a Stable Diffusion 1 model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongHeader:
+    """A whole model whose header shows that it cannot be converted."""
+
+    name: str
+    change: Callable[[Tensors], Tensors]
+    sentence: str
+    family: str = "sd15"
+    shape: Mapping[str, Any] = field(default_factory=dict)
+
+
+WRONG_HEADERS = (
+    WrongHeader(
+        name="a UNet of 8 channels",
+        change=dict,
+        shape={"in_channels": 8},
+        sentence="its parts do not fit each other: unet/config.json: in_channels must be 4, as out_channels is, or 9 "
+        "for inpainting, with a mask and a masked image beside the latent, not 8",
+    ),
+    WrongHeader(
+        name="no VAE",
+        change=lambda tensors: {name: tensor for name, tensor in tensors.items() if "first_stage" not in name},
+        sentence="it has no vae; give the file of a whole model, with text encoders and VAE",
+    ),
+    WrongHeader(
+        name="an old text encoder",
+        change=lambda tensors: {name.replace(".text_model.", "."): tensor for name, tensor in tensors.items()},
+        sentence="its text_encoder is not that of a Stable Diffusion 1 model: it lacks "
+        f"text_model.embeddings.position_embedding.weight; {OTHER_VERSION}",
+    ),
+    WrongHeader(
+        name="a UNet without a bias",
+        change=lambda tensors: _without(tensors, "middle_block.2.out_layers.3.bias"),
+        sentence=f"{_OTHER_UNET}: it lacks a tensor of the shape [64]; {OTHER_VERSION}",
+    ),
+    WrongHeader(
+        name="a UNet that reads the guidance scale",
+        change=lambda tensors: tensors | {f"{_UNET}time_embed.cond_proj.weight": ("F16", (128, 256))},
+        sentence=f"{_OTHER_UNET}: it has tensors that nothing takes; {OTHER_VERSION}",
+    ),
+    WrongHeader(
+        name="a VAE without a projection",
+        change=lambda tensors: _without(tensors, "decoder.mid.attn_1.q.weight"),
+        sentence="its vae is not that of a Stable Diffusion 1 model: it lacks a tensor of the shape [64, 64]; "
+        f"{OTHER_VERSION}",
+    ),
+    WrongHeader(
+        name="an OpenCLIP without a bias",
+        family="sd21",
+        change=lambda tensors: _without(tensors, "resblocks.1.attn.in_proj_bias"),
+        sentence="its text_encoder is not that of a Stable Diffusion 2 model: it lacks a tensor of the shape [64]; "
+        f"{OTHER_VERSION}",
+    ),
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG_HEADERS, ids=lambda wrong: wrong.name)
+def test_check_refuses_a_single_file_by_its_header(wrong: WrongHeader, tmp_path: Path) -> None:
+    file = write_zeros_file(tmp_path / "model.safetensors", wrong.family, replace(SHAPES[wrong.family], **wrong.shape))
+    with file.open("rb") as opened:
+        tensors = {entry.name: (entry.dtype, entry.shape) for entry in read_header(opened).tensors}
+    write_zeros(file, wrong.change(tensors))
+    checked = _run("check", str(file))
+    assert (checked.exit_code, checked.output) == (1, f"{file}: {wrong.sentence}\n")
+    assert refusal_of(file) == f"the model {file} cannot be served: {wrong.sentence}"
+
+
+def _without(tensors: Tensors, ending: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}
 
 
 def test_check_gives_every_reason_and_fails(tmp_path: Path) -> None:
@@ -82,7 +157,7 @@ def test_list_shows_the_models_in_a_folder(tmp_path: Path) -> None:
     link_model(tmp_path / "good")
     link_model(tmp_path / "wrong")
     change_json(tmp_path / "wrong" / "unet" / "config.json", act_fn="tanh")
-    _single_file(tmp_path / "single.safetensors")
+    write_zeros_file(tmp_path / "single.safetensors", "sdxl", SHAPES["sdxl"])
     (tmp_path / "broken.safetensors").write_bytes(b"no model")
     (tmp_path / "notes").mkdir()
     lines = _run("list", str(tmp_path), "--json").output.splitlines()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bottega.errors import ConfigError
+from bottega.worker.__main__ import _imported
 from bottega.worker.config import EngineConfig, PeerConfig, WorkerConfig, check_model
 from tests.samples.single_files import write_single_file, write_vae_file
 
@@ -44,3 +47,18 @@ def test_a_single_file_of_something_else_is_refused(
 def test_a_single_file_of_a_whole_model_may_be_served(tmp_path: Path) -> None:
     file = write_single_file(tmp_path / "model.safetensors", "sdxl")
     check_model(WorkerConfig(engine=EngineConfig(model=str(file))))
+
+
+def test_a_worker_logs_what_it_guesses_of_a_single_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
+    file = write_single_file(tmp_path / "model.safetensors", "sd21")
+    with caplog.at_level(logging.INFO):
+        engine = asyncio.run(_imported(EngineConfig(model=str(file))))
+    assert (Path(engine.model).parent.name, engine.model_name) == ("imported", "model")
+    (logged,) = (record for record in caplog.records if record.name == "bottega.worker.__main__")
+    assert logged.getMessage() == (
+        "Prediction type: v_prediction, a guess: the default of Stable Diffusion 2; for a base model at 512 pixels "
+        "import it with --prediction-type epsilon."
+    )

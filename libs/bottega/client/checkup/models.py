@@ -12,10 +12,12 @@ from typing import Any
 
 from bottega.model_files import MINIATURE, ModelReport, check_model_folder, folder_of, name_of
 from bottega.model_files.configuration_rules import INDEX_FILE
-from bottega.model_files.family_names import TITLES
+from bottega.model_files.family_names import SDXL, TITLES
 from bottega.model_files.presets import read_preset
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
-from bottega.model_files.single_file import FileKind, SingleFile, read_single_file, unserved
+from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
+from bottega.model_files.single_file_config import Config, check_header, scheduler_config
+from bottega.model_files.vae_rules import latent_scale
 
 _SINGLE_FILE = "single file"
 _SAFETENSORS = ".safetensors"
@@ -195,7 +197,10 @@ def _sampler(report: ModelReport) -> str:
         preset = None
     if preset is not None and preset.sampler:
         return preset.sampler
-    own = report.scheduler_class
+    return _sampler_of(report.scheduler_class)
+
+
+def _sampler_of(own: str) -> str:
     return next((name for name, class_name in SAMPLER_CLASSES.items() if class_name == own), own)
 
 
@@ -215,10 +220,9 @@ def _of_file(found: SingleFile) -> ModelFacts:
                 size_bytes=sum(sizes.values()),
             )
         )
-    problem = unserved(found) if found.kind is FileKind.MODEL else found.problem
+    problem, configs = _checked(found)
     importing = f"`bottega models import {quote(str(found.path))}`"
-    if found.kind is FileKind.VAE and not found.family:  # any family's
-        problem = ""
+    if found.kind is FileKind.VAE:
         importing = f"`bottega models import {quote(str(found.path))} --family FAMILY` ({', '.join(TITLES)})"
     advice = "" if problem else f"{importing} converts it to a folder"
     if advice and found.kind is FileKind.MODEL:
@@ -232,12 +236,22 @@ def _of_file(found: SingleFile) -> ModelFacts:
         pipeline="",
         variant="",
         parts=tuple(parts),
-        default_size=0,
-        sampler="",
+        default_size=configs["unet"]["sample_size"] * latent_scale(configs["vae"]) if "unet" in configs else 0,
+        sampler=_sampler_of(scheduler_config(found)["_class_name"]) if "unet" in configs else "",
         prediction_type=found.prediction_type if found.kind is FileKind.MODEL and found.family else "",
         problems=(problem,) if problem else (),
         advice=advice,
     )
+
+
+def _checked(found: SingleFile) -> tuple[str, Mapping[str, Config]]:
+    """Return a sentence on why a file cannot be converted, or else the configurations of its parts."""
+    try:
+        # A VAE that says no family is converted for the one that the operator names; the rules are those of all.
+        is_any = found.kind is FileKind.VAE and not found.family
+        return "", check_header(read_single_file(found.path, SDXL) if is_any else found)
+    except ValueError as error:
+        return str(error), {}
 
 
 def _kind(path: Path) -> str:

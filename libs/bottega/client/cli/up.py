@@ -145,7 +145,8 @@ def _folder_of_file(model: str, name: str, state: StateFolder) -> tuple[str, str
 
     from bottega.model_files import name_of
     from bottega.model_files.importing import import_for_serving
-    from bottega.model_files.single_file import is_single_file, refusal_of
+    from bottega.model_files.single_file import is_single_file
+    from bottega.model_files.single_file_config import refusal_of
 
     if not is_single_file(model):
         return model, name

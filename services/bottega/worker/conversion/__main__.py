@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> int:
         title=source.title,
         prediction_type=source.prediction_type,
         prediction_source=source.prediction_source,
+        prediction_is_guess=source.prediction_is_guess,
     )
     return 0
 

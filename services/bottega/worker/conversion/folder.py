@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from bottega.errors import ConfigError
-from bottega.model_files.configuration_rules import check_configurations
 from bottega.model_files.digest import file_digest
 from bottega.model_files.importing import remove_abandoned
 from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
-from bottega.model_files.vae_rules import check_vae_config
-from bottega.storage import folders
-from bottega.storage.process_lock import ProcessLock
-from bottega.worker.conversion.configurations import (
-    derive_configurations,
-    model_index,
+from bottega.model_files.single_file_config import (
+    configurations_of,
+    index_of,
     scheduler_config,
     tokenizer_configs,
 )
+from bottega.storage import folders
+from bottega.storage.process_lock import ProcessLock
 from bottega.worker.conversion.tensors import check_part, convert_part
 from bottega.worker.conversion.tokenizers import write_vocabulary
 
@@ -72,10 +70,7 @@ def convert_file(
     """
     try:
         source = read_single_file(path, family, prediction_type)
-        if source.problem:
-            raise ValueError(source.problem)
-        configs = derive_configurations(source)
-        _check_together(source, configs)
+        configs = configurations_of(source)
         for part, config in configs.items():
             check_part(source, part, config)
         if is_there(folder):
@@ -94,7 +89,7 @@ def convert_file(
 
 def _write(
     source: SingleFile,
-    configs: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, dict[str, Any]],
     folder: Path,
     on_part: Callable[[str, int], None],
 ) -> None:
@@ -115,7 +110,7 @@ def _write(
     folders.sync(folder)
 
 
-def _write_rest(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+def _write_rest(source: SingleFile, configs: Mapping[str, dict[str, Any]], folder: Path) -> None:
     """Write what a whole model has beside its weights."""
     for part in ("tokenizer", "tokenizer_2"):
         if part.replace("tokenizer", "text_encoder") in source.parts:
@@ -125,27 +120,7 @@ def _write_rest(source: SingleFile, configs: Mapping[str, Mapping[str, Any]], fo
                 _write_json(folder / part / name, values)
     (folder / "scheduler").mkdir()
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(source))
-    _write_json(folder / "model_index.json", _index(source, configs))
-
-
-def _index(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    return model_index(source.family, is_inpainting=configs["unet"]["in_channels"] != configs["unet"]["out_channels"])
-
-
-def _check_together(source: SingleFile, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError if a part cannot be served, or does not fit the others."""
-    if source.kind is FileKind.VAE and (problem := next(check_vae_config(configs["vae"]), "")):
-        raise ValueError(f"its vae cannot be served: {problem}")
-    if source.kind is not FileKind.MODEL:
-        return
-    tokenizers = {
-        part: tokenizer_configs(source.family, part)["tokenizer_config.json"]
-        for part in ("tokenizer", "tokenizer_2")
-        if part.replace("tokenizer", "text_encoder") in configs
-    }
-    together = {**configs, **tokenizers, "scheduler": scheduler_config(source)}
-    if problems := check_configurations(_index(source, configs), together, family=source.family):
-        raise ValueError(f"its parts do not fit each other: {problems[0]}")
+    _write_json(folder / "model_index.json", index_of(source, configs))
 
 
 def _put_in_place(staging: Path, folder: Path, source: SingleFile) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,13 +32,7 @@ from bottega.model_files.single_file import (
     OTHER_VERSION,
     SingleFile,
 )
-from bottega.model_files.tensor_check import (
-    Tensors,
-    controlnet_tensors,
-    text_encoder_tensors,
-    unet_tensors,
-    vae_tensors,
-)
+from bottega.model_files.tensor_check import EXPECTED_TENSORS, Tensors, controlnet_tensors
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS
 
@@ -118,7 +111,7 @@ def _expected(part: str, config: Mapping[str, Any]) -> Tensors:
             return controlnet_tensors(read_network_config(json.dumps(config).encode()).fields)
         except InvalidRequest as error:
             raise ValueError(error.message) from None
-    return _EXPECTED[part](filled_config(part, config))
+    return EXPECTED_TENSORS[part](filled_config(part, config))
 
 
 def _unet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
@@ -193,10 +186,4 @@ _CONVERT: Mapping[str, Callable[[SingleFile, Mapping[str, Any], State], State]] 
     "vae": _vae,
     "text_encoder": _text_encoder,
     "text_encoder_2": _text_encoder_2,
-}
-_EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
-    "unet": unet_tensors,
-    "vae": vae_tensors,
-    "text_encoder": partial(text_encoder_tensors, projects=False),
-    "text_encoder_2": partial(text_encoder_tensors, projects=True),
 }

@@ -22,7 +22,7 @@ from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.single_file import FileKind, read_single_file
-from bottega.worker.conversion.configurations import derive_configurations
+from bottega.model_files.single_file_config import derive_configurations
 from bottega.worker.conversion.folder import convert_file
 from bottega.worker.conversion.tensors import check_part
 from bottega.worker.conversion.tokenizers import write_vocabulary
@@ -217,7 +217,9 @@ def test_the_schedule_is_that_of_the_training(
 
 def test_the_prediction_type_is_the_operators_or_that_of_the_file(tmp_path: Path) -> None:
     file = write_single_file(tmp_path / "base.safetensors", "sd21")
-    assert read_single_file(file).prediction_type == "v_prediction"
+    guessed, chosen = read_single_file(file), read_single_file(file, prediction_type="epsilon")
+    assert (guessed.prediction_type, guessed.prediction_is_guess) == ("v_prediction", True)
+    assert (chosen.prediction_type, chosen.prediction_is_guess) == ("epsilon", False)
     folder = convert_file(file, tmp_path / "base", prediction_type="epsilon").folder
     assert json.loads((folder / "scheduler" / "scheduler_config.json").read_bytes())["prediction_type"] == "epsilon"
     assert json.loads((folder / "unet" / "config.json").read_bytes())["sample_size"] == 64

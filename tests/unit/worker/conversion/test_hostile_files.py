@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bottega.client.checkup.models import read_model_facts
 from bottega.errors import ConfigError
 from bottega.model_files.single_file import OTHER_VERSION
 from bottega.worker.conversion.folder import convert_file
@@ -275,6 +276,19 @@ def test_a_file_is_refused_at_once_and_leaves_nothing(hostile: Hostile, tmp_path
     assert time.process_time() - began_s < LIMIT_S
     assert refused.value.message == f"{file} cannot be converted: {hostile.sentence}"
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+# A choice of a family may be wrong or missing only at an import, and a check reads no weights.
+_SEEN_BY_CHECK = [hostile for hostile in HOSTILE if not hostile.family and hostile.write is not write_vae_file]
+
+
+@pytest.mark.parametrize("hostile", _SEEN_BY_CHECK, ids=lambda hostile: hostile.name)
+def test_a_check_refuses_it_at_once_too(hostile: Hostile, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    hostile.write(file)
+    began_s = time.process_time()
+    assert len(read_model_facts(str(file)).problems) == 1
+    assert time.process_time() - began_s < LIMIT_S
 
 
 def test_other_files_are_never_opened(tmp_path: Path) -> None:

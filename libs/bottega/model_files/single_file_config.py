@@ -1,4 +1,4 @@
-"""Derives the configurations of a model's parts from its family and the shapes of its tensors.
+"""Derives the configurations of a single file's parts from its family and the shapes of its tensors. No torch.
 
 What shapes do not tell, such as the number of attention heads and the scale of latents, are the values of the published
 folders: stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and -2-1-base, and
@@ -7,10 +7,17 @@ stabilityai/stable-diffusion-xl-base-1.0.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from bottega.errors import InvalidRequest
+from bottega.model_files.configuration_rules import check_configurations, filled_config
+from bottega.model_files.controlnet_config import read_network_config
 from bottega.model_files.family_names import SD15, SD21, SDXL, with_article
 from bottega.model_files.single_file import (
     CLIP_PREFIXES,
@@ -22,8 +29,13 @@ from bottega.model_files.single_file import (
     UNET,
     V_PREDICTION,
     VAE_PREFIXES,
+    FileKind,
     SingleFile,
+    read_single_file,
 )
+from bottega.model_files.tensor_check import EXPECTED_TENSORS
+from bottega.model_files.vae_rules import check_vae_config
+from bottega.safetensors_header import MAX_TENSORS
 
 Config = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -44,6 +56,92 @@ _HINT_BLOCKS = (0, 2, 4, 6, 8, 10, 12, 14)
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 _PIPELINES = {SD15: "StableDiffusionPipeline", SD21: "StableDiffusionPipeline", SDXL: "StableDiffusionXLPipeline"}
 _SCHEDULERS = {SD15: "PNDMScheduler", SD21: "DDIMScheduler", SDXL: "EulerDiscreteScheduler"}
+
+
+def refusal_of(path: Path) -> str:
+    """Return a sentence, with the file's name, on why workers cannot serve a single file; empty if they can."""
+    try:
+        source = read_single_file(path)
+        if source.kind is not FileKind.MODEL and not source.problem:
+            raise ValueError(f"it is {source.kind.value}, and not a whole model")
+        check_header(source)
+    except ValueError as error:
+        return f"the model {path} cannot be served: {error}"
+    return ""
+
+
+def check_header(source: SingleFile) -> dict[str, Config]:
+    """Return the configurations of a file's parts, after comparing the shapes of its tensors with them.
+
+    A conversion compares every tensor under its new name instead. The names are Diffusers' business, which needs torch.
+
+    Raises:
+        ValueError: The file cannot be converted, or not be served. The text is a sentence.
+    """
+    configs = configurations_of(source)
+    for part, config in configs.items():
+        if part == "controlnet":
+            continue
+        wanted = list(islice(EXPECTED_TENSORS[part](filled_config(part, config)), MAX_TENSORS + 1))
+        if len(wanted) > MAX_TENSORS:
+            raise ValueError(f"{_misfit(part, source)}: it would need over {MAX_TENSORS} tensors; {OTHER_VERSION}")
+        missing = Counter(_significant(shape) for _, shape in wanted)
+        missing.subtract(
+            _significant(converted)
+            for name, shape in shapes_of(source, part).items()
+            for converted in _converted_shapes(name, shape)
+        )
+        if lacking := next((shape for shape, count in missing.items() if count > 0), None):
+            raise ValueError(
+                f"{_misfit(part, source)}: it lacks a tensor of the shape {list(lacking)}; {OTHER_VERSION}"
+            )
+        # A UNet draws with each of its tensors. Other parts have some that the converters leave out.
+        if part == "unet" and missing.total():
+            raise ValueError(f"{_misfit(part, source)}: it has tensors that nothing takes; {OTHER_VERSION}")
+    return configs
+
+
+def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without ones at its end: converters make linear layers of convolutions of one pixel."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _converted_shapes(name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes that the converters make of a tensor. OpenCLIP has three projections in one tensor."""
+    if shape and ".attn.in_proj_" in name:
+        return [(shape[0] // 3, *shape[1:])] * 3
+    return [shape[::-1] if name == "text_projection" else shape]
+
+
+def configurations_of(source: SingleFile) -> dict[str, Config]:
+    """Return the configuration of each part of a file that has weights, checked by the rules for folders.
+
+    Raises:
+        ValueError: The file cannot be converted, or not be served. The text is a sentence.
+    """
+    if source.problem:
+        raise ValueError(source.problem)
+    configs = derive_configurations(source)
+    if source.kind is FileKind.VAE and (problem := next(check_vae_config(configs["vae"]), "")):
+        raise ValueError(f"its vae cannot be served: {problem}")
+    if source.kind is FileKind.CONTROLNET:
+        try:
+            read_network_config(json.dumps(configs["controlnet"]).encode())
+        except InvalidRequest as error:
+            raise ValueError(error.message) from None
+    if source.kind is not FileKind.MODEL:
+        return configs
+    tokenizers = {
+        part: tokenizer_configs(source.family, part)["tokenizer_config.json"]
+        for part in ("tokenizer", "tokenizer_2")
+        if part.replace("tokenizer", "text_encoder") in configs
+    }
+    together = {**configs, **tokenizers, "scheduler": scheduler_config(source)}
+    if problems := check_configurations(index_of(source, configs), together, family=source.family):
+        raise ValueError(f"its parts do not fit each other: {problems[0]}")
+    return configs
 
 
 def shapes_of(source: SingleFile, part: str) -> dict[str, tuple[int, ...]]:
@@ -78,6 +176,12 @@ def derive_configurations(source: SingleFile) -> dict[str, Config]:
 
 def _misfit(part: str, source: SingleFile) -> str:
     return f"its {part} is not that of {with_article(source.title)} model"
+
+
+def index_of(source: SingleFile, configs: Mapping[str, Config]) -> Config:
+    """Return the model_index.json of a whole model with these configurations of its parts."""
+    unet = configs["unet"]
+    return model_index(source.family, is_inpainting=unet["in_channels"] != unet["out_channels"])
 
 
 def model_index(family: str, *, is_inpainting: bool = False) -> Config:
