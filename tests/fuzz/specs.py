@@ -118,7 +118,7 @@ def _weighted_prompts(case: Any) -> Iterator[Case]:
     weighted = partial(case, prompt_syntax=PromptSyntax.PROMPT_SYNTAX_WEIGHTED)
     for good in ("(a:1.5) [star] BREAK \\(b\\)", "((a", "a))]", ":1.2)", "", "(a:-3)", "a (star, " * 12):
         yield weighted(f"weighted prompt {shown(good)}", prompt=good)
-    for bad in ("(a:1.2.3)", "(a:101)", "(" * 1000, "a BREAK" * 30, "[a:b:0.5]", "[a|b]", "a AND b", "<lora:a:1>"):
+    for bad in ("(a:1.2.3)", "(a:101)", "(" * 1000, "a BREAK " * 30, "[a:b:0.5]", "[a|b]", "a AND b", "<lora:a:1>"):
         yield weighted(f"weighted prompt {shown(bad)}", INVALID, "spec.prompt", prompt=bad)
         yield weighted(f"weighted {shown(bad)}", INVALID, "spec.negative_prompt", negative_prompt=bad)
 

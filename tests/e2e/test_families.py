@@ -11,10 +11,9 @@ import torch
 
 from bottega.client import Client
 from bottega.errors import InvalidRequest
-from tests.e2e.conftest import Suite
 from tests.samples.edits import box_mask, template
 from tests.samples.family_models import SIZE, FamilyStock, family_model
-from tests.support.services import SMALL_ENGINE, Services, worker_config
+from tests.support.services import SMALL_ENGINE, Services, gateway_config, worker_config
 from tests.support.stock import Pixels, assert_same_image, pixels_of
 from tests.support.waiting import wait_until
 
@@ -25,36 +24,30 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def workers(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A worker of each model, in the suite of all tests while those of this file run."""
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A client of a suite of its own, with a worker of each model."""
     with Services(tmp_path_factory.mktemp("families")) as services, ThreadPoolExecutor(1) as pool:
+        gateway = services.start("gateway", gateway_config())
         starts = []
         for name, family in MODELS.items():
             engine = {**SMALL_ENGINE, "model": str(family_model(family)), "model_name": name}
-            config = worker_config(suite.gateway.fleet, name=name, engine=engine)
-            starts.append(pool.submit(services.start, "worker", config))
+            starts.append(pool.submit(services.start, "worker", worker_config(gateway.fleet, name=name, engine=engine)))
         for start in starts:
             start.result()
-        wait_until(lambda: _names(suite.client) >= MODELS.keys(), "the workers to join")
-        yield
-    wait_until(lambda: not _names(suite.client) & MODELS.keys(), "the workers to leave")
-
-
-def _names(client: Client) -> set[str]:
-    return {model.name for model in client.models()}
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as connected:
+            wait_until(lambda: {model.name for model in connected.models()} >= MODELS.keys(), "the workers to join")
+            yield connected
 
 
 @pytest.mark.parametrize("model", ["sd1", "sd2"])
-def test_a_picture_with_all_defaults_is_that_of_the_folders_own_pipeline(
-    workers: None, client: Client, model: str
-) -> None:
+def test_a_picture_with_all_defaults_is_that_of_the_folders_own_pipeline(client: Client, model: str) -> None:
     picture = client.generate(PROMPT, model=model, seed=7, num_inference_steps=STEPS)
 
     assert_same_image(pixels_of(picture.pil()), _stock(model, num_inference_steps=STEPS))
     assert picture.provenance.exact
 
 
-def test_an_edit_with_a_network_that_reads_the_mask_is_that_of_stock(workers: None, client: Client) -> None:
+def test_an_edit_with_a_network_that_reads_the_mask_is_that_of_stock(client: Client) -> None:
     image, mask = template(SIZE, SIZE), box_mask((4, 8, 20, 28), SIZE, SIZE)
     said: dict[str, Any] = {"num_inference_steps": STEPS, "strength": 0.6}
     picture = client.edit(image, mask, PROMPT, model="sd1-inpainting", seed=7, keep_unmasked=False, **said)
@@ -69,9 +62,7 @@ def test_an_edit_with_a_network_that_reads_the_mask_is_that_of_stock(workers: No
         ("sd1-inpainting", {}, "mask_image: must be set: this is an inpainting model, which only edits pictures"),
     ],
 )
-def test_what_a_family_cannot_do_is_refused(
-    workers: None, client: Client, model: str, said: Mapping[str, Any], sentence: str
-) -> None:
+def test_what_a_family_cannot_do_is_refused(client: Client, model: str, said: Mapping[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
         client.generate(PROMPT, model=model, seed=7, **said)
 
