@@ -48,8 +48,7 @@ _BREAK = re.compile(r"\bBREAK\b")
 _AND = re.compile(r"\bAND\b")
 _TAG = re.compile(r"<(lora|lyco|hypernet):[^<>]{0,200}>", re.IGNORECASE)
 # At the end of the text in square brackets: the step or the share of steps at which a prompt changes.
-_SCHEDULE = re.compile(r"(?<!\\):\s*[+-]?(\d+(\.\d*)?|\.\d+)\s*$")
-_SCHEDULE_CHARACTERS = 64
+_SCHEDULE = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +154,13 @@ class _Parser:
 
     def _check_unchanging(self, begin: int, end: int) -> None:
         """Raise MalformedPrompt if a text in square brackets is one that the web UI changes between steps."""
-        scheduled = _SCHEDULE.search(self._prompt, max(begin, end - _SCHEDULE_CHARACTERS), end)
-        if scheduled is None and self._bar < begin:
+        colon = self._prompt.rfind(":", begin, end)
+        scheduled = (
+            colon >= 0
+            and not self._prompt.endswith("\\", 0, colon)
+            and _SCHEDULE.fullmatch(self._prompt[colon + 1 : end].strip())
+        )
+        if not scheduled and self._bar < begin:
             return
         rule = "prompts that change between steps, such as [from:to:0.5] and [one|other], are not served"
         raise MalformedPrompt(f"has {self._prompt[begin - 1 : end + 1][:_SHOWN]!r}: {rule}")

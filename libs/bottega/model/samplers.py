@@ -416,7 +416,8 @@ class Sampler:
         if names and not stateless and not (state.numbers.keys() | state.tensors.keys()) & set(names):
             raise ValueError("the state of a multi-step sampler is missing")
         self._restarts = "restarts" in state.numbers
-        tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
+        # Diffusers computes noise levels on the CPU. A CUDA device would round such a number to the type of the latent.
+        tensors = {name: tensor.to(device) if tensor.dim() else tensor for name, tensor in state.tensors.items()}
         for name in names:
             if isinstance(getattr(self._scheduler, name, None), list):
                 value = [tensors.get(f"{name}.{index}") for index in range(state.numbers[name])]

@@ -84,6 +84,8 @@ REFUSALS = {
     "(a)b" * 4000: "has over 3000 texts between brackets, colons and escapes",
     "a [cat:dog:0.5]": f"has '[cat:dog:0.5]': {CHANGES}",
     "[(a:2):10]": f"has '[(a:2):10]': {CHANGES}",
+    "[cat:dog:1e-1]": f"has '[cat:dog:1e-1]': {CHANGES}",
+    f"[cat:dog:{' ' * 70}0.5]": f"has '[cat:dog:{' ' * 31}': {CHANGES}",
     "[a|b] c": f"has '[a|b]': {CHANGES}",
     "a AND b": "has AND, which joins prompts in other tools: write it in lower case, or send one prompt",
     "a <lora:ink:0.8>": "has '<lora:ink:0.8>': name LoRAs in the field loras, not in the prompt",

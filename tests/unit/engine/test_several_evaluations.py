@@ -103,6 +103,17 @@ def test_a_job_cut_before_any_evaluation_ends_as_an_unbroken_one(
     assert_resumes_everywhere(model, replace(SPEC, sampler=kind, strength=strength))
 
 
+def test_noise_levels_stay_on_the_cpu_when_a_job_resumes_on_a_device(model: Model) -> None:
+    spec = replace(SPEC, sampler=SamplerKind.HEUN)
+    request = Request(model, spec, encode_prompts(model, spec), sources=Sources(image=None))
+    evaluate(model, request)
+    sampler = Sampler(SamplerKind.HEUN, CONFIG, steps=STEPS)
+    sampler.restore(request.state().sampler, request.evaluation, torch.device("meta"))
+    restored = sampler.state().tensors
+    assert {name: tensor.device.type for name, tensor in restored.items()}["dt"] == "cpu"
+    assert any(tensor.device.type == "meta" for tensor in restored.values())
+
+
 def test_a_job_without_runge_kutta_steps_cut_anywhere_ends_as_an_unbroken_one(skipping: tuple[Model, Stock]) -> None:
     assert_resumes_everywhere(skipping[0], replace(SPEC, sampler=SamplerKind.PNDM))
 

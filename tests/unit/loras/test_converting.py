@@ -645,8 +645,10 @@ def test_a_file_that_could_be_for_both_text_encoders_is_refused_unless_its_shape
         BaseModule(component=component, path=_TEXT, shape=(width, width))
         for component, width in (("text_encoder", 32), ("text_encoder_2", 64))
     ]
-    (module,) = convert(sources(path), base=Base(iter(wider), sgm={})).modules
-    assert module.component == "text_encoder_2"
+    for more in ({}, {"lora_magnitude_vector": torch.ones(64)}):
+        path = save(tensors | {f"text_model.{_TEXT}.{part}": tensor for part, tensor in more.items()}, path)
+        (module,) = convert(sources(path), base=Base(iter(wider), sgm={})).modules
+        assert module.component == "text_encoder_2"
 
 
 def test_a_text_encoder_that_the_base_lacks_is_not_left_out(base: Base, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,18 @@ def test_a_configuration_of_another_kind_is_refused(base: Base, tmp_path: Path) 
     with pytest.raises(BadLora) as refused:
         _canonical(tmp_path, base)
     assert refused.value.message == (f"adapter_config.json says peft_type LOHA, but unet.{_Q} has factors of LoRA")
+
+
+def test_a_middle_factor_of_too_high_a_rank_is_not_multiplied(base: Base, tmp_path: Path) -> None:
+    parts = {
+        "lora_down.weight": torch.ones(600, 48, 1, 1),
+        "lora_mid.weight": torch.ones(600, 600, 3, 3),
+        "lora_up.weight": torch.ones(48, 600, 1, 1),
+    }
+    began = time.process_time()
+    with pytest.raises(BadLora, match="has rank 600; the maximum is 512"):
+        _canonical(save(_kohya(_CONV, parts), tmp_path / "a.safetensors"), base)
+    assert time.process_time() - began < 1  # s; the product takes several
 
 
 def test_a_middle_factor_is_not_expanded_beyond_the_modules_kernel(base: Base, tmp_path: Path) -> None:

@@ -46,22 +46,23 @@ def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> TensorDa
     return TensorData(dtype=entry.dtype, shape=entry.shape, data=words.tobytes())
 
 
-def folded(module: BaseModule, down: TensorData, mid: TensorData) -> TensorData:
+def folded(module: BaseModule, down: TensorData, mid: TensorData, names: tuple[str, str]) -> TensorData:
     """Multiply two convolutions into one: `down`, [rank, in] or [rank, in, 1, 1], and `mid`, [rank, rank, ...].
 
-    The product is computed in float64 and stored as F32. Raises BadLora, which names the module, if the shapes do not
-    match or F32 cannot hold the product.
+    The product is computed in float64 and stored as F32. Raises BadLora, which names the module, if the rank is too
+    high, the shapes do not match or F32 cannot hold the product. `names` are those of `mid` and `down`.
     """
     rank = down.shape[0]
+    _check_rank(module, rank)
     if len(down.shape) < 2 or down.shape[2:] not in {(), (1, 1)} or mid.shape[:2] != (rank, rank):
-        shapes = f"the middle factor has the shape {list(mid.shape)}, which does not fit lora_mid's place behind"
-        raise BadLora(f"{module.name}: {shapes} {list(down.shape)}")
+        shapes = f"{list(mid.shape)}, which does not fit that of {names[1]}, {list(down.shape)}"
+        raise BadLora(f"{module.name}: the middle factor ({names[0]}) has the shape {shapes}")
     if len(mid.shape) != 4 or mid.shape[2:] != (module.shape[2:] or (1, 1)):
         kernel = f"{list(mid.shape)}, and the base model's weight {list(module.shape)}: they do not fit"
-        raise BadLora(f"{module.name}: the middle factor (lora_mid) has the shape {kernel}")
+        raise BadLora(f"{module.name}: the middle factor ({names[0]}) has the shape {kernel}")
     first = _array(down).astype(np.float64).reshape(rank, -1)
-    both = np.einsum("orhw,ri->oihw", _array(mid).astype(np.float64), first)
-    return _as_f32(module, both, "lora_mid and lora_down")
+    both = np.tensordot(_array(mid).astype(np.float64), first, axes=(1, 0))
+    return _as_f32(module, np.moveaxis(both, 3, 1), " and ".join(names))
 
 
 def multiplied(module: BaseModule, up: TensorData, down: TensorData) -> TensorData:
@@ -107,8 +108,7 @@ def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[Tensor
     Files may write a 1x1 convolution as a matrix, or a matrix as a 1x1 convolution.
     """
     rank = down.shape[0] if down.shape else 0
-    if rank > MAX_RANK:
-        raise BadLora(f"{module.name} has rank {rank}; the maximum is {MAX_RANK}")
+    _check_rank(module, rank)
     outputs, inputs, *kernel = module.shape
     ones = [1] * len(kernel)
     shaped_down = reshaped(down, [rank, inputs, *kernel])
@@ -119,6 +119,11 @@ def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[Tensor
             f"down, {list(down.shape)}, and up, {list(up.shape)}, do not fit it"
         )
     return shaped_down, shaped_up
+
+
+def _check_rank(module: BaseModule, rank: int) -> None:
+    if rank > MAX_RANK:
+        raise BadLora(f"{module.name} has rank {rank}; the maximum is {MAX_RANK}")
 
 
 def reshaped(weights: TensorData, shape: Sequence[int]) -> TensorData | None:

@@ -215,8 +215,12 @@ def _only_component(known: Sequence[tuple[TensorEntry, Name]], base: Base) -> st
 def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
     """Return whether a tensor's outer dimension matches the module of that name in a component."""
     module = module_of(name, base, component)
-    if module is None or len(entry.shape) < len(module.shape[:2]):
-        return module is not None and name.part is Part.ALPHA
+    if module is None or name.part is Part.ALPHA:
+        return module is not None
+    if len(entry.shape) == 1:  # magnitudes of DoRA, and differences of biases
+        return entry.shape[0] == module.shape[0]
+    if len(entry.shape) < len(module.shape[:2]):
+        return False
     match name.part:
         case Part.DOWN:
             return entry.shape[1] == module.shape[1]

@@ -140,7 +140,7 @@ def _lora(found: ModuleParts) -> tuple[dict[str, TensorData], float]:
     _require(found, Part.DOWN, Part.UP)
     down, up = found.read(Part.DOWN), found.read(Part.UP)
     if Part.MID in found.parts:
-        down = folded(found.module, down, found.read(Part.MID))
+        down = folded(found.module, down, found.read(Part.MID), ("lora_mid", "lora_down"))
     down, up = fitted(found.module, down, up)
     return {DOWN: down, UP: up}, product_bound(down, up)
 
@@ -213,7 +213,7 @@ def _product(
     if len(up.shape) != 2 or len(down.shape) != 2:
         raise BadLora(f"{found.module.name}: {left.value} and {right.value} are not matrices")
     if middle in found.parts:
-        return fitted(module, folded(module, down, found.read(middle)), transposed(up))
+        return fitted(module, folded(module, down, found.read(middle), (middle, right)), transposed(up))
     unfolded = (down.shape[0], *module.shape[1:])
     if down.shape[1] == math.prod(module.shape[1:]):
         down = TensorData(dtype=down.dtype, shape=unfolded, data=down.data)

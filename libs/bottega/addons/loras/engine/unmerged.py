@@ -87,6 +87,10 @@ class UnmergedLoras:
         self._handles.clear()
         self._spans = None
 
+    def drop_plans(self) -> None:
+        """Drop the prepared sets that are kept for later calls."""
+        self._plans.clear()
+
     def _hook(self, hooks: Iterable[tuple[str, _Hook]]) -> None:
         self._handles += [self._modules[path].register_forward_hook(hook) for path, hook in hooks]
 

@@ -196,18 +196,27 @@ class LoraWeights:
     def _make_set(self, uses: Sequence[LoraAtScale], components: Sequence[str]) -> LoraSet:
         """Make a set, with memory reserved for its differences while they are used. Raise LoraUnusable, TooLarge."""
         size_bytes = sum(expanded_bytes(uses, self._networks[name], name) for name in components)
-        self._reserve_differences(size_bytes)
+        try:
+            self._reserve_differences(size_bytes)
+        except TooLarge:
+            self._drop_kept()
+            self._reserve_differences(size_bytes)
         made = make_set(uses, self._networks, components, as_peft=self._as_peft, original=self._original)
         for differences in made.differences.values():
             self._differences.update(differences.values())
         return made
 
+    def _drop_kept(self) -> None:
+        """Drop what is kept for later requests. Sets in use are computed beside the weights from here on."""
+        self._unmerged.drop_plans()
+        if self.patched is not None:
+            self.put_in_unet(None)
+
     def _reserve_differences(self, more_bytes: int = 0) -> None:
         """Reserve memory for the differences that are in use, and for `more_bytes` of others."""
-        used = list(self._differences)
+        used = [difference.size_bytes for difference in self._differences]
         if more_bytes or len(used) != self._reserved_differences:
-            size_bytes = more_bytes + sum(difference.size_bytes for difference in used)
-            self._device_memory.reserve(_DIFFERENCES, size_bytes)
+            self._device_memory.reserve(_DIFFERENCES, more_bytes + sum(used))
             # Unknown until the others are made.
             self._reserved_differences = None if more_bytes else len(used)
 

@@ -186,3 +186,24 @@ def test_memory_is_reserved_while_a_set_is_used(model: Model, components: dict[s
     weights.enter([None])
     weights.leave()
     assert plan.reserved["LoRAs without a low-rank form"] == 0
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_set_that_is_kept_for_later_gives_its_memory_to_another(
+    model: Model, components: dict[str, Layers], merged: bool
+) -> None:
+    plan = MemoryPlan(64 << 20)
+    engine = make_engine(replace(model, memory=plan), _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    weights = lora_weights(engine)
+    use = LoraAtScale(digest="a", scale=1.0, layers=components)
+    made = weights.unet_set([use])
+    held = plan.reserved["LoRAs without a low-rank form"]
+    if merged:
+        weights.put_in_unet(made)
+    else:
+        weights.enter([made])
+        weights.leave()
+    del made
+    gc.collect()
+    plan.reserve("others", (64 << 20) - held)
+    assert weights.unet_set([replace(use, scale=2.0)]).differences_of(UNET)
