@@ -71,6 +71,7 @@ class DelayedDevice:
         self._current = [STEPS]
         self._changed = threading.Condition()
         self._runs = False
+        self._awaited = 0
 
     def finish(self, *streams: str) -> None:
         """All that was given to these streams so far is done; to all of them without a name."""
@@ -82,8 +83,12 @@ class DelayedDevice:
             self._changed.notify_all()
 
     @contextmanager
-    def running(self, delay_s: float, *streams: str) -> Iterator[None]:
-        """In the block a thread finishes what these streams were given, each item so long after the one before."""
+    def running(self, delay_s: float, *streams: str, last_is_awaited: bool = False) -> Iterator[None]:
+        """In the block a thread finishes what these streams were given, each item so long after the one before.
+
+        Args:
+            last_is_awaited: Finish the last item of a stream only when somebody waits, however long this takes.
+        """
         stopped = threading.Event()
         self._runs = True
 
@@ -91,8 +96,9 @@ class DelayedDevice:
             while not stopped.wait(delay_s):
                 with self._changed:
                     for name in streams or list(self._under_way):
-                        if self._under_way.get(name):
-                            self._under_way[name].popleft().finish()
+                        items = self._under_way.get(name)
+                        if items and (len(items) > 1 or not last_is_awaited or self._awaited):
+                            items.popleft().finish()
                     self._changed.notify_all()
 
         thread = threading.Thread(target=run, name="device")
@@ -110,7 +116,9 @@ class DelayedDevice:
                 return
             self.waits += 1
             if self._runs:
+                self._awaited += 1
                 assert self._changed.wait_for(lambda: event.done, _MOST_WAIT_S), "nobody finished it"
+                self._awaited -= 1
                 return
             for under_way in self._under_way.values():
                 while event in under_way:

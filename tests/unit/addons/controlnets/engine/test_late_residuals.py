@@ -96,10 +96,10 @@ def test_where_all_are_late_the_forward_waits_and_its_time_does_not_count_that(m
 
 def test_what_a_device_idles_for_residuals_is_counted_when_it_has_got_there(model: Model) -> None:
     late = request(model, 1, controlled=True)
-    # Long waits, and a device far enough behind, also while others use the processor.
+    # Long waits, and a device that is behind, also while others use the processor.
     device, residuals = DelayedDevice(), Residuals(late={late: 2}, wait_s=0.3)
     denoiser = Denoiser(Network(backbone=model.backbone, residuals=residuals, device=device))
-    with device.running(0.02):
+    with device.running(0.02, last_is_awaited=True):
         denoiser.predict(rows_of(request(model, 2, controlled=False)))  # warm
         times = denoiser.predict(rows_of(late)).times
         assert not times.ready
