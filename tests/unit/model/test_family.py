@@ -20,6 +20,7 @@ from torch import Tensor
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
+from bottega.errors import InvalidRequest
 from bottega.model.family import FAMILIES
 from bottega.model.samplers import SamplerKind
 from bottega.model_files.family_names import SDXL
@@ -86,6 +87,9 @@ def test_a_folder_of_lcm_draws_as_its_own_pipeline_with_its_defaults(tmp_path: P
     )
     drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=spec))
     assert_close(drawing.latents[0], _latent(stock))
+    picture = EngineOrder(key="picture", spec=replace(spec, strength=0.5), image=torch.zeros(SIZE, SIZE, 3).byte())
+    with pytest.raises(InvalidRequest, match=r"spec\.image: must be empty: image-to-image is not served for models of"):
+        ManualEngine(make_engine(model, EngineLimits())).draw(picture)
 
 
 def _copied(family: str, folder: Path, file: str, changes: Mapping[str, object]) -> Path:
