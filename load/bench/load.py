@@ -22,7 +22,7 @@ from bottega.model.model import load_model
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.single_file_config import model_index, tokenizer_configs
 from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
-from bottega.worker.conversion.tokenizers import write_vocabulary
+from bottega.worker.conversion.folder import write_vocabulary
 from load.bench.framework import Bench, Option, Sheet, by_turns, seconds_of
 from load.bench.side_process import Answer, Side
 

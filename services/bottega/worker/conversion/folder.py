@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import gzip
 import json
 import os
 import shutil
@@ -31,8 +32,13 @@ from bottega.model_files.single_file_config import (
 from bottega.storage import folders
 from bottega.storage.process_lock import ProcessLock
 from bottega.worker.conversion.tensors import check_part, convert_part
-from bottega.worker.conversion.tokenizers import write_vocabulary
 
+# The merges of OpenAI's CLIP that its vocabulary of 49,408 tokens uses, under the licence in CLIP_LICENSE.txt.
+_MERGES = Path(__file__).with_name("clip_merges.txt.gz")
+_SPECIAL = ("<|startoftext|>", "<|endoftext|>")
+_END_OF_WORD = "</w>"
+# Bytes that stand for themselves; the others are moved behind the first 256 characters, because BPE splits at spaces.
+_PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
 # No JSON or text file, because those count for the hashes of models, and its times differ from machine to machine.
 RECORD_FILE = "imported.record"
 
@@ -200,3 +206,14 @@ def _sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_vocabulary(folder: Path) -> None:
+    """Write vocab.json and merges.txt of CLIP's tokenizer, which all families share, into an existing folder."""
+    merges = gzip.decompress(_MERGES.read_bytes()).decode()
+    letters = [chr(byte) for byte in _PRINTABLE] + [chr(256 + number) for number in range(256 - len(_PRINTABLE))]
+    words = [*letters, *(letter + _END_OF_WORD for letter in letters)]
+    words += [line.replace(" ", "") for line in merges.splitlines()]
+    vocabulary = {word: number for number, word in enumerate([*words, *_SPECIAL])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")

@@ -23,9 +23,8 @@ from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.model_files.single_file_config import derive_configurations
-from bottega.worker.conversion.folder import convert_file
+from bottega.worker.conversion.folder import convert_file, write_vocabulary
 from bottega.worker.conversion.tensors import check_part
-from bottega.worker.conversion.tokenizers import write_vocabulary
 from tests.samples import published_configs, stable_diffusion_configs
 from tests.samples.single_files import (
     SHAPES,
