@@ -119,6 +119,14 @@ def test_a_configuration_that_cannot_be_read_is_refused_in_plain_words(text: byt
     assert refusal.value.message == f"adapter_config.json cannot be used: {reason}"
 
 
+@pytest.mark.parametrize("rank", [0, -3, 10**400])
+def test_a_rank_by_which_no_alpha_can_be_divided_is_refused(rank: int) -> None:
+    """A module of whole factors has no other rank than that, and the process of the import ended."""
+    for field in ({"r": rank}, {"rank_pattern": {"to_q": rank}}):
+        with pytest.raises(BadLora, match="adapter_config.json cannot be used: r"):
+            read_adapter_config(json.dumps({"peft_type": "LOKR", **field}).encode())
+
+
 def test_keys_are_counted() -> None:
     most = {f"block.{number}": 1.0 for number in range(MAX_PATTERNS)}
     _in_a_configuration(most)

@@ -51,7 +51,8 @@ _METADATA = "lora_adapter_metadata"
 # PEFT's default.
 _DEFAULT_ALPHA = 8.0
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Rank = Annotated[int, Field(strict=True)]
+# PEFT refuses lower ones. LyCORIS' users state 100,000 where both factors of LoKr are to be whole.
+_Rank = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 
 # Fields that are read, see _Fields.
 _COUNTED = frozenset(
