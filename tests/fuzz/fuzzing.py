@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,8 @@ from tests.support.addon_messages import placed
 _MOST_FOUND = 3
 _INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 _SHOWN_BYTES = 300
+# Requests between two looks at the time.
+_AT_ONCE = 20
 # Of one kind, by name: while the lease of one that has left runs, others join.
 _PROCESSES = 20
 _LORAS = lora_pb2.DESCRIPTOR.services_by_name["LoraService"].full_name
@@ -81,9 +85,14 @@ class Tally:
         return sum(self.codes[code] for code in _INTERNAL)
 
 
-def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | None = None) -> Tally:
-    """Sends so many mutated requests, unless too much is found on the way. tally: of those that were sent before."""
-    tally = tally or Tally()
+def fuzz(
+    house: House, method: str, requests: int, seed: int, tally: Tally | None = None, *, seconds: float = math.inf
+) -> Tally:
+    """Sends so many mutated requests, or fewer: as many as take so many seconds, unless too much is found on the way.
+
+    tally: of those that were sent before.
+    """
+    tally, ends = tally or Tally(), time.monotonic() + seconds
     if SERVICES[method] == _LORAS:
         strategy = _lora_requests(method, house.lose() if method in lora_store.OF_QUARANTINE else house.bring())
     elif SERVICES[method] == _CACHE:
@@ -104,8 +113,11 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
             raise Found(f"{method}: {problem}\n  {[part[:_SHOWN_BYTES] for part in raw]}")
 
     while tally.requests < requests and len(tally.found) < _MOST_FOUND and not house.dead():
+        if time.monotonic() > ends:
+            break
+        left = requests - tally.requests
         settings = hypothesis.settings(
-            max_examples=requests - tally.requests,
+            max_examples=left if seconds == math.inf else min(left, _AT_ONCE),
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -38,6 +39,12 @@ def main() -> int:
     parser.add_argument(
         "--requests", type=int, default=10_000, help="of each method, the first of them to warm up (default 10000)"
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="limit for each method, and a tenth of it to warm up (default none)",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--methods", nargs="*", choices=sorted(SERVICES), default=list(SERVICES), help="only these")
     chosen = parser.parse_args()
@@ -47,15 +54,15 @@ def main() -> int:
         Services(Path(folder)) as services,
         running_house(services) as house,
     ):
-        return _run(house, chosen.methods, chosen.requests, chosen.seed)
+        return _run(house, chosen.methods, chosen.requests, chosen.seconds, chosen.seed)
 
 
-def _run(house: House, methods: list[str], requests: int, seed: int) -> int:
+def _run(house: House, methods: list[str], requests: int, seconds: float, seed: int) -> int:
     began = time.monotonic()
     wrong = replay(house, methods)
     print(f"the fixed corpus took {time.monotonic() - began:.0f} s", flush=True)
     warm_up = min(_WARM_UP, requests // 10)
-    tallies = {method: fuzz(house, method, warm_up, seed) for method in methods}
+    tallies = {method: fuzz(house, method, warm_up, seed, seconds=seconds / 10) for method in methods}
     before = _settled(house)
     print(
         f"{'method':<18}{'requests':>9}{'accepted':>9}{'refused':>9}{'internal':>9}{'found':>7}{'seconds':>9}",
@@ -63,7 +70,7 @@ def _run(house: House, methods: list[str], requests: int, seed: int) -> int:
     )
     for method in methods:
         began = time.monotonic()
-        tally = tallies[method] = fuzz(house, method, requests, seed + 1, tallies[method])
+        tally = tallies[method] = fuzz(house, method, requests, seed + 1, tallies[method], seconds=seconds)
         refused = tally.requests - tally.accepted
         print(
             f"{method:<18}{tally.requests:>9}{tally.accepted:>9}{refused:>9}{tally.internal:>9}{len(tally.found):>7}"
