@@ -6,6 +6,7 @@ The last line is JSON; lost, double, different_images and client_errors must be 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 from load.bench.framework import Sheet
@@ -32,12 +34,14 @@ from tests.chaos.rogues import join_rogues
 from tests.chaos.scene import TENANTS, Scene
 from tests.chaos.tally import Tally
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
+from tests.support.warm_engines import warm_engines
 from tests.support.worker_pair import WorkerPair
 
 WORKERS = ("a", "b", "c")
 # The part that has a pair of workers in place of a suite.
 KILL_PEERS = "kill-peers"
 PEER_KILLS = 20
+INTERRUPTED = "it was interrupted"
 
 
 class Play(Protocol):
@@ -85,16 +89,32 @@ PARTS: Mapping[str, Part] = {
 def main() -> int:
     """Runs the parts and reports; 1 when something was not as promised."""
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     whole = Tally()
-    for name in dict.fromkeys(options.part or (*PARTS, KILL_PEERS)):
-        print(f"{name} ...", flush=True)
-        rng = random.Random(options.seed)
-        tally = _play_pair(options.times, rng) if name == KILL_PEERS else _play(PARTS[name], options.times, rng)
-        whole.add(name, tally)
-        print(f"{name}: {tally.zeros} {tally.figures}", *_told(tally.faults), sep="\n  ", flush=True)
+    # Engines that import what they need took most of the time of the parts that kill them.
+    with warm_engines(os.environ) as environment:
+        os.environ.update(environment)
+        for name in dict.fromkeys(options.part or (*PARTS, KILL_PEERS)):
+            print(f"{name} ...", flush=True)
+            rng = random.Random(options.seed)
+            tally = _play_pair(options.times, rng) if name == KILL_PEERS else _play(PARTS[name], options.times, rng)
+            whole.add(name, tally)
+            print(f"{name}: {tally.zeros} {tally.figures}", *_told(tally.faults), sep="\n  ", flush=True)
+            if INTERRUPTED in tally.faults:
+                break
     _report(whole)
     return 0 if whole.well else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the part, so that what it has counted is reported. What was started is stopped; more signals change nothing.
+
+    A time limit sends two of them: to the process, and to its group.
+    """
+    for handled in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(handled, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _play(part: Part, times: int, rng: random.Random) -> Tally:
@@ -107,6 +127,8 @@ def _play(part: Part, times: int, rng: random.Random) -> Tally:
             part.play(scene, times=times or part.times, rng=rng)
         except AssertionError as error:  # something was waited for, and never was
             scene.tally.faults.append(str(error))
+        except KeyboardInterrupt:
+            scene.tally.faults.append(INTERRUPTED)
         scene.count_ends()
         return scene.tally
 
@@ -118,6 +140,8 @@ def _play_pair(times: int, rng: random.Random) -> Tally:
             kill_peers(pair, tally, times=times or PEER_KILLS, rng=rng)
         except AssertionError as error:  # something was waited for, and never was
             tally.faults.append(str(error))
+        except KeyboardInterrupt:
+            tally.faults.append(INTERRUPTED)
     return tally
 
 
