@@ -10,7 +10,7 @@ import socket
 import termios
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +19,17 @@ import grpc
 import pytest
 
 from bottega.errors import Unauthenticated
-from bottega.rpc import connection_limits
+from bottega.rpc import connection_limits, flood_defence, inbound_connections
 from bottega.rpc.address import Peer, host_of_address, peer_of
 from bottega.rpc.channel import open_channel
 from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
+from bottega.rpc.inbound_connections import InboundConnection
 from bottega.rpc.interceptor import connection_ledger
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.security.caller import Caller, Metadata, Role
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
-from bottega.rpc.source_filter import SourceFilter, open_sockets
+from bottega.rpc.source_filter import open_sockets
 from bottega.v1 import image_pb2, image_pb2_grpc
 from tests.fakes.scripted_images import ScriptedImages, scripted_images, stub
 from tests.support.crowds import connections
@@ -269,7 +270,7 @@ def test_a_connection_that_has_calls_is_remembered_however_many_others_come() ->
 async def test_only_refused_connections_of_a_known_host_are_muted_and_later_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection_limits, "_MUTED_S", 0.5)
+    monkeypatch.setattr(flood_defence, "_MUTED_S", 0.5)
     ledger = ConnectionLedger()
     guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
@@ -354,47 +355,101 @@ async def test_thirty_new_connections_of_a_flooding_host_are_read_and_those_with
         assert not any(ledger.found(peer_of(_peer(client)).connection).muted for client in few)
 
 
-class _OneBan(SourceFilter):
-    """A filter after whose first ban the guard makes no regular rounds."""
-
-    def lift(self) -> None:
-        super().lift()
-        for name in ("_ROUND_S", "_REST_ROUND_S"):
-            setattr(connection_limits, name, 600.0)
-
-
-async def test_connections_of_a_host_that_is_admitted_again_are_muted_before_their_calls_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connection_limits, "_BANNED_S", 0.0)
-    monkeypatch.setattr(connection_limits, "_PROBATION_S", 600.0)
+@contextlib.asynccontextmanager
+async def _admitted_again(
+    ledger: ConnectionLedger, monkeypatch: pytest.MonkeyPatch, *, probation_s: float
+) -> AsyncIterator[socket.socket]:
+    """Yield a guarded socket that listens, just after the clients' host was banned for a flood."""
+    monkeypatch.setattr(flood_defence, "_BANNED_S", 0.0)
+    monkeypatch.setattr(flood_defence, "_PROBATION_S", probation_s)
     for name in ("_ROUND_S", "_REST_ROUND_S"):
-        monkeypatch.setattr(connection_limits, name, 0.1)  # and to be restored at the end
-    monkeypatch.setattr(connection_limits, "SourceFilter", _OneBan)
-    ledger = ConnectionLedger()
+        monkeypatch.setattr(connection_limits, name, 0.1)
     guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
-    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
-        port = listening.getsockname()[1]
-        async with guard.looking(port):
-            first = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            first.setblocking(False)
-            with listening.accept()[0]:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        async with guard.looking(listening.getsockname()[1]):
+            with socket.create_connection(listening.getsockname()) as first, listening.accept()[0]:
+                first.setblocking(False)
                 for _ in range(300):
                     ledger.refused(Peer(connection="flood", host="127.0.0.1"))
                 await eventually(lambda: _is_ended(first))
-            clients = []
-            for _ in range(6):  # beside the guard, which admits the host meanwhile
-                connecting = asyncio.to_thread(socket.create_connection, ("127.0.0.1", port), timeout=20)
-                clients.append(stack.enter_context(await connecting))
-                stack.enter_context(listening.accept()[0])
-                clients[-1].sendall(b"x" * 20_000)
-            await eventually(
-                lambda: sum(ledger.found(peer_of(_peer(client)).connection).muted for client in clients) == 2
-            )
+            yield listening
+
+
+async def _connected(
+    listening: socket.socket, count: int, stack: contextlib.ExitStack
+) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Return the ends of so many connections, those of the clients and those that are served, beside the guard."""
+    clients, served = [], []
+    for _ in range(count):
+        connecting = asyncio.to_thread(socket.create_connection, listening.getsockname(), timeout=20)
+        clients.append(stack.enter_context(await connecting))
+        served.append(stack.enter_context(listening.accept()[0]))
+        for end in (clients[-1], served[-1]):
+            end.setblocking(False)
+    return clients, served
+
+
+def _answered(ledger: ConnectionLedger, clients: Sequence[socket.socket]) -> None:
+    for client in clients:
+        ledger.account(peer_of(_peer(client)))
+        ledger.refused(peer_of(_peer(client)))
+
+
+async def test_bulk_data_of_a_host_that_is_admitted_again_comes_from_one_connection_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flood_defence, "_LET_THROUGH_S", 600.0)
+    ledger = ConnectionLedger()
+    async with _admitted_again(ledger, monkeypatch, probation_s=600.0) as listening:
+        with contextlib.ExitStack() as stack:
+            clients, served = await _connected(listening, 12, stack)
+            *flood, newcomer = clients
+            for client in flood:
+                client.sendall(b"x" * 20_000)
+            newcomer.sendall(b"x" * 1_000)
+
+            def read() -> list[socket.socket]:
+                return [client for client, end in zip(clients, served, strict=True) if _has_data(end)]
+
+            await eventually(lambda: newcomer in read() and len(read()) == 2)
+            first = [client for client in read() if client is not newcomer]
+            await asyncio.sleep(0.5)  # some rounds
+            assert len(read()) == 2
+            _answered(ledger, first)
+            await eventually(lambda: len(read()) == 3)
+
+
+async def test_a_host_whose_connections_bring_bulk_data_until_the_end_of_its_probation_is_banned_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = ConnectionLedger()
+    async with _admitted_again(ledger, monkeypatch, probation_s=1.5) as listening:
+        with contextlib.ExitStack() as stack:
+            clients, _ = await _connected(listening, 30, stack)
+            for client in clients:
+                client.sendall(b"x" * 20_000)
+            await eventually(lambda: all(map(_is_ended, clients)))
+
+
+@pytest.mark.parametrize("why", ["a tenant called from it", "its probation is over"])
+async def test_all_data_of_a_host_arrives_once(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = ConnectionLedger()
+    async with _admitted_again(ledger, monkeypatch, probation_s=1.5 if "over" in why else 600.0) as listening:
+        with contextlib.ExitStack() as stack:
+            clients, served = await _connected(listening, 8 if "tenant" in why else 2, stack)
+            if "tenant" in why:
+                for client in clients:
+                    client.sendall(b"x" * 20_000)
+                ledger.recognized(Peer(connection="another", host="127.0.0.1"))
+            else:
+                await asyncio.sleep(2.0)  # nothing was sent before
+                for client in clients:
+                    client.sendall(b"x" * 20_000)
+            await eventually(lambda: all(map(_has_data, served)))
 
 
 async def test_a_muted_connection_that_is_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "_MUTED_S", 0.1)
+    monkeypatch.setattr(flood_defence, "_MUTED_S", 0.1)
     ledger = ConnectionLedger()
     guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
     with _strangers(1) as (port, (client,), (served,)):
@@ -433,15 +488,15 @@ async def test_a_muted_connection_that_brought_much_data_is_not_ended_early(monk
 async def test_a_look_during_a_flood_lets_the_event_loop_go_on_between_its_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection_limits, "_PIECE", 4)
+    monkeypatch.setattr(inbound_connections, "_PIECE", 4)
     ledger = ConnectionLedger()
     guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
     looks = turns = 0
 
-    def some_turns(port: int) -> Iterator[connection_limits.InboundConnection]:
+    def some_turns(port: int) -> Iterator[InboundConnection]:
         nonlocal looks, turns
         for number in range(40):
-            yield connection_limits.InboundConnection(descriptor=-1, peer=f"10.0.0.1 {number}", host="10.0.0.1")
+            yield InboundConnection(descriptor=-1, peer=f"10.0.0.1 {number}", host="10.0.0.1")
         looks += 1
 
     async def take_turns() -> None:

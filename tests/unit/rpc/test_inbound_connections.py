@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bottega.rpc import connection_limits
-from bottega.rpc.connection_limits import open_file_count
+from bottega.rpc import inbound_connections
+from bottega.rpc.inbound_connections import open_file_count
 
 
 def test_open_files_and_sockets_are_counted() -> None:
@@ -28,5 +28,5 @@ def test_they_are_counted_one_by_one_where_the_kernel_does_not_tell(monkeypatch:
             fields = list(super().stat(follow_symlinks=follow_symlinks))
             return os.stat_result([*fields[:6], 0, *fields[7:]])
 
-    monkeypatch.setattr(connection_limits, "_OPEN_FILES", UntoldFiles("/proc/self/fd"))
+    monkeypatch.setattr(inbound_connections, "_OPEN_FILES", UntoldFiles("/proc/self/fd"))
     test_open_files_and_sockets_are_counted()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from bottega.rpc import source_filter
+from bottega.rpc.inbound_connections import connections, let_through
 from bottega.rpc.source_filter import Instruction, SourceFilter, program
 from tests.support.waiting import wait_until
 
@@ -62,6 +64,41 @@ def test_a_host_whose_ban_is_over_is_not_banned_again_for_some_time(port: int) -
     assert not _connects(port, BANNED)
 
 
+def test_bulk_data_of_a_host_on_probation_is_dropped_until_it_is_let_through() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+        banned = SourceFilter(listening.getsockname()[1], banned_s=0.0, probation_s=0.2)
+        assert banned.ban(BANNED)
+        assert not banned.lift()
+
+        def connection(source: str) -> tuple[socket.socket, socket.socket]:
+            client = socket.create_connection(listening.getsockname(), source_address=(source, 0))
+            served = stack.enter_context(listening.accept()[0])
+            served.setblocking(False)
+            return stack.enter_context(client), served
+
+        (client, served), (other, others) = connection(BANNED), connection(OTHER)
+        for sender, size_bytes in ((client, 1_000), (client, 5_000), (other, 5_000)):
+            sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sender.sendall(bytes(size_bytes))
+        assert (_received_bytes(served), _received_bytes(others)) == (1_000, 5_000)
+        (held,) = [inbound for inbound in connections(listening.getsockname()[1]) if inbound.dropped_packets]
+        assert held.host == BANNED
+        let_through(held)
+        wait_until(lambda: _received_bytes(served) == 6_000, "the client to send it again")
+        wait_until(banned.is_due, "the probation to end")
+        assert banned.lift() == {BANNED}
+        client, served = connection(BANNED)
+        client.sendall(bytes(5_000))
+        assert _received_bytes(served) == 5_000
+
+
+def _received_bytes(served: socket.socket) -> int:
+    """Return how many bytes of a connection have arrived. On loopback they arrive while they are sent."""
+    with contextlib.suppress(BlockingIOError):
+        return len(served.recv(1 << 20, socket.MSG_PEEK))
+    return 0
+
+
 def test_hosts_are_bounded_and_what_is_none_is_not_banned(port: int) -> None:
     banned = SourceFilter(port, banned_s=60.0, probation_s=60.0)
     assert not banned.ban("")
@@ -76,7 +113,7 @@ def test_where_the_system_takes_no_further_host_no_host_stays_banned(
     banned = SourceFilter(port, banned_s=60.0, probation_s=60.0)
     assert banned.ban(BANNED)
 
-    def refuse(hosts: object) -> tuple[Instruction, ...]:
+    def refuse(banned: object, watched: object) -> tuple[Instruction, ...]:
         raise OSError(errno.ENOMEM, "the filter is too large")
 
     monkeypatch.setattr(source_filter, "program", refuse)

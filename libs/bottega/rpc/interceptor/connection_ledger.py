@@ -43,6 +43,11 @@ class ConnectionAccount:
     """Whether the connection's data and its queued calls are dropped."""
 
     @property
+    def waits(self) -> bool:
+        """Whether none of its calls was answered yet."""
+        return not (self.known or self.refused or self.muted)
+
+    @property
     def drops_calls(self) -> bool:
         """Whether its calls are dropped without a response, which the client could not receive."""
         return self.muted or time.monotonic() - self.ended_at < _ENDED_S
