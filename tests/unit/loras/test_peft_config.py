@@ -123,7 +123,7 @@ def test_a_configuration_that_cannot_be_read_is_refused_in_plain_words(text: byt
 def test_a_rank_by_which_no_alpha_can_be_divided_is_refused(rank: int) -> None:
     """A module of whole factors has no other rank than that, and the process of the import ended."""
     for field in ({"r": rank}, {"rank_pattern": {"to_q": rank}}):
-        with pytest.raises(BadLora, match="adapter_config.json cannot be used: r"):
+        with pytest.raises(BadLora, match=r"adapter_config\.json cannot be used: r"):
             read_adapter_config(json.dumps({"peft_type": "LOKR", **field}).encode())
 
 
