@@ -104,6 +104,17 @@ def test_a_template_whose_latent_and_noise_are_damaged_is_none(tmp_path: Path) -
         assert store.statistics().damaged == 1
 
 
+def test_a_layout_damaged_under_a_running_store_is_mended_by_the_next_recording_with_it(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        record(store, "a", _STEPS)
+        with sqlite3.connect(tmp_path / "records.db") as connection:
+            connection.execute("UPDATE shared SET data = substr(data, 2)")
+        connection.close()
+        record(store, "b", _STEPS)
+    with running_store(tmp_path) as store:
+        assert all(answer(store, name).sections for name in ("a", "b"))
+
+
 @pytest.mark.parametrize("table", ["templates", "sections", "shared"])
 def test_records_with_flipped_bits_are_not_believed(tmp_path: Path, table: str) -> None:
     """What a row says is what was written, or the row is no more."""
