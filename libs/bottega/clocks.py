@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# A read that comes this many intervals late means that the process was stopped, and not just busy.
-_LATE = 2.0
+# A read that comes this late, or one more interval late, means that the process was stopped, and not just busy.
+_LATE_S = 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -99,15 +99,19 @@ class SteadyClock:
             self._ahead_s = mark.steady - self._clock.monotonic()
 
 
-def seconds_until_tick(period_s: float, *, monotonic: Callable[[], float] = time.monotonic) -> float:
-    """Return the seconds until the monotonic clock's next multiple of a period that is at least half a period away.
+def seconds_until_tick(
+    period_s: float, *, least_share: float = 0.5, monotonic: Callable[[], float] = time.monotonic
+) -> float:
+    """Return the seconds until the monotonic clock's next multiple of a period.
+
+    If less than `least_share` of the period is left until then, it is the multiple after that.
 
     Timers of one process that use it expire together, so that an idle process is woken once for all of them: waking up
     costs more than what most of them do.
     """
     now = monotonic()
     left_s = period_s - now % period_s
-    return left_s if left_s >= period_s / 2 else left_s + period_s
+    return left_s if left_s >= least_share * period_s else left_s + period_s
 
 
 class AwakeClock:
@@ -130,5 +134,5 @@ class AwakeClock:
         """Return the seconds counted so far."""
         now = self._monotonic()
         passed_s, self._read_at = now - self._read_at, now
-        self._seconds += passed_s if passed_s <= _LATE * self.every_s else self.every_s
+        self._seconds += passed_s if passed_s <= self.every_s + min(self.every_s, _LATE_S) else self.every_s
         return self._seconds

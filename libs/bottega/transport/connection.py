@@ -34,14 +34,16 @@ SendTask = Callable[[Link], None]
 # How often a quiet link is checked, by the end that pings and by one that only listens.
 _CHECK_S = 0.25
 _LISTENING_CHECK_S = 2.0
-# The same by the end that pings, at most, when nothing but pings has been sent and received for `_REST_AFTER_S`.
-_REST_CHECK_S = 1.0
+# A link is at rest if nothing but pings has been sent and received for so long, and no answer is pending. It is then
+# checked after this share of silence_s: the peer has the rest of it to answer the ping.
 _REST_AFTER_S = 10.0
+_REST_CHECK_SHARE, _REST_LISTENING_CHECK_SHARE = 0.6, 0.3
 # A peer is pinged after this share of silence_s without a message; the second one is for a link at rest.
 _PING_SHARE = 0.2
-_REST_PING_SHARE = 0.4
-# A peer is pinged after this time in any case: the other end gives up a peer that is silent for half a minute.
-_PING_S = 5.0
+_REST_PING_SHARE = 0.5
+# A peer is pinged after this time in any case, and checked after the second one, because the other end gives up a peer
+# that is silent for half a minute.
+_PING_S, _MAX_CHECK_S = 5.0, 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,11 @@ class LinkHandler(ABC):
 
     def check(self) -> None:  # noqa: B027 - a hook
         """Check the peer while no message arrives. Raises LinkError if it answers pings but makes no progress."""
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether an answer of the peer is pending. `check` is then called several times a second."""
+        return False
 
     @property
     def progress(self) -> int:
@@ -223,7 +230,7 @@ class Connection:
             silence_s=self._settings.silence_s,
             ping=ping,
             check=handler.check,
-            is_at_rest=lambda: time.monotonic() - self._used_at > _REST_AFTER_S,
+            is_at_rest=lambda: time.monotonic() - self._used_at > _REST_AFTER_S and not handler.awaits_answer,
         )
         while True:
             incoming = keepalive.next()
@@ -301,8 +308,8 @@ class Keepalive:
         self._check = check
         self._is_at_rest = is_at_rest
         self._check_s = _LISTENING_CHECK_S if ping is None else _CHECK_S
-        # A small part of the silence; see AwakeClock.
-        self._rest_check_s = max(self._check_s, min(_REST_CHECK_S, silence_s / 5))
+        share = _REST_LISTENING_CHECK_SHARE if ping is None else _REST_CHECK_SHARE
+        self._rest_check_s = max(self._check_s, min(share * silence_s, _MAX_CHECK_S if ping else silence_s))
         self._awake = AwakeClock(self._check_s)
         self._last_s = self._pinged_s = self._awake()
 

@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
-from bottega.errors import DeadlineExceeded, PeerDead
-from bottega.transport import Backend, Deadline, DType, Incoming, Layout, Link, TensorSpec
-from bottega.transport.connection import Keepalive
+from bottega.errors import BottegaError, DeadlineExceeded, PeerDead
+from bottega.transport import Backend, Deadline, DType, Incoming, Layout, Link, TensorSpec, connection
+from bottega.transport.connection import Connection, ConnectionSettings, Keepalive, LinkHandler
 from tests.support.transport_backends import LAYOUT, content, linked, patience
 
 SILENCE_S = 1.0
@@ -125,7 +125,7 @@ class SilentLink:
         raise DeadlineExceeded("nothing has come")
 
 
-@pytest.mark.parametrize(("is_at_rest", "wait_s"), [(False, 0.25), (True, 1.0)])
+@pytest.mark.parametrize(("is_at_rest", "wait_s"), [(False, 0.25), (True, 3.0)])
 def test_a_link_that_is_only_kept_open_is_checked_less_often(is_at_rest: bool, wait_s: float) -> None:
     link = SilentLink()
     keepalive = Keepalive(
@@ -134,3 +134,36 @@ def test_a_link_that_is_only_kept_open_is_checked_less_often(is_at_rest: bool, w
     with pytest.raises(PeerDead):
         keepalive.next()
     assert link.waits_s == pytest.approx([wait_s] * 3, abs=0.05)
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_quiet_peer_that_owes_an_answer_is_checked_all_the_time(
+    ends: tuple[Link, Link], awaits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_REST_AFTER_S", -1.0)
+    checked = threading.Semaphore(0)
+
+    class Asking(LinkHandler):
+        awaits_answer = awaits
+
+        def on_message(self, connection: Connection, incoming: Incoming) -> None:
+            incoming.release()
+
+        def on_end(self, cause: BottegaError) -> None:
+            pass
+
+        def check(self) -> None:
+            checked.release()
+
+    settings = ConnectionSettings(
+        here="the worker", peer="the server", silence_s=600.0, send_s=5.0, receive_s=None, pings=True
+    )
+    asking = Connection(settings)
+    serving = threading.Thread(target=asking.serve, args=(ends[1], Asking()))
+    serving.start()
+    try:
+        seen = all(checked.acquire(timeout=20.0 if awaits else 2.0) for _ in range(4))
+        assert seen is awaits
+    finally:
+        asking.close(PeerDead("the end of the test"))
+        serving.join(10)

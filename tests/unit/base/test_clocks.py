@@ -11,6 +11,7 @@ from tests.fakes.fake_time import FakeTime
 @pytest.mark.parametrize(("now", "left_s"), [(10.0, 1.0), (10.25, 0.75), (10.5, 0.5), (10.75, 1.25)])
 def test_timers_of_one_period_fire_together_but_not_at_once(now: float, left_s: float) -> None:
     assert seconds_until_tick(1.0, monotonic=lambda: now) == left_s
+    assert seconds_until_tick(1.0, least_share=0.0, monotonic=lambda: now) == 1.0 - now % 1.0
 
 
 def test_a_clock_that_is_set_back_or_forward_changes_no_age() -> None:

@@ -302,6 +302,11 @@ class ServerLink(StoreLink):
             self._take(incoming, connection.wait_all_parts(incoming))
         self._changes.notify()
 
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether a step is being computed: whether the server makes progress is then checked all the time."""
+        return bool(self._results)
+
     def on_pong(self, progress: int) -> None:
         """Record the server's progress counter, which pongs contain."""
         if progress != self._progress:
