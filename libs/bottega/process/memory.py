@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from bottega.background_tasks import running
+from bottega.clocks import seconds_until_tick
 
 _ROOT = Path("/")
 
@@ -172,7 +173,7 @@ class _RestDetector:
 
 async def _trim_while_at_rest(rest: _RestDetector) -> None:
     while True:
-        await asyncio.sleep(_REST_S)
+        await asyncio.sleep(seconds_until_tick(_REST_S))
         if rest.is_at_rest():
             gc.collect()  # garbage that the rare collector has not seen yet
             await asyncio.to_thread(rest.trim)
@@ -181,7 +182,7 @@ async def _trim_while_at_rest(rest: _RestDetector) -> None:
 def _trim_always(rest: _RestDetector) -> None:
     """Return memory when idle, without calling the collector, which runs often in an engine."""
     while True:
-        time.sleep(_REST_S)
+        time.sleep(seconds_until_tick(_REST_S))
         if rest.is_at_rest():
             rest.trim()
 

@@ -30,6 +30,8 @@ class Target:
     """Role in the certificate: the kind of the service."""
     name: str = ""
     """Name in the certificate; "" accepts any name of the role."""
+    probes_bandwidth: bool = True
+    """Whether gRPC measures the bandwidth, for large messages. It then answers each message with a ping and a timer."""
 
 
 class Channels:
@@ -57,7 +59,7 @@ class Channels:
         """
         shown = _key_interceptors(api_key) if api_key else ()
         interceptors = (*telemetry.client_interceptors(), *shown)
-        options = channel_options(max_message_mib)
+        options = [*channel_options(max_message_mib), ("grpc.http2.bdp_probe", int(target.probes_bandwidth))]
         if self._tls is None:
             return grpc.aio.insecure_channel(target.address, options=options, interceptors=interceptors)
         return grpc.aio.secure_channel(

@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 
 from bottega.background_tasks import BackgroundTasks
+from bottega.clocks import seconds_until_tick
 from bottega.errors import BottegaError, InternalError, JobCancelled, MethodNotServed, Unavailable
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rpc.security.caller import Identity, Role
@@ -172,7 +173,7 @@ class FleetMembership:
         """
         self._retry_after_s = None
         self._report_every_s = REPORT_INTERVAL_S
-        channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY))
+        channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY, probes_bandwidth=False))
         answered = asyncio.Event()
         call = fleet_pb2_grpc.FleetServiceStub(channel).Join(self._reports(answered))
         try:
@@ -264,8 +265,13 @@ class FleetMembership:
             else:
                 yield fleet_pb2.JoinRequest()
             try:
-                async with asyncio.timeout(self._report_every_s):
+                async with asyncio.timeout(self._pause_s()):
                     await self._changed.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(_COALESCE_S)
+
+    def _pause_s(self) -> float:
+        """Return the seconds until the next regular report. At rest, all members of a machine report together."""
+        every_s = self._report_every_s
+        return every_s if every_s <= REPORT_INTERVAL_S else seconds_until_tick(every_s, least_share=0.0)

@@ -106,8 +106,11 @@ class RestingFleet(fleet_pb2_grpc.FleetServiceServicer):
         await taking
 
 
-async def test_a_member_reports_changes_alone_while_the_fleet_rests_and_at_once_when_that_ends() -> None:
-    server, fleet = Server("fleet", ServerConfig()), RestingFleet()  # type: ignore[abstract]
+async def test_a_member_reports_changes_alone_while_the_fleet_rests_and_at_once_when_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_membership, "_MAX_REPORT_INTERVAL_S", 1e9)
+    server, fleet = Server("fleet", ServerConfig()), RestingFleet(rest_s=1e9)  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
     await server.start()
     drawn = 0
