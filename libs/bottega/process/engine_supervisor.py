@@ -53,13 +53,14 @@ _ENVIRONMENT = {"TRANSFORMERS_VERBOSITY": "error"}
 # The engine reads its pipe between two forward passes. If so many commands wait, it has stopped reading.
 _MAX_COMMANDS = 1024
 _STOP_GRACE_S = 2.0
-# How often an engine's silence is checked, and how many times at least before it is given up.
-_LOOK_S = 2.0
+# How often an engine's silence is checked, and how many times at least before it is given up. An idle engine sends a
+# message before the first check.
+_LOOK_S = 6.0
 _LEAST_LOOKS = 5
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
 # An idle engine that has nothing new to report sends a message at least this often, and several within hang_s.
-_MAX_QUIET_S = 2.0
+_MAX_QUIET_S = 4.0
 _QUIET_SHARE = 0.2
 # A missing device or a damaged model file is not repaired by a fourth start.
 _MOST_FAILED_STARTS = 3

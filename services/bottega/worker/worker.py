@@ -53,6 +53,8 @@ from bottega.worker.metrics import WorkerMetrics
 _log = logging.getLogger(__name__)
 
 _SWEEP_INTERVAL_S = 1.0
+# The same while no attempt is remembered.
+_REST_SWEEP_INTERVAL_S = 5.0
 _INSTANCE_BYTES = 16
 
 
@@ -413,7 +415,7 @@ class Worker:
                 self.attempts.sweep()
             except Exception:  # noqa: BLE001 - the boundary of the task, which must go on to forget results
                 _log.exception("removing old results failed with an unexpected error")
-            await asyncio.sleep(seconds_until_tick(_SWEEP_INTERVAL_S))
+            await asyncio.sleep(seconds_until_tick(_SWEEP_INTERVAL_S if any(self.attempts) else _REST_SWEEP_INTERVAL_S))
 
 
 def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ import hashlib
 import logging
 import math
 import os
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _RETRY_S = 0.5
 # Seconds between two tries of a damaged store, which only a person repairs. A check takes a second of one core.
 _DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
+# The same for images: each that is stored makes room for itself, and an expired one may stay for some seconds.
+_IMAGES_SWEEP_S = 5.0
 # File of the steady clock, and how often it is written: after a restart of the machine the clock goes on from there.
 _CLOCK, _CLOCK_S = "clock.json", 60.0
 # Number of jobs that are deleted in one transaction, which takes some milliseconds.
@@ -283,11 +286,16 @@ class Storage:
             ) from error
 
     async def _keep_up(self, live: LiveJobs) -> None:
+        images_due_at = -math.inf
         while True:
             await asyncio.sleep(seconds_until_tick(_SWEEP_S) if self.trouble is None else _RETRY_S)
             try:
                 if self.trouble is None:
-                    await self._sweep()
+                    self._note_clock()
+                    if time.monotonic() >= images_due_at:
+                        images_due_at = time.monotonic() + seconds_until_tick(_IMAGES_SWEEP_S)
+                        await self._sweep_images()
+                    await self._forget_jobs()
                 else:
                     await self._probe(live)
             except (StorageUnavailable, DataLoss) as error:
@@ -309,10 +317,11 @@ class Storage:
             self._clock_noted_at = now
             self.steady.mark().write(self.folder / _CLOCK)
 
-    async def _sweep(self) -> None:
-        self._note_clock()
+    async def _sweep_images(self) -> None:
         while await self.images.sweep():
             pass
+
+    async def _forget_jobs(self) -> None:
         ended_before = self.steady() - self._jobs_ttl_s
         forgotten = _SWEEP_JOBS
         while forgotten == _SWEEP_JOBS:

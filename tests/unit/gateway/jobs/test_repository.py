@@ -365,7 +365,8 @@ async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
 
 async def _swept(life: Life) -> None:
     """Return when what is to be forgotten now is forgotten."""
-    await life.storage._sweep()
+    await life.storage._sweep_images()
+    await life.storage._forget_jobs()
 
 
 @pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
