@@ -38,7 +38,8 @@ JOINS = Flow(
 )
 LINKS = Flow(name="links", colour="#d9730d", width=5, dashes="", meaning="tensor link: shared memory or TCP")
 FILES = Flow(name="files", colour="#5b6675", width=2, dashes="", meaning="files on the gateway's disk")
-FLOWS = (CALLS, JOINS, LINKS, FILES)
+HTTP = Flow(name="http", colour="#8a3ffc", width=2, dashes="", meaning="HTTP: pictures, jobs and their events")
+FLOWS = (CALLS, HTTP, JOINS, LINKS, FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,15 @@ BOXES = (
         lines=("your backend, the Python SDK,", "the bottega command, any gRPC client"),
         fill="#f4f6f9",
         edge="#9aa5b5",
+    ),
+    Box(
+        at=(130, 130),
+        size=(220, 80),
+        title="http",
+        lines=("OpenAI's images API, jobs;", "stateless, port 8473"),
+        fill="#f1e8fd",
+        edge="#8a3ffc",
+        behind=1,
     ),
     Box(
         at=(420, 232),
@@ -168,6 +178,14 @@ ARROWS = (
         points=((640, 500), (640, 374)),
         label=("progress, checkpoints,", "previews, pictures"),
         label_at=(652, 432),
+        anchor="start",
+    ),
+    Arrow(flow=HTTP, points=((420, 96), (240, 96), (240, 130)), label=("HTTP",), label_at=(330, 88)),
+    Arrow(
+        flow=CALLS,
+        points=((240, 218), (240, 250), (420, 250)),
+        label=("with the callers' keys",),
+        label_at=(250, 242),
         anchor="start",
     ),
     Arrow(flow=FILES, points=((760, 262), (905, 262)), label=("jobs, pictures",), label_at=(832, 252)),
@@ -283,7 +301,7 @@ def svg() -> str:
         *(line for arrow in ARROWS for line in _arrow(arrow)),
         *_disk((905, 214), (160, 96), ("jobs: SQLite", "pictures: files")),
         *(line for box in BOXES for line in _box(box)),
-        *_legend((40, 815)),
+        *_legend((40, 802)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

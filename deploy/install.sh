@@ -19,7 +19,7 @@ Usage: deploy/install.sh COMMAND [OPTION...]     as root, from a checkout
                      are kept unless --purge is given
 
   --services LIST    services of this machine, separated by commas (all):
-                     activations,cache,controlnet,gateway,loras,worker
+                     activations,cache,controlnet,gateway,http,loras,worker
   --kernels          install the Triton kernels, for a machine with a CUDA
                      device; --no-kernels removes them again
   --with PACKAGE     install another package (a requirement of pip, a folder or a
@@ -55,7 +55,7 @@ absolute() {
 	esac
 }
 
-all_services=activations,cache,controlnet,gateway,loras,worker
+all_services=activations,cache,controlnet,gateway,http,loras,worker
 source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 command=${1:-}
 [ $# -gt 0 ] && shift

@@ -1,4 +1,4 @@
-"""What is fuzzed, as processes: a gateway, a worker, a ControlNet server, a LoRA store, a cache, an activation store.
+"""What is fuzzed, as processes: a gateway, a worker, a ControlNet server, three stores (loras, cache, activations), HTTP.
 
 They are small enough to show growth. Server, stores and cache stand alone: a ControlNet server that runs nothing has
 joined the gateway (hosting.py).
@@ -84,6 +84,7 @@ class House:
     store: Service
     cache: Service
     activations: Service
+    http: Service
     digest: str
     caller: Caller
     client: Client
@@ -146,7 +147,7 @@ class House:
 
     @property
     def services(self) -> tuple[Service, ...]:
-        return self.gateway, self.worker, self.nets, self.store, self.cache, self.activations
+        return self.gateway, self.worker, self.nets, self.store, self.cache, self.activations, self.http
 
     def engines_lost(self) -> int:
         """How often one of them has had to start another engine."""
@@ -187,6 +188,7 @@ def _house(services: Services, root: Path) -> Iterator[House]:
     store = services.start("loras", _STORE, name="store")
     cache = services.start("cache", _CACHE, name="cache")
     activations = services.start("activations", _ACTIVATIONS, name="activations")
+    http = services.start("http", {"gateway": gateway.address, "server": FREE_PORTS}, name="http")
     with (
         Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client,
         calling(gateway, worker, nets, store, cache, activations) as caller,
@@ -205,6 +207,7 @@ def _house(services: Services, root: Path) -> Iterator[House]:
             store=store,
             cache=cache,
             activations=activations,
+            http=http,
             digest=net.digest,
             caller=caller,
             client=client,

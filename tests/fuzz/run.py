@@ -20,6 +20,7 @@ from tests.fuzz.cases import corpus
 from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import Tally, fuzz
 from tests.fuzz.house import House, running_house
+from tests.fuzz.http_requests import fuzz_http
 from tests.fuzz.judging import fault, mismatch
 from tests.support.services import Services
 
@@ -83,7 +84,17 @@ def _run(house: House, methods: list[str], requests: int, seconds: float, seed: 
         began = time.monotonic()
         wrong += crowd(house, methods, callers=_CALLERS, seed=seed)
         print(f"\n{_CALLERS} callers at once took {time.monotonic() - began:.0f} s", flush=True)
+    wrong += _fuzz_http(house, requests // 20, seed)
     return _report(house, tallies, wrong, growth)
+
+
+def _fuzz_http(house: House, requests: int, seed: int) -> list[str]:
+    """Send so many requests to each operation of the HTTP API. Return what was wrong."""
+    began = time.monotonic()
+    answers = fuzz_http(house.http.address, requests, seed)
+    counts = ", ".join(f"{status}: {count}" for status, count in sorted(answers.statuses.items()))
+    print(f"\nHTTP, by status: {counts}; {time.monotonic() - began:.0f} s", flush=True)
+    return answers.found
 
 
 def replay(house: House, methods: Collection[str]) -> list[str]:

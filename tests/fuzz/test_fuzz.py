@@ -14,6 +14,7 @@ from tests.fuzz.cases import corpus
 from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.house import House, running_house
+from tests.fuzz.http_requests import fuzz_http
 from tests.fuzz.judging import fault, mismatch
 from tests.support.services import Services
 
@@ -84,6 +85,13 @@ def test_mutated_requests_are_answered_and_forgotten(house: House, method: str) 
 def test_bad_requests_of_several_callers_at_once_are_answered_as_any_may_be(house: House) -> None:
     found = crowd(house, callers=4, seed=1, most=CROWD_CASES)
     assert not found, "\n".join(found)
+    assert not house.dead()
+
+
+def test_random_requests_over_http_get_answers_in_openais_form_and_no_500(house: House) -> None:
+    answers = fuzz_http(house.http.address, requests=8, seed=3)
+    assert not answers.found, "\n".join(answers.found)
+    assert answers.statuses[200], "requests that are all refused try nothing"
     assert not house.dead()
 
 

@@ -62,6 +62,8 @@ class InstanceRecord:
     children: tuple[InstanceProcess, ...]
     starting: str = ""
     """Progress of the services that are slow to start, as text; empty if there are none."""
+    http_address: str = ""
+    """host:port of the HTTP API; empty in records of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)

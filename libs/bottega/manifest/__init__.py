@@ -47,6 +47,8 @@ class SuiteSettings:
     metrics_address: str
     fleet_address: str
     """The address at which services join the fleet."""
+    http_address: str
+    """The address of the HTTP API."""
     model: str
     """"miniature", or the absolute path of a folder in Diffusers' layout."""
     model_name: str
@@ -212,7 +214,7 @@ def _load(where: str, module: str) -> ServiceSpec:
         if where.startswith(f"{MANIFEST},") and error.name and f"{module}.".startswith(f"{error.name}."):
             raise ServicesMissing(
                 "this needs bottega-services, which is not installed: "
-                "pip install 'bottega-services[activations,cache,controlnet,gateway,loras,worker]'"
+                "pip install 'bottega-services[activations,cache,controlnet,gateway,http,loras,worker]'"
             ) from None
         raise ConfigError(f"{where}: {module} cannot be imported: {error}") from None
     except Exception as error:  # noqa: BLE001 - a module of another project may raise anything

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bottega.config import ConfigT, load
 from bottega.errors import BottegaError, ConfigError
@@ -21,7 +21,8 @@ from bottega.process.memory import keep_freed_memory, trimmed_at_rest, tune_garb
 from bottega.rpc import telemetry
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.sd_notify import SystemdNotifier
-from bottega.rpc.server import Server, Step
+from bottega.rpc.server import Step
+from bottega.rpc.server_config import HttpServerConfig, ServerConfig
 from bottega.state_folder import keep_files_private
 
 _FAILED = 1
@@ -32,11 +33,39 @@ _IGNORED_BYTES = 4096
 _log = logging.getLogger(__name__)
 
 
+class BootedServer(Protocol):
+    """The interface of a server that `boot` runs: of gRPC (bottega.rpc.server.Server), or of HTTP."""
+
+    @property
+    def name(self) -> str:
+        """Name of the service in messages to users."""
+
+    @property
+    def config(self) -> ServerConfig | HttpServerConfig:
+        """The `server` section of the configuration."""
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """host:port of all listeners and of the metrics, by name, once started."""
+
+    async def start(self) -> None:
+        """Start to listen. Raise Unavailable if a port is in use, ConfigError if it must not be opened."""
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set whether the health of the service is good."""
+
+    async def drain(self, finish: Step | None = None) -> None:
+        """End gracefully within the grace of the configuration, and call `finish` meanwhile."""
+
+    async def stop(self) -> None:
+        """End now. A second call does nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceHooks:
     """The server of a service, and the functions that `boot` calls to start and end the service."""
 
-    server: Server
+    server: BootedServer
     warm_up: Step
     """Prepares the service. Afterwards its health is SERVING. A stop signal cancels it."""
     failed: asyncio.Future[BottegaError] | None = None

@@ -20,6 +20,10 @@ MAX_MESSAGE_MIB = 24
 MAX_METADATA_BYTES = 64 * 1024
 
 
+ApiKey = str | Callable[[], str]
+"""An API key, or a function that returns the key of a call; "" for none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A service to call: its address, and the identity that its certificate must have if there is TLS."""
@@ -49,13 +53,14 @@ class Channels:
         """Whether channels use TLS."""
         return self._tls is not None
 
-    def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
+    def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: ApiKey = "") -> grpc.aio.Channel:
         """Return a channel that connects on first use and reconnects within a second. The caller closes it.
 
         Channels that are opened after a renewal use the renewed certificate.
 
         Args:
-            api_key: API key to send with every call that has a single request; "" for none.
+            api_key: API key to send with every call that has a single request; "" for none. A function is called for
+                every call, in the context of its task.
         """
         shown = _key_interceptors(api_key) if api_key else ()
         interceptors = (*telemetry.client_interceptors(), *shown)
@@ -109,36 +114,39 @@ def _expecting(target: Target) -> list[tuple[str, int | str]]:
     return [("grpc.ssl_target_name_override", dns_name(target.role, target.name))]
 
 
-def _key_interceptors(key: str) -> Sequence[grpc.aio.ClientInterceptor]:
+def _key_interceptors(key: ApiKey) -> Sequence[grpc.aio.ClientInterceptor]:
     """Return interceptors that add an API key to calls with a single request. The gateway's API has no others."""
-    return [_ShowsToUnary(key), _ShowsToStreams(key)]
+    key_of_call = key if callable(key) else lambda: key
+    return [_ShowsToUnary(key_of_call), _ShowsToStreams(key_of_call)]
 
 
 class _ShowsToUnary(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._shown = bearer(key)
+    def __init__(self, key_of_call: Callable[[], str]) -> None:
+        self._key_of_call = key_of_call
 
     async def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
     ) -> Any:
-        return await continuation(_with(self._shown, client_call_details), request)
+        return await continuation(_with(self._key_of_call(), client_call_details), request)
 
 
 class _ShowsToStreams(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._shown = bearer(key)
+    def __init__(self, key_of_call: Callable[[], str]) -> None:
+        self._key_of_call = key_of_call
 
     async def intercept_unary_stream(
         self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
     ) -> Any:
-        return await continuation(_with(self._shown, client_call_details), request)
+        return await continuation(_with(self._key_of_call(), client_call_details), request)
 
 
-def _with(shown: tuple[str, str], details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+def _with(key: str, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    if not key:
+        return details
     return grpc.aio.ClientCallDetails(
         method=details.method,
         timeout=details.timeout,
-        metadata=grpc.aio.Metadata(*(details.metadata or ()), shown),
+        metadata=grpc.aio.Metadata(*(details.metadata or ()), bearer(key)),
         credentials=details.credentials,
         wait_for_ready=details.wait_for_ready,
     )

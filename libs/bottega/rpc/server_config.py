@@ -14,6 +14,8 @@ from bottega.strict import STRICT
 
 PLAIN_TEXT = "it is not encrypted (no server.tls)"
 """Reason why anyone can use a port without TLS."""
+PLAIN_HTTP = "it is not encrypted (neither server.https nor server.tls)"
+"""Reason why anyone can use a port of HTTP without certificates."""
 HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -117,6 +119,76 @@ class ServerConfig(ListenerConfig):
     """Lowest level of log lines."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpsConfig:
+    """PEM files of an HTTPS port: both or none."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    certificate: str = ""
+    """Certificate with the host names that clients use, followed by intermediate certificates.
+
+    Empty: that of `tls`, whose authority clients then have to trust, and which has no host names.
+    """
+    key: str = ""
+    """Private key of the certificate. Only the user of the service and root may be able to read it."""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("certificate and key must both be set")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpServerConfig:
+    """Settings of a service's HTTP server: its port, its limits, metrics, log and shutdown."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    listen: Address = "127.0.0.1:8473"
+    """Address of the listener, host:port. Port 0 takes any free port."""
+    insecure: bool = False
+    """Whether the port may be open to the network without HTTPS, or for a gateway that asks its callers for no key."""
+    https: HttpsConfig = field(default_factory=HttpsConfig)
+    """Certificate of the port. It is read again when it changes."""
+    max_body_mib: Annotated[int, Field(ge=1, le=1024)] = 34
+    """Upper bound on the size of a request's body, in MiB: images in JSON take 4/3 of their size."""
+    max_bodies_mib: Annotated[int, Field(ge=1)] = 256
+    """Upper bound in MiB on all bodies that are being received or processed. Further requests get 429.
+
+    The service's memory grows by up to four times that.
+    """
+    max_requests: Annotated[int, Field(ge=1)] = 4096
+    """Upper bound on requests that are served at the same time, streams of events included. Further ones get 429."""
+    max_connections: Annotated[int, Field(ge=1)] = 4096
+    """Upper bound on open connections. Further ones are closed at once."""
+    peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of each of these bounds that one host may use. A proxy in front of the service needs 1.0."""
+    head_wait_s: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds in which a client must send the head of a request. Otherwise its connection is closed."""
+    body_wait_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds in which a client must send the body of a request. Otherwise it gets 408."""
+    answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds in which a client must read a part of its answer. Otherwise its connection is closed."""
+    idle_s: Annotated[float, Field(gt=0)] = 75.0
+    """Seconds after which a connection without requests is closed."""
+    metrics_listen: Address = "127.0.0.1:0"
+    """Address of the metrics over HTTP, host:port.
+
+    Port 0 takes any free port. Metrics are never encrypted; unless the address is loopback, they need insecure: true.
+    """
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """TLS files of the service for its calls to the gateway, such as `bottega certs issue http/NAME` creates."""
+    drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
+    """Seconds for running requests to end after SIGTERM. TimeoutStopSec of the systemd unit is longer."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level of log lines. The log of requests is at level info."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the port uses HTTPS."""
+        return bool(self.https.certificate) or self.tls.given
+
+
 def refused_ports(config: object) -> list[str]:
     """Return the reasons why a service with this configuration would refuse to open its ports.
 
@@ -124,6 +196,10 @@ def refused_ports(config: object) -> list[str]:
     """
     found = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
     server = found.get("server")
+    if isinstance(server, HttpServerConfig):
+        is_open = not (server.encrypted or server.insecure or is_loopback(server.listen))
+        refusals = [open_port_text("server.listen", server.listen, PLAIN_HTTP)] if is_open else []
+        return [*refusals, *filter(None, [open_metrics_text(server)])]
     if not isinstance(server, ServerConfig):
         return []
     listeners = {name: value for name, value in found.items() if isinstance(value, ListenerConfig)}
@@ -147,7 +223,7 @@ def open_port_text(key: str, listen: str, open_to: str) -> str:
     )
 
 
-def open_metrics_text(config: ServerConfig) -> str | None:
+def open_metrics_text(config: ServerConfig | HttpServerConfig) -> str | None:
     """Return the error text for metrics that anyone in the network can read, or None."""
     if config.insecure or is_loopback(config.metrics_listen):
         return None

@@ -44,7 +44,7 @@ def test_services_stay_those_that_were_chosen(machine: StubbedMachine) -> None:
     machine.install()
     assert packages(machine) == ["[gateway"]
     machine.install("--services", "all")
-    assert packages(machine) == ["[activations,cache,controlnet,gateway,loras,worker"]
+    assert packages(machine) == ["[activations,cache,controlnet,gateway,http,loras,worker"]
 
 
 def test_kernels_and_packages_stay_until_they_are_taken_out(machine: StubbedMachine) -> None:

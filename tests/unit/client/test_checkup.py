@@ -163,15 +163,15 @@ def test_a_model_of_a_variant_is_described(tmp_path: Path) -> None:
 
 @pytest.fixture
 def first_port() -> int:
-    """Of three side by side that are free; where there are any, not of those that the kernel gives to others."""
+    """Of four side by side that are free; where there are any, not of those that the kernel gives to others."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
     ports = random.sample(range(2000, 65534), 2000)
-    for port in sorted(ports, key=lambda port: first - 3 < port <= last):
+    for port in sorted(ports, key=lambda port: first - 4 < port <= last):
         with contextlib.ExitStack() as taken, contextlib.suppress(OSError):
-            for each in range(port, port + 3):
+            for each in range(port, port + 4):
                 taken.enter_context(socket.create_server(("127.0.0.1", each)))
             return port
-    raise AssertionError("no three ports side by side are free")
+    raise AssertionError("no four ports side by side are free")
 
 
 def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure(first_port: int) -> None:
@@ -186,13 +186,13 @@ def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure(first_port: int)
     assert "systemctl start bottega-gateway" in result.todo
 
 
-@pytest.mark.parametrize(("offset", "whose"), [(1, "metrics"), (2, "fleet")])
-def test_the_ports_of_metrics_and_fleet_must_be_free_as_well(first_port: int, offset: int, whose: str) -> None:
+@pytest.mark.parametrize(("offset", "whose"), [(1, "the gateway's metrics"), (2, "the gateway's fleet"), (3, "HTTP")])
+def test_the_ports_of_metrics_fleet_and_http_must_be_free_as_well(first_port: int, offset: int, whose: str) -> None:
     port = first_port + offset
     with socket.create_server(("127.0.0.1", port)):
         (result,) = check_gateway(f"127.0.0.1:{first_port}", "127.0.0.1:1")
     assert result.level is Level.FAIL
-    assert f"port {port}, for the gateway's {whose}, is taken" in result.what
+    assert f"port {port}, for {whose}, is taken" in result.what
     assert f"process {os.getpid()}" in result.what
 
 

@@ -193,11 +193,15 @@ def test_ports_of_a_suite_are_none_that_the_system_gives_somebody_else_before_it
     monkeypatch.setattr("bottega.client.suite.plan._EPHEMERAL_RANGE", tmp_path / "range")
     plan = plan_suite(SuiteOptions(port=0), held(tmp_path))
     config = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
+    http = yaml.safe_load((tmp_path / "config" / "http.yaml").read_text())
+    assert http["gateway"] == config["server"]["listen"]
     addresses = [config["server"]["listen"], config["server"]["metrics_listen"], config["fleet"]["listen"]]
-    assert (addresses[0], addresses[2]) == (plan.settings.address, plan.settings.fleet_address)
+    addresses.append(http["server"]["listen"])
+    settings = plan.settings
+    assert (addresses[0], *addresses[2:]) == (settings.address, settings.fleet_address, settings.http_address)
     chosen = [int(address.rpartition(":")[2]) for address in addresses]
-    assert chosen == [chosen[0], chosen[0] + 1, chosen[0] + 2]
-    assert 1024 <= chosen[0] <= chosen[2] < 32768
+    assert chosen == [chosen[0] + offset for offset in range(4)]
+    assert 1024 <= chosen[0] <= chosen[3] < 32768
 
 
 def test_ports_where_somebody_listens_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

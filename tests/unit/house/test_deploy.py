@@ -19,6 +19,7 @@ from bottega.config_keys import KeyPath, keys_of
 from bottega.controlnet.catalogue import open_catalogue
 from bottega.controlnet.config import ControlNetConfig
 from bottega.gateway.config import GatewayConfig
+from bottega.http.config import HttpConfig
 from bottega.loras.config import LoraConfig
 from bottega.manifest import ServiceSpec, load_object, read_services
 from bottega.miniature import WEIGHTS
@@ -267,7 +268,10 @@ def test_the_services_take_their_configurations() -> None:
     assert cache.gateway == gateway.fleet.listen
     activations = load(ActivationsConfig, DEPLOY / "config" / "activations.yaml")
     assert activations.gateway == gateway.fleet.listen
+    http = load(HttpConfig, DEPLOY / "config" / "http.yaml")
+    assert http.gateway == gateway.server.listen
     for unit, server in (
+        ("bottega-http.service", http.server),
         ("bottega-gateway.service", gateway.server),
         ("bottega-worker@.service", worker.server),
         ("bottega-controlnet@.service", net.server),

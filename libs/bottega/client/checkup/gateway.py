@@ -162,13 +162,13 @@ def _check_ports(address: str) -> Iterator[CheckResult]:
             f"no gateway answers at {address}", "Is it running, and is the address right? (--address, BOTTEGA_ADDRESS)"
         )
         return
-    own, metrics, fleet = int(port), int(port) + 1, int(port) + 2  # as in plan_suite
-    owners = {own: "the gateway", metrics: "the gateway's metrics", fleet: "the gateway's fleet"}
+    own, metrics, fleet, http = (int(port) + offset for offset in range(4))  # as in plan_suite
+    owners = {own: "the gateway", metrics: "the gateway's metrics", fleet: "the gateway's fleet", http: "HTTP"}
     taken = [result for port, whose in owners.items() for result in _check_free(port, whose)]
     yield from taken
     if not taken:
         yield warn(
-            f"no gateway runs; its ports {own} to {fleet} are free",
+            f"no gateway runs; its ports {own} to {http} are free",
             "Start one with: bottega up; on a server with its units: systemctl start bottega-gateway",
         )
 

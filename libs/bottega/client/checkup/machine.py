@@ -147,7 +147,7 @@ def _check_ours(installed: Mapping[str, str]) -> Iterator[CheckResult]:
     elif "bottega-services" not in ours:
         yield warn(
             "no service can run here: bottega-services is not installed",
-            "pip install 'bottega-services[activations,cache,controlnet,gateway,loras,worker]'",
+            "pip install 'bottega-services[activations,cache,controlnet,gateway,http,loras,worker]'",
         )
     else:
         yield ok(f"Bottega {ours['bottega-libs']}")

@@ -23,7 +23,7 @@ from bottega.errors import ConfigError
 from bottega.manifest import ServiceSpec, load_object
 from bottega.rpc.address import split
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.server_config import HttpServerConfig, ServerConfig
 
 # A user that owns no files: files that it can read are readable for any user of DynamicUser=.
 _NOBODY = 65_534
@@ -127,7 +127,7 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
 def _file_check(service: ServiceSpec, config: object) -> Callable[[], None]:
     """Return a function that checks the files in a configuration. It imports nothing, so any user can run it."""
     named = [getattr(config, field.name) for field in fields(config)]  # type: ignore[arg-type]
-    tls = next((value.tls for value in named if isinstance(value, ServerConfig)), TlsConfig())
+    tls = next((value.tls for value in named if isinstance(value, ServerConfig | HttpServerConfig)), TlsConfig())
     paths = [tls.certificate, tls.key, tls.authority]
     own_check = load_object(service.config_check) if service.config_check else None
 

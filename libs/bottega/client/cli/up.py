@@ -78,10 +78,10 @@ class _WithServicesOptions(click.Command):
 )
 @click.option(
     "--port",
-    type=click.IntRange(0, 65533),
+    type=click.IntRange(0, 65532),
     default=8470,
     show_default=True,
-    help="Port of the gateway, which also uses the next two ports; 0 chooses free ones.",
+    help="Port of the gateway, which also uses the next two ports, as HTTP does the third; 0 chooses free ones.",
 )
 @state_option
 @click.option(
@@ -106,8 +106,8 @@ def command(
 ) -> None:
     """Run the whole suite on this machine.
 
-    It starts a gateway, workers, a ControlNet server, a LoRA store, an approximate cache and an activation store. Their
-    logs and data are in the state folder.
+    It starts a gateway, workers, a ControlNet server, a LoRA store, an approximate cache, an activation store and an
+    HTTP API (OpenAI's for images). Their logs and data are in the state folder.
 
     ControlNets and LoRAs are served from the folders `controlnets` and `loras` in the model's folder. The built-in
     model has the ControlNets edges and layout, and the LoRAs striped, checked and dusk. bottega loras add adds LoRAs.
@@ -209,7 +209,7 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
         for thing in left_out_of(client.fleet()):
             note_left_out(thing)
     say(f"Bottega runs in the background as process {record.pid}; logs in {state.logs}; bottega stop ends it.")
-    say_ready(record.address, record.fleet_address, time.monotonic() - began_s, state)
+    say_ready(record.address, record.fleet_address, record.http_address, time.monotonic() - began_s, state)
 
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
@@ -258,13 +258,13 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
     from bottega.client.suite.service_process import Supervisor
 
     with closing(ServiceLog(state.logs, "suite")) as log:
-        address, fleet_address = plan.settings.address, plan.settings.fleet_address
+        settings = plan.settings
         listener = TerminalListener(log, quiet=in_background)
 
         def on_ready(fleet: FleetStatus, seconds: float) -> None:
             for thing in left_out_of(fleet):
                 listener.left_out(thing)
-            say_ready(address, fleet_address, seconds, state)
+            say_ready(settings.address, settings.fleet_address, settings.http_address, seconds, state)
 
         asyncio.run(_run(Supervisor(plan, state, listener), on_ready))
 
@@ -312,11 +312,13 @@ def note_left_out(thing: LeftOutThing) -> None:
     note(Styled(text="warning:", colour="yellow", bold=True), f" {thing.sentence}")
 
 
-def say_ready(address: str, fleet_address: str, seconds: float, state: StateFolder) -> None:
-    """Print that the suite is ready, and a first command to draw a picture."""
+def say_ready(address: str, fleet_address: str, http_address: str, seconds: float, state: StateFolder) -> None:
+    """Print that the suite is ready, a first command to draw a picture, and the address of the HTTP API."""
     found = state.root == state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
     say(f'  {"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png')
+    if http_address:
+        say(f"Over HTTP, as OpenAI's images API: http://{http_address}/v1")
     if not found:
         say(f"Commands about its services, such as bottega fleet, also need BOTTEGA_FLEET={fleet_address}.")
 

@@ -33,12 +33,15 @@ class AsyncJob:
         request = build_message(image_pb2.GetJobRequest(), job_id=self.id)
         return status_from((await self._connection.call(self._connection.images.GetJob, request)).job)
 
-    async def stream(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
+    async def stream(
+        self, *, preview: bool = False, timeout_s: float | None = None, fetch: bool = True
+    ) -> AsyncGenerator[Event, None]:
         """Yield the job's events from now on, as client.stream() does; the last one is Completed.
 
         Args:
             preview: Whether Progress carries small JPEGs of the unfinished pictures.
             timeout_s: Seconds after which to stop following the job; None for the client's own.
+            fetch: Whether Completed has all pictures; otherwise the data of large ones is empty.
 
         Raises:
             BottegaError: The job failed or was cancelled.
@@ -48,7 +51,7 @@ class AsyncJob:
         last = LastProgress(job_id=self.id)
         try:
             async with aclosing(
-                watch_job(lambda left_s: images.WatchJob(request, timeout=left_s), images, terms)
+                watch_job(lambda left_s: images.WatchJob(request, timeout=left_s), images, terms, fetch=fetch)
             ) as events:
                 async for event in events:
                     last.update(event)

@@ -22,7 +22,7 @@ _DRAIN_GRACE_S = 5.0
 
 
 class PortTaken(BottegaError):
-    """The error that another process listens on a port of the gateway."""
+    """The error that another process listens on a port of the suite."""
 
     code = Code.FAILED_PRECONDITION
 
@@ -41,7 +41,7 @@ class SuiteOptions:
     threads: int = 0
     """CPU threads of each worker; 0 divides the cores by the number of workers."""
     port: int = DEFAULT_PORT
-    """Port of the gateway. Its metrics and the fleet use the next two ports. 0 chooses three free ports."""
+    """Port of the gateway. Its metrics, the fleet and HTTP use the next three ports. 0 chooses four free ports."""
     services: Mapping[str, int] = field(default_factory=dict)
     """Values of the options that services add, such as how many to start; missing ones have their defaults."""
 
@@ -97,13 +97,14 @@ def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: S
     # Imported here: it takes 0.2 s, for which every command would wait.
     from bottega.model_files import folder_of, name_of
 
-    address, metrics_address, fleet_address = (f"127.0.0.1:{port}" for port in _ports(options.port))
+    address, metrics_address, fleet_address, http_address = (f"127.0.0.1:{port}" for port in _ports(options.port))
     folder = folder_of(options.model).resolve()
     model = options.model if options.model == EMBEDDED_MODEL else str(folder)
     return SuiteSettings(
         address=address,
         metrics_address=metrics_address,
         fleet_address=fleet_address,
+        http_address=http_address,
         model=model,
         model_name=name_of(model, options.model_name),
         model_folder=folder,
@@ -131,17 +132,17 @@ def _process(name: str, service: ServiceSpec, settings: SuiteSettings, folder: P
 
 
 def _ports(port: int) -> list[int]:
-    """Return the ports of the gateway, its metrics and the fleet: `port` and the next two, or free ones if `port` is 0.
+    """Return the ports of the gateway, its metrics, the fleet and HTTP: `port` and the next three, or free ones for 0.
 
     Raises PortTaken if one of them is in use.
     """
     if not port:
-        return free_ports(3)
-    ports = [port, port + 1, port + 2]
+        return free_ports(4)
+    ports = [port, port + 1, port + 2, port + 3]
     try:
         check_free(ports)
     except OSError as error:
-        raise PortTaken(f"port {port} or one of the two after it cannot be used: {error.strerror}") from None
+        raise PortTaken(f"port {port} or one of the three after it cannot be used: {error.strerror}") from None
     return ports
 
 

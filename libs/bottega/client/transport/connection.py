@@ -16,7 +16,7 @@ from bottega.client.transport.calls import CallDeadline, CallTerms, RequestT, Re
 from bottega.client.transport.credentials import Tls, channels_of, checked_key, tls_from_environment
 from bottega.client.types.messages import UNSENDABLE, describe
 from bottega.errors import Forbidden, InvalidRequest, Violation
-from bottega.rpc.channel import Channels, Target
+from bottega.rpc.channel import ApiKey, Channels, Target
 from bottega.rpc.security.caller import Role
 from bottega.state_folder import state_folder
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
@@ -45,8 +45,9 @@ class GatewayConnection:
     Args:
         address: host:port of the gateway.
         fleet_address: host:port of its listener for services; None for the default, found when the fleet is listed.
-        api_key: Key that is sent to the gateway only; empty for none.
+        api_key: Key that is sent to the gateway only; empty for none, and a function for the key of each call.
         tls: Certificates; None for connections that are not encrypted.
+        channels: Opens the channels instead, with certificates of its own.
         timeout_s: Default time-out of a call in seconds.
         retry: How to retry.
 
@@ -59,8 +60,9 @@ class GatewayConnection:
         address: str,
         *,
         fleet_address: str | None = None,
-        api_key: str = "",
+        api_key: ApiKey = "",
         tls: Tls | None = None,
+        channels: Channels | None = None,
         timeout_s: float,
         retry: RetryPolicy,
     ) -> None:
@@ -70,7 +72,7 @@ class GatewayConnection:
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
         self._tls = tls
-        self.channels = channels_of(tls)
+        self.channels = channels or channels_of(tls)
         self.shows_key = bool(checked_key(api_key))
         self._reported = False
         self._channel = self._open("address", address, api_key=checked_key(api_key))
@@ -134,7 +136,7 @@ class GatewayConnection:
     def _short_terms(self) -> CallTerms:
         return self.terms(min(_SHORT_CALL_S, self._timeout_s))
 
-    def _open(self, name: str, address: str, *, api_key: str = "") -> grpc.aio.Channel:
+    def _open(self, name: str, address: str, *, api_key: ApiKey = "") -> grpc.aio.Channel:
         """Return a channel, which connects when it is first used. Errors blame the argument `name` for the address."""
         try:
             return self.channels.open(Target(address=address, role=Role.GATEWAY), api_key=api_key)

@@ -18,7 +18,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from bottega.errors import ConfigError, InternalError, InvalidRequest, TooLarge, Violation
-from bottega.rpc.channel import MAX_MESSAGE_MIB, Channels, Target
+from bottega.rpc.channel import MAX_MESSAGE_MIB, ApiKey, Channels, Target
 from bottega.rpc.interceptor.message_limits import has_unknown_fields
 from bottega.rpc.security.api_keys import parse_key
 from bottega.rpc.security.tls import AuthorityFile, TlsConfig, TlsFiles
@@ -81,9 +81,9 @@ def default_key() -> str:
     return os.environ.get(KEY_VARIABLE, "").strip()
 
 
-def checked_key(key: str) -> str:
+def checked_key(key: ApiKey) -> ApiKey:
     """Return a valid key unchanged; "" means no key. Raise InvalidRequest for an invalid one, without showing it."""
-    if key and parse_key(key) is None:
+    if isinstance(key, str) and key and parse_key(key) is None:
         rule = "must be btg_, 16 hexadecimal digits, _ and 64 more, as `bottega tenants add` shows it once"
         raise InvalidRequest(f"api_key: {rule}", violations=[Violation(field="api_key", description=rule)])
     return key
@@ -92,7 +92,7 @@ def checked_key(key: str) -> str:
 class BoundedChannels(Channels):
     """A channel factory of clients whose responses have at most `MAX_FIELDS` fields."""
 
-    def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
+    def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: ApiKey = "") -> grpc.aio.Channel:
         """Return a channel; see Channels.open."""
         channel = super().open(target, max_message_mib=max_message_mib, api_key=api_key)
         return cast("grpc.aio.Channel", _BoundedChannel(channel))

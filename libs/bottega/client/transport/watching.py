@@ -48,16 +48,19 @@ _log = logging.getLogger(__name__)
 
 
 async def watch_job(
-    attach: Callable[[float], EventStream[CarrierT_co]], images: ImageServiceAsyncStub, terms: CallTerms
+    attach: Callable[[float], EventStream[CarrierT_co]],
+    images: ImageServiceAsyncStub,
+    terms: CallTerms,
+    *,
+    fetch: bool = True,
 ) -> AsyncGenerator[Event, None]:
     """Yield the events of a job, the last of which is Completed. Raise the job's error if it failed.
-
-    Pictures that the last event does not contain are fetched.
 
     Args:
         attach: Opens the job's stream.
         images: The gateway's stub.
         terms: The terms of the call.
+        fetch: Whether to fetch pictures that the last event does not contain. Otherwise their data is empty.
     """
     async with aclosing(follow_events(attach, terms)) as items:
         async for item in items:
@@ -71,7 +74,7 @@ async def watch_job(
                 case "progress":
                     yield _progress(item)
                 case "completed":
-                    yield await _completed(item, images, terms)
+                    yield await _completed(item, images, terms, fetch=fetch)
                 case "failed":
                     raise from_job_error(item.failed)
                 case unknown:
@@ -97,7 +100,7 @@ def _progress(event: JobEvent) -> Progress:
     )
 
 
-async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: CallTerms) -> Completed:
+async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: CallTerms, *, fetch: bool) -> Completed:
     images_of_job = event.completed.images
     if not images_of_job:
         raise InternalError("the gateway reports a completed job without an image")
@@ -109,7 +112,7 @@ async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: Call
     provenance = provenance_from(event.completed.provenance)
     pictures = []
     for image in images_of_job:
-        data = await _bytes_of(image, event.job_id, images, terms)
+        data = await _bytes_of(image, event.job_id, images, terms) if fetch or image.data else b""
         pictures.append(picture_from(image, data, job_id=event.job_id, provenance=provenance))
     return Completed(job_id=event.job_id, images=tuple(pictures), provenance=provenance)
 

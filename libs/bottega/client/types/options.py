@@ -6,7 +6,7 @@ The arguments are named as in Diffusers' pipelines. The gateway, which knows the
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast, get_args
 
 from bottega.client.types.inputs import (
@@ -241,9 +241,15 @@ def options_from(spec: GenerationSpec) -> GenerationOptions:
 
 def _unknown(name: str) -> Violation:
     """Return the violation of an unknown keyword argument, with the argument that was probably meant."""
-    near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _ARGUMENTS, n=1)), None)
+    near = nearest_name(name, _ARGUMENTS)
     meant = f"; did you mean {near}?" if near else ""
     return Violation(field=name, description=f"there is no such argument{meant}")
+
+
+def nearest_name(name: str, known: Collection[str]) -> str:
+    """Return the known argument that a caller probably meant by another name; "" if none is similar."""
+    other = _OTHER_NAMES.get(name)
+    return other if other in known else next(iter(difflib.get_close_matches(name, known, n=1)), "")
 
 
 def _name_of(argument: str, number: int) -> str:

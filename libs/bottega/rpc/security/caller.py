@@ -40,6 +40,8 @@ class Role(StrEnum):
     LORAS = "loras"
     CACHE = "cache"
     ACTIVATIONS = "activations"
+    HTTP = "http"
+    """A door for HTTP, which may call nothing by itself: its own callers' API keys identify them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

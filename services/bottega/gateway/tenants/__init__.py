@@ -94,13 +94,16 @@ class TenantAuthenticator(TenantTerms):
         self._reading = asyncio.Lock()
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """Return the caller that the certificate names, else the tenant of the API key. Raises Unauthenticated."""
+        """Return the caller that the certificate names, else the tenant of the API key. Raises Unauthenticated.
+
+        The certificate of a door for HTTP names no caller: the key of the door's own caller comes with the call.
+        """
         if self._clock.monotonic() - self._looked_at >= _LOOK_S:
             await self._look()
         named = caller_in(identities)
-        if named is not None and named.role is not Role.TENANT:
+        if named is not None and named.role not in (Role.TENANT, Role.HTTP):
             return named
-        if named is not None:
+        if named is not None and named.role is Role.TENANT:
             if named.tenant not in self._known.callers:
                 raise Unauthenticated(_WRONG_TENANT)
             return self._known.callers[named.tenant]

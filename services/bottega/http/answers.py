@@ -1,0 +1,155 @@
+"""The models of answers, which describe them in /openapi.json; a test checks that real answers have these forms."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from bottega.client.types.jobs import JobState, Priority
+
+Facts = dict[str, JsonValue]
+
+
+class Answer(BaseModel):
+    """A part of an answer."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ErrorObject(Answer):
+    """An error in OpenAI's form."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    bottega: Facts | None = None
+    """Reason, all violations, facts, and the seconds after which to retry."""
+
+
+class ErrorAnswer(Answer):
+    """The answer to a request that failed."""
+
+    error: ErrorObject
+
+
+class ModelAnswer(Answer):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    bottega: Facts
+    """Sizes, defaults and workers of the model."""
+
+
+class ModelsAnswer(Answer):
+    """The models that are served."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class PictureFacts(Answer):
+    """What is known of a picture."""
+
+    index: int
+    seed: int
+    width: int
+    height: int
+    digest: str
+    """SHA-256 of the encoded picture, hex."""
+
+
+class PictureAnswer(Answer):
+    """A picture, in base64 or as a URL that expires."""
+
+    b64_json: str | None = None
+    url: str | None = None
+    bottega: PictureFacts
+
+
+class TokenDetails(Answer):
+    """Estimated tokens by kind."""
+
+    text_tokens: int
+    image_tokens: int
+
+
+class Usage(Answer):
+    """Estimated tokens: 4 characters of the prompt, or 32 x 32 pixels, count as one."""
+
+    input_tokens: int
+    input_tokens_details: TokenDetails
+    output_tokens: int
+    output_tokens_details: TokenDetails
+    total_tokens: int
+
+
+class Drawn(Answer):
+    """The job that drew pictures."""
+
+    job_id: str
+    provenance: Facts
+    """How the pictures were drawn: all parameters, with the seed, and what was used."""
+
+
+class PicturesAnswer(Answer):
+    """Pictures."""
+
+    created: int
+    background: Literal["opaque"]
+    output_format: Literal["png", "jpeg", "webp"]
+    quality: str
+    size: str
+    data: list[PictureAnswer]
+    usage: Usage
+    bottega: Drawn
+
+
+class JobPicture(Answer):
+    """A picture of a job."""
+
+    index: int
+    url: str
+    """Path of the picture."""
+
+
+class JobAnswer(Answer):
+    """How a job stands."""
+
+    id: str
+    object: Literal["job"]
+    status: JobState
+    request_id: str | None
+    priority: Priority
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    steps_done: int
+    steps_total: int
+    images: list[JobPicture]
+    parameters: Facts
+    provenance: Facts | None
+    error: ErrorObject | None
+
+
+class JobsAnswer(Answer):
+    """A page of jobs."""
+
+    object: Literal["list"]
+    data: list[JobAnswer]
+    next_page_token: str
+    """Token of the next page; empty on the last one."""
+
+
+class TraceAnswer(Answer):
+    """What took how long in a job."""
+
+    object: Literal["job.trace"]
+    job_id: str
+    spans: list[Facts]
+    dropped: int

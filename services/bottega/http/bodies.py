@@ -1,0 +1,335 @@
+"""The bodies of requests that draw: their models, which also describe them in /openapi.json, and their meaning.
+
+The models check types and names. The gateway, which knows the model, checks everything else.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
+
+from bottega.client.types.inputs import ControlNet, Lora
+from bottega.client.types.jobs import Priority
+from bottega.client.types.options import FidelityName, GenerationOptions, PromptSyntaxName, nearest_name
+from bottega.errors import Violation
+from bottega.rules import SamplerName, refuse
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
+_DATA_URL = re.compile(r"data:[a-z0-9/+.-]*;base64,", re.ASCII | re.IGNORECASE)
+_MOST_NAMED = 32
+
+
+def _decoded(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return binascii.a2b_base64(value[_end_of_head(value) :], strict_mode=True)
+    except (binascii.Error, ValueError):  # ValueError: not ASCII
+        raise ValueError("must be the bytes of an image in base64") from None
+
+
+def _end_of_head(value: str) -> int:
+    head = _DATA_URL.match(value[:64])
+    return head.end() if head else 0
+
+
+Base64 = Annotated[
+    bytes, BeforeValidator(_decoded), WithJsonSchema({"type": "string", "contentEncoding": "base64"}, mode="validation")
+]
+"""The bytes of an image, which JSON has in base64, also as a data URL."""
+
+
+class Body(BaseModel):
+    """A part of a request's body. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class LoraBody(Body):
+    """A LoRA to draw with."""
+
+    name: str
+    """Name of the LoRA."""
+    scale: float = 1.0
+    """Strength."""
+    from_step: int | None = None
+    """First step that uses it, as a provenance has it."""
+    digest: str | None = None
+    """Hash of its weights, as a provenance has it."""
+    max_step: int | None = None
+    """Latest first step that uses it."""
+    measure_similarity: bool = False
+    """Whether to measure how much the LoRA changes the picture."""
+
+
+class ControlNetBody(Body):
+    """A ControlNet to draw with."""
+
+    name: str
+    """Name of the ControlNet."""
+    image: Base64
+    """Control image."""
+    controlnet_conditioning_scale: float | None = None
+    """Strength."""
+    control_guidance_start: float = 0.0
+    """Fraction of the steps at which it begins to act."""
+    control_guidance_end: float = 1.0
+    """Fraction of the steps at which it stops acting."""
+    guess_mode: bool = False
+    """Whether it steers only the conditional prediction of guidance."""
+    measure_similarity: bool = False
+    """Whether to measure how similar its residuals of adjacent steps are."""
+
+
+class BottegaBody(Body):
+    """Bottega's own parameters. Those without a description here are arguments of the SDK, which documents them."""
+
+    prompt_2: str | None = None
+    negative_prompt: str | None = None
+    negative_prompt_2: str | None = None
+    prompt_syntax: PromptSyntaxName | None = None
+    clip_skip: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_rescale: float | None = None
+    seed: int | None = None
+    sampler: SamplerName | None = None
+    use_karras_sigmas: bool | None = None
+    strength: float | None = None
+    padding_mask_crop: int | None = None
+    keep_unmasked: bool | None = None
+    mask_feather: int | None = None
+    keep_for_editing: bool | None = None
+    bounded_lora_loading: bool | None = None
+    stale_residuals: bool | None = None
+    latent_parallelism: bool | None = None
+    shared_turns: bool | None = None
+    masked_blocks: bool | None = None
+    approximate_cache: bool | None = None
+    cache_entry: str | None = None
+    recording: str | None = None
+    identical_results: bool | None = None
+    fidelity: FidelityName | None = None
+    loras: list[LoraBody] | None = None
+    """LoRAs to draw with; they are summed."""
+    controlnets: list[ControlNetBody] | None = None
+    """ControlNets to draw with; their residuals are summed."""
+    deadline_s: float | None = None
+    """Seconds after which the pictures are of no use: a request that cannot be done by then is refused at once."""
+    priority: Literal["low", "normal", "high"] = "normal"
+    """Urgency among the caller's own requests."""
+
+
+Quality = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"]
+_FIDELITIES: Mapping[Quality, FidelityName] = {
+    "low": "fast",
+    "high": "exact",
+    "xhigh": "exact",
+    "max": "exact",
+    "hd": "exact",
+}
+
+
+class PictureBody(Body):
+    """The fields of all requests that draw."""
+
+    prompt: str
+    """What to draw."""
+    model: str | None = None
+    """Name of the model, as /v1/models lists it; by default the only one that is served."""
+    n: int | None = None
+    """Number of pictures, 1 to 8."""
+    size: str | None = None
+    """WIDTHxHEIGHT in pixels, or auto for the model's own size."""
+    quality: Quality | None = None
+    """low allows approximations (fidelity fast), high none (fidelity exact); otherwise the model's defaults count."""
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    """Format of the pictures; png by default."""
+    output_compression: int | None = None
+    """Quality of jpeg and webp, 1 to 100."""
+    user: str | None = None
+    """Accepted for OpenAI's clients, and not used."""
+    safety_identifier: str | None = None
+    """Accepted for OpenAI's clients, and not used."""
+    bottega: BottegaBody | None = None
+    """Bottega's own parameters."""
+
+
+class JobBody(PictureBody):
+    """A job to start."""
+
+    image: Base64 | None = None
+    """Source of image-to-image or of an edit."""
+    mask: Base64 | None = None
+    """Mask of an edit: transparent pixels are redrawn."""
+
+
+class GenerationBody(PictureBody):
+    """A request for pictures."""
+
+    response_format: Literal["b64_json", "url"] | None = None
+    """How the pictures come: in the answer, or as URLs that expire."""
+    stream: bool | None = None
+    """Whether to answer with a stream of events."""
+    partial_images: int | None = None
+    """Number of previews in the stream, 0 to 3."""
+    background: Literal["auto", "opaque", "transparent"] | None = None
+    """Pictures are opaque."""
+    moderation: Literal["auto", "low"] | None = None
+    """Accepted for OpenAI's clients, and not used: nothing is moderated."""
+    style: Literal["vivid", "natural"] | None = None
+    """Refused: describe the style in the prompt."""
+
+
+class EditBody(GenerationBody):
+    """A request for edits; `image` and `mask` are parts of the form with files."""
+
+    input_fidelity: Literal["low", "high"] | None = None
+    """Refused: set bottega.strength."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """What to draw, as arguments of the SDK."""
+
+    prompt: str
+    num_images: int
+    options: GenerationOptions
+    deadline_s: float | None
+    priority: Priority
+
+
+def drawing_of(body: PictureBody, *, image: bytes | None = None, mask: bytes | None = None) -> Drawing:
+    """Return what a body asks for. Raise InvalidRequest that names every field that cannot be served.
+
+    Args:
+        image: Source of image-to-image or of an edit, encoded.
+        mask: Mask of an edit, encoded; its transparent pixels are redrawn.
+    """
+    own = body.bottega or BottegaBody()
+    width, height, size_violations = _size_of(body.size)
+    refuse([*size_violations, *_unserved(body)])
+    options: dict[str, object] = {
+        name: value
+        for name, value in own
+        if value is not None and name not in ("loras", "controlnets", "deadline_s", "priority")
+    }
+    options |= {
+        "model": body.model,
+        "width": width,
+        "height": height,
+        "format": body.output_format,
+        "quality": body.output_compression if body.output_format in ("jpeg", "webp") else None,
+        "fidelity": own.fidelity or (_FIDELITIES.get(body.quality) if body.quality else None),
+        "image": image,
+        "mask_image": mask,
+        "mask_alpha": True if mask is not None else None,
+        "lora": [Lora(**dict(lora)) for lora in own.loras or ()] or None,
+        "controlnets": [ControlNet(**dict(net)) for net in own.controlnets or ()] or None,
+    }
+    return Drawing(
+        prompt=body.prompt,
+        num_images=1 if body.n is None else body.n,
+        options=cast("GenerationOptions", options),
+        deadline_s=own.deadline_s,
+        priority=Priority(own.priority),
+    )
+
+
+def _size_of(size: str | None) -> tuple[int | None, int | None, list[Violation]]:
+    if size is None or size == "auto":
+        return None, None, []
+    if found := _SIZE.fullmatch(size):
+        return int(found[1]), int(found[2]), []
+    return None, None, [Violation(field="size", description="must be auto or WIDTHxHEIGHT, such as 512x512")]
+
+
+def _unserved(body: PictureBody) -> Iterator[Violation]:
+    if body.output_compression not in (None, 100) and body.output_format not in ("jpeg", "webp"):
+        rule = "is for output_format jpeg and webp; png is lossless"
+        yield Violation(field="output_compression", description=rule)
+    if not isinstance(body, GenerationBody):
+        return
+    if body.background == "transparent":
+        rule = "cannot be transparent: the models draw opaque pictures; leave it out, or give auto or opaque"
+        yield Violation(field="background", description=rule)
+    if body.style is not None:
+        yield Violation(field="style", description="is not served: describe the style in the prompt")
+    if body.partial_images and not body.stream:
+        yield Violation(field="partial_images", description="needs stream: true")
+    if not 0 <= (body.partial_images or 0) <= 3:
+        yield Violation(field="partial_images", description="must be 0 to 3")
+    if body.stream and body.response_format == "url":
+        yield Violation(field="response_format", description="must be b64_json with stream: true")
+    if isinstance(body, EditBody) and body.input_fidelity is not None:
+        rule = "is not served: bottega.strength sets how much of the image is redrawn"
+        yield Violation(field="input_fidelity", description=rule)
+
+
+def parse_json(kind: type[BodyT], data: bytes) -> BodyT:
+    """Parse a body of JSON. Raise InvalidRequest that names every field that breaks a rule."""
+    try:
+        return kind.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        refuse(list(_violations(kind, error)))
+        raise
+
+
+def parse_fields(kind: type[BodyT], fields: Mapping[str, object]) -> BodyT:
+    """Parse the fields of a form or of a query, whose values are texts. Raise InvalidRequest as parse_json does."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        refuse(list(_violations(kind, error)))
+        raise
+
+
+def _violations(kind: type[BaseModel], error: ValidationError) -> Iterator[Violation]:
+    found = error.errors(include_url=False, include_input=False)
+    for item in found[:_MOST_NAMED]:
+        path, name = _path(item["loc"]), str(item["loc"][-1] if item["loc"] else "")
+        if item["type"] == "extra_forbidden":
+            yield Violation(field=path, description=_unknown(kind, item["loc"], name))
+        else:
+            yield Violation(field=path or "body", description=_rule(item["msg"]))
+    if len(found) > _MOST_NAMED:
+        yield Violation(field="body", description=f"breaks {len(found) - _MOST_NAMED} rules more")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".")[:200]
+
+
+def _rule(message: str) -> str:
+    return message.removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def _unknown(kind: type[BaseModel], location: tuple[int | str, ...], name: str) -> str:
+    model = _model_at(kind, location[:-1])
+    near = nearest_name(name, [*model.model_fields])
+    if not near and "bottega" in model.model_fields:
+        own = nearest_name(name, [*BottegaBody.model_fields])
+        near = f"bottega.{own}" if own else ""
+    return f"there is no such field; did you mean {near}?" if near else "there is no such field"
+
+
+def _model_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in location:
+        if isinstance(part, str) and part in kind.model_fields:
+            kind = next(_models_in(kind.model_fields[part].annotation), kind)
+    return kind
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

@@ -1,0 +1,209 @@
+"""The operations of the API: their routes, and the document /openapi.json, which describes them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bottega.client.types.options import EditOptions, GenerationOptions
+from bottega.http import job_routes, openai_routes
+from bottega.http.answers import (
+    ErrorAnswer,
+    JobAnswer,
+    JobsAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    PicturesAnswer,
+    TraceAnswer,
+)
+from bottega.http.bodies import BottegaBody, EditBody, GenerationBody, JobBody
+from bottega.http.job_routes import EventsQuery, JobQuery
+
+_FILES: Mapping[str, object] = {
+    "image": {"type": "string", "format": "binary", "description": "Source of the edit: PNG, JPEG or WebP."},
+    "mask": {"type": "string", "format": "binary", "description": "Mask: what is transparent is drawn anew."},
+}
+_STREAM = "text/event-stream"
+_KEY = "Idempotency-Key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A method of a route, with what the document says of it."""
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    """Answers a request. Its docstring describes the operation."""
+    body: type[BaseModel] | None = None
+    """Model of the request's body, in JSON; of EditBody a form."""
+    query: type[BaseModel] | None = None
+    """Model of the parameters in the query."""
+    status: int = 200
+    answer: type[BaseModel] | None = None
+    """Model of the answer in JSON."""
+    media_types: tuple[str, ...] = ()
+    """Other media types of the answer."""
+
+    @property
+    def route(self) -> str:
+        """The path with the types of its parameters. Names of models may have slashes."""
+        return self.path.replace("{model}", "{model:path}").replace("{index}", "{index:int}")
+
+    @property
+    def draws(self) -> bool:
+        """Whether the operation starts a job."""
+        return self.body is not None
+
+
+async def get_openapi(_: Request) -> Response:
+    """Return this document."""
+    return Response(_document(), media_type="application/json")
+
+
+OPERATIONS = (
+    Operation(method="GET", path="/openapi.json", handler=get_openapi, media_types=("application/json",)),
+    Operation(method="GET", path="/v1/models", handler=openai_routes.list_models, answer=ModelsAnswer),
+    Operation(method="GET", path="/v1/models/{model}", handler=openai_routes.get_model, answer=ModelAnswer),
+    Operation(
+        method="POST",
+        path="/v1/images/generations",
+        handler=openai_routes.create_pictures,
+        body=GenerationBody,
+        answer=PicturesAnswer,
+        media_types=(_STREAM,),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/images/edits",
+        handler=openai_routes.edit_picture,
+        body=EditBody,
+        answer=PicturesAnswer,
+        media_types=(_STREAM,),
+    ),
+    Operation(
+        method="GET",
+        path=openai_routes.IMAGE_PATH + "/{token}",
+        handler=openai_routes.get_file,
+        media_types=("image/png", "image/jpeg", "image/webp"),
+    ),
+    Operation(method="POST", path="/v1/jobs", handler=job_routes.start_job, body=JobBody, status=202, answer=JobAnswer),
+    Operation(method="GET", path="/v1/jobs", handler=job_routes.list_jobs, query=JobQuery, answer=JobsAnswer),
+    Operation(method="GET", path="/v1/jobs/{job_id}", handler=job_routes.get_job, answer=JobAnswer),
+    Operation(method="DELETE", path="/v1/jobs/{job_id}", handler=job_routes.delete_job, status=204),
+    Operation(method="POST", path="/v1/jobs/{job_id}/cancel", handler=job_routes.cancel_job, answer=JobAnswer),
+    Operation(
+        method="GET",
+        path="/v1/jobs/{job_id}/events",
+        handler=job_routes.watch_job,
+        query=EventsQuery,
+        media_types=(_STREAM,),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/jobs/{job_id}/images/{index}",
+        handler=job_routes.get_picture,
+        media_types=("image/png", "image/jpeg", "image/webp"),
+    ),
+    Operation(method="GET", path="/v1/jobs/{job_id}/trace", handler=job_routes.get_trace, answer=TraceAnswer),
+)
+
+
+@functools.cache
+def _document() -> bytes:
+    return to_json(openapi())
+
+
+def openapi() -> dict[str, object]:
+    """Return the description of the API in OpenAPI 3.1."""
+    models = {model for found in OPERATIONS for model in (found.body, found.query, found.answer) if model is not None}
+    ordered = sorted({*models, ErrorAnswer}, key=lambda model: model.__name__)
+    references, schemas = models_json_schema(
+        [(model, "validation") for model in ordered], ref_template="#/components/schemas/{model}"
+    )
+    schemas["$defs"][BottegaBody.__name__]["properties"] = _described(schemas["$defs"][BottegaBody.__name__])
+    of_model = {model: references[model, "validation"] for model in ordered}
+    paths: dict[str, dict[str, object]] = {}
+    for found in OPERATIONS:
+        paths.setdefault(found.path, {})[found.method.lower()] = _operation(found, of_model, schemas["$defs"])
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Bottega",
+            "version": importlib.metadata.version("bottega-services"),
+            "description": "OpenAI's API for images, and jobs with streams of events.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(found: Operation, of_model: Mapping[type[BaseModel], object], schemas: Mapping[str, object]) -> object:
+    summary, _, description = (inspect.getdoc(found.handler) or "").partition("\n\n")
+    content = {media_type: {"schema": {"type": "string"}} for media_type in found.media_types}
+    if found.answer is not None:
+        content["application/json"] = {"schema": of_model[found.answer]}  # type: ignore[dict-item]
+    answer: dict[str, object] = {"description": "The answer."}
+    operation: dict[str, object] = {
+        "operationId": found.handler.__name__,
+        "summary": summary,
+        "parameters": [*_parameters(found, schemas)],
+        "responses": {
+            str(found.status): answer | ({"content": content} if content else {}),
+            "default": {
+                "description": "An error in OpenAI's form.",
+                "content": {"application/json": {"schema": of_model[ErrorAnswer]}},
+            },
+        },
+    }
+    if description:
+        operation["description"] = " ".join(description.split())
+    if found.body is EditBody:
+        form = {"allOf": [of_model[EditBody], {"type": "object", "properties": _FILES, "required": ["image"]}]}
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    elif found.body is not None:
+        json_body = {"application/json": {"schema": of_model[found.body]}}
+        operation["requestBody"] = {"required": True, "content": json_body}
+    return operation
+
+
+def _parameters(found: Operation, schemas: Mapping[str, object]) -> list[object]:
+    parameters: list[object] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", found.path)
+    ]
+    if found.draws:
+        text = "Id of the request: the same id with the same body gives the same pictures, drawn once."
+        parameters.append({"name": _KEY, "in": "header", "schema": {"type": "string"}, "description": text})
+    if found.query is not None:
+        properties = found.query.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
+        for name, schema in properties.items():
+            parameters.append({"name": name, "in": "query", "schema": schema, "style": "form", "explode": True})
+    return parameters
+
+
+def _described(schema: Mapping[str, Mapping[str, dict[str, object]]]) -> dict[str, dict[str, object]]:
+    """Return the properties of BottegaBody with the SDK's descriptions of its arguments."""
+    texts = {**_attributes(EditOptions), **_attributes(GenerationOptions)}
+    return {name: {"description": texts.get(name, ""), **value} for name, value in schema["properties"].items()}
+
+
+def _attributes(documented: type) -> dict[str, str]:
+    """Return the descriptions in the section "Attributes" of a docstring, by name."""
+    section = (inspect.getdoc(documented) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}

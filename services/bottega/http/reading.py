@@ -1,0 +1,162 @@
+"""Reads the bodies of requests: within a size, a time and a total of bytes, as JSON or as a form with files."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from python_multipart.exceptions import FormParserError
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+
+from bottega.errors import InvalidRequest, JobCancelled, QueueFull, TooLarge, Violation
+from bottega.http.bodies import BodyT, parse_json
+from bottega.http.limits import PeerLimit
+from bottega.rpc.server_config import HttpServerConfig
+
+# Larger bodies are parsed in a thread: this much takes about a millisecond.
+_PARSED_AT_ONCE_BYTES = 64 << 10
+_MOST_PARTS = 200
+_MOST_FILES = 20
+_MOST_LISTED = 64
+
+
+class BodyReader:
+    """Reads the bodies of all requests of a server."""
+
+    def __init__(self, config: HttpServerConfig) -> None:
+        self._max_bytes = config.max_body_mib << 20
+        self._wait_s = config.body_wait_s
+        self._held = PeerLimit(config.max_bodies_mib << 20, config.peer_share)
+
+    async def read_json(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """Return a body of JSON. Raise InvalidRequest, TooLarge, QueueFull if there is no memory for it now."""
+        _check_type(request, "application/json")
+        async with self._reading(request) as data:
+            if len(data) <= _PARSED_AT_ONCE_BYTES:
+                return parse_json(kind, bytes(data))
+            return await asyncio.to_thread(lambda: parse_json(kind, bytes(data)))
+
+    async def read_form(self, request: Request) -> tuple[dict[str, object], dict[str, list[bytes]]]:
+        """Return the fields of a form, nested as their names say, and its files by name. Raise as read_json does."""
+        _check_type(request, "multipart/form-data")
+        async with self._reading(request) as data:
+            form = await _parse_form(request, bytes(data), self._max_bytes)
+            files: dict[str, list[bytes]] = {}
+            for name, part in form.multi_items():
+                if isinstance(part, UploadFile):
+                    files.setdefault(name.removesuffix("[]"), []).append(await part.read())
+            await form.close()
+            return nested([(name, part) for name, part in form.multi_items() if isinstance(part, str)]), files
+
+    @asynccontextmanager
+    async def _reading(self, request: Request) -> AsyncIterator[bytearray]:
+        """Read a body, and count its bytes while the block runs."""
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            raise self._too_large()
+        host, data = host_of_request(request), bytearray()
+        try:
+            async with asyncio.timeout(self._wait_s):
+                async for chunk in request.stream():
+                    if len(data) + len(chunk) > self._max_bytes:
+                        raise self._too_large()
+                    if not self._held.take(host, len(chunk)):
+                        raise QueueFull("other requests use the memory for bodies; retry", retry_after_s=1.0)
+                    data += chunk
+            yield data
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {self._wait_s:g} s") from None
+        except ClientDisconnect:
+            raise JobCancelled("the client left") from None
+        finally:
+            self._held.give(host, len(data))
+
+    def _too_large(self) -> TooLarge:
+        limit = f"{self._max_bytes >> 20} MiB"
+        return TooLarge(f"the body is larger than {limit}", metadata={"limit": limit})
+
+
+def host_of_request(request: Request) -> str:
+    """Return the IP address of a request's client."""
+    return request.client.host if request.client else ""
+
+
+def _check_type(request: Request, expected: str) -> None:
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != expected:
+        raise HTTPException(415, f"the body must be {expected}")
+
+
+class _MemoryParser(MultiPartParser):
+    """A parser that keeps files in memory: bodies are bounded, and input images stay off the disk."""
+
+    spool_max_size = 1 << 40
+
+
+async def _parse_form(request: Request, data: bytes, max_bytes: int) -> FormData:
+    async def stream() -> AsyncIterator[bytes]:
+        for start in range(0, len(data), _PARSED_AT_ONCE_BYTES):
+            yield data[start : start + _PARSED_AT_ONCE_BYTES]
+            await asyncio.sleep(0)
+
+    parser = _MemoryParser(
+        request.headers,
+        stream(),  # type: ignore[arg-type]  # an AsyncGenerator is all that it uses
+        max_files=_MOST_FILES,
+        max_fields=_MOST_PARTS,
+        max_part_size=max_bytes,
+    )
+    try:
+        return await parser.parse()
+    except (MultiPartException, FormParserError, UnicodeDecodeError, LookupError) as error:
+        for file in parser._files_to_close_on_error:
+            file.close()
+        text = getattr(error, "message", "it cannot be parsed")
+        rule = f"is no valid form: {text}"
+        raise InvalidRequest(f"body: {rule}", violations=[Violation(field="body", description=rule)]) from None
+
+
+_NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]*\])*)")
+_PART = re.compile(r"\[([^\[\]]*)\]")
+
+
+def nested(fields: list[tuple[str, str]]) -> dict[str, object]:
+    """Return the fields of a form as a tree: a[b]=1 is {"a": {"b": "1"}}, a[]=1 is {"a": ["1"]}.
+
+    OpenAI's clients write nested parameters so. In a list of objects, an object ends where a name of it repeats. Raise
+    InvalidRequest for names that contradict each other.
+    """
+    tree: dict[str, object] = {}
+    for name, value in fields:
+        match = _NAME.fullmatch(name)
+        path = [match[1], *_PART.findall(match[2])] if match else [name]
+        if len(path) > 5 or not _put(tree, path, value):
+            rule = "is given twice, or once as a value and once as an object"
+            raise InvalidRequest(f"{name[:200]} {rule}", violations=[Violation(field=name[:200], description=rule)])
+    return tree
+
+
+def _put(node: Any, path: list[str], value: str) -> bool:
+    """Put a value into the tree. Return False if something else is there."""
+    key, *rest = path
+    if isinstance(node, list):
+        if key != "" or len(node) >= _MOST_LISTED:
+            return False
+        if not rest:
+            node.append(value)
+            return True
+        if node and isinstance(node[-1], Mapping) and rest[0] not in node[-1]:
+            return _put(node[-1], rest, value)
+        node.append({})
+        return _put(node[-1], rest, value)
+    if not isinstance(node, dict) or key == "":
+        return False
+    if not rest:
+        return node.setdefault(key, value) is value
+    return _put(node.setdefault(key, [] if rest[0] == "" else {}), rest, value)

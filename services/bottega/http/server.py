@@ -1,0 +1,297 @@
+"""The HTTP server: its port, its connections and their limits, metrics, and a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import Counter, Gauge
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from bottega.errors import ConfigError, Unavailable
+from bottega.http.config import HttpConfig, read_url_key
+from bottega.http.context import Context
+from bottega.http.gateway import GatewayClient
+from bottega.http.limits import PeerLimit
+from bottega.http.pictures import UrlSeal
+from bottega.http.reading import BodyReader
+from bottega.http.service import HttpMetrics, application
+from bottega.rpc.address import is_loopback, split
+from bottega.rpc.operation.metrics import CertificateMetrics, MetricsEndpoint
+from bottega.rpc.security.private_files import FileState, file_state, read_private
+from bottega.rpc.security.tls import TlsFiles
+from bottega.rpc.server import Step
+from bottega.rpc.server_config import HttpServerConfig, refused_ports
+
+_HANDSHAKE_S = 10.0
+_BACKLOG = 1024
+_HEAD_BYTES = 32 << 10
+# Seconds for cancelled requests to end, after the grace period.
+_STOP_S = 1.0
+# Seconds for a proxy to see that the service is not ready any more.
+_DRAIN_PAUSE_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class HttpServer:
+    """The server of the HTTP API. Create it in a running event loop; `boot` starts and ends it."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self.name = "http"
+        self.config: HttpServerConfig = config.server
+        self.address = ""
+        tls = TlsFiles(config.server.tls) if config.server.tls.given else None
+        self._client = GatewayClient(config, tls)
+        self._metrics = MetricsEndpoint(config.server.metrics_listen)
+        if tls is not None:
+            self._metrics.registry.register(CertificateMetrics(tls))
+        self._context = Context(
+            config=config,
+            client=self._client,
+            bodies=BodyReader(config.server),
+            urls=UrlSeal(read_url_key(config), ttl_s=config.url_ttl_s),
+            draining=asyncio.Event(),
+        )
+        self._is_open = not (is_loopback(config.server.listen) or config.server.insecure)
+        app = application(self._context, HttpMetrics(self._metrics.registry), keys_only=self._is_open)
+        self._guard = ConnectionLimits(config.server, self._metrics)
+        self._uvicorn = uvicorn.Config(
+            app,
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=int(config.server.idle_s) or 1,
+            h11_max_incomplete_event_size=_HEAD_BYTES,
+        )
+        self._state = ServerState()
+        self._listener: asyncio.Server | None = None
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """host:port of the port and of the metrics, once started."""
+        return {"address": self.address, "metrics": self._metrics.address}
+
+    async def start(self) -> None:
+        """Start to listen. Raise ConfigError if a port must not be opened, Unavailable if one is in use."""
+        for refusal in refused_ports(self._context.config):
+            raise ConfigError(refusal)
+        if not is_loopback(self.config.listen) and self.config.insecure:
+            _log.warning("a port that may not be encrypted or ask for keys is open to the network")
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # warnings repeat what strangers send
+        self._metrics.start()
+        self._uvicorn.load()
+        host, port = split(self.config.listen)
+        try:
+            bound = _bind(host, port)
+        except OSError as error:
+            why = f"server.listen {self.config.listen} cannot be used"
+            raise Unavailable(f"{why}: is another instance running? ({error.strerror})") from None
+        loop = asyncio.get_running_loop()
+        context = _Certificate(self.config).context if self.config.encrypted else None
+        self._listener = await loop.create_server(
+            lambda: LimitedProtocol(self._uvicorn, self._state, self._guard),
+            sock=bound,
+            backlog=_BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=_HANDSHAKE_S if context else None,
+        )
+        self.address = f"{host}:{bound.getsockname()[1]}"
+
+    async def check_gateway(self) -> None:
+        """Raise ConfigError if the network can reach the port, and the gateway asks its callers for no key."""
+        if self._is_open:
+            await self._client.check_keys()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set whether /readyz is good."""
+        if not serving:
+            self._context.draining.set()
+
+    async def drain(self, finish: Step | None = None) -> None:
+        """End gracefully: /readyz says 503, streams of jobs' events end, and running requests have the grace to end."""
+        await self.set_serving(False)
+        await asyncio.sleep(_DRAIN_PAUSE_S)
+        self._stop_listening()
+        if finish is not None:
+            await finish()
+        if self._state.tasks:
+            await asyncio.wait(set(self._state.tasks), timeout=self.config.drain_grace_s)
+        if self._state.tasks:
+            facts = {"grace_s": self.config.drain_grace_s, "requests": len(self._state.tasks)}
+            _log.warning("the drain took longer than drain_grace_s; running requests are cancelled", extra=facts)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End now, and cancel running requests. A second call does nothing."""
+        self._stop_listening()
+        tasks = set(self._state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STOP_S)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await asyncio.to_thread(self._metrics.stop)
+
+    async def close(self) -> None:
+        """Cancel unfinished jobs, and close the connection to the gateway."""
+        await self._client.close()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._state.connections):
+            connection.shutdown()
+
+
+class ConnectionLimits:
+    """The limits of all connections, and their metrics."""
+
+    def __init__(self, config: HttpServerConfig, metrics: MetricsEndpoint) -> None:
+        self.head_wait_s = config.head_wait_s
+        self.answer_wait_s = config.answer_wait_s
+        self._open = PeerLimit(config.max_connections, config.peer_share)
+        gauge = Gauge("bottega_http_connections", "Open connections.", registry=metrics.registry)
+        gauge.set_function(lambda: self._open.used)
+        self._cut = Counter(
+            "bottega_http_connections_cut",
+            "Connections that were closed because of a limit: refused, or slow to send (head) or to read (answer).",
+            ("limit",),
+            registry=metrics.registry,
+        )
+
+    def admit(self, address: str) -> bool:
+        """Count a new connection. Return False if it must be closed."""
+        admitted = self._open.take(address)
+        if not admitted:
+            self.note_cut("max_connections")
+        return admitted
+
+    def leave(self, address: str) -> None:
+        """Count the end of an admitted connection."""
+        self._open.give(address)
+
+    def note_cut(self, limit: str) -> None:
+        """Count a connection that was closed because of a limit."""
+        self._cut.labels(limit).inc()
+
+
+class LimitedProtocol(H11Protocol):
+    """A connection of uvicorn that is closed if its client sends a head, or reads an answer, too slowly."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, limits: ConnectionLimits) -> None:
+        super().__init__(config, state, {})
+        self._limits = limits
+        self._address: str | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._answer_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Admit the connection, and start to wait for the first head."""
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if not self._limits.admit(address):
+            transport.abort()
+            return
+        self._address = address
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._head_timer = _stopped(self._head_timer)
+        self._answer_timer = _stopped(self._answer_timer)
+        if self._address is not None:
+            self._limits.leave(self._address)
+            self._address = None
+
+    def data_received(self, data: bytes) -> None:
+        """Handle data, and wait for the rest of a head."""
+        super().data_received(data)
+        self._await_head()
+
+    def pause_writing(self) -> None:
+        """Start to wait for the client to read."""
+        super().pause_writing()
+        self._answer_timer = self.loop.call_later(self._limits.answer_wait_s, self._abort, "answer")
+
+    def resume_writing(self) -> None:
+        """Stop waiting for the client to read."""
+        super().resume_writing()
+        self._answer_timer = _stopped(self._answer_timer)
+
+    def _await_head(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._head_timer = _stopped(self._head_timer)
+        elif self._head_timer is None and self.timeout_keep_alive_task is None:
+            self._head_timer = self.loop.call_later(self._limits.head_wait_s, self._abort, "head")
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._head_timer = _stopped(self._head_timer)
+        super().on_response_complete()
+
+    def _abort(self, limit: str) -> None:
+        self._limits.note_cut(limit)
+        self.transport.abort()
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG)
+
+
+class _Certificate:
+    """The certificate of an HTTPS port. New connections use the current files. The constructor raises ConfigError."""
+
+    def __init__(self, config: HttpServerConfig) -> None:
+        files = config.https if config.https.certificate else config.tls
+        self._paths = [Path(path).expanduser() for path in (files.certificate, files.key)]
+        self._states = self._states_now()
+        self._current = self._read()
+        self.context = self._read()
+        """The context of the listener, which gives each connection the current one."""
+        self.context.sni_callback = self._renew
+
+    def _renew(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        states = self._states_now()
+        if states != self._states:
+            self._states = states
+            try:
+                self._current = self._read()
+            except ConfigError as error:
+                _log.error("a new certificate cannot be used; the previous one stays", extra={"text": error.message})
+        connection.context = self._current
+
+    def _states_now(self) -> list[FileState]:
+        return [file_state(path) for path in self._paths]
+
+    def _read(self) -> ssl.SSLContext:
+        certificate, key = self._paths
+        read_private(key)  # raises if others can read it
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(certificate, key)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"{certificate} cannot be used as the certificate of HTTPS: {error}") from None
+        return context

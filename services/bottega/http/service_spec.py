@@ -1,0 +1,23 @@
+"""The manifest's entry of the HTTP API."""
+
+from __future__ import annotations
+
+from bottega.manifest import ServiceSpec, SuiteSettings
+
+
+def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
+    del name
+    return {"gateway": suite.address, "server": {**suite.server, "listen": suite.http_address}}
+
+
+SPEC = ServiceSpec(
+    kind="http",
+    title="HTTP API",
+    module="bottega.http",
+    configure=_configure,
+    config="bottega.http.config:HttpConfig",
+    config_check="bottega.http.config:read_url_key",
+    joins=False,
+    requires=("python-multipart", "sse-starlette", "starlette", "uvicorn"),
+    install="bottega-services[http]",
+)

@@ -1,0 +1,235 @@
+"""The HTTP server: hosts and origins, limits, slow clients, health, metrics, TLS, tenants, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from bottega.errors import ConfigError, Unavailable
+from bottega.http.config import HttpConfig
+from bottega.http.server import HttpServer
+from bottega.rpc.server_config import HttpsConfig, HttpServerConfig
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.certificates import Authority
+from tests.support.running_gateway import Running, running_gateway
+from tests.support.running_http import Door, running_http
+from tests.support.tenants import add_tenant
+from tests.support.waiting import eventually
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1:8473", "[::1]:8473", "10.0.0.7", "door.example:443"])
+async def test_a_request_for_this_host_is_served(house: Running, host: str) -> None:
+    async with running_http(house.address, hosts=["door.example"]) as door:
+        assert (await door.http.get("/healthz", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8473", "localhost.evil.example", "", "127.0.0.1.nip.io"]
+)
+async def test_a_name_that_a_stranger_points_here_is_refused(door: Door, host: str) -> None:
+    answer = await door.http.get("/v1/models", headers={"host": host})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (421, "wrong_host")
+
+
+async def test_pages_of_other_origins_are_refused_unless_they_are_allowed(house: Running) -> None:
+    async with running_http(house.address) as door:
+        assert (await door.http.get("/v1/models", headers={"origin": door.url})).status_code == 200
+        for origin in ("https://evil.example", "null"):
+            answer = await door.http.post("/v1/jobs", json={"prompt": "a"}, headers={"origin": origin})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_origin")
+            assert "access-control-allow-origin" not in answer.headers
+    async with running_http(house.address, origins=["https://app.example"]) as door:
+        answer = await door.http.get("/v1/models", headers={"origin": "https://app.example"})
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert (await door.http.get("/v1/models", headers={"origin": "https://evil.example"})).status_code == 403
+
+
+async def test_a_body_that_is_too_large_is_refused_before_it_is_read(house: Running) -> None:
+    async with running_http(house.address, server={"max_body_mib": 1}) as door:
+        for body in (b"x" * (1 << 20) + b"x", _chunks()):
+            answer = await door.http.post(
+                "/v1/jobs",
+                content=body,
+                headers={"content-type": "application/json"},  # type: ignore[arg-type]
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+
+
+async def _chunks() -> AsyncIterator[bytes]:
+    for _ in range(40):
+        yield b"x" * (64 << 10)
+
+
+async def test_a_wrong_type_path_or_method_has_its_status(door: Door) -> None:
+    assert (await door.http.post("/v1/jobs", content=b"{}", headers={"content-type": "text/plain"})).status_code == 415
+    assert (await door.http.get("/v1/unknown")).json()["error"]["code"] == "not_found"
+    assert (await door.http.get("/v1/images/generations")).json()["error"]["code"] == "method_not_allowed"
+
+
+async def test_requests_beyond_the_limit_are_told_to_retry(house: Running) -> None:
+    await house.worker(hold_at=1)
+    async with running_http(house.address, server={"max_requests": 2, "peer_share": 1.0}) as door:
+        calls = [asyncio.create_task(door.http.post("/v1/images/generations", json={"prompt": "a"})) for _ in range(2)]
+        await eventually(lambda: _has(door, "bottega_http_in_flight 2.0"))
+        answer = await door.http.get("/v1/models")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _has(door: Door, text: str) -> bool:
+    return text in await door.metrics()
+
+
+@pytest.mark.parametrize(
+    ("sent", "limit"),
+    [(b"", "head"), (b"GET /v1/models HTTP/1.1\r\nHost:", "head")],
+)
+async def test_a_client_that_sends_no_head_is_cut(house: Running, sent: bytes, limit: str) -> None:
+    async with running_http(house.address, server={"head_wait_s": 0.2}) as door:
+        reader, writer = await asyncio.open_connection(*door.server.address.split(":"))
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1)
+        assert await _has(door, f'bottega_http_connections_cut_total{{limit="{limit}"}} 1.0')
+        writer.close()
+
+
+async def test_a_client_that_sends_its_body_too_slowly_gets_408(house: Running) -> None:
+    async with running_http(house.address, server={"body_wait_s": 0.2}) as door:
+        reader, writer = await asyncio.open_connection(*door.server.address.split(":"))
+        head = (
+            "POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
+        writer.write(head.encode())
+        async with asyncio.timeout(10):
+            assert await reader.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_its_answer_is_cut(house: Running, worker: ScriptedWorker) -> None:
+    worker.script.picture = lambda _: b"x" * (8 << 20)
+    async with running_http(house.address, server={"answer_wait_s": 0.3}) as door:
+        made = await door.http.post("/v1/jobs", json={"prompt": "a"})
+        await house.ended(made.json()["id"])
+        with socket.socket() as quiet:
+            quiet.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            quiet.setblocking(False)
+            host, port = door.server.address.split(":")
+            await asyncio.get_running_loop().sock_connect(quiet, (host, int(port)))
+            path = f"/v1/jobs/{made.json()['id']}/images/0"
+            quiet.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            await eventually(lambda: _has(door, 'bottega_http_connections_cut_total{limit="answer"} 1.0'))
+
+
+async def test_connections_beyond_a_hosts_share_are_closed(house: Running) -> None:
+    async with running_http(house.address, server={"max_connections": 4}) as door:
+        address = door.server.address.split(":")
+        first = [await asyncio.open_connection(*address) for _ in range(2)]
+        reader, writer = await asyncio.open_connection(*address)
+        async with asyncio.timeout(10):
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1)
+        for _, other in (*first, (reader, writer)):
+            other.close()
+
+
+async def test_health_and_readiness(house: Running) -> None:
+    async with running_http(house.address) as door:
+        assert (await door.http.get("/healthz")).text == "ok\n"
+        assert (await door.http.get("/readyz")).status_code == 200
+        await house.gateway.server.set_serving(False)
+        assert (await door.http.get("/readyz")).status_code == 503
+        assert (await door.http.get("/healthz")).status_code == 200
+    async with running_http("127.0.0.1:1", gateway_wait_s=0.1) as door:
+        assert (await door.http.get("/readyz")).status_code == 503
+        answer = await door.http.get("/v1/models")
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+
+
+async def test_metrics_are_by_route_and_status(door: Door, worker: ScriptedWorker) -> None:
+    await door.http.get("/v1/jobs/unknown")
+    await door.http.get("/elsewhere")
+    text = await door.metrics()
+    assert 'bottega_http_requests_total{method="GET",route="/v1/jobs/{job_id}",status="404"} 1.0' in text
+    assert 'bottega_http_requests_total{method="GET",route="other",status="404"} 1.0' in text
+
+
+async def test_tenants_see_their_own_jobs_only(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    ours, theirs = add_tenant(file, "ours"), add_tenant(file, "theirs")
+    async with running_gateway(tenants=str(file)) as house, running_http(house.address, api_key=ours) as door:
+        await house.worker()
+        job_id = (await door.http.post("/v1/jobs", json={"prompt": "a"})).json()["id"]
+        assert (await door.http.get(f"/v1/jobs/{job_id}")).status_code == 200
+        other = {"authorization": f"Bearer {theirs}"}
+        assert (await door.http.get(f"/v1/jobs/{job_id}", headers=other)).status_code == 404
+        for key in ("none", "btg_0123456789abcdef_" + "0" * 64):
+            with pytest.raises(openai.AuthenticationError):
+                await door.openai.with_options(api_key=key).models.list()
+        answer = await door.openai.images.generate(prompt="a", response_format="url")
+        assert answer.data
+        async with httpx.AsyncClient() as anybody:
+            assert (await anybody.get(answer.data[0].url or "")).content == b"picture 0"
+
+
+async def test_a_port_that_the_network_reaches_needs_https_and_keys(house: Running, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not encrypted"):
+        async with running_http(house.address, server={"listen": "0.0.0.0:0"}):
+            pass
+    https = _https(tmp_path)
+    with pytest.raises(ConfigError, match="asks its callers for no API key"):
+        async with running_http(house.address, server={"listen": "0.0.0.0:0", "https": https}):
+            pass
+
+
+def _https(folder: Path) -> HttpsConfig:
+    files = Authority(folder).issue("http/door")
+    return HttpsConfig(certificate=files.certificate, key=files.key)
+
+
+async def test_https_with_tenants_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    key = add_tenant(file, "ours")
+    server = {"listen": "0.0.0.0:0", "https": _https(tmp_path)}
+    async with running_gateway(tenants=str(file)) as house, running_http(house.address, server=server) as door:
+        url = f"https://127.0.0.1:{door.server.address.rpartition(':')[2]}"
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        async with httpx.AsyncClient(base_url=url, verify=context) as client:
+            assert (await client.get("/v1/models")).status_code == 401
+            assert (await client.get("/healthz")).status_code == 200
+            shown = {"authorization": f"Bearer {key}"}
+            assert (await client.get("/v1/models", headers=shown)).status_code == 200
+
+
+async def test_a_port_that_is_taken_is_named(door: Door) -> None:
+    second = HttpServer(HttpConfig(server=HttpServerConfig(listen=door.server.address)))
+    with pytest.raises(Unavailable, match=f"server.listen {door.server.address} cannot be used"):
+        await second.start()
+    await second.stop()
+    await second.close()
+
+
+async def test_a_drain_lets_pictures_finish_and_ends_streams_of_events(door: Door, house: Running) -> None:
+    worker = await house.worker(hold_at=1)
+    drawing = asyncio.create_task(door.http.post("/v1/images/generations", json={"prompt": "a"}))
+    await worker.arrived.wait()
+    watched = (await door.http.post("/v1/jobs", json={"prompt": "b"})).json()["id"]
+    watching = asyncio.create_task(door.http.get(f"/v1/jobs/{watched}/events"))
+    await eventually(lambda: _has(door, "bottega_http_in_flight 2.0"))
+    draining = asyncio.create_task(door.server.drain())
+    assert "job." in (await watching).text, "a client attaches to another instance"
+    assert not drawing.done()
+    worker.script.release.set()
+    assert (await drawing).status_code == 200
+    await draining
