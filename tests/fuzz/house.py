@@ -1,4 +1,4 @@
-"""What is fuzzed, as processes: a gateway, a worker, a ControlNet server, three stores (loras, cache, activations), HTTP.
+"""What is fuzzed, as processes: a gateway, a worker, a ControlNet server, stores of LoRAs, latents, activations; HTTP.
 
 They are small enough to show growth. Server, stores and cache stand alone: a ControlNet server that runs nothing has
 joined the gateway (hosting.py).

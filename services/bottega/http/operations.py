@@ -126,8 +126,10 @@ def _document() -> bytes:
 
 def openapi() -> dict[str, object]:
     """Return the description of the API in OpenAPI 3.1."""
-    models = {model for found in OPERATIONS for model in (found.body, found.query, found.answer) if model is not None}
-    ordered = sorted({*models, ErrorAnswer}, key=lambda model: model.__name__)
+    models: set[type[BaseModel]] = {ErrorAnswer}
+    for found in OPERATIONS:
+        models.update(model for model in (found.body, found.query, found.answer) if model is not None)
+    ordered = sorted(models, key=lambda model: model.__name__)
     references, schemas = models_json_schema(
         [(model, "validation") for model in ordered], ref_template="#/components/schemas/{model}"
     )

@@ -212,8 +212,8 @@ class LimitedProtocol(H11Protocol):
         """Forget the connection."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._head_timer = _stopped(self._head_timer)
-        self._answer_timer = _stopped(self._answer_timer)
+        self._head_timer = _cancelled(self._head_timer)
+        self._answer_timer = _cancelled(self._answer_timer)
         if self._address is not None:
             self._limits.leave(self._address)
             self._address = None
@@ -231,17 +231,17 @@ class LimitedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         """Stop waiting for the client to read."""
         super().resume_writing()
-        self._answer_timer = _stopped(self._answer_timer)
+        self._answer_timer = _cancelled(self._answer_timer)
 
     def _await_head(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._head_timer = _stopped(self._head_timer)
+        if bool(self.cycle) and not self.cycle.response_complete:
+            self._head_timer = _cancelled(self._head_timer)
         elif self._head_timer is None and self.timeout_keep_alive_task is None:
             self._head_timer = self.loop.call_later(self._limits.head_wait_s, self._abort, "head")
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
-        self._head_timer = _stopped(self._head_timer)
+        self._head_timer = _cancelled(self._head_timer)
         super().on_response_complete()
 
     def _abort(self, limit: str) -> None:
@@ -249,9 +249,11 @@ class LimitedProtocol(H11Protocol):
         self.transport.abort()
 
 
-def _stopped(timer: asyncio.TimerHandle | None) -> None:
+def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Cancel a timer, and return the absence of one."""
     if timer is not None:
         timer.cancel()
+    return None
 
 
 def _bind(host: str, port: int) -> socket.socket:

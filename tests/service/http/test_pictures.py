@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from bottega.errors import QueueFull, WorkerLost
+from bottega.v1 import generation_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running
 from tests.support.running_http import Door
@@ -48,11 +49,7 @@ async def test_parameters_reach_the_worker(door: Door, worker: ScriptedWorker) -
     assert (spec.num_inference_steps, spec.guidance_scale, spec.quality) == (5, 2.5, 70)
     assert spec.HasField("negative_prompt")
     assert spec.techniques.HasField("latent_parallelism")
-    names = [type(spec).DESCRIPTOR.fields_by_name[name].enum_type.values_by_number for name in ("format", "fidelity")]
-    assert [values[number].name for values, number in zip(names, (spec.format, spec.fidelity), strict=True)] == [
-        "IMAGE_FORMAT_WEBP",
-        "FIDELITY_EXACT",
-    ]
+    assert (spec.format, spec.fidelity) == (generation_pb2.IMAGE_FORMAT_WEBP, generation_pb2.FIDELITY_EXACT)
 
 
 async def test_every_violation_is_named_as_the_caller_wrote_it(door: Door, worker: ScriptedWorker) -> None:

@@ -57,7 +57,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(house: Runn
             answer = await door.http.post(
                 "/v1/jobs",
                 content=body,
-                headers={"content-type": "application/json"},  # type: ignore[arg-type]
+                headers={"content-type": "application/json"},
             )
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
 

@@ -248,7 +248,7 @@ def _unknown(name: str) -> Violation:
 
 def nearest_name(name: str, known: Collection[str]) -> str:
     """Return the known argument that a caller probably meant by another name; "" if none is similar."""
-    other = _OTHER_NAMES.get(name)
+    other = _OTHER_NAMES.get(name, "")
     return other if other in known else next(iter(difflib.get_close_matches(name, known, n=1)), "")
 
 

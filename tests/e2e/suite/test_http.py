@@ -1,0 +1,128 @@
+"""The HTTP API in front of a whole suite: OpenAI's own client, unchanged, and the commands of the page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import PIL.Image
+import pytest
+from openai import OpenAI
+
+from bottega.client import Client
+from tests.e2e.conftest import Suite
+from tests.support.services import FREE_PORTS, Service
+from tests.support.waiting import wait_until
+
+_PROMPT = "a big red star on the left on a blue background"
+_PAGE = Path(__file__).resolve().parents[3] / "services/bottega/http/README.md"
+_OWN = {"seed": 7, "num_inference_steps": 6}
+
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+
+
+@pytest.fixture(scope="module")
+def http(suite: Suite) -> Iterator[Service]:
+    service = suite.services.start("http", {"gateway": suite.gateway.address, "server": FREE_PORTS})
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def caller(http: Service) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://{http.address}/v1", api_key="none", timeout=60.0) as caller:
+        yield caller
+
+
+def _image(text: str | None) -> PIL.Image.Image:
+    image = PIL.Image.open(io.BytesIO(base64.b64decode(text or "")))
+    image.load()
+    return image
+
+
+def _png(image: PIL.Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def test_a_picture_over_http_is_that_of_grpc(caller: OpenAI, client: Client) -> None:
+    answer = caller.images.generate(prompt=_PROMPT, extra_body={"bottega": _OWN})
+    assert answer.data
+    picture = client.generate(_PROMPT, seed=7, num_inference_steps=6)
+    assert base64.b64decode(answer.data[0].b64_json or "") == picture.data
+
+
+@pytest.mark.parametrize("output_format", ["jpeg", "webp"])
+def test_a_picture_comes_in_the_format_that_was_asked_for(caller: OpenAI, output_format: str) -> None:
+    answer = caller.images.generate(
+        prompt=_PROMPT,
+        output_format=output_format,  # type: ignore[arg-type]
+        output_compression=60,
+        extra_body={"bottega": _OWN},
+    )
+    assert answer.data
+    assert _image(answer.data[0].b64_json).format == output_format.upper()
+
+
+def test_previews_are_pictures_before_the_picture(caller: OpenAI) -> None:
+    own = {"seed": 7, "num_inference_steps": 60}
+    stream = caller.images.generate(prompt=_PROMPT, stream=True, partial_images=1, extra_body={"bottega": own})
+    events = list(stream)
+    assert [event.type for event in events] == ["image_generation.partial_image", "image_generation.completed"]
+    assert [_image(event.b64_json).format for event in events] == ["JPEG", "PNG"]
+
+
+def test_an_edit_changes_only_what_is_transparent_in_its_mask(caller: OpenAI) -> None:
+    drawn = caller.images.generate(prompt=_PROMPT, extra_body={"bottega": _OWN})
+    assert drawn.data
+    before = _image(drawn.data[0].b64_json).convert("RGB")
+    mask = PIL.Image.new("RGBA", before.size, "white")
+    mask.paste((0, 0, 0, 0), (0, 8, 32, 56))
+    own = {**_OWN, "mask_feather": 0}
+    edited = caller.images.edit(
+        image=("image.png", _png(before), "image/png"),
+        mask=("mask.png", _png(mask), "image/png"),
+        prompt="a big green star on the left on a blue background",
+        extra_body={"bottega": own},
+    )
+    assert edited.data
+    after = _image(edited.data[0].b64_json).convert("RGB")
+    kept, redrawn = (36, 0, 64, 64), (0, 8, 32, 56)
+    assert after.crop(kept).tobytes() == before.crop(kept).tobytes()
+    assert after.crop(redrawn).tobytes() != before.crop(redrawn).tobytes()
+
+
+def test_a_hostile_image_is_refused(caller: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        caller.images.edit(image=("a.png", b"no image", "image/png"), prompt=_PROMPT)
+    assert refused.value.param == "image"
+    assert refused.value.code == "bad_image"
+
+
+@needs_curl
+def test_the_commands_of_the_page_work(http: Service, client: Client, tmp_path: Path) -> None:
+    block = _PAGE.read_text(encoding="utf-8").split("```")[1].strip().replace("\\\n", " ")
+    started = ""
+    for line in block.splitlines():
+        command = line.replace("127.0.0.1:8473", http.address).replace("JOB", started)
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=True,
+        )
+        assert '"error":{' not in done.stdout, command
+        if found := re.search(r'"object":"job"', done.stdout):
+            started = re.findall(r'"id":"([^"]+)"', done.stdout[: found.start()])[-1]
+            wait_until(lambda: client.job(started).status().state.ended, "the job to end")
+    for name in ("star.png", "circle.png"):
+        PIL.Image.open(tmp_path / name).verify()
