@@ -18,7 +18,6 @@ from openai import OpenAI
 from bottega.client import Client
 from tests.e2e.conftest import Suite
 from tests.support.services import FREE_PORTS, Service
-from tests.support.waiting import wait_until
 
 _PROMPT = "a big red star on the left on a blue background"
 _PAGE = Path(__file__).resolve().parents[3] / "services/bottega/http/README.md"
@@ -123,6 +122,6 @@ def test_the_commands_of_the_page_work(http: Service, client: Client, tmp_path: 
         assert '"error":{' not in done.stdout, command
         if found := re.search(r'"object":"job"', done.stdout):
             started = re.findall(r'"id":"([^"]+)"', done.stdout[: found.start()])[-1]
-            wait_until(lambda: client.job(started).status().state.ended, "the job to end")
+            client.job(started).result()
     for name in ("star.png", "circle.png"):
         PIL.Image.open(tmp_path / name).verify()
