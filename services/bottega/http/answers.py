@@ -54,7 +54,7 @@ class ModelsAnswer(Answer):
 
 
 class PictureFacts(Answer):
-    """What is known of a picture."""
+    """The facts about a picture."""
 
     index: int
     seed: int
@@ -79,7 +79,7 @@ class TokenDetails(Answer):
     image_tokens: int
 
 
-class Usage(Answer):
+class TokenUsage(Answer):
     """Estimated tokens: 4 characters of the prompt, or 32 x 32 pixels, count as one."""
 
     input_tokens: int
@@ -106,7 +106,7 @@ class PicturesAnswer(Answer):
     quality: str
     size: str
     data: list[PictureAnswer]
-    usage: Usage
+    usage: TokenUsage
     bottega: Drawn
 
 
@@ -119,7 +119,7 @@ class JobPicture(Answer):
 
 
 class JobAnswer(Answer):
-    """How a job stands."""
+    """A job, and how it stands."""
 
     id: str
     object: Literal["job"]
@@ -147,7 +147,7 @@ class JobsAnswer(Answer):
 
 
 class TraceAnswer(Answer):
-    """What took how long in a job."""
+    """The timeline of a job: spans of time in all services."""
 
     object: Literal["job.trace"]
     job_id: str

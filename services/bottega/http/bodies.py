@@ -17,6 +17,7 @@ from bottega.client.types.inputs import ControlNet, Lora
 from bottega.client.types.jobs import Priority
 from bottega.client.types.options import FidelityName, GenerationOptions, PromptSyntaxName, nearest_name
 from bottega.errors import Violation
+from bottega.http.errors import FieldsRefused
 from bottega.rules import SamplerName, refuse
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -197,7 +198,7 @@ class EditBody(GenerationBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """What to draw, as arguments of the SDK."""
+    """A drawing that a request asks for, as arguments of the SDK."""
 
     prompt: str
     num_images: int
@@ -214,17 +215,15 @@ def drawing_of(body: PictureBody, *, image: bytes | None = None, mask: bytes | N
         mask: Mask of an edit, encoded; its transparent pixels are redrawn.
     """
     own = body.bottega or BottegaBody()
-    width, height, size_violations = _size_of(body.size)
-    refuse([*size_violations, *_unserved(body)])
+    refuse(list(_unserved(body)), FieldsRefused)
     options: dict[str, object] = {
         name: value
         for name, value in own
         if value is not None and name not in ("loras", "controlnets", "deadline_s", "priority")
     }
     options |= {
+        **_size_of(body.size),
         "model": body.model,
-        "width": width,
-        "height": height,
         "format": body.output_format,
         "quality": body.output_compression if body.output_format in ("jpeg", "webp") else None,
         "fidelity": own.fidelity or (_FIDELITIES.get(body.quality) if body.quality else None),
@@ -243,15 +242,15 @@ def drawing_of(body: PictureBody, *, image: bytes | None = None, mask: bytes | N
     )
 
 
-def _size_of(size: str | None) -> tuple[int | None, int | None, list[Violation]]:
-    if size is None or size == "auto":
-        return None, None, []
-    if found := _SIZE.fullmatch(size):
-        return int(found[1]), int(found[2]), []
-    return None, None, [Violation(field="size", description="must be auto or WIDTHxHEIGHT, such as 512x512")]
+def _size_of(size: str | None) -> Mapping[str, int]:
+    """Return the width and height in a size; empty for the model's own."""
+    found = _SIZE.fullmatch(size or "")
+    return {"width": int(found[1]), "height": int(found[2])} if found else {}
 
 
 def _unserved(body: PictureBody) -> Iterator[Violation]:
+    if body.size not in (None, "auto") and not _SIZE.fullmatch(body.size or ""):
+        yield Violation(field="size", description="must be auto or WIDTHxHEIGHT, such as 512x512")
     if body.output_compression not in (None, 100) and body.output_format not in ("jpeg", "webp"):
         rule = "is for output_format jpeg and webp; png is lossless"
         yield Violation(field="output_compression", description=rule)
@@ -278,7 +277,7 @@ def parse_json(kind: type[BodyT], data: bytes) -> BodyT:
     try:
         return kind.model_validate_json(data, strict=True)
     except ValidationError as error:
-        refuse(list(_violations(kind, error)))
+        refuse(list(_violations(kind, error)), FieldsRefused)
         raise
 
 
@@ -287,7 +286,7 @@ def parse_fields(kind: type[BodyT], fields: Mapping[str, object]) -> BodyT:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        refuse(list(_violations(kind, error)))
+        refuse(list(_violations(kind, error)), FieldsRefused)
         raise
 
 

@@ -1,4 +1,4 @@
-"""What all routes of the application share."""
+"""The values that all routes of the application share, and waiting that ends when a client leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from bottega.errors import JobCancelled
 from bottega.http.config import HttpConfig
-from bottega.http.gateway import GatewayClient
+from bottega.http.gateway import ForwardingClient
 from bottega.http.pictures import UrlSeal
 from bottega.http.reading import BodyReader
 
@@ -20,10 +20,10 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What all routes of the application share."""
+    """The values that all routes of the application share."""
 
     config: HttpConfig
-    client: GatewayClient
+    client: ForwardingClient
     bodies: BodyReader
     urls: UrlSeal
     draining: asyncio.Event

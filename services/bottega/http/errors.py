@@ -11,7 +11,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bottega.errors import BottegaError, Code, DeadlineUnmeetable, FieldNotServed, InternalError, TooLarge
+from bottega.errors import (
+    BottegaError,
+    Code,
+    DeadlineUnmeetable,
+    FieldNotServed,
+    InternalError,
+    InvalidRequest,
+    TooLarge,
+)
 
 CLIENT_LEFT = 499
 """Status of a request whose client left before its answer, as nginx has it."""
@@ -47,33 +55,12 @@ _PUBLIC_FIELDS: Mapping[str, str] = {
     "request_id": "Idempotency-Key",
 }
 _SAME_FIELDS = frozenset(
-    {
-        "background",
-        "body",
-        "bottega",
-        "created_after",
-        "created_before",
-        "image",
-        "input_fidelity",
-        "job_id",
-        "mask",
-        "model",
-        "n",
-        "output_compression",
-        "output_format",
-        "page_size",
-        "page_token",
-        "partial_images",
-        "prompt",
-        "prompts",
-        "response_format",
-        "size",
-        "states",
-        "stream",
-        "style",
-        "user",
-    }
+    {"created_after", "created_before", "image", "job_id", "model", "page_size", "page_token", "prompt", "states"}
 )
+
+
+class FieldsRefused(InvalidRequest):
+    """The error of a request that this service refuses by itself. Its violations have the HTTP API's names already."""
 
 
 def status_of(error: BottegaError) -> int:
@@ -87,8 +74,9 @@ def status_of(error: BottegaError) -> int:
 
 def error_object(error: BottegaError) -> dict[str, object]:
     """Return the value of `error` in an answer: OpenAI's fields, and all violations and facts under `bottega`."""
+    name = str if isinstance(error, FieldsRefused) else public_field
     violations = [
-        {"field": public_field(violation.field), "description": violation.description} for violation in error.violations
+        {"field": name(violation.field), "description": violation.description} for violation in error.violations
     ]
     bottega: dict[str, object] = {"reason": error.reason_name, "violations": violations, "metadata": error.metadata}
     if (retry_after_s := _retry_after_s(error)) is not None:

@@ -38,7 +38,7 @@ def bound_key() -> str:
     return _key.get()
 
 
-class GatewayClient(AsyncGatewayClient):
+class ForwardingClient(AsyncGatewayClient):
     """The SDK's calls to the gateway over one connection, for callers that each have a key of their own.
 
     Make it in a running event loop, and close it.

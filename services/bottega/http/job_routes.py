@@ -27,7 +27,7 @@ _END_ID = "end"
 
 
 class JobQuery(Body):
-    """Which jobs to list."""
+    """The query of a list of jobs."""
 
     page_size: int = 20
     """Largest number of jobs in the answer, 1 to 100."""
@@ -42,7 +42,7 @@ class JobQuery(Body):
 
 
 class EventsQuery(Body):
-    """What a stream of events has."""
+    """The query of a stream of events."""
 
     preview: bool = False
     """Whether events of progress carry previews, JPEG in base64."""

@@ -17,10 +17,10 @@ from bottega.client.transport.watching import wait_until_completed
 from bottega.client.types.jobs import Completed, Event, Progress
 from bottega.client.types.models import ServedModel
 from bottega.client.types.picture import Picture
-from bottega.errors import BottegaError, InvalidRequest, ModelNotFound, Violation
+from bottega.errors import BottegaError, ModelNotFound, Violation
 from bottega.http.bodies import Drawing, EditBody, GenerationBody, drawing_of, parse_fields
 from bottega.http.context import Context, context_of, unless_client_leaves
-from bottega.http.errors import error_object
+from bottega.http.errors import FieldsRefused, error_object
 from bottega.http.events import event, event_stream, with_pings
 from bottega.http.gateway import bind_key, bound_key
 from bottega.http.pictures import (
@@ -83,8 +83,7 @@ async def edit_picture(request: Request) -> Response:
     if isinstance(given := fields.get("bottega"), str):
         fields["bottega"] = _json_object(given)
     body = parse_fields(EditBody, fields)
-    image, mask = _files(files)
-    drawing = drawing_of(body, image=image, mask=mask)
+    drawing = drawing_of(body, **_files(files))
     return await _draw(request, _Request(body=body, drawing=drawing, kind="image_edit", images=1))
 
 
@@ -247,8 +246,8 @@ def _completed_parts(wanted: _Request, done: Completed) -> Iterator[bytes]:
         yield from with_base64(event(name, data), [mark], [picture.data])
 
 
-def _files(files: Mapping[str, list[bytes]]) -> tuple[bytes, bytes | None]:
-    """Return the image and the mask of a form. Raise InvalidRequest for other files."""
+def _files(files: Mapping[str, list[bytes]]) -> dict[str, bytes]:
+    """Return the image of a form and its mask, if there is one. Raise InvalidRequest for other files."""
     images, masks = files.get("image", []), files.get("mask", [])
     refuse(
         [
@@ -256,9 +255,10 @@ def _files(files: Mapping[str, list[bytes]]) -> tuple[bytes, bytes | None]:
             *([] if images else [Violation(field="image", description="is missing: send a file")]),
             *([Violation(field="image", description="must be one: an edit has one source")] if len(images) > 1 else []),
             *([Violation(field="mask", description="must be one")] if len(masks) > 1 else []),
-        ]
+        ],
+        FieldsRefused,
     )
-    return images[0], masks[0] if masks else None
+    return {"image": images[0], **({"mask": masks[0]} if masks else {})}
 
 
 def _json_object(text: str) -> object:
@@ -266,7 +266,7 @@ def _json_object(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         rule = "must be an object in JSON"
-        raise InvalidRequest(f"bottega: {rule}", violations=[Violation(field="bottega", description=rule)]) from None
+        raise FieldsRefused(f"bottega: {rule}", violations=[Violation(field="bottega", description=rule)]) from None
 
 
 def _model_object(model: ServedModel) -> dict[str, object]:

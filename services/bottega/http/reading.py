@@ -14,8 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from bottega.errors import InvalidRequest, JobCancelled, QueueFull, TooLarge, Violation
+from bottega.errors import JobCancelled, QueueFull, TooLarge, Violation
 from bottega.http.bodies import BodyT, parse_json
+from bottega.http.errors import FieldsRefused
 from bottega.http.limits import PeerLimit
 from bottega.rpc.server_config import HttpServerConfig
 
@@ -119,7 +120,7 @@ async def _parse_form(request: Request, data: bytes, max_bytes: int) -> FormData
             file.close()
         text = getattr(error, "message", "it cannot be parsed")
         rule = f"is no valid form: {text}"
-        raise InvalidRequest(f"body: {rule}", violations=[Violation(field="body", description=rule)]) from None
+        raise FieldsRefused(f"body: {rule}", violations=[Violation(field="body", description=rule)]) from None
 
 
 _NAME = re.compile(r"([^\[\]]+)((?:\[[^\[\]]*\])*)")
@@ -138,7 +139,7 @@ def nested(fields: list[tuple[str, str]]) -> dict[str, object]:
         path = [match[1], *_PART.findall(match[2])] if match else [name]
         if len(path) > 5 or not _put(tree, path, value):
             rule = "is given twice, or once as a value and once as an object"
-            raise InvalidRequest(f"{name[:200]} {rule}", violations=[Violation(field=name[:200], description=rule)])
+            raise FieldsRefused(f"{name[:200]} {rule}", violations=[Violation(field=name[:200], description=rule)])
     return tree
 
 

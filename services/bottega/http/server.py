@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 from bottega.errors import ConfigError, Unavailable
 from bottega.http.config import HttpConfig, read_url_key
 from bottega.http.context import Context
-from bottega.http.gateway import GatewayClient
+from bottega.http.gateway import ForwardingClient
 from bottega.http.limits import PeerLimit
 from bottega.http.pictures import UrlSeal
 from bottega.http.reading import BodyReader
@@ -47,7 +47,7 @@ class HttpServer:
         self.config: HttpServerConfig = config.server
         self.address = ""
         tls = TlsFiles(config.server.tls) if config.server.tls.given else None
-        self._client = GatewayClient(config, tls)
+        self._client = ForwardingClient(config, tls)
         self._metrics = MetricsEndpoint(config.server.metrics_listen)
         if tls is not None:
             self._metrics.registry.register(CertificateMetrics(tls))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import openai
 import PIL.Image
@@ -59,10 +60,12 @@ def test_a_picture_over_http_is_that_of_grpc(caller: OpenAI, client: Client) -> 
 
 
 @pytest.mark.parametrize("output_format", ["jpeg", "webp"])
-def test_a_picture_comes_in_the_format_that_was_asked_for(caller: OpenAI, output_format: str) -> None:
+def test_a_picture_comes_in_the_format_that_was_asked_for(
+    caller: OpenAI, output_format: Literal["jpeg", "webp"]
+) -> None:
     answer = caller.images.generate(
         prompt=_PROMPT,
-        output_format=output_format,  # type: ignore[arg-type]
+        output_format=output_format,
         output_compression=60,
         extra_body={"bottega": _OWN},
     )

@@ -9,11 +9,10 @@ import httpx
 import openai
 import pytest
 
-from bottega.errors import QueueFull, WorkerLost
 from bottega.v1 import generation_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
-from tests.support.running_gateway import Running
-from tests.support.running_http import Door
+from tests.support.running_gateway import Running, running_gateway
+from tests.support.running_http import Door, running_http
 from tests.support.waiting import eventually
 
 
@@ -116,25 +115,27 @@ async def _has(door: Door, text: str) -> bool:
     return text in await door.metrics()
 
 
-async def test_a_failure_has_its_status_and_says_whether_to_retry(door: Door, worker: ScriptedWorker) -> None:
-    worker.script.failure = QueueFull("full", retry_after_s=2.5)
-    with pytest.raises(openai.RateLimitError) as busy:
-        await door.openai.images.generate(prompt="a star")
-    assert busy.value.response.headers["retry-after"] == "3"
-    worker.script.failure = WorkerLost("gone")
-    with pytest.raises(openai.InternalServerError) as lost:
-        await door.openai.images.generate(prompt="another star")
-    assert lost.value.status_code == 503
+async def test_a_full_queue_says_when_to_retry() -> None:
+    async with running_gateway(max_queued=1) as house, running_http(house.address) as door:
+        worker = await house.worker(hold_at=1)
+        for number in range(2):
+            await door.http.post("/v1/jobs", json={"prompt": f"star {number}"})
+            await worker.arrived.wait()
+        with pytest.raises(openai.RateLimitError) as busy:
+            await door.openai.images.generate(prompt="a star")
+    headers = busy.value.response.headers
+    assert (busy.value.code, headers["x-should-retry"]) == ("queue_full", "true")
+    assert int(headers["retry-after"]) >= 1
 
 
 async def test_openais_client_retries_what_may_help(door: Door, house: Running) -> None:
     patient = door.openai.with_options(max_retries=5)
-    with pytest.raises(openai.NotFoundError):
-        await patient.images.generate(prompt="a star", model="unknown")
     call = asyncio.create_task(patient.images.generate(prompt="a star"))
     await eventually(lambda: _has(door, 'status="503"'))
     await house.worker()
     assert (await call).data
+    with pytest.raises(openai.NotFoundError):
+        await patient.images.generate(prompt="a star", model="unknown")
 
 
 async def test_a_request_that_is_late_gets_504(door: Door, house: Running) -> None:

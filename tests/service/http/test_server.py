@@ -225,10 +225,12 @@ async def test_a_drain_lets_pictures_finish_and_ends_streams_of_events(door: Doo
     drawing = asyncio.create_task(door.http.post("/v1/images/generations", json={"prompt": "a"}))
     await worker.arrived.wait()
     watched = (await door.http.post("/v1/jobs", json={"prompt": "b"})).json()["id"]
-    watching = asyncio.create_task(door.http.get(f"/v1/jobs/{watched}/events"))
-    await eventually(lambda: _has(door, "bottega_http_in_flight 2.0"))
-    draining = asyncio.create_task(door.server.drain())
-    assert "job." in (await watching).text, "a client attaches to another instance"
+    async with door.http.stream("GET", f"/v1/jobs/{watched}/events") as events, asyncio.timeout(20):
+        lines = events.aiter_lines()
+        assert (await anext(lines)).startswith("id: ")
+        draining = asyncio.create_task(door.server.drain())
+        async for line in lines:
+            assert not line.startswith("event: job.completed")
     assert not drawing.done()
     worker.script.release.set()
     assert (await drawing).status_code == 200

@@ -39,7 +39,8 @@ from tests.samples.hostile_controlnets import CONFIG, REAL, with_config
 from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, link_model
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
-_NAMES = ("accelerate", "diffusers", "faiss-cpu", "numpy", "safetensors", "scikit-learn", "transformers")
+_HTTP = ("python-multipart", "sse-starlette", "starlette", "uvicorn")
+_NAMES = ("accelerate", "diffusers", "faiss-cpu", "numpy", "safetensors", "scikit-learn", "transformers", *_HTTP)
 NEEDED = dict.fromkeys(_NAMES, "1.0")
 
 
@@ -83,8 +84,12 @@ def test_a_machine_without_torch_is_told_which_services_cannot_run_there() -> No
     cache, *others = results
     assert cache.what == "no approximate cache can run here: faiss-cpu, scikit-learn not installed"
     assert "bottega-services[cache]" in cache.todo
-    assert [result.what.partition(" can run here")[0] for result in others] == ["no worker", "no ControlNet server"]
-    assert all("torch" in result.what for result in others)
+    assert [result.what.partition(" can run here")[0] for result in others] == [
+        "no worker",
+        "no ControlNet server",
+        "no HTTP API",
+    ]
+    assert all("torch" in result.what for result in others[:2])
     assert "bottega-services[worker]" in others[0].todo
 
 

@@ -59,6 +59,7 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
         "worker-0",
         "worker-1",
         "controlnet-0",
+        "http",
     ]
     assert all(process.environment["OMP_WAIT_POLICY"] == "PASSIVE" for process in plan.processes)
     gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
@@ -129,7 +130,7 @@ def test_services_that_lack_packages_are_named_before_anything_starts(
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
     state = held(tmp_path)
     plan = plan_suite(SuiteOptions(services={"controlnet_servers": 2}, port=0, dtype="bfloat16"), state)
-    assert [process.name for process in plan.processes][4:] == ["worker-0", "controlnet-0", "controlnet-1"]
+    assert [process.name for process in plan.processes][4:-1] == ["worker-0", "controlnet-0", "controlnet-1"]
     first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
     assert first["gateway"] == plan.settings.fleet_address
     assert first["engine"]["dtype"] == "bfloat16"
@@ -137,7 +138,7 @@ def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path:
     assert first["root"] == second["root"] == str(state.root / "controlnets")
     assert first["catalogue"] != second["catalogue"]
     fewer = plan_suite(SuiteOptions(services={"controlnet_servers": 0}, port=0, threads=5), state)
-    assert fewer.processes[-1].name == "worker-0"
+    assert [process.name for process in fewer.processes][-2:] == ["worker-0", "http"]
     assert yaml.safe_load((state.config / "worker-0.yaml").read_text())["engine"]["threads"] == 5
 
 
