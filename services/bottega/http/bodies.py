@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, Wi
 
 from bottega.client.types.inputs import ControlNet, Lora
 from bottega.client.types.jobs import Priority
-from bottega.client.types.options import FidelityName, GenerationOptions, PromptSyntaxName, nearest_name
+from bottega.client.types.options import OTHER_NAMES, FidelityName, GenerationOptions, PromptSyntaxName, nearest_name
 from bottega.errors import Violation
 from bottega.http.errors import FieldsRefused
 from bottega.rules import SamplerName, refuse
@@ -314,9 +314,9 @@ def _rule(message: str) -> str:
 def _unknown(kind: type[BaseModel], location: tuple[int | str, ...], name: str) -> str:
     model = _model_at(kind, location[:-1])
     near = nearest_name(name, [*model.model_fields])
-    if not near and "bottega" in model.model_fields:
+    if "bottega" in model.model_fields and (not near or OTHER_NAMES.get(name) in BottegaBody.model_fields):
         own = nearest_name(name, [*BottegaBody.model_fields])
-        near = f"bottega.{own}" if own else ""
+        near = f"bottega.{own}" if own else near
     return f"there is no such field; did you mean {near}?" if near else "there is no such field"
 
 

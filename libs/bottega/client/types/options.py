@@ -163,8 +163,7 @@ _NAMED: dict[str, Mapping[Any, int]] = {
 _OPTIONS = tuple(GenerationOptions.__annotations__)
 # All arguments of client.generate() and similar methods, to suggest one for a misspelt name.
 _ARGUMENTS = (*_OPTIONS, "num_images", "timeout_s", "deadline_s", "request_id", "priority", "preview")
-# Other tools' names, which are too different to be found by their spelling.
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "steps": "num_inference_steps",
     "num_steps": "num_inference_steps",
     "cfg": "guidance_scale",
@@ -185,6 +184,7 @@ _OTHER_NAMES = {
     "deadline": "deadline_s",
     "output_type": "format",
 }
+"""Arguments by other tools' names for them, which are too different to be found by their spelling."""
 # Fields of the contract's Techniques that have an argument.
 _TECHNIQUES = (
     "bounded_lora_loading",
@@ -248,7 +248,7 @@ def _unknown(name: str) -> Violation:
 
 def nearest_name(name: str, known: Collection[str]) -> str:
     """Return the known argument that a caller probably meant by another name; "" if none is similar."""
-    other = _OTHER_NAMES.get(name, "")
+    other = OTHER_NAMES.get(name, "")
     return other if other in known else next(iter(difflib.get_close_matches(name, known, n=1)), "")
 
 
