@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 
 BASIC = (SamplerKind.EULER, SamplerKind.EULER_ANCESTRAL, SamplerKind.DDIM, SamplerKind.DPMPP_2M)
 """A sampler of each kind that the engine treats in its own way; tables of the model's tests have all samplers."""

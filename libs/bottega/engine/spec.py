@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bottega.errors import Violation
 from bottega.model.sampler_choices import SamplerChoice
-from bottega.model.samplers import KARRAS, SamplerKind
+from bottega.model.schedulers import KARRAS, SamplerKind
 from bottega.planning import rows_per_image, steps_to_run
 
 

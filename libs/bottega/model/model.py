@@ -34,7 +34,7 @@ from bottega.model.dtype import dtype_name
 from bottega.model.family import ModelFamily, family_of
 from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
-from bottega.model.samplers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
+from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.model.weights import Placement, load_network, load_text_encoder
 from bottega.model_files import ModelReport, check_model_folder

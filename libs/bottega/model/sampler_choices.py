@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from bottega.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, make_scheduler, pace_of
+from bottega.model.samplers import Sampler
+from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise, make_scheduler, pace_of
 from bottega.model_files.scheduler_rules import sampler_problems
 from bottega.plain_text import excerpt
 from bottega.planning import Pace

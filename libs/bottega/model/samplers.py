@@ -3,74 +3,31 @@
 from __future__ import annotations
 
 import math
-import warnings
-import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import partial
 from typing import Any
 
-import diffusers
 import torch
-from diffusers.schedulers.scheduling_lms_discrete import LMSDiscreteScheduler
 from torch import Tensor
 
 from bottega.device.pick import open_device
-from bottega.model.beta_sigmas import beta_sigmas
 from bottega.model.operations import EulerStep
-from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SAMPLER_OVERRIDES, takes_karras_sigmas
-from bottega.planning import Pace
-
-
-class SamplerKind(Enum):
-    """The samplers that are supported, by the names in requests."""
-
-    EULER = "euler"
-    EULER_ANCESTRAL = "euler_ancestral"
-    DDIM = "ddim"
-    DPMPP_2M = "dpmpp_2m"
-    DPMPP_2M_SDE = "dpmpp_2m_sde"
-    DPMPP_2S = "dpmpp_2s"
-    DDPM = "ddpm"
-    DEIS = "deis"
-    UNIPC = "unipc"
-    LMS = "lms"
-    LCM = "lcm"
-    TCD = "tcd"
-    EDM_EULER = "edm_euler"
-    EDM_DPMPP_2M = "edm_dpmpp_2m"
-    PNDM = "pndm"
-    HEUN = "heun"
-    KDPM2 = "kdpm2"
-    KDPM2_ANCESTRAL = "kdpm2_ancestral"
-
-    @property
-    def scheduler_class(self) -> Any:
-        """The Diffusers class of its scheduler."""
-        # Diffusers itself offers this one only where SciPy is installed, of which it needs one integral.
-        return LMSDiscreteScheduler if self is SamplerKind.LMS else getattr(diffusers, SAMPLER_CLASSES[self.value])
-
-    @property
-    def overrides(self) -> Mapping[str, Any]:
-        """Scheduler configuration that makes this sampler of its class, in place of the model's."""
-        return SAMPLER_OVERRIDES.get(self.value, {})
-
-
-KARRAS = frozenset(kind for kind in SamplerKind if takes_karras_sigmas(kind.value))
-"""Samplers whose Diffusers class accepts use_karras_sigmas."""
+from bottega.model.schedulers import (
+    KARRAS,
+    RUNGE_KUTTA_STEPS,
+    TWICE,
+    SamplerKind,
+    ancestral_step,
+    draws_noise,
+    make_scheduler,
+)
 
 # Samplers compute the noise of a timestep in different orders, with results that differ by about 1e-6.
 _SAME_NOISE = 1e-5
 
 # When nothing of the picture is left, Diffusers' samplers use a signal of 2**-12 to keep its inverse finite.
 _LEAST_SIGNAL = 2.0**-12
-
-# Samplers that draw noise at every step with some values of algorithm_type, and these values.
-_SOLVERS = frozenset({SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE, SamplerKind.DPMPP_2S, SamplerKind.EDM_DPMPP_2M})
-_STOCHASTIC_ALGORITHMS = frozenset({"sde-dpmsolver", "sde-dpmsolver++"})
 
 # Samplers that draw no noise at the last step.
 _QUIET_AT_LAST = frozenset({SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.KDPM2_ANCESTRAL})
@@ -82,14 +39,8 @@ _BY_TIMESTEP = frozenset({SamplerKind.DDIM, SamplerKind.DDPM, SamplerKind.LCM, S
 # the evaluations that they have made. The others count evaluations from the first one.
 _UNCOUNTED = frozenset({SamplerKind.DDIM, SamplerKind.DDPM, SamplerKind.PNDM})
 
-# Samplers that evaluate the network twice in each step but the last.
-_TWICE = frozenset({SamplerKind.HEUN, SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL})
-
 # Samplers whose second evaluation in a step is at a noise level between those of two steps.
 _INTERPOLATING = frozenset({SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL})
-
-# PNDM makes this many steps with Runge-Kutta's method, of four evaluations each, unless they are left out.
-_RUNGE_KUTTA_STEPS = 3
 
 # Samplers that have sigmas, and latents of variance 1: a x0 + s n with a^2 + s^2 = 1. Latents of the others with sigmas
 # are x0 + sigma n.
@@ -138,51 +89,9 @@ _LMS_ORDER = 4
 _READ_OLDEST = frozenset({SamplerKind.UNIPC})
 
 
-def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
-    """Return whether steps of a sampler draw noise. Otherwise the first latent determines the picture.
-
-    Args:
-        kind: The sampler.
-        config: The model's scheduler configuration, which can make some samplers stochastic.
-    """
-    if kind in {SamplerKind.EULER_ANCESTRAL, SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.KDPM2_ANCESTRAL}:
-        return True
-    return kind in _SOLVERS and {**config, **kind.overrides}.get("algorithm_type") in _STOCHASTIC_ALGORITHMS
-
-
-def pace_of(kind: SamplerKind, config: Mapping[str, Any]) -> Pace:
-    """Return how many evaluations a sampler makes with a model's scheduler configuration."""
-    if kind in _TWICE:
-        return Pace(per_step=2, extra=-1)
-    if kind is SamplerKind.PNDM:
-        return Pace(extra=1 if config.get("skip_prk_steps") else 3 * _RUNGE_KUTTA_STEPS)
-    return Pace()
-
-
 def same_noise(level: float, other: float) -> bool:
     """Return whether two results of `Sampler.noise_level` differ only by the order in which samplers compute them."""
     return math.isclose(level, other, rel_tol=_SAME_NOISE)
-
-
-def default_kind(config: Mapping[str, Any]) -> SamplerKind:
-    """Return the sampler whose class a model's scheduler configuration names.
-
-    Raises:
-        ValueError: That class is not supported.
-    """
-    name = config.get("_class_name")
-    kind = next((kind for kind in SamplerKind if SAMPLER_CLASSES[kind.value] == name), None)
-    if kind is None:
-        raise ValueError(f"the scheduler {name} is not supported")
-    return kind
-
-
-@contextmanager
-def ignored_algorithm_advice() -> Iterator[None]:
-    """Silence Diffusers' advice to replace `dpmsolver` by `dpmsolver++`, which would change the picture."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*algorithm_types dpmsolver and sde-dpmsolver", FutureWarning)
-        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,7 +321,7 @@ class Sampler:
         """
         self._begin_at(evaluation)
         names = _STATE.get(self._kind, ())
-        stateless = self._kind in _TWICE and self.evaluation_of(self.step_of(evaluation)) == evaluation
+        stateless = self._kind in TWICE and self.evaluation_of(self.step_of(evaluation)) == evaluation
         if names and not stateless and not (state.numbers.keys() | state.tensors.keys()) & set(names):
             raise ValueError("the state of a multi-step sampler is missing")
         self._restarts = "restarts" in state.numbers
@@ -458,10 +367,10 @@ class Sampler:
         """Return the first evaluation of each step, if step `begin` is the first one that is made."""
         # The first `several` steps that are made take so many evaluations each; the others one.
         several, evaluations = 0, 1
-        if self._kind in _TWICE:
+        if self._kind in TWICE:
             several, evaluations = self.steps, 2
         elif self._kind is SamplerKind.PNDM:
-            several, evaluations = (1, 2) if self._scheduler.config.skip_prk_steps else (_RUNGE_KUTTA_STEPS, 4)
+            several, evaluations = (1, 2) if self._scheduler.config.skip_prk_steps else (RUNGE_KUTTA_STEPS, 4)
         skipped = [self._scheduler.order * step for step in range(begin)]
         made = range(self.steps - begin)
         return skipped + [
@@ -471,110 +380,3 @@ class Sampler:
     def _begin_at(self, evaluation: int) -> None:
         if self._kind not in _UNCOUNTED:
             self._scheduler.set_begin_index(evaluation)
-
-
-class _WithoutTrainingSchedule:
-    """A part of a scheduler that makes no schedule of all timesteps of training when it is created.
-
-    Diffusers' Heun and KDPM2 make one, which takes up to 0.3 s and is not used.
-    """
-
-    def set_timesteps(
-        self, num_inference_steps: int, device: torch.device | None = None, num_train_timesteps: int | None = None
-    ) -> None:
-        """Set the schedule, as in Diffusers."""
-        if num_train_timesteps is None:
-            super().set_timesteps(num_inference_steps, device)  # type: ignore[misc]
-        else:
-            self.sigmas = torch.empty(0)
-
-
-class _Heun(_WithoutTrainingSchedule, diffusers.HeunDiscreteScheduler):  # type: ignore[misc]
-    pass
-
-
-class _Kdpm2(_WithoutTrainingSchedule, diffusers.KDPM2DiscreteScheduler):  # type: ignore[misc]
-    pass
-
-
-class _Kdpm2Ancestral(_WithoutTrainingSchedule, diffusers.KDPM2AncestralDiscreteScheduler):  # type: ignore[misc]
-    pass
-
-
-_WITHOUT_TRAINING_SCHEDULE: Mapping[SamplerKind, Any] = {
-    SamplerKind.HEUN: _Heun,
-    SamplerKind.KDPM2: _Kdpm2,
-    SamplerKind.KDPM2_ANCESTRAL: _Kdpm2Ancestral,
-}
-
-
-def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Return the Diffusers scheduler that `Kind.from_config(pipe.scheduler.config, **overrides)` makes."""
-    with ignored_algorithm_advice():
-        made = _WITHOUT_TRAINING_SCHEDULE.get(kind, kind.scheduler_class)
-        wanted = {**config, **kind.overrides, **overrides}
-        beta = bool(wanted.pop("use_beta_sigmas", False))
-        scheduler = made.from_config(wanted)
-    if beta and hasattr(scheduler.config, "use_beta_sigmas"):
-        # Diffusers makes these only with SciPy.
-        scheduler.register_to_config(use_beta_sigmas=True)
-        scheduler._convert_to_beta = partial(beta_sigmas, weakref.proxy(scheduler))
-    if kind is SamplerKind.LMS:
-        # A reference of the scheduler to itself would keep its tensors until a garbage collection.
-        scheduler.get_lms_coefficient = partial(_lms_coefficient, weakref.proxy(scheduler))
-    return scheduler
-
-
-def ancestral_step(
-    scheduler: diffusers.EulerAncestralDiscreteScheduler,
-    step: int,
-    prediction: Tensor,
-    latent: Tensor,
-    generator: torch.Generator | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the next latent and the estimate of the finished one, equal to those of `scheduler.step`.
-
-    Diffusers draws noise on the CPU, where the generator is, and its thread waits while the noise is copied to a GPU.
-    The scheduler's own step is not advanced. Source: Diffusers, scheduling_euler_ancestral_discrete.py.
-
-    Args:
-        prediction: The model's prediction, [1, channels, height, width].
-        latent: The latent before the step, in the same shape.
-        generator: On the CPU.
-    """
-    sigma, following = scheduler.sigmas[step], scheduler.sigmas[step + 1]
-    sample = latent.to(torch.float32)
-    if scheduler.config.prediction_type == "epsilon":
-        estimate = sample - sigma * prediction
-    elif scheduler.config.prediction_type == "v_prediction":
-        estimate = prediction * (-sigma / (sigma**2 + 1) ** 0.5) + (sample / (sigma**2 + 1))
-    else:
-        raise ValueError(f"Euler ancestral does not support the prediction type {scheduler.config.prediction_type}")
-    up = (following**2 * (sigma**2 - following**2) / sigma**2) ** 0.5
-    down = (following**2 - up**2) ** 0.5
-    derivative = (sample - estimate) / sigma
-    drawn = torch.randn(prediction.shape, generator=generator, dtype=prediction.dtype)
-    noise = open_device(prediction.device).to_device(drawn)
-    stepped = sample + derivative * (down - sigma) + noise * up
-    return stepped.to(prediction.dtype), estimate
-
-
-def _lms_coefficient(scheduler: LMSDiscreteScheduler, order: int, step: int, age: int) -> float:
-    """Return the weight of an earlier derivative in a step of LMS, as `get_lms_coefficient` does with SciPy.
-
-    It is the integral of a Lagrange polynomial of degree 3 or less, for which Gauss' rule with two points is exact.
-
-    Args:
-        scheduler: The scheduler, whose sigmas are those of the schedule.
-        order: Number of derivatives that the step uses.
-        step: Index of the step.
-        age: Number of steps since the derivative was computed.
-    """
-    sigmas = [float(sigma) for sigma in scheduler.sigmas]
-
-    def derivative(sigma: float) -> float:
-        others = (earlier for earlier in range(order) if earlier != age)
-        return math.prod((sigma - sigmas[step - k]) / (sigmas[step - age] - sigmas[step - k]) for k in others)
-
-    half, middle = (sigmas[step + 1] - sigmas[step]) / 2, (sigmas[step + 1] + sigmas[step]) / 2
-    return half * (derivative(middle - half / math.sqrt(3.0)) + derivative(middle + half / math.sqrt(3.0)))

@@ -21,7 +21,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ModelMismatch, NoControlNet
 from bottega.model.model import Model
 from bottega.model.rows import Row
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.transport import LinkCounters
 from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of

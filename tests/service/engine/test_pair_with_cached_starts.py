@@ -8,7 +8,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.fakes.scripted_latents import Cached, Hit, cached, entry
 from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine

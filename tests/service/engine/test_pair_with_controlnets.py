@@ -13,7 +13,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
 from tests.samples.small_model import SIZE, small_model
 from tests.support.addon_messages import placed

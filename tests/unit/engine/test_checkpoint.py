@@ -19,7 +19,8 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.request import RequestState
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.samplers import KARRAS, Sampler, SamplerKind
+from bottega.model.samplers import Sampler
+from bottega.model.schedulers import KARRAS, SamplerKind
 from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine

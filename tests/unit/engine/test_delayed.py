@@ -13,7 +13,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import NotFinite
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.samples.small_model import SIZE
 from tests.support.delayed_device import STEPS, DelayedDevice
 from tests.support.engines import make_engine

@@ -14,7 +14,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model, pick_device
-from bottega.model.samplers import KARRAS, SamplerKind
+from bottega.model.schedulers import KARRAS, SamplerKind
 from tests.samples.edits import box_mask, edit_order
 from tests.samples.small_model import small_model
 from tests.support.engines import make_engine

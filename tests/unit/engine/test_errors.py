@@ -20,7 +20,7 @@ from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InternalError, NotFinite, TooLarge
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine

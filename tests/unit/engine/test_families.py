@@ -30,7 +30,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
 from bottega.model.rows import Row
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.controlnets import control_image, control_spec, save
 from tests.samples.edits import box_mask, edit_order, template

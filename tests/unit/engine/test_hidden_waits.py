@@ -11,7 +11,7 @@ from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.engine.events import JobFailed, JobFinished
 from bottega.engine.job import EngineOrder
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import shelf_of
 from tests.samples.masked_edits import ELSEWHERE, FIRST, SECOND, SPEC, EditDesk
 from tests.samples.small_model import small_model

@@ -21,7 +21,7 @@ from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.model_files.presets import PRESET_FILE
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.edits import edit_order, ellipse_mask, template

@@ -17,7 +17,8 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.samplers import Sampler, SamplerKind
+from bottega.model.samplers import Sampler
+from bottega.model.schedulers import SamplerKind
 from tests.samples.model_folders import with_scheduler
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load

@@ -15,7 +15,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.fair_order import Share
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load

@@ -26,7 +26,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.engine.times import KnownTimes
 from bottega.model.model import Model
 from bottega.model.rows import Row
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.planning import RemainingWork, best_width
 from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import SIZE, small_model

@@ -22,7 +22,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.family import FAMILIES
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.model_files.family_names import SDXL
 from tests.samples.family_models import SIZE, family_model
 from tests.support.engines import make_engine

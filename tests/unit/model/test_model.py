@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.model.model import Model, digest, load_model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.model_files import check_model_folder
 from bottega.model_files.presets import PRESET_FILE
 

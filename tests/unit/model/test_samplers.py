@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from bottega import rules
-from bottega.model.samplers import KARRAS, Sampler, SamplerKind, make_scheduler, same_noise
+from bottega.model.samplers import Sampler, same_noise
+from bottega.model.schedulers import KARRAS, SamplerKind, make_scheduler
 from tests.support.schedulers import TWICE
 from tests.support.torch_threads import torch_threads
 
@@ -191,7 +192,7 @@ def test_without_scipy_there_are_beta_sigmas_too() -> None:
 from bottega.device.lean_imports import lean_imports
 with lean_imports():
     from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
-    from bottega.model.samplers import KARRAS
+    from bottega.model.schedulers import KARRAS
 samplers = ModelSamplers({CONFIG | {"use_beta_sigmas": True}!r}, steps=5)
 print({{samplers.refusal(SamplerChoice(kind=kind), 5) for kind in KARRAS}})
 """

@@ -19,7 +19,7 @@ from diffusers.utils import logging as diffusers_logging
 from bottega import rules
 from bottega.model.model import _scheduler_config
 from bottega.model.sampler_choices import CHOICES, ModelSamplers, SamplerChoice
-from bottega.model.samplers import KARRAS, SamplerKind, draws_noise
+from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_rules import (
     SAMPLER_CLASSES,

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.engine.limits import EngineLimits
 from bottega.gateway.api import defaults
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.model_files.presets import PRESET_FILE
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec

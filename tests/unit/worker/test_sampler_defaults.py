@@ -12,7 +12,7 @@ import torch
 from bottega.engine.limits import EngineLimits
 from bottega.gateway.api import defaults
 from bottega.model.sampler_choices import SamplerChoice
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.rules import MAX_STEPS
 from bottega.v1 import engine_pb2, generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec

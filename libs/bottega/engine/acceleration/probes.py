@@ -20,7 +20,7 @@ from bottega.model.decode import decode_image
 from bottega.model.model import Model
 from bottega.model.rows import Half, Row
 from bottega.model.sampler_choices import SamplerChoice
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 
 _GUIDANCE = Guidance(scale=5.0)
 _STEPS, _STEP = 20, 8

@@ -17,7 +17,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId, AttemptKept
 

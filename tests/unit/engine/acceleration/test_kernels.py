@@ -31,7 +31,8 @@ from bottega.engine.guided_step import Guidance, guided_step
 from bottega.model.model import Model
 from bottega.model.operations import EulerStep, GuidedEuler, Operations
 from bottega.model.rows import Factors, Half, Row
-from bottega.model.samplers import Sampler, SamplerKind
+from bottega.model.samplers import Sampler
+from bottega.model.schedulers import SamplerKind
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording
 from tests.support.schedulers import BASIC
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bottega.model.model import load_model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from load.bench.bench_model import BenchShape, write_bench_model
 
 SMALL = BenchShape(

@@ -18,7 +18,7 @@ from bottega.addons.cache.starts import ENTRY_PATTERN, parse_start
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest, Violation
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity
 

@@ -23,7 +23,7 @@ from bottega.addons.interface.store_link import StoreLink
 from bottega.device_links.tensor_messages import DTYPES, tensor_at
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
-from bottega.model.samplers import KARRAS
+from bottega.model.schedulers import KARRAS
 from bottega.store_times import check_times
 from bottega.transport import (
     Connection,

@@ -19,7 +19,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, CacheEntryGone, InvalidRequest, NoCache
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST, Fidelity

@@ -12,7 +12,7 @@ import pytest
 
 from bottega.addons.cache.engine.order import has_key, start_key
 from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 
 PAIRS = 10_000
 SPEC = ResolvedSpec(prompt="a star")

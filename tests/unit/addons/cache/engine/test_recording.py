@@ -17,7 +17,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.v1.generation_pb2 import FIDELITY_EXACT
 from tests.fakes.scripted_latents import Cached, ScriptedLatents, answer, cached, entry
 from tests.samples.controlnets import control_image, control_spec

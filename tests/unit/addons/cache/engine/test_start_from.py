@@ -19,7 +19,8 @@ from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers
-from bottega.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise
+from bottega.model.samplers import Sampler
+from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.small_model import small_model
 from tests.support.schedulers import BASIC

@@ -24,7 +24,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.errors import NotFinite
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import (
     control_image,
     control_spec,

@@ -25,7 +25,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.samples.edits import box_mask, edit_order, ellipse_mask, template
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock

@@ -23,7 +23,7 @@ from bottega.engine.events import JobCheckpointed, JobFinished, JobKept
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.samplers import SamplerKind
+from bottega.model.schedulers import SamplerKind
 from bottega.v1.activations_pb2 import ActivationsOrder
 from tests.samples.edits import edit_order
 from tests.samples.masked_edits import LEFT, SPEC, EditDesk, masked_order, outside

@@ -22,7 +22,8 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
-from bottega.model.samplers import KARRAS, Sampler, SamplerKind
+from bottega.model.samplers import Sampler
+from bottega.model.schedulers import KARRAS, SamplerKind
 from bottega.v1.activations_pb2 import EditDecision
 from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
