@@ -15,6 +15,9 @@ from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
+from bottega.schedules import Schedule
+from bottega.v1.generation_pb2 import Sampler
+from bottega.worker.image_codec import SAMPLER_TITLES
 
 PAGE = Path(__file__).resolve().parent.parent / "libs/bottega/model_files/README.md"
 TABLES: Mapping[str, Sequence[FieldRule]] = {
@@ -25,6 +28,7 @@ TABLES: Mapping[str, Sequence[FieldRule]] = {
     "tokenizer": TOKENIZER_RULES,
 }
 """Tables of the page about parts with one class, by the name in their marks."""
+_SUFFIX = "Scheduler"
 _EVERY_VALUE = frozenset(
     (
         "anything",
@@ -81,23 +85,35 @@ def scheduler_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
-def class_table() -> str:
-    """Return a table of Diffusers' scheduler classes; classes that are refused for the same reason are one row."""
-    rows = [("classes", "served"), ("---", "---")]
-    for name in SCHEDULER_RULES:
-        samplers = [f"`{sampler}`" for sampler, served in SAMPLER_CLASSES.items() if served == name]
-        rows += [(f"`{name}`", f"as {', '.join(samplers)}")]
+def sampler_table() -> str:
+    """Return a table of the samplers and their classes; classes that are refused for the same reason are one row."""
+    rows = [("sampler", "Diffusers' ...Scheduler", "web UI", "schedule"), ("---",) * 4]
+    for sampler, name in SAMPLER_CLASSES.items():
+        title = SAMPLER_TITLES[Sampler.Value(f"SAMPLER_{sampler.upper()}")]
+        rows.append((f"`{sampler}`", f"`{name.removesuffix(_SUFFIX)}`", title, _letters(sampler)))
     refused: dict[str, list[str]] = {}
     for name, why in UNSERVED_CLASSES.items():
-        refused.setdefault(why, []).append(f"`{name}`")
-    rows += [(", ".join(names), f"refused: {why}") for why, names in refused.items()]
+        refused.setdefault(why, []).append(f"`{name.removesuffix(_SUFFIX)}`")
+    rows += [(f"refused: {why}", ", ".join(names), "", "") for why, names in refused.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _letters(sampler: str) -> str:
+    """Return the fields of a request's schedule that a sampler takes, by the letters of the page."""
+    schedules = {
+        "S": Schedule(use_beta_sigmas=True),
+        "T": Schedule(timestep_spacing="trailing"),
+        "F": Schedule(final_sigmas_type="zero"),
+        "t": Schedule(timesteps=(1,)),
+        "s": Schedule(sigmas=(1.0, 0.0)),
+    }
+    return " ".join(letter for letter, schedule in schedules.items() if not list(schedule.problems(sampler, {})))
 
 
 def page(text: str) -> str:
     """Return the page `text` with the current tables."""
     tables = {name: table(rules) for name, rules in TABLES.items()}
-    for name, rows in {**tables, "scheduler_classes": class_table(), "schedulers": scheduler_table()}.items():
+    for name, rows in {**tables, "samplers": sampler_table(), "schedulers": scheduler_table()}.items():
         begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}{rows}{end}{rest.partition(end)[2]}"

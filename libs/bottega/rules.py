@@ -18,11 +18,13 @@ from bottega.prompt_syntax import MalformedPrompt, parse_weighted
 from bottega.v1.generation_pb2 import (
     ControlNet,
     Fidelity,
+    FinalSigmasType,
     GenerationSpec,
     ImageFormat,
     Lora,
     PromptSyntax,
     Sampler,
+    TimestepSpacing,
 )
 from bottega.v1.hosted_pb2 import LeftOut, ResidualProfile
 
@@ -126,6 +128,8 @@ _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
         "fidelity": frozenset(Fidelity.values()),
         "format": frozenset(ImageFormat.values()),
         "prompt_syntax": frozenset(PromptSyntax.values()),
+        "timestep_spacing": frozenset(TimestepSpacing.values()),
+        "final_sigmas_type": frozenset(FinalSigmasType.values()),
     }
 )
 

@@ -702,6 +702,7 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         sentence=(
             "bottega.json: guidance_scale: Input should be greater than or equal to 0 (got -1); steps: unknown key; "
             "known at the top level: num_inference_steps, guidance_scale, sampler, timestep_spacing, "
+            "use_karras_sigmas, use_exponential_sigmas, use_beta_sigmas, final_sigmas_type, rescale_betas_zero_snr, "
             "dtype"
         ),
     ),

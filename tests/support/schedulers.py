@@ -39,7 +39,7 @@ def predicted(sample: Tensor, timestep: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None) -> Tensor:
+def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None, **custom: Any) -> Tensor:
     """Return the finished latent of Diffusers' pipelines.
 
     Source: StableDiffusionXLPipeline and StableDiffusionXLImg2ImgPipeline, from `retrieve_timesteps` on.
@@ -48,9 +48,10 @@ def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None) -
         scheduler: A scheduler of Diffusers.
         steps: Number of denoising steps.
         strength: How much of a source is redrawn; None draws from noise alone.
+        custom: The pipelines' `timesteps` or `sigmas`.
     """
     generator = torch.Generator("cpu").manual_seed(SEED)
-    scheduler.set_timesteps(steps)
+    scheduler.set_timesteps(**(custom or {"num_inference_steps": steps}))
     timesteps: Tensor = scheduler.timesteps
     begin = 0
     if strength is not None:

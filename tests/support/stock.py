@@ -82,7 +82,9 @@ class Stock:
 
         generator = _generator(spec.seed + index)
         with patch.object(pipeline, "prepare_latents", prepared):
-            out = pipeline(**said(spec), **options, generator=generator, callback_on_step_end=keep)
+            out = pipeline(
+                **said(spec), **options, **custom_lists(spec), generator=generator, callback_on_step_end=keep
+            )
         return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
 
     def reference_list(self, spec: ResolvedSpec) -> list[Reference]:
@@ -129,6 +131,7 @@ class Stock:
 
         out = pipeline(
             **said(spec),
+            **custom_lists(spec),
             **edit_options(spec, image, mask),
             padding_mask_crop=padding_mask_crop,
             generator=_generator(spec.seed + index),
@@ -143,7 +146,10 @@ class Stock:
 
     def _scheduler_of(self, spec: ResolvedSpec) -> Any:
         kind = spec.sampler
-        return self._scheduler(kind.scheduler_class.__name__, spec.use_karras_sigmas, **kind.overrides)
+        karras = spec.use_karras_sigmas
+        return self._scheduler(
+            kind.scheduler_class.__name__, karras, **kind.overrides, **spec.schedule.overrides(kind.value, None)
+        )
 
 
 def load_stock(
@@ -187,6 +193,12 @@ def said(spec: ResolvedSpec) -> dict[str, Any]:
         "guidance_rescale": spec.guidance_rescale,
         "clip_skip": spec.clip_skip,
     }
+
+
+def custom_lists(spec: ResolvedSpec) -> dict[str, Any]:
+    """The timesteps or sigmas of a spec, as arguments of a pipeline."""
+    lists = {"timesteps": spec.schedule.timesteps, "sigmas": spec.schedule.sigmas}
+    return {name: list(values) for name, values in lists.items() if values}
 
 
 def edit_options(spec: ResolvedSpec, image: PIL.Image.Image, mask: PIL.Image.Image) -> dict[str, Any]:

@@ -74,7 +74,9 @@ def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[V
     """Yield a violation if the scheduler configuration cannot run this sampler, or this number of steps."""
     if spec.num_inference_steps < 1:
         return  # Refused by `undrawable`.
-    if reason := samplers.refusals.get(spec.sampling):
+    if found := list(samplers.schedule_problems(spec.sampling, from_image=spec.strength is not None)):
+        yield from found
+    elif reason := samplers.refusals.get(spec.sampling):
         yield Violation(field="spec.sampler", description=reason)
     elif reason := samplers.refusal(spec.sampling, spec.num_inference_steps):
         yield Violation(field="spec.num_inference_steps", description=reason)

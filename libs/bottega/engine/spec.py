@@ -9,6 +9,7 @@ from bottega.errors import Violation
 from bottega.model.sampler_choices import SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind
 from bottega.planning import rows_per_image, steps_to_run
+from bottega.schedules import AS_CONFIGURED, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,8 @@ class ResolvedSpec:
     num_images: int = 1
     sampler: SamplerKind = SamplerKind.EULER
     use_karras_sigmas: bool = False
+    schedule: Schedule = AS_CONFIGURED
+    """Its other changes of the sampler's schedule."""
     strength: float | None = None
     """Set for image-to-image, which needs an image; None for text-to-image."""
     controlnets: tuple[ControlSpec, ...] = ()
@@ -105,8 +108,9 @@ class ResolvedSpec:
 
     @property
     def sampling(self) -> SamplerChoice:
-        """The sampler, with or without Karras' sigmas."""
-        return SamplerChoice(kind=self.sampler, karras=self.use_karras_sigmas and self.sampler in KARRAS)
+        """The sampler and its schedule."""
+        karras = self.use_karras_sigmas and self.sampler in KARRAS
+        return SamplerChoice(kind=self.sampler, karras=karras, schedule=self.schedule)
 
     @property
     def guided(self) -> bool:
@@ -156,6 +160,9 @@ def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
         yield Violation(field="spec.prompts", description="must be as many as num_images")
     if spec.num_images < 1:
         yield Violation(field="spec.num_images", description="must be at least 1")
+    if spec.schedule.steps not in (None, spec.num_inference_steps):
+        what = f"must be {spec.schedule.steps}, the steps of its timesteps or sigmas"
+        yield Violation(field="spec.num_inference_steps", description=what)
     if spec.steps < 1:
         yield Violation(field="spec.num_inference_steps", description="leaves no denoising step")
     for index, control in enumerate(spec.controlnets):

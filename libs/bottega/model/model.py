@@ -254,9 +254,7 @@ def _scheduler_config(
     config.pop("_use_default_values", None)
     config |= {key: value for key, value in overrides.items() if key in scheduler.config}
     config["_class_name"] = type(scheduler).__name__
-    if preset.timestep_spacing is not None:
-        config["timestep_spacing"] = preset.timestep_spacing
-    return config
+    return config | preset.scheduler_overrides
 
 
 def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
@@ -332,7 +330,7 @@ def digest(report: ModelReport, preset: Preset | None = None, reporter: StartRep
     """Return the SHA-256 of a model, hex: of the names and contents of its index and of all files that are loaded.
 
     Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
-    draws. Of a preset only the spacing of timesteps does; the rest are defaults, which each request's parameters
+    draws. Of a preset only the fields of its scheduler do; the rest are defaults, which each request's parameters
     contain.
     """
     reporter = reporter or silent_reporter()
@@ -350,9 +348,8 @@ def digest(report: ModelReport, preset: Preset | None = None, reporter: StartRep
     if other:  # a VAE in the place of the model's own
         replaced = files_digest(next(iter(other)).parent, other, hashed=hashed)
         total = hashlib.sha256(f"{total}\0vae={replaced}".encode()).hexdigest()
-    if preset is None or preset.timestep_spacing is None:
-        return total
-    return hashlib.sha256(f"{total}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()
+    changes = "".join(f"\0{name}={value}" for name, value in (preset or Preset()).scheduler_overrides.items())
+    return hashlib.sha256(f"{total}{changes}".encode()).hexdigest() if changes else total
 
 
 def _defaults(family: ModelFamily, preset: Preset, size: int, config: dict[str, Any]) -> Defaults:

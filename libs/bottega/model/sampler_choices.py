@@ -9,24 +9,20 @@ from typing import Any
 
 import torch
 
+from bottega.errors import Violation
 from bottega.model.samplers import Sampler
 from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise, make_scheduler, pace_of
-from bottega.model_files.scheduler_rules import sampler_problems
+from bottega.model_files.scheduler_rules import CONVERTED_SIGMAS, sampler_problems
 from bottega.plain_text import excerpt
 from bottega.planning import Pace
 from bottega.rules import MAX_STEPS
+from bottega.schedules import AS_CONFIGURED, Schedule
 
 # Steps treat all elements of a latent alike, except for thresholds that are computed from the whole latent.
 _TRIED_SHAPE = (1, 4, 4, 4)
 _REASON_CHARACTERS = 200
-# Configuration fields with which a Diffusers scheduler computes its own sigmas, one for each step.
-_CONVERTED_SIGMAS = (
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
-    "use_flow_sigmas",
-    "use_lu_lambdas",
-)
+# Schedules of requests whose refusals are remembered; each has up to 200 numbers.
+_MAX_REMEMBERED = 256
 
 _SLOW_TO_COUNT = frozenset({SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL})
 # Three of Runge-Kutta's, and one beside them.
@@ -35,10 +31,16 @@ _LEAST_RUNGE_KUTTA_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerChoice:
-    """A sampler with or without Karras' sigmas."""
+    """A sampler with a schedule, with or without Karras' sigmas."""
 
     kind: SamplerKind
     karras: bool = False
+    schedule: Schedule = AS_CONFIGURED
+
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """Values that replace those of the model's scheduler configuration."""
+        return self.schedule.overrides(self.kind.value, self.karras)
 
     def __str__(self) -> str:
         """Return the name of the choice for messages, such as `dpmpp_2m with Karras' sigmas`."""
@@ -50,7 +52,7 @@ CHOICES = tuple(
     for kind in SamplerKind
     for karras in ((False, True) if kind in KARRAS else (False,))
 )
-"""All choices that a request can make."""
+"""All choices whose schedule is as the model is configured, but for Karras' sigmas."""
 
 
 class ModelSamplers:
@@ -68,6 +70,7 @@ class ModelSamplers:
         self.config = dict(config)
         self._steps = steps
         self._refusals: dict[tuple[SamplerChoice, int], str] = {}
+        self._refusals_of_schedules: dict[tuple[SamplerChoice, int], str] = {}
 
     @property
     def refusals(self) -> Mapping[SamplerChoice, str]:
@@ -92,14 +95,32 @@ class ModelSamplers:
 
     def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0, restarts: bool = False) -> Sampler:
         """Return a sampler for one request; see `Sampler`."""
-        return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras, restarts=restarts)
+        return Sampler(
+            choice.kind,
+            self.config,
+            steps=steps,
+            begin=begin,
+            karras=choice.karras,
+            schedule=choice.schedule,
+            restarts=restarts,
+        )
+
+    def schedule_problems(self, choice: SamplerChoice, *, from_image: bool = False) -> Iterator[Violation]:
+        """Yield each field of a request's schedule that Diffusers rejects or ignores with its sampler."""
+        yield from choice.schedule.problems(
+            choice.kind.value, {**self.config, **choice.overrides}, from_image=from_image
+        )
 
     def refusal(self, choice: SamplerChoice, steps: int) -> str:
         """Return the reason why a choice cannot make `steps` steps; empty if it can."""
-        key = choice, steps
-        if key not in self._refusals:
-            self._refusals[key] = next(self._problems(choice, steps), "")
-        return self._refusals[key]
+        key, known = (choice, steps), self._refusals
+        if choice.schedule != AS_CONFIGURED:
+            known = self._refusals_of_schedules
+            if len(known) >= _MAX_REMEMBERED:
+                known.clear()
+        if key not in known:
+            known[key] = next(self._problems(choice, steps), "")
+        return known[key]
 
     def refused_steps(self, choice: SamplerChoice) -> Mapping[int, str]:
         """Return which numbers of steps, up to MAX_STEPS, a choice cannot make, each with its reason.
@@ -107,11 +128,10 @@ class ModelSamplers:
         This checks only timesteps, in about 10 ms for a choice; `refusal` also tries one number of steps. It does not
         check converted sigmas, such as Karras': there are as many as steps, and they would take a second.
         """
-        karras = {"use_karras_sigmas": choice.karras} if choice.kind in KARRAS else {}
         # KDPM2 has as many timesteps as Heun, and computes those between two steps slowly.
         counted = SamplerKind.HEUN if choice.kind in _SLOW_TO_COUNT else choice.kind
-        scheduler, pace = make_scheduler(counted, self.config, karras), self.pace(choice.kind)
-        if any(scheduler.config.get(name) for name in _CONVERTED_SIGMAS):
+        scheduler, pace = make_scheduler(counted, self.config, choice.overrides), self.pace(choice.kind)
+        if any(scheduler.config.get(name) for name in CONVERTED_SIGMAS):
             return {}
         refused: dict[int, str] = {}
         for steps in range(1, MAX_STEPS + 1):
@@ -125,8 +145,8 @@ class ModelSamplers:
         return refused
 
     def _problems(self, choice: SamplerChoice, steps: int) -> Iterator[str]:
-        karras = choice.karras if choice.kind in KARRAS else None
-        yield from sampler_problems(choice.kind.value, self.config, use_karras_sigmas=karras)
+        yield from (f"{problem.field}: {problem.description}" for problem in self.schedule_problems(choice))
+        yield from sampler_problems(choice.kind.value, {**self.config, **choice.overrides})
         try:
             sampler = self.open(choice, steps=steps)
             if reason := _miscounted(sampler.evaluations, steps, self.pace(choice.kind)):

@@ -14,7 +14,6 @@ from torch import Tensor
 from bottega.device.pick import open_device
 from bottega.model.operations import EulerStep
 from bottega.model.schedulers import (
-    KARRAS,
     RUNGE_KUTTA_STEPS,
     TWICE,
     SamplerKind,
@@ -22,6 +21,7 @@ from bottega.model.schedulers import (
     draws_noise,
     make_scheduler,
 )
+from bottega.schedules import AS_CONFIGURED, Schedule
 
 # Samplers compute the noise of a timestep in different orders, with results that differ by about 1e-6.
 _SAME_NOISE = 1e-5
@@ -120,6 +120,7 @@ class Sampler:
         steps: Number of denoising steps.
         begin: The first step that is made.
         karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
+        schedule: Other changes of the schedule.
         restarts: Whether a later `begin` is a first step, from a latent that this schedule did not make. Without it LMS
             counts on earlier steps even if there were none, as Diffusers does in image-to-image.
     """
@@ -132,12 +133,17 @@ class Sampler:
         steps: int,
         begin: int = 0,
         karras: bool | None = None,
+        schedule: Schedule = AS_CONFIGURED,
         restarts: bool = False,
     ) -> None:
-        overrides: dict[str, Any] = {"use_karras_sigmas": karras} if karras is not None and kind in KARRAS else {}
         self._kind = kind
-        self._scheduler = make_scheduler(kind, config, overrides)
-        self._scheduler.set_timesteps(steps)
+        self._scheduler = make_scheduler(kind, config, schedule.overrides(kind.value, karras))
+        if schedule.timesteps:
+            self._scheduler.set_timesteps(timesteps=list(schedule.timesteps))
+        elif schedule.sigmas:
+            self._scheduler.set_timesteps(sigmas=list(schedule.sigmas))
+        else:
+            self._scheduler.set_timesteps(steps)
         self._draws = draws_noise(kind, config)
         self._restarts = restarts
         self.steps = steps

@@ -186,11 +186,15 @@ class _WithoutTrainingSchedule:
     """
 
     def set_timesteps(
-        self, num_inference_steps: int, device: torch.device | None = None, num_train_timesteps: int | None = None
+        self,
+        num_inference_steps: int | None = None,
+        device: torch.device | None = None,
+        num_train_timesteps: int | None = None,
+        **custom: Any,
     ) -> None:
         """Set the schedule, as in Diffusers."""
         if num_train_timesteps is None:
-            super().set_timesteps(num_inference_steps, device)  # type: ignore[misc]
+            super().set_timesteps(num_inference_steps, device, **custom)  # type: ignore[misc]
         else:
             self.sigmas = torch.empty(0)
 

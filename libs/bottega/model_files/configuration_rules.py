@@ -131,8 +131,7 @@ def check_index(index: Mapping[str, object], family: str = SDXL) -> Iterator[str
 
 def _check_scheduler(preset: Preset, config: Mapping[str, object]) -> Iterator[str]:
     """Yield a sentence for each field of the scheduler, with the preset applied, that is not served."""
-    changes = {} if preset.timestep_spacing is None else {"timestep_spacing": preset.timestep_spacing}
-    yield from check_scheduler_config({**config, **changes}, sampler=preset.sampler or "")
+    yield from check_scheduler_config({**config, **preset.scheduler_overrides}, sampler=preset.sampler or "")
 
 
 def check_tokenizer_config(config: Mapping[str, object]) -> Iterator[str]:

@@ -14,11 +14,20 @@ from pydantic import ConfigDict, Field
 from bottega import config
 from bottega.errors import ConfigError
 from bottega.model_files.json_files import read_json_object
+from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName, one_conversion
 from bottega.rules import MAX_GUIDANCE_SCALE, MAX_STEPS, SamplerName
 from bottega.strict import STRICT
 
 PRESET_FILE = "bottega.json"
 
+_OF_SCHEDULER = (
+    "timestep_spacing",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "final_sigmas_type",
+    "rescale_betas_zero_snr",
+)
 _TRAILING: Literal["trailing"] = "trailing"
 """Spacing that ends a schedule at the last training timestep, as published few-step models have it."""
 _TURBO_CLASS, _LIGHTNING_CLASS = "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler"
@@ -38,13 +47,30 @@ class Preset:
     """Classifier-free guidance of a request that names none. At most 1 switches guidance off."""
     sampler: SamplerName | None = None
     """Sampler of a request that names none, instead of the model's `scheduler_config.json`."""
-    timestep_spacing: Literal["leading", "trailing", "linspace"] | None = None
-    """Spacing of the timesteps for every request, instead of the model's `scheduler_config.json`.
+    timestep_spacing: TimestepSpacingName | None = None
+    """Spacing of the timesteps, instead of the model's `scheduler_config.json`.
 
-    It changes what the model draws, so it is part of the model's hash.
+    This field and the next five change what the model draws, so they are part of the model's hash. A request may choose
+    another schedule, but not `rescale_betas_zero_snr`, which says how the model was trained.
     """
+    use_karras_sigmas: bool | None = None
+    """Whether to use Karras' sigmas, instead of the model's `scheduler_config.json`. True replaces other sigmas."""
+    use_exponential_sigmas: bool | None = None
+    """Whether to use exponential sigmas, likewise."""
+    use_beta_sigmas: bool | None = None
+    """Whether to use beta sigmas, likewise."""
+    final_sigmas_type: FinalSigmasTypeName | None = None
+    """Noise level after the last step, instead of the model's `scheduler_config.json`."""
+    rescale_betas_zero_snr: bool | None = None
+    """Whether the model was trained with zero terminal SNR, instead of the model's `scheduler_config.json`."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """Element type in which the model computes if a worker's `engine.dtype` is auto, whatever that of its files."""
+
+    @property
+    def scheduler_overrides(self) -> dict[str, object]:
+        """Values that replace those of the model's `scheduler_config.json`."""
+        values = {name: getattr(self, name) for name in _OF_SCHEDULER}
+        return one_conversion({name: value for name, value in values.items() if value is not None})
 
 
 def read_preset(folder: Path) -> Preset | None:

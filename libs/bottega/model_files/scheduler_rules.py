@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from bottega.model_files.field_rules import (
     ANY,
@@ -72,7 +72,12 @@ UNSERVED_CLASSES: Mapping[str, str] = MappingProxyType(
 _MOST_TRAIN_TIMESTEPS = 100_000
 _SPACINGS = only("linspace", "leading", "trailing")
 _SHARE = number("a number between 0 and 1", lambda value: 0 < value < 1)
-_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+TimestepSpacingName = Literal["leading", "trailing", "linspace"]
+FinalSigmasTypeName = Literal["zero", "sigma_min"]
+REQUESTED_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+"""Fields with which a request chooses another kind of sigmas; at most one of them is true."""
+CONVERTED_SIGMAS = (*REQUESTED_SIGMAS, "use_lu_lambdas", "use_flow_sigmas")
+"""Fields with which a scheduler computes its own sigmas, one for each step."""
 _NOISE_PREDICTING = ("dpmsolver", "sde-dpmsolver")
 
 
@@ -118,7 +123,7 @@ def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
     return (*_DEFAULT_BETAS, _prediction(*predictions), *_timesteps(spacing), _ZERO_SNR)
 
 
-_CONVERTED_SIGMAS = tuple(FieldRule(name=name, default=False, values=BOOLEAN) for name in _SIGMAS)
+_SIGMA_RULES = tuple(FieldRule(name=name, default=False, values=BOOLEAN) for name in REQUESTED_SIGMAS)
 _LAST_SIGMA = FieldRule(name="final_sigmas_type", default="zero", values=only("zero", "sigma_min"))
 _THRESHOLDING = (
     FieldRule(name="thresholding", default=False, values=FLAG),
@@ -165,7 +170,7 @@ def _second_order(*predictions: str) -> tuple[FieldRule, ...]:
         *_betas(0.00085, 0.012, "linear"),
         _prediction(*predictions),
         *_timesteps("linspace"),
-        *_CONVERTED_SIGMAS,
+        *_SIGMA_RULES,
     )
 
 
@@ -208,7 +213,7 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
         "EulerDiscreteScheduler": (
             *_noise_schedule("linspace", "epsilon", "v_prediction", "sample", "original_sample"),
             FieldRule(name="interpolation_type", default="linear", values=only("linear", "log_linear")),
-            *_CONVERTED_SIGMAS,
+            *_SIGMA_RULES,
             FieldRule(name="sigma_min", default=None, values=NULL | POSITIVE),
             FieldRule(name="sigma_max", default=None, values=NULL | POSITIVE),
             FieldRule(
@@ -237,7 +242,7 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
             FieldRule(name="solver_type", default="midpoint", values=only(*_SOLVER_TYPES)),
             FieldRule(name="lower_order_final", default=True, values=FLAG),
             FieldRule(name="euler_at_final", default=False, values=FLAG),
-            *_CONVERTED_SIGMAS,
+            *_SIGMA_RULES,
             FieldRule(name="use_lu_lambdas", default=False, values=FLAG),
             *_FLOW_SIGMAS,
             _LAST_SIGMA,
@@ -257,7 +262,7 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
             ),
             FieldRule(name="solver_type", default="midpoint", values=only(*_SOLVER_TYPES)),
             FieldRule(name="lower_order_final", default=False, values=FLAG),
-            *_CONVERTED_SIGMAS,
+            *_SIGMA_RULES,
             *_FLOW_SIGMAS,
             _LAST_SIGMA,
             _CLIPPED_LAMBDA,
@@ -284,7 +289,7 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
             FieldRule(name="algorithm_type", default="deis", values=only("deis", "dpmsolver", "dpmsolver++")),
             FieldRule(name="solver_type", default="logrho", values=only(*_SOLVER_TYPES)),
             FieldRule(name="lower_order_final", default=True, values=FLAG),
-            *_CONVERTED_SIGMAS,
+            *_SIGMA_RULES,
             *_FLOW_SIGMAS,
             *_THRESHOLDING,
             *_DYNAMIC_SHIFTING,
@@ -301,7 +306,7 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
                 values=only([]) | list_of(whole(0), "a list of whole numbers from 0"),
             ),
             FieldRule(name="solver_p", default=None, values=NULL, why="another solver inside this one is not served"),
-            *_CONVERTED_SIGMAS,
+            *_SIGMA_RULES,
             *_FLOW_SIGMAS,
             FieldRule(name="shift_terminal", default=None, values=NULL, why="it is for flow matching"),
             FieldRule(name="sigma_min", default=None, values=NULL | POSITIVE),
@@ -317,7 +322,7 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
             *_DEFAULT_BETAS,
             _prediction("epsilon", "v_prediction", "sample"),
             *_timesteps("linspace"),
-            *_CONVERTED_SIGMAS,
+            *_SIGMA_RULES,
         ),
         "PNDMScheduler": (
             *_DEFAULT_BETAS,
@@ -354,6 +359,12 @@ def takes_karras_sigmas(sampler: str) -> bool:
     return any(rule.name == "use_karras_sigmas" for rule in SCHEDULER_RULES[SAMPLER_CLASSES[sampler]])
 
 
+def one_conversion(values: Mapping[str, object]) -> dict[str, object]:
+    """Return changes of a scheduler configuration. One that chooses a kind of sigmas switches the others off."""
+    others = dict.fromkeys(REQUESTED_SIGMAS, False) if any(values.get(kind) for kind in REQUESTED_SIGMAS) else {}
+    return {**others, **values}
+
+
 def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -> Iterator[str]:
     """Yield a sentence for the class and for each field of scheduler_config.json that is not served.
 
@@ -373,20 +384,17 @@ def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -
     yield f"_class_name must be {', '.join(others)} or {last}, not {shown(name)}: {reason}"
 
 
-def sampler_problems(sampler: str, config: Mapping[str, object], *, use_karras_sigmas: bool | None = None) -> list[str]:
+def sampler_problems(sampler: str, config: Mapping[str, object]) -> list[str]:
     """Return the reasons why a sampler cannot draw with a model's configuration.
 
     Args:
         sampler: Name of the requested sampler, which may differ from the model's own.
-        config: Contents of the model's scheduler_config.json.
-        use_karras_sigmas: Value in a request; None uses the configuration.
+        config: Contents of the model's scheduler_config.json, with the values of a request.
     """
     table = SCHEDULER_RULES[SAMPLER_CLASSES[sampler]]
     if sampler in _EDM_SAMPLERS and config.get("_class_name") not in {SAMPLER_CLASSES[name] for name in _EDM_SAMPLERS}:
         return ["it is for models that were trained with EDM's noise levels"]
     config = {**config, **SAMPLER_OVERRIDES.get(sampler, {})}
-    if use_karras_sigmas is not None and takes_karras_sigmas(sampler):
-        config["use_karras_sigmas"] = use_karras_sigmas
     problems = list(broken_fields(table, config))
     # Rules between fields assume valid fields.
     return problems or list(_broken_together(SAMPLER_CLASSES[sampler], with_defaults(table, config)))
@@ -443,14 +451,18 @@ def _broken_last_step(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _broken_sigmas(config: Mapping[str, Any]) -> Iterator[str]:
-    chosen = [name for name in _SIGMAS if config[name]]
+    chosen = [name for name in REQUESTED_SIGMAS if config[name]]
     if len(chosen) > 1:
-        yield f"{chosen[1]} must be false with {chosen[0]}: Diffusers takes one of {', '.join(_SIGMAS)}"
+        yield f"{chosen[1]} must be false with {chosen[0]}: Diffusers takes one of {', '.join(REQUESTED_SIGMAS)}"
 
 
 def _broken_continuous(config: Mapping[str, Any]) -> Iterator[str]:
     continuous = config["timestep_type"] == "continuous" and config["prediction_type"] == "v_prediction"
-    if continuous and config["interpolation_type"] == "log_linear" and not any(config[name] for name in _SIGMAS):
+    if (
+        continuous
+        and config["interpolation_type"] == "log_linear"
+        and not any(config[name] for name in REQUESTED_SIGMAS)
+    ):
         why = 'with "log_linear" Diffusers makes one step more than asked'
         yield f'interpolation_type must be "linear" with continuous timesteps: {why}'
 
@@ -467,6 +479,6 @@ def _broken_solver(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _broken_flow(config: Mapping[str, Any]) -> Iterator[str]:
-    converted = [name for name in (*_SIGMAS, "use_lu_lambdas") if config.get(name)]
+    converted = [name for name in (*REQUESTED_SIGMAS, "use_lu_lambdas") if config.get(name)]
     if config["use_flow_sigmas"] and converted:
         yield f"use_flow_sigmas must be false with {converted[0]}: there the noise is more than all of a latent"

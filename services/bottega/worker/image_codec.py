@@ -22,7 +22,7 @@ SPEC_KEYWORD = "bottega"
 SUMMARY_KEYWORD = "parameters"
 
 # The names of samplers in AUTOMATIC1111's web UI, and the lengths of its hashes.
-_SAMPLER_TITLES = {
+SAMPLER_TITLES = {
     Sampler.SAMPLER_EULER: "Euler",
     Sampler.SAMPLER_EULER_ANCESTRAL: "Euler a",
     Sampler.SAMPLER_DDIM: "DDIM",
@@ -41,6 +41,13 @@ _SAMPLER_TITLES = {
     Sampler.SAMPLER_HEUN: "Heun",
     Sampler.SAMPLER_KDPM2: "DPM2",
     Sampler.SAMPLER_KDPM2_ANCESTRAL: "DPM2 a",
+}
+"""The samplers by the names of AUTOMATIC1111's web UI, or by names in its manner where it has none."""
+
+_SCHEDULE_TYPES = {
+    "use_karras_sigmas": "Karras",
+    "use_exponential_sigmas": "Exponential",
+    "use_beta_sigmas": "Beta",
 }
 _MODEL_HASH_LETTERS = 10
 _LORA_HASH_LETTERS = 12
@@ -195,8 +202,8 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
     hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.digest)
     settings = {
         "Steps": str(spec.num_inference_steps),
-        "Sampler": _SAMPLER_TITLES.get(spec.sampler, ""),
-        "Schedule type": "Karras" if spec.use_karras_sigmas else "",
+        "Sampler": SAMPLER_TITLES.get(spec.sampler, ""),
+        "Schedule type": next((title for field, title in _SCHEDULE_TYPES.items() if getattr(spec, field)), ""),
         "CFG scale": f"{spec.guidance_scale:g}" if spec.HasField("guidance_scale") else "",
         "Seed": str(spec.seed),
         "Size": f"{spec.width}x{spec.height}",

@@ -45,6 +45,18 @@ def test_every_option_means_what_it_means_in_diffusers(
     assert_same_image(pixels_of(picture.pil()), stock.draw(PROMPT, seed=11, **{**OPTIONS, **reference}))
 
 
+def test_timesteps_of_a_request_are_stocks_and_draw_the_picture_again(client: Client, stock: Stock) -> None:
+    timesteps = [999, 850, 600, 350, 100]
+    picture = client.generate(PROMPT, seed=11, sampler="heun", timesteps=timesteps, guidance_scale=5.0)
+    theirs = stock.draw(PROMPT, seed=11, scheduler="HeunDiscreteScheduler", timesteps=timesteps, guidance_scale=5.0)
+    assert_same_image(pixels_of(picture.pil()), theirs)
+    parameters = picture.provenance.parameters
+    assert (parameters.num_inference_steps, parameters.timesteps) == (5, tuple(timesteps))
+    assert client.generate(PROMPT, **parameters.options()).pil().tobytes() == picture.pil().tobytes()
+    with pytest.raises(InvalidRequest, match="timesteps: must be below 1000, the timesteps that the model was trained"):
+        client.generate(PROMPT, timesteps=[1000, 500])
+
+
 def test_image_to_image_is_the_picture_of_stock_diffusers(client: Client, stock: Stock) -> None:
     source = client.generate("a small green circle on a white background", seed=3, **OPTIONS).pil()
 

@@ -64,7 +64,8 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         "--negative-prompt= --guidance-scale=4.5 --guidance-rescale=0.5 --width=64 --height=128 --sampler=ddim --karras"
         " --image=source.png --strength=0.4 --prompt-2=two --negative-prompt-2=none --format=png --quality=70"
         " --fidelity=fast --model=miniature --control=edges=edges.png:0.8 --control=depth=source.png --stale-residuals"
-        " --prompt-syntax=weighted --clip-skip=1"
+        " --prompt-syntax=weighted --clip-skip=1 --no-exponential --beta --timestep-spacing=trailing"
+        " --final-sigmas-type=sigma_min --timesteps=999,499,9 --sigmas=14.5,0.5,0"
     )
     assert run("generate", "a star", *options.split(), address=address).exit_code == 0
     expected = generation_pb2.GenerationSpec(
@@ -80,6 +81,12 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         height=128,
         sampler=generation_pb2.SAMPLER_DDIM,
         use_karras_sigmas=True,
+        use_exponential_sigmas=False,
+        use_beta_sigmas=True,
+        timestep_spacing=generation_pb2.TIMESTEP_SPACING_TRAILING,
+        final_sigmas_type=generation_pb2.FINAL_SIGMAS_TYPE_SIGMA_MIN,
+        timesteps=[999, 499, 9],
+        sigmas=[14.5, 0.5, 0.0],
         image=b"source",
         strength=0.4,
         format=generation_pb2.IMAGE_FORMAT_PNG,
@@ -90,6 +97,13 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         techniques=generation_pb2.Techniques(stale_residuals=True),
     )
     assert gateway.requests[0].spec == expected
+
+
+@pytest.mark.parametrize(("option", "what"), [("--timesteps=9,x", "whole numbers"), ("--sigmas=9,,0", "numbers")])
+def test_a_list_that_is_none_of_numbers_is_refused_by_its_option(option: str, what: str, address: str) -> None:
+    refused = run("generate", "a star", option, address=address)
+    assert refused.exit_code == 2
+    assert f"must be {what} with commas between them" in " ".join(refused.stderr.split())
 
 
 def _control(name: str, data: bytes, scale: float | None) -> generation_pb2.ControlNet:

@@ -128,3 +128,11 @@ def test_a_preset_sets_defaults_and_the_spacing_of_timesteps(folder: Path) -> No
     assert plain.scheduler_config["timestep_spacing"] != "trailing"
     assert respaced.scheduler_config["timestep_spacing"] == "trailing"
     assert respaced.digest != plain.digest  # a checkpoint or a stored result of the other schedule must not fit
+
+
+def test_a_preset_sets_the_scheduler_for_every_request(folder: Path) -> None:
+    preset = {"use_beta_sigmas": True, "final_sigmas_type": "sigma_min", "rescale_betas_zero_snr": False}
+    (folder / PRESET_FILE).write_text(json.dumps(preset))
+    config = load(folder).scheduler_config
+    assert {name: config[name] for name in preset} == preset
+    assert not config["use_karras_sigmas"], "one kind of sigmas replaces the other"

@@ -61,6 +61,18 @@ def test_other_tools_read_prompt_negative_prompt_and_settings() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("field", "title"),
+    [("use_karras_sigmas", "Karras"), ("use_exponential_sigmas", "Exponential"), ("use_beta_sigmas", "Beta")],
+)
+def test_other_tools_read_the_kind_of_sigmas_as_the_schedule_type(field: str, title: str) -> None:
+    drawn = spec()
+    setattr(drawn, field, True)
+    assert read(summary(drawn, ""))["Schedule type"] == title
+    setattr(drawn, field, False)
+    assert "Schedule type" not in read(summary(drawn, ""))
+
+
 def test_every_sampler_has_a_name_that_other_tools_know() -> None:
     for number in set(Sampler.values()) - {Sampler.SAMPLER_UNSPECIFIED}:
         drawn = spec()

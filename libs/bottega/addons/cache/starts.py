@@ -39,12 +39,13 @@ def has_enough_words(prompt: str) -> bool:
 def is_cacheable(spec: GenerationSpec) -> bool:
     """Return whether the embedding of the spec's prompt describes the picture well enough for the approximate cache.
 
-    It does not for several prompts, weighted ones, input images and very short prompts. A complete spec whose images
-    were removed still has a strength, which shows that there was an input image.
+    It does not for several prompts, weighted ones, input images, own timesteps or sigmas, and very short prompts. A
+    complete spec whose images were removed still has a strength, which shows that there was an input image.
     """
     alone = not spec.prompts and not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
     weighted = spec.prompt_syntax == generation_pb2.PROMPT_SYNTAX_WEIGHTED
-    return alone and not weighted and has_enough_words(spec.prompt)
+    scheduled = bool(spec.timesteps or spec.sigmas)
+    return alone and not weighted and not scheduled and has_enough_words(spec.prompt)
 
 
 def is_switched_off(spec: GenerationSpec) -> bool:

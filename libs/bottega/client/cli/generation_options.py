@@ -11,8 +11,29 @@ import click
 from bottega.client.cli.addons import generation_parts
 from bottega.client.types.options import FIDELITIES, PROMPT_SYNTAXES, SAMPLERS, GenerationOptions
 from bottega.client.types.picture import FORMATS
+from bottega.schedules import LAST_SIGMAS, SPACINGS
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+class Numbers(click.ParamType):
+    """A list of numbers with commas between them."""
+
+    name = "numbers"
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """Return the numbers. Raise BadParameter if one is none."""
+        if not isinstance(value, str):
+            return tuple(value)
+        try:
+            return tuple(self._kind(number) for number in value.split(","))
+        except ValueError:
+            what = "whole numbers" if self._kind is int else "numbers"
+            self.fail(f"{value!r} must be {what} with commas between them", param, ctx)
+
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -45,7 +66,34 @@ _SAMPLING = (
         "--karras/--no-karras",
         "use_karras_sigmas",
         default=None,
-        help="Use Karras sigmas (euler, lms, deis, unipc, dpmpp_*). Default: as the model is configured.",
+        help="Use Karras sigmas (euler, lms, deis, unipc, heun, kdpm2*, dpmpp_*). Default: as the model is configured.",
+    ),
+    click.option(
+        "--exponential/--no-exponential",
+        "use_exponential_sigmas",
+        default=None,
+        help="Use exponential sigmas, with the same samplers.",
+    ),
+    click.option("--beta/--no-beta", "use_beta_sigmas", default=None, help="Use beta sigmas, with the same samplers."),
+    click.option(
+        "--timestep-spacing", type=click.Choice(list(SPACINGS)), help="Spacing of timesteps; default: the model's."
+    ),
+    click.option(
+        "--final-sigmas-type",
+        type=click.Choice(list(LAST_SIGMAS)),
+        help="Noise level after the last step; default: the model's.",
+    ),
+    click.option(
+        "--timesteps",
+        type=Numbers(int),
+        metavar="T,T,...",
+        help="The timestep of each step, falling, such as 999,749,499,249.",
+    ),
+    click.option(
+        "--sigmas",
+        type=Numbers(float),
+        metavar="S,S,...",
+        help="The noise level before each step and after the last one, falling, such as 14.6,2.9,0.5,0.",
     ),
 )
 _IMAGE_TO_IMAGE = (

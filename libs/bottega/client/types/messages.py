@@ -43,6 +43,11 @@ _KINDS = {
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
     FieldDescriptor.CPPTYPE_STRING: "text",
 }
+# Items of a list, in the plural.
+_ITEMS = {
+    FieldDescriptor.CPPTYPE_DOUBLE: "numbers",
+    FieldDescriptor.CPPTYPE_STRING: "texts, each of them Unicode",
+}
 # Characters of a value that an error repeats.
 _MOST_LETTERS = 60
 
@@ -90,7 +95,7 @@ def set_field(message: Message, name: str, value: object, *, path: str | None = 
     """Set a field, or yield why that is impossible. `path` is the caller's name of the field; None for `name`."""
     field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
     if field.is_repeated:
-        yield from _put_all(getattr(message, name), value, path or name)
+        yield from _put_all(getattr(message, name), value, path or name, _ITEMS.get(field.cpp_type, "whole numbers"))
         return
     try:
         setattr(message, name, value)
@@ -134,13 +139,13 @@ def describe(value: object) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
-def _put_all(field: Any, values: object, path: str) -> Iterator[Violation]:
+def _put_all(field: Any, values: object, path: str, what: str) -> Iterator[Violation]:
     try:
-        field.extend(as_list(values, name=path, what="texts"))
+        field.extend(as_list(values, name=path, what=what.partition(",")[0]))
     except InvalidRequest as error:
         yield from error.violations
     except UNSENDABLE:
-        yield Violation(field=path, description="must be a list of texts, each of them Unicode")
+        yield Violation(field=path, description=f"must be a list of {what}")
 
 
 def _rule(field: FieldDescriptor, value: object) -> str:

@@ -24,7 +24,9 @@ from bottega.client.types.inputs import (
 from bottega.client.types.messages import describe, set_field
 from bottega.client.types.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
+from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName
 from bottega.rules import SamplerName, refuse
+from bottega.schedules import LAST_SIGMAS, SPACINGS
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, PromptSyntax, Sampler
 
@@ -67,6 +69,13 @@ class EditOptions(TypedDict, total=False):
         sampler: One of SamplerName, such as "euler" or "dpmpp_2m".
         use_karras_sigmas: Whether to use Karras sigmas, with "euler", "lms", "deis", "unipc", "heun", and the "dpmpp"
             and "kdpm2" samplers; by default as in the model's scheduler configuration.
+        use_exponential_sigmas: Whether to use exponential sigmas, with the same samplers. One that is true replaces the
+            sigmas of the model's scheduler configuration; of the three, at most one is.
+        use_beta_sigmas: Whether to use beta sigmas, likewise.
+        timestep_spacing: "leading", "trailing" or "linspace"; by default as in the model's scheduler configuration.
+        final_sigmas_type: "zero" or "sigma_min": the noise level after the last step; by default likewise.
+        timesteps: Timestep of each step, falling, as in Diffusers' pipelines; they set num_inference_steps.
+        sigmas: Noise level before each step and after the last one, falling, likewise.
         strength: Share of the source that is redrawn, above 0 to 1. The default is .3, with ControlNets .8 and with a
             mask .9999, as in Diffusers.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.
@@ -117,6 +126,12 @@ class EditOptions(TypedDict, total=False):
     seed: int | None
     sampler: SamplerName | None
     use_karras_sigmas: bool | None
+    use_exponential_sigmas: bool | None
+    use_beta_sigmas: bool | None
+    timestep_spacing: TimestepSpacingName | None
+    final_sigmas_type: FinalSigmasTypeName | None
+    timesteps: Sequence[int] | None
+    sigmas: Sequence[float] | None
     strength: float | None
     mask_alpha: bool
     padding_mask_crop: int | None
@@ -159,6 +174,8 @@ _NAMED: dict[str, Mapping[Any, int]] = {
     "fidelity": FIDELITIES,
     "format": FORMATS,
     "prompt_syntax": PROMPT_SYNTAXES,
+    "timestep_spacing": SPACINGS,
+    "final_sigmas_type": LAST_SIGMAS,
 }
 _OPTIONS = tuple(GenerationOptions.__annotations__)
 # All arguments of client.generate() and similar methods, to suggest one for a misspelt name.
@@ -172,6 +189,7 @@ OTHER_NAMES = {
     "negative": "negative_prompt",
     "scheduler": "sampler",
     "karras": "use_karras_sigmas",
+    "spacing": "timestep_spacing",
     "denoising_strength": "strength",
     "mask": "mask_image",
     "loras": "lora",
@@ -232,6 +250,7 @@ def options_from(spec: GenerationSpec) -> GenerationOptions:
         raise InvalidRequest(f"the client has no argument for {', '.join(unknown)}")
     for name in values.keys() & _NAMED.keys():
         values[name] = _name_of(name, values[name])
+    values |= {name: tuple(values[name]) for name in values.keys() & {"timesteps", "sigmas"}}
     if spec.controlnets:
         values["controlnets"] = tuple(map(controlnet_from, spec.controlnets))
     if spec.loras:

@@ -23,7 +23,9 @@ from bottega.client.types.options import (
     PromptSyntaxName,
 )
 from bottega.client.types.picture import FORMATS, Format
+from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName
 from bottega.rules import SamplerName
+from bottega.schedules import LAST_SIGMAS, SPACINGS
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -36,6 +38,8 @@ _NAMES: Mapping[str, Mapping[int, str]] = {
         ("fidelity", FIDELITIES),
         ("format", FORMATS),
         ("prompt_syntax", PROMPT_SYNTAXES),
+        ("timestep_spacing", SPACINGS),
+        ("final_sigmas_type", LAST_SIGMAS),
     )
 }
 _MODES: Mapping[int, ResidualMode] = {
@@ -74,6 +78,12 @@ class Parameters:
     seed: int = 0
     sampler: SamplerName | None = None
     use_karras_sigmas: bool | None = None
+    use_exponential_sigmas: bool | None = None
+    use_beta_sigmas: bool | None = None
+    timestep_spacing: TimestepSpacingName | None = None
+    final_sigmas_type: FinalSigmasTypeName | None = None
+    timesteps: tuple[int, ...] = ()
+    sigmas: tuple[float, ...] = ()
     strength: float | None = None
     mask_alpha: bool = False
     padding_mask_crop: int | None = None

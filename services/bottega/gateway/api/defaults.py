@@ -9,6 +9,7 @@ from bottega.addons.interface.gateway_addon import AddOn, Resolution
 from bottega.gateway.jobs.specs import steps_to_run
 from bottega.planning import Pace
 from bottega.rules import takes_karras_sigmas
+from bottega.schedules import karras_of, steps_of
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -49,7 +50,7 @@ def complete(
     full.sampler = spec.sampler or model.default_sampler
     choice = choice_of(spec, model)
     if choice is not None and takes_karras_sigmas(choice.sampler):
-        full.use_karras_sigmas = choice.use_karras_sigmas
+        full.use_karras_sigmas = karras_of(spec, choice.use_karras_sigmas)
     full.prompt_syntax = spec.prompt_syntax or generation_pb2.PROMPT_SYNTAX_PLAIN
     full.format = spec.format or generation_pb2.IMAGE_FORMAT_PNG
     full.width = spec.width if spec.HasField("width") else model.default_width
@@ -139,7 +140,7 @@ def _complete_edit(full: GenerationSpec, model: image_pb2.Model) -> None:
 
 
 def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image_pb2.Model) -> None:
-    full.num_inference_steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
+    full.num_inference_steps = steps_of(spec, model.default_steps)
     full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else _guidance_scale(spec, model)
     full.guidance_rescale = spec.guidance_rescale
     strength = strength_of(spec, model)

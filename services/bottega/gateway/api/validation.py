@@ -32,6 +32,7 @@ from bottega.rules import (
     check_techniques,
     check_texts,
 )
+from bottega.schedules import AS_CONFIGURED, check_sampler_schedule, check_schedule, karras_of, schedule_of, steps_of
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
@@ -76,6 +77,7 @@ def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes
     yield from check_model_name(spec)
     yield from check_ranges(spec)
     yield from check_techniques(spec)
+    yield from check_schedule(spec)
     yield from check_edit(spec)
     for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
         yield from _check_encoded(path, image, max_image_bytes)
@@ -104,8 +106,11 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
     if model.HasField("max_clip_skip") and model.max_clip_skip < spec.clip_skip <= MAX_CLIP_SKIP:
         rule = f"must be 0 to {model.max_clip_skip} with this model, by the layers of its text encoders"
         yield _violation("clip_skip", rule)
-    yield from check_sigmas(spec, spec.sampler or model.default_sampler)
-    steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
+    sampler, choice = spec.sampler or model.default_sampler, choice_of(spec, model)
+    yield from check_sigmas(spec, sampler)
+    karras = karras_of(spec, choice is not None and choice.use_karras_sigmas)
+    yield from check_sampler_schedule(spec, sampler, karras)
+    steps = steps_of(spec, model.default_steps)
     yield from _check_choice(spec, model, steps)
     strength = strength_of(spec, model)
     if strength is not None:
@@ -123,8 +128,8 @@ def check_served(spec: GenerationSpec, model: image_pb2.Model) -> None:
 def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> Iterator[Violation]:
     """Yield a violation if the model's scheduler configuration forbids the sampler, its sigmas or the step count."""
     choice = choice_of(spec, model)
-    if choice is None:
-        return
+    if choice is None or schedule_of(spec) != AS_CONFIGURED:
+        return  # The workers list no other schedules; the one that draws the request tries it.
     if not choice.refused_because:
         if steps in choice.refused_steps:
             yield _violation("num_inference_steps", choice.refused_steps[steps])

@@ -18,6 +18,7 @@ from bottega.engine.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
+from bottega.schedules import karras_of, schedule_of
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId, AttemptKept
 
@@ -100,7 +101,8 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
         width=spec.width,
         height=spec.height,
         sampler=sampler,
-        use_karras_sigmas=spec.use_karras_sigmas if spec.HasField("use_karras_sigmas") else own.karras,
+        use_karras_sigmas=karras_of(spec, own.karras),
+        schedule=schedule_of(spec),
         controlnets=tuple(_controls(start)),
         stale_residuals=_may_approximate(spec, "stale_residuals"),
         loras=tuple(map(_lora, spec.loras)),

@@ -123,6 +123,22 @@ def test_what_a_request_does_not_say_of_karras_sigmas_is_the_models(
     assert not defaults.complete(GenerationSpec(), unknown).HasField("use_karras_sigmas"), "the worker knows it"
 
 
+def test_other_sigmas_of_a_request_replace_the_models_karras_sigmas() -> None:
+    sampler = generation_pb2.SAMPLER_EULER
+    model = image_pb2.Model(name="m", default_sampler=sampler, sampler_choices=_choices(karras=True))
+    for said in ({"use_beta_sigmas": True}, {"use_exponential_sigmas": True}, {"sigmas": [9.0, 0.0]}):
+        full = defaults.complete(GenerationSpec(**said), model)
+        assert full.HasField("use_karras_sigmas")
+        assert not full.use_karras_sigmas
+        assert defaults.complete(full, model) == full
+    assert defaults.complete(GenerationSpec(use_beta_sigmas=False), model).use_karras_sigmas
+
+
+def test_a_list_of_timesteps_or_sigmas_sets_the_steps() -> None:
+    assert defaults.complete(GenerationSpec(timesteps=[9, 5, 1]), MODEL).num_inference_steps == 3
+    assert defaults.complete(GenerationSpec(sigmas=[9, 5, 1]), MODEL).num_inference_steps == 2
+
+
 @pytest.mark.parametrize(("spec", "expected"), [({}, 1.9), ({"image": b"x", "strength": 0.5}, 1.8)])
 def test_a_sampler_of_two_evaluations_a_step_costs_them(spec: dict[str, Any], expected: float) -> None:
     heun = generation_pb2.SAMPLER_HEUN

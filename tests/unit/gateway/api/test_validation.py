@@ -88,6 +88,27 @@ def test_karras_sigmas_go_with_the_sampler_that_is_said_else_with_the_models(
     assert _fields(spec, model) == fields
 
 
+def test_a_schedule_that_the_workers_do_not_list_is_left_to_the_one_that_draws() -> None:
+    euler, trailing = generation_pb2.SAMPLER_EULER, generation_pb2.TIMESTEP_SPACING_TRAILING
+    model = _with_refusals((euler, False))
+    assert _fields(GenerationSpec(sampler=euler), model) == ["sampler"]
+    assert _fields(GenerationSpec(sampler=euler, timestep_spacing=trailing), model) == []
+    single = generation_pb2.SAMPLER_DPMPP_2S
+    assert _fields(GenerationSpec(sampler=single, timestep_spacing=trailing), model) == ["timestep_spacing"]
+
+
+def test_a_list_of_timesteps_is_refused_beside_the_models_karras_sigmas() -> None:
+    euler = generation_pb2.SAMPLER_EULER
+    model = _with_refusals()
+    for choice in model.sampler_choices:
+        choice.is_default = choice.use_karras_sigmas or not rules.takes_karras_sigmas(choice.sampler)
+    listed = GenerationSpec(sampler=euler, timesteps=[9, 5])
+    assert _fields(listed, model) == ["timesteps"]
+    listed.use_karras_sigmas = False
+    assert _fields(listed, model) == []
+    assert _fields(GenerationSpec(sampler=euler, sigmas=[9, 5, 0]), model) == [], "Diffusers takes no notice of them"
+
+
 def _with_refusals(*refused: tuple[generation_pb2.Sampler.ValueType, bool]) -> image_pb2.Model:
     """The model, where its workers refuse these samplers, with and without Karras' sigmas."""
     model = image_pb2.Model()

@@ -7,6 +7,7 @@ none.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -105,8 +106,9 @@ def has_key(spec: ResolvedSpec) -> bool:
     """Return whether a job may exchange latents with others at all.
 
     It may not if it starts from a picture, has several prompts, a second prompt or a weighted one, which the embedding
-    does not represent, uses ControlNets of unknown versions, or measures similarities from step to step. PNDM counts on
-    earlier steps of its schedule, and cannot begin with a later one.
+    does not represent, lists its own timesteps or sigmas, for which no profile was measured, uses ControlNets of
+    unknown versions, or measures similarities from step to step. PNDM counts on earlier steps of its schedule, and
+    cannot begin with a later one.
     """
     return (
         spec.sampler is not SamplerKind.PNDM
@@ -114,6 +116,7 @@ def has_key(spec: ResolvedSpec) -> bool:
         and not spec.prompts
         and not spec.prompt_2
         and not spec.weighted
+        and spec.schedule.steps is None
         and not spec.loras_measured
         and all(control.digest and not control.measured for control in spec.controlnets)
     )
@@ -136,6 +139,7 @@ def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -
         "height": spec.height,
         "sampler": spec.sampler.name,
         "use_karras_sigmas": spec.use_karras_sigmas,
+        "schedule": dataclasses.astuple(spec.schedule),
         "num_inference_steps": spec.num_inference_steps,
         "guidance_scale": float(spec.guidance_scale),
         "guidance_rescale": float(spec.guidance_rescale),

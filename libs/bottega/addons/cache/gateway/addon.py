@@ -238,8 +238,9 @@ def _check_cache(spec: GenerationSpec) -> Iterator[Violation]:
     if spec.prompt_syntax == generation_pb2.PROMPT_SYNTAX_WEIGHTED:
         rule = "must be plain with techniques.cache_entry: weighted prompts never start from a cached latent"
         yield Violation(field="spec.prompt_syntax", description=rule)
-    for name in ("prompt_2", "image"):
-        if spec.HasField(name):
+    present = {field.name for field, _ in spec.ListFields()}
+    for name in ("prompt_2", "image", "timesteps", "sigmas"):
+        if name in present:
             rule = "must be absent with techniques.cache_entry: such pictures never start from a cached latent"
             yield Violation(field=f"spec.{name}", description=rule)
 

@@ -24,6 +24,7 @@ from bottega.device_links.tensor_messages import DTYPES, tensor_at
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
 from bottega.model.schedulers import KARRAS
+from bottega.schedules import LAST_SIGMAS, SPACINGS
 from bottega.store_times import check_times
 from bottega.transport import (
     Connection,
@@ -188,6 +189,10 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
         num_images=spec.num_images,
         sampler=pb.Sampler.Value(f"SAMPLER_{spec.sampler.name}"),
         use_karras_sigmas=spec.use_karras_sigmas if spec.sampler in KARRAS else None,
+        use_exponential_sigmas=spec.schedule.use_exponential_sigmas,
+        use_beta_sigmas=spec.schedule.use_beta_sigmas,
+        timestep_spacing=SPACINGS[spacing] if (spacing := spec.schedule.timestep_spacing) else None,
+        final_sigmas_type=LAST_SIGMAS[last] if (last := spec.schedule.final_sigmas_type) else None,
         loras=[pb.Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in spec.loras],
         controlnets=[
             pb.ControlNet(

@@ -13,6 +13,7 @@ import pytest
 from bottega.addons.cache.engine.order import has_key, start_key
 from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.model.schedulers import SamplerKind
+from bottega.schedules import Schedule
 
 PAIRS = 10_000
 SPEC = ResolvedSpec(prompt="a star")
@@ -54,6 +55,7 @@ def some_spec(draw: random.Random) -> ResolvedSpec:
         height=8 * draw.randint(1, 256),
         sampler=draw.choice(list(SamplerKind)),
         use_karras_sigmas=draw.random() < 0.5,
+        schedule=draw.choice(SCHEDULES),
         controlnets=tuple(controls),
         loras=tuple(loras),
     )
@@ -67,6 +69,8 @@ def another(value: Any, draw: random.Random) -> Any:
         return value + draw.choice([1, 8])
     if isinstance(value, float):
         return math.nextafter(value, math.inf)
+    if isinstance(value, Schedule):
+        return draw.choice([schedule for schedule in SCHEDULES if schedule != value])
     if isinstance(value, SamplerKind):
         return draw.choice([kind for kind in SamplerKind if kind is not value])
     if value is None or value == "":
@@ -75,8 +79,15 @@ def another(value: Any, draw: random.Random) -> Any:
     return value[:place] + chr(ord(value[place]) ^ 1) + value[place + 1 :]
 
 
+SCHEDULES = (
+    Schedule(),
+    Schedule(use_beta_sigmas=True),
+    Schedule(use_exponential_sigmas=True),
+    Schedule(timestep_spacing="trailing"),
+    Schedule(final_sigmas_type="sigma_min"),
+)
 FIELDS = ["negative_prompt", "negative_prompt_2", "num_inference_steps", "width", "height", "sampler"]
-FIELDS += ["guidance_scale", "guidance_rescale", "use_karras_sigmas", "clip_skip"]
+FIELDS += ["guidance_scale", "guidance_rescale", "use_karras_sigmas", "schedule", "clip_skip"]
 CONTROL_FIELDS = ["image_digest", "digest", "guess_mode"]
 CONTROL_FIELDS += ["controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end"]
 

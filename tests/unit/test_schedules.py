@@ -1,0 +1,112 @@
+"""Rules of schedules that gateway and worker know before there is a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from bottega.errors import Violation
+from bottega.rules import MAX_STEPS
+from bottega.schedules import (
+    LAST_SIGMAS,
+    SPACINGS,
+    Schedule,
+    check_sampler_schedule,
+    check_schedule,
+    schedule_of,
+    steps_of,
+)
+from bottega.v1.generation_pb2 import FinalSigmasType, GenerationSpec, Sampler, TimestepSpacing
+
+TRAILING = TimestepSpacing.TIMESTEP_SPACING_TRAILING
+ZERO = FinalSigmasType.FINAL_SIGMAS_TYPE_ZERO
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "rule"),
+    [
+        (
+            {"use_karras_sigmas": True, "use_beta_sigmas": True},
+            "use_beta_sigmas",
+            "must be absent or false with use_karras_sigmas: Diffusers takes one of them",
+        ),
+        ({"timesteps": [5], "sigmas": [1.0, 0.0]}, "sigmas", "must be empty with timesteps: Diffusers takes one"),
+        ({"timesteps": [5], "timestep_spacing": TRAILING}, "timestep_spacing", "must be absent with timesteps"),
+        ({"sigmas": [1, 0], "timestep_spacing": TRAILING}, "timestep_spacing", "must be absent with sigmas"),
+        ({"sigmas": [1, 0], "final_sigmas_type": ZERO}, "final_sigmas_type", "must be absent with sigmas, whose last"),
+        ({"sigmas": [1, 0], "use_karras_sigmas": True}, "use_karras_sigmas", "must be absent or false with sigmas"),
+        ({"timesteps": range(MAX_STEPS, -1, -1)}, "timesteps", "must be at most 200"),
+        ({"timesteps": [5, 5]}, "timesteps", "must fall from each to the next"),
+        ({"timesteps": [5, 9]}, "timesteps", "must fall from each to the next"),
+        ({"timesteps": [5, -1]}, "timesteps", "must be 0 to 99999"),
+        ({"timesteps": [100_000]}, "timesteps", "must be 0 to 99999"),
+        ({"sigmas": [1.0]}, "sigmas", "must be 2 to 201: one before each step, and one after the last"),
+        ({"sigmas": range(MAX_STEPS + 1, -1, -1)}, "sigmas", "must be 2 to 201"),
+        ({"sigmas": [1.0, 1.0]}, "sigmas", "must fall from each to the next"),
+        ({"sigmas": [1.0, -0.1]}, "sigmas", "must be 0 to 10000"),
+        ({"sigmas": [math.inf, 0.0]}, "sigmas", "must be 0 to 10000"),
+        ({"sigmas": [math.nan, 0.0]}, "sigmas", "must be 0 to 10000"),
+        ({"timesteps": [9, 5], "num_inference_steps": 3}, "num_inference_steps", "must be 2, the steps of timesteps"),
+        ({"sigmas": [9, 5, 0], "num_inference_steps": 3}, "num_inference_steps", "must be 2, the steps of sigmas"),
+    ],
+)
+def test_a_broken_schedule_is_refused_by_its_field(fields: dict[str, Any], field: str, rule: str) -> None:
+    (violation,) = check_schedule(GenerationSpec(**fields))
+    assert violation.field == f"spec.{field}"
+    assert violation.description.startswith(rule)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_karras_sigmas": False, "use_beta_sigmas": True, "timestep_spacing": TRAILING},
+        {"timesteps": range(MAX_STEPS - 1, -1, -1), "num_inference_steps": MAX_STEPS, "final_sigmas_type": ZERO},
+        {"timesteps": [0]},
+        {"sigmas": range(MAX_STEPS, -1, -1)},
+        {"sigmas": [10_000.0, 0.5], "use_karras_sigmas": False},
+    ],
+)
+def test_a_schedule_on_this_side_of_every_bound_is_none_of_them(fields: dict[str, Any]) -> None:
+    assert list(check_schedule(GenerationSpec(**fields))) == []
+
+
+def test_a_million_timesteps_are_refused_without_being_looked_at_each() -> None:
+    spec = GenerationSpec(timesteps=[7] * 1_000_000)
+    (violation,) = check_schedule(spec)
+    assert violation.description == "must be at most 200"
+    assert len(schedule_of(spec).timesteps) == MAX_STEPS + 1
+
+
+def test_a_list_sets_the_number_of_steps() -> None:
+    assert steps_of(GenerationSpec(timesteps=[9, 5, 1]), 20) == 3
+    assert steps_of(GenerationSpec(sigmas=[9, 5, 1]), 20) == 2
+    assert steps_of(GenerationSpec(num_inference_steps=4), 20) == 4
+    assert steps_of(GenerationSpec(), 20) == 20
+
+
+def test_every_value_of_the_contract_has_a_name_and_unknown_ones_are_absent() -> None:
+    assert {0, *SPACINGS.values()} == set(TimestepSpacing.values())
+    assert {0, *LAST_SIGMAS.values()} == set(FinalSigmasType.values())
+    unknown = GenerationSpec(timestep_spacing=99, final_sigmas_type=99)  # type: ignore[arg-type]
+    assert schedule_of(unknown) == Schedule()
+
+
+def test_a_schedule_that_the_sampler_has_not_is_refused_without_a_model() -> None:
+    spec = GenerationSpec(timestep_spacing=TRAILING)
+    (violation,) = check_sampler_schedule(spec, Sampler.SAMPLER_DPMPP_2S, False)
+    rule = "must be absent with the sampler dpmpp_2s: Diffusers' DPMSolverSinglestepScheduler ignores it"
+    assert violation == Violation(field="spec.timestep_spacing", description=rule)
+    assert not list(check_sampler_schedule(spec, Sampler.SAMPLER_DPMPP_2M, False))
+    (violation,) = check_sampler_schedule(spec, Sampler.SAMPLER_DPMPP_2M, True)
+    assert violation.description.startswith("must be absent where use_karras_sigmas is true")
+    listed = GenerationSpec(timesteps=[9, 5], image=b"x")
+    (violation,) = check_sampler_schedule(listed, Sampler.SAMPLER_HEUN, False)
+    rule = (
+        "must be empty with image: with the sampler heun Diffusers counts each of their steps twice, and skips others"
+    )
+    assert violation == Violation(field="spec.timesteps", description=rule)
+    assert not list(check_sampler_schedule(listed, Sampler.SAMPLER_EULER, False))
+    assert not list(check_sampler_schedule(spec, 99, False))  # type: ignore[arg-type]
