@@ -151,6 +151,11 @@ def schedule_of(spec: GenerationSpec) -> Schedule:
     )
 
 
+def lists_steps(spec: GenerationSpec) -> bool:
+    """Return whether a spec lists its own timesteps or sigmas, for which no approximation was measured."""
+    return bool(spec.timesteps or spec.sigmas)
+
+
 def karras_of(spec: GenerationSpec, default: bool) -> bool:
     """Return whether a spec has Karras' sigmas; `default` is the model's, which other sigmas of the spec replace."""
     if spec.HasField("use_karras_sigmas"):

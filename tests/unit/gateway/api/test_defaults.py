@@ -348,6 +348,12 @@ def test_a_lora_may_be_late_for_a_share_of_the_steps_that_are_made(
     assert full.loras[0].max_step == most
 
 
+def test_a_lora_is_not_late_by_default_for_steps_that_the_request_lists() -> None:
+    listed = GenerationSpec(loras=[Lora(name="ink"), Lora(name="ink", max_step=3)], timesteps=range(40, 0, -1))
+    full = defaults.complete(listed, MODEL, _resolved(*[StoredLora(name="ink", digest="a" * 64)] * 2))
+    assert [lora.max_step for lora in full.loras] == [0, 3]
+
+
 _EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
 
 

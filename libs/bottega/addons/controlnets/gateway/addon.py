@@ -36,6 +36,7 @@ from bottega.clocks import Clock
 from bottega.errors import BottegaError, NoControlNet, Violation
 from bottega.rpc.channel import Target
 from bottega.rules import check_controlnets
+from bottega.schedules import lists_steps
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import ControlNetPlacements
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -304,7 +305,12 @@ def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
 
 
 def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:
-    """Return the lowest similarity among profiles for the worker's model with at most the spec's number of steps."""
+    """Return the lowest similarity among profiles for the worker's model with at most the spec's number of steps.
+
+    Residuals of adjacent steps may differ more if the request lists its own steps: it has no profile.
+    """
+    if lists_steps(spec):
+        return None
     model_hash = next((model.model_hash for model in worker.models if model.name == spec.model), "")
     found = [
         profile.similarity

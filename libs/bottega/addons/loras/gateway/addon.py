@@ -27,6 +27,7 @@ from bottega.errors import LoraUnusable, NoLora, Violation
 from bottega.planning import steps_to_run
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rules import check_lateness, check_lora_steps, check_loras, waits_for_loras
+from bottega.schedules import lists_steps
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance
 from bottega.v1.image_pb2 import Adapter
@@ -158,9 +159,11 @@ class ResolvedLoras(Resolution):
         """Fill in digests, scales, and the latest steps at which LoRAs may be applied."""
         steps = steps_to_run(full.num_inference_steps, full.strength if full.HasField("strength") else None)
         first = full.num_inference_steps - steps
+        # LoRAs were profiled with the model's own steps, not with listed ones.
+        late = _may_be_late(full) and not lists_steps(full)
         some_may_be_late = any(_is_late(lora, first) for lora in full.loras)
         for lora, stored in zip(full.loras, self.stored, strict=True):
-            _complete(lora, stored, latest_step=_latest_step(stored, steps) if _may_be_late(full) else 0)
+            _complete(lora, stored, latest_step=_latest_step(stored, steps) if late else 0)
         if some_may_be_late and not _may_be_late(full):
             # A fidelity of EXACT that nobody asked for is lowered, and the spec says so.
             full.techniques.bounded_lora_loading = True

@@ -411,3 +411,15 @@ def test_servers_of_another_version_never_stand_in() -> None:
     assert _names(old, new) == ["new"]
     assert _names(old, new, digest="1") == ["old"]
     assert _names(new, digest="1") == ["new"], "nobody has the old one any more"
+
+
+async def test_no_profile_holds_for_steps_that_the_request_lists(shop: Shop) -> None:
+    shop.worker()
+    profile = ResidualProfile(model_hash="hash of m", num_inference_steps=2, similarity=0.995)
+    _server(shop, net("edges", profiles=[profile]), name="s1")
+    job = _job(shop, "edges")
+    job.bare.num_inference_steps = 3
+    job.bare.timesteps.extend([900, 500, 1])
+    shop.take(job)
+    (edges,) = placements(shop.client().requests[-1].addons)
+    assert not edges.HasField("similarity")
