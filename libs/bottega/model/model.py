@@ -5,15 +5,14 @@ Weights are loaded from safetensors files only.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from diffusers import AutoencoderKL, SchedulerMixin, UNet2DConditionModel
@@ -38,12 +37,13 @@ from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.model.weights import Placement, load_network, load_text_encoder
 from bottega.model_files import ModelReport, check_model_folder
-from bottega.model_files.configuration_rules import INDEX_FILE
-from bottega.model_files.digest import file_digest, files_digest
+from bottega.model_files.digest import model_digest
 from bottega.model_files.presets import Preset, read_preset
 from bottega.plain_text import excerpt
 
 _SHOWN_CHARACTERS = 200
+# Seconds between reports of the progress of hashing.
+_HASH_REPORT_S = 0.1
 
 # Networks by subfolder, in the order in which they are loaded.
 _NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}
@@ -217,14 +217,16 @@ def load_model(
     memory = open_memory_plan(runtime, device_memory_mib)
     reporter = reporter or silent_reporter()
     target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
-    pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
+    with _Hashing(report, preset) as hashing:
+        pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
+        model_hash = hashing.result(reporter)
     config = _scheduler_config(pipeline.scheduler, preset, family.scheduler_overrides)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     defaults = _defaults(family, preset, size, config)
     return Model(
         name=name,
         family=family,
-        digest=digest(report, preset, reporter),
+        digest=model_hash,
         dtype=dtype,
         device=runtime.torch_device,
         runtime=runtime,
@@ -326,30 +328,42 @@ def _size_bytes(network: nn.Module) -> int:
     return sum(tensor.nbytes for tensors in (network.parameters(), network.buffers()) for tensor in tensors)
 
 
-def digest(report: ModelReport, preset: Preset | None = None, reporter: StartReporter | None = None) -> str:
-    """Return the SHA-256 of a model, hex: of the names and contents of its index and of all files that are loaded.
+class _Hashing:
+    """The digest of a model, which a thread computes while the weights are loaded: each takes one core.
 
-    Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
-    draws. Of a preset only the fields of its scheduler do; the rest are defaults, which each request's parameters
-    contain.
+    Leaving its context ends the thread.
     """
-    reporter = reporter or silent_reporter()
-    reporter.begin("hashing its files", report.size_bytes)
-    paths, other = {report.folder / INDEX_FILE}, set[Path]()
-    for part in report.parts.values():
-        found = {path for path in part.folder.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
-        found |= set(part.files)
-        if part.folder.parent == report.folder:
-            paths |= found
-        else:
-            other |= found
-    hashed = partial(file_digest, on_read=reporter.advance)
-    total = files_digest(report.folder, paths, hashed=hashed)
-    if other:  # a VAE in the place of the model's own
-        replaced = files_digest(next(iter(other)).parent, other, hashed=hashed)
-        total = hashlib.sha256(f"{total}\0vae={replaced}".encode()).hexdigest()
-    changes = "".join(f"\0{name}={value}" for name, value in (preset or Preset()).scheduler_overrides.items())
-    return hashlib.sha256(f"{total}{changes}".encode()).hexdigest() if changes else total
+
+    def __init__(self, report: ModelReport, preset: Preset) -> None:
+        self._size_bytes = report.size_bytes
+        self._hashed_bytes = 0
+        self._cancelled = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="model-hash")
+        self._digest = self._pool.submit(model_digest, report, preset, self._advance)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancelled = True
+        self._pool.shutdown()
+
+    def result(self, reporter: StartReporter) -> str:
+        """Return the digest, and report the progress that it has made until then."""
+        reporter.begin("hashing its files", self._size_bytes)
+        reported_bytes = 0
+        while True:
+            done, _ = wait([self._digest], timeout=_HASH_REPORT_S)
+            hashed_bytes = self._hashed_bytes
+            reporter.advance(hashed_bytes - reported_bytes)
+            reported_bytes = hashed_bytes
+            if done:
+                return self._digest.result()
+
+    def _advance(self, size_bytes: int) -> None:
+        if self._cancelled:
+            raise CancelledError
+        self._hashed_bytes += size_bytes
 
 
 def _defaults(family: ModelFamily, preset: Preset, size: int, config: dict[str, Any]) -> Defaults:

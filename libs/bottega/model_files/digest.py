@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
 from bottega import rules
+from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.controlnet_config import FILE
 from bottega.model_files.controlnet_folder import SUFFIX
+from bottega.model_files.presets import Preset
+from bottega.model_files.report import ModelReport
 from bottega.storage.folders import listed, open_below
 
 _PIECE_BYTES = 4 << 20
@@ -46,6 +50,32 @@ def file_digest(path: Path, on_read: Callable[[int], None] = lambda _: None) -> 
             total.update(piece)
             on_read(len(piece))
     return total.hexdigest()
+
+
+def model_digest(
+    report: ModelReport, preset: Preset | None = None, on_read: Callable[[int], None] = lambda _: None
+) -> str:
+    """Return the SHA-256 of a model, hex: of the names and contents of its index and of all files that are loaded.
+
+    Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
+    draws. Of a preset only the fields of its scheduler do; the rest are defaults, which each request's parameters
+    contain.
+    """
+    paths, other = {report.folder / INDEX_FILE}, set[Path]()
+    for part in report.parts.values():
+        found = {path for path in part.folder.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
+        found |= set(part.files)
+        if part.folder.parent == report.folder:
+            paths |= found
+        else:
+            other |= found
+    hashed = partial(file_digest, on_read=on_read)
+    total = files_digest(report.folder, paths, hashed=hashed)
+    if other:  # a VAE in the place of the model's own
+        replaced = files_digest(next(iter(other)).parent, other, hashed=hashed)
+        total = hashlib.sha256(f"{total}\0vae={replaced}".encode()).hexdigest()
+    changes = "".join(f"\0{name}={value}" for name, value in (preset or Preset()).scheduler_overrides.items())
+    return hashlib.sha256(f"{total}{changes}".encode()).hexdigest() if changes else total
 
 
 def controlnet_digest(folder: Path, root: Path | None = None) -> str:

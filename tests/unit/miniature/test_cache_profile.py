@@ -7,15 +7,17 @@ from google.protobuf import json_format
 from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile, skip_step
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.miniature import WEIGHTS
-from bottega.model.model import digest
 from bottega.model_files import check_model_folder
+from bottega.model_files.digest import model_digest
 from bottega.v1.cache_pb2 import CacheProfile
 
 
 def test_it_was_measured_with_these_weights_and_allows_more_under_fast() -> None:
     said = json_format.Parse((WEIGHTS / "cache_profile.json").read_text(encoding="utf-8"), CacheProfile())
 
-    assert said.model_hash == digest(check_model_folder(WEIGHTS)), "bottega cache profile --output measures it again"
+    assert said.model_hash == model_digest(check_model_folder(WEIGHTS)), (
+        "bottega cache profile --output measures it again"
+    )
     assert "pairs of prompts" in said.about
     balanced, fast = (
         SkipProfile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.model.model import Model, digest, load_model
+from bottega.model.model import Model, load_model
 from bottega.model.schedulers import SamplerKind
 from bottega.model_files import check_model_folder
+from bottega.model_files.digest import model_digest
 from bottega.model_files.presets import PRESET_FILE
 
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
@@ -76,6 +78,7 @@ def test_what_only_the_libraries_know_to_be_wrong_is_refused_with_their_reason(f
         ConfigError, match=r"cannot be loaded by Diffusers \(AttributeError: property 'use_return_dict'"
     ):
         load(folder)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-hash")]
 
 
 @pytest.mark.parametrize("name", ["some/model", "/absent"])
@@ -85,22 +88,22 @@ def test_a_folder_that_is_not_there_is_not_looked_for_anywhere_else(name: str) -
 
 
 def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapters(folder: Path) -> None:
-    before = digest(check_model_folder(folder))
+    before = model_digest(check_model_folder(folder))
     assert len(before) == 64
-    assert before == digest(check_model_folder(WEIGHTS))
+    assert before == model_digest(check_model_folder(WEIGHTS))
     (folder / PRESET_FILE).write_text('{"num_inference_steps": 7}')
     adapter = folder / "controlnets" / "another"
     adapter.mkdir(parents=True)
     (adapter / "config.json").write_text("{}")
-    assert digest(check_model_folder(folder)) == before
+    assert model_digest(check_model_folder(folder)) == before
     shutil.copy(folder / UNET, (folder / UNET).with_suffix(".fp16.safetensors"))
     (folder / "unet" / "old").mkdir()
     (folder / "unet" / "old" / "config.json").write_text("{}")
-    assert digest(check_model_folder(folder)) == before
+    assert model_digest(check_model_folder(folder)) == before
     weights = bytearray((folder / UNET).read_bytes())
     weights[-1] ^= 1
     (folder / UNET).write_bytes(weights)
-    assert digest(check_model_folder(folder)) != before
+    assert model_digest(check_model_folder(folder)) != before
 
 
 def test_a_strange_key_of_the_index_is_refused_before_a_file_that_it_leads_to_is_read(folder: Path) -> None:

@@ -14,8 +14,9 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
-from bottega.model.model import digest, load_model
+from bottega.model.model import load_model
 from bottega.model_files import check_model_folder
+from bottega.model_files.digest import model_digest
 from tests.samples.wrong_folders import change_json
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine
@@ -38,7 +39,9 @@ def test_the_vae_of_another_folder_is_loaded(vae: Path) -> None:
     model = load_model(WEIGHTS, name="m", device=torch.device("cpu"), dtype=torch.float32, vae_folder=vae)
     wanted = load_file(vae / _FILE)["decoder.conv_out.bias"]
     assert torch.equal(model.vae.decoder.conv_out.bias.data, wanted.float())
-    assert model.digest == digest(check_model_folder(WEIGHTS, vae=vae)) != digest(check_model_folder(WEIGHTS))
+    assert (
+        model.digest == model_digest(check_model_folder(WEIGHTS, vae=vae)) != model_digest(check_model_folder(WEIGHTS))
+    )
 
 
 def test_pictures_are_those_of_stock_diffusers_with_that_vae(vae: Path) -> None:

@@ -229,7 +229,8 @@ def test_spacing_is_refused_where_stock_makes_the_same_schedule_with_another() -
     """And nowhere else: this is what the code's list of such samplers says."""
     samplers = samplers_of(**CONFIG)
     for kind in KARRAS - {SamplerKind.DPMPP_2S}:
-        for switch in ({"use_exponential_sigmas": True}, {"use_beta_sigmas": True}):
+        switches: tuple[dict[str, Any], ...] = ({"use_exponential_sigmas": True}, {"use_beta_sigmas": True})
+        for switch in switches:
             made = []
             for spacing in ("trailing", "leading"):
                 scheduler = stock_scheduler(kind.scheduler_class, CONFIG, **switch, timestep_spacing=spacing)

@@ -6,7 +6,6 @@ import hashlib
 import re
 from typing import Final
 
-from bottega.schedules import lists_steps
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -45,7 +44,8 @@ def is_cacheable(spec: GenerationSpec) -> bool:
     """
     alone = not spec.prompts and not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
     weighted = spec.prompt_syntax == generation_pb2.PROMPT_SYNTAX_WEIGHTED
-    return alone and not weighted and not lists_steps(spec) and has_enough_words(spec.prompt)
+    listed = bool(spec.timesteps or spec.sigmas)
+    return alone and not weighted and not listed and has_enough_words(spec.prompt)
 
 
 def is_switched_off(spec: GenerationSpec) -> bool:

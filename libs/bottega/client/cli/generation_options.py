@@ -16,7 +16,7 @@ from bottega.schedules import LAST_SIGMAS, SPACINGS
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType[tuple[float, ...]]):
     """A list of numbers with commas between them."""
 
     name = "numbers"

@@ -17,10 +17,10 @@ from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionPipeline, S
 from transformers import CLIPTokenizer
 
 from bottega.errors import ConfigError
-from bottega.model.model import digest
 from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.model_files.digest import model_digest
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.model_files.single_file_config import derive_configurations
 from bottega.worker.conversion.folder import convert_file, write_vocabulary
@@ -147,11 +147,11 @@ def test_a_vae_of_a_file_replaces_the_one_of_a_model(tmp_path: Path) -> None:
     )
     vae = convert_file(file, tmp_path / "vae", "sdxl").folder
     assert check_model_folder(model, vae=vae).problems == ()
-    digests = {digest(check_model_folder(model, vae=vae))}
+    digests = {model_digest(check_model_folder(model, vae=vae))}
     shutil.rmtree(vae)
     os.utime(file, ns=(0, 0))  # as on another machine
     convert_file(file, vae, "sdxl")
-    digests.add(digest(check_model_folder(model, vae=vae)))
+    digests.add(model_digest(check_model_folder(model, vae=vae)))
     assert len(digests) == 1
 
 

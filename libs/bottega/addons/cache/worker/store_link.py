@@ -191,8 +191,12 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
         use_karras_sigmas=spec.use_karras_sigmas if spec.sampler in KARRAS else None,
         use_exponential_sigmas=spec.schedule.use_exponential_sigmas,
         use_beta_sigmas=spec.schedule.use_beta_sigmas,
-        timestep_spacing=SPACINGS[spacing] if (spacing := spec.schedule.timestep_spacing) else None,
-        final_sigmas_type=LAST_SIGMAS[last] if (last := spec.schedule.final_sigmas_type) else None,
+        timestep_spacing=SPACINGS[spacing]
+        if (spacing := spec.schedule.timestep_spacing)
+        else pb.TIMESTEP_SPACING_UNSPECIFIED,
+        final_sigmas_type=LAST_SIGMAS[last]
+        if (last := spec.schedule.final_sigmas_type)
+        else pb.FINAL_SIGMAS_TYPE_UNSPECIFIED,
         loras=[pb.Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in spec.loras],
         controlnets=[
             pb.ControlNet(
