@@ -18,6 +18,7 @@ from bottega.client.types.jobs import Priority
 from bottega.client.types.options import OTHER_NAMES, FidelityName, GenerationOptions, PromptSyntaxName, nearest_name
 from bottega.errors import Violation
 from bottega.http.errors import FieldsRefused
+from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName
 from bottega.rules import SamplerName, refuse
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -103,6 +104,12 @@ class BottegaBody(Body):
     seed: int | None = None
     sampler: SamplerName | None = None
     use_karras_sigmas: bool | None = None
+    use_exponential_sigmas: bool | None = None
+    use_beta_sigmas: bool | None = None
+    timestep_spacing: TimestepSpacingName | None = None
+    final_sigmas_type: FinalSigmasTypeName | None = None
+    timesteps: list[int] | None = None
+    sigmas: list[float] | None = None
     strength: float | None = None
     padding_mask_crop: int | None = None
     keep_unmasked: bool | None = None
