@@ -15,7 +15,9 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import random
+import socket
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
@@ -28,6 +30,7 @@ from bottega.process import open_files
 from bottega.rpc.flood_defence import FloodDefence, SuspectHosts
 from bottega.rpc.inbound_connections import InboundConnection, Traffic, connections, in_pieces, open_file_count
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
+from bottega.rpc.source_filter import listening_sockets
 
 # Part of the file descriptors for the connections of one port. A service may listen on two ports; the rest is for
 # files, links and child processes.
@@ -37,6 +40,10 @@ _ROUND_S = 0.25
 # The same while the process is at rest, with less than half of the open files that a crowded port has.
 _REST_ROUND_S = 1.0
 _REST_SHARE = 0.5
+# After so long at rest the guard sleeps until a connection is opened or a call comes. It still checks now and then,
+# because open connections may keep the process busy, and gRPC may accept a connection before the event loop sees it.
+_SLEEP_AFTER_S = 10.0
+_SLEEP_ROUND_S = 5.0
 # The same during a flood: its host makes some hundred calls in this time.
 _FLOOD_ROUND_S = 0.05
 # gRPC's limit relative to the guard's, so that one host's excess is ended before others find no room.
@@ -87,6 +94,7 @@ class ConnectionGuard:
         self._ledger = ledger
         self._traffic: dict[InboundConnection, Traffic] = {}
         self._processor_s, self._checked_at = time.process_time(), time.monotonic()
+        self._stirred_at = self._checked_at
 
     @contextlib.asynccontextmanager
     async def looking(self, port: int) -> AsyncIterator[None]:
@@ -112,10 +120,23 @@ class ConnectionGuard:
                     await asyncio.sleep(_FLOOD_ROUND_S if suspects.floods else max(_FLOOD_ROUND_S, 3 * took_s))
                 if suspects.on_probation:
                     pause_s = 0.0  # its connections are looked at before its calls are
-                elif crowding < _REST_SHARE and not (suspects.floods or working):
+                elif crowding >= _REST_SHARE or suspects.floods or working:
+                    self._stirred_at = time.monotonic()
+                elif defence.is_over and time.monotonic() - self._stirred_at > _SLEEP_AFTER_S:
+                    await self._sleep(port)
+                else:
                     pause_s = seconds_until_tick(_REST_ROUND_S)
             except OSError as error:
                 _log.warning("the server's connections cannot be inspected", extra={"why": str(error)})
+
+    async def _sleep(self, port: int) -> None:
+        """Wait until a connection is opened, a call comes, or there is another reason for frequent rounds."""
+        with _calling_back(port, self._ledger.wake):
+            while not await self._ledger.wait_for_work(seconds_until_tick(_SLEEP_ROUND_S)):
+                if self._is_working() or self._crowding() >= _REST_SHARE:
+                    break
+        self._processor_s, self._checked_at = time.process_time(), time.monotonic()
+        self._stirred_at = self._checked_at
 
     def _crowding(self) -> float:
         """Return the open files and sockets, relative to a host's share. Up to 1, no host exceeds it."""
@@ -203,6 +224,18 @@ class ConnectionGuard:
             while idle and fair_room(free=free, held=left, share=self._share) < 0:
                 yield idle.pop()
                 left, free = left - 1, free + 1
+
+
+@contextlib.contextmanager
+def _calling_back(port: int, on_connection: Callable[[], None]) -> Iterator[None]:
+    """Call `on_connection` in the event loop whenever a client connects to a port of this process."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        for listening in listening_sockets(port):
+            duplicate = stack.enter_context(socket.socket(fileno=os.dup(listening.fileno())))
+            loop.add_reader(duplicate, on_connection)
+            stack.callback(loop.remove_reader, duplicate)
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,11 @@ class FloodDefence:
             floods=self._ledger.floods(), on_probation=self._banned.on_probation(), freed=frozenset(self._freed)
         )
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no host is kept out or suspect, and no connection is muted."""
+        return not (self._muted_until or self._freed or self._banned.hosts() or self._banned.on_probation())
+
     def over(self) -> list[InboundConnection]:
         """Return the connections that were muted for long enough."""
         now = time.monotonic()

@@ -168,7 +168,7 @@ class SourceFilter:
 
     def _apply(self) -> bool:
         try:
-            for listening in _listening(self._port):
+            for listening in listening_sockets(self._port):
                 _attach(listening, program(self._banned_until, self._watched()))
         except OSError as error:
             self._works = False
@@ -185,7 +185,7 @@ class SourceFilter:
     def _detach(self) -> None:
         """Remove an earlier filter, because its hosts would stay banned."""
         with contextlib.suppress(OSError):
-            for listening in _listening(self._port):
+            for listening in listening_sockets(self._port):
                 _attach(listening, ())
 
 
@@ -260,7 +260,7 @@ def _attach(filtered: socket.socket, instructions: tuple[Instruction, ...]) -> N
     filtered.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, bytes(built))
 
 
-def _listening(port: int) -> Iterator[socket.socket]:
+def listening_sockets(port: int) -> Iterator[socket.socket]:
     """Yield a duplicate of each socket of this process that listens on a port."""
     for opened in open_sockets(port):
         if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -23,7 +23,7 @@ from bottega.rpc import connection_limits, flood_defence, inbound_connections
 from bottega.rpc.address import Peer, host_of_address, peer_of
 from bottega.rpc.channel import open_channel
 from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
-from bottega.rpc.inbound_connections import InboundConnection
+from bottega.rpc.inbound_connections import InboundConnection, open_file_count
 from bottega.rpc.interceptor import connection_ledger
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.security.caller import Caller, Metadata, Role
@@ -32,7 +32,7 @@ from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.source_filter import open_sockets
 from bottega.v1 import image_pb2, image_pb2_grpc
 from tests.fakes.scripted_images import ScriptedImages, scripted_images, stub
-from tests.support.crowds import connections
+from tests.support.crowds import alive, connections
 from tests.support.cut_cable import laid
 from tests.support.flooders import MEANINGLESS, PREFACE, burst, flooding
 from tests.support.waiting import eventually, wait_until
@@ -522,6 +522,29 @@ def _has_data(connection: socket.socket) -> bool:
     with contextlib.suppress(BlockingIOError):
         return bool(connection.recv(16, socket.MSG_PEEK))
     return False
+
+
+async def test_a_guard_that_sleeps_at_rest_is_woken_by_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "_SLEEP_AFTER_S", 0.0)
+    monkeypatch.setattr(connection_limits, "_SLEEP_ROUND_S", 600.0)
+    asleep = asyncio.Event()
+    wait = ConnectionLedger.wait_for_work
+
+    async def wait_for_work(ledger: ConnectionLedger, within_s: float) -> bool:
+        asleep.set()
+        return await wait(ledger, within_s)
+
+    monkeypatch.setattr(ConnectionLedger, "wait_for_work", wait_for_work)
+    most = 8 * open_file_count()
+    async with scripted_images(max_connections=most) as (server, _, channel):
+        await asyncio.wait_for(asleep.wait(), 30)
+        crowd = connections(server.address, most // 2 + 8, source=OTHER)
+        opened = await asyncio.to_thread(crowd.__enter__)  # the event loop has to see them
+        try:
+            await eventually(lambda: alive(opened) < len(opened), "an excess connection to be ended", within_s=30)
+        finally:
+            crowd.__exit__(None, None, None)
+        await stub(channel).GetJob(image_pb2.GetJobRequest(), timeout=5)
 
 
 async def test_a_guard_at_rest_starts_no_work_in_threads() -> None:

@@ -59,7 +59,8 @@ class ConnectionLedger:
     def __init__(self) -> None:
         self._refused = Counter[str]()
         self._since = time.monotonic()
-        self._flood = asyncio.Event()
+        self._woken = asyncio.Event()
+        self._wakes_at_call = False
         self._known: dict[str, float] = {}  # by host, least recently used first
         self._accounts: dict[str, ConnectionAccount] = {}  # by connection, least recently used first
         self._banned: frozenset[str] = frozenset()
@@ -68,6 +69,8 @@ class ConnectionLedger:
         """Return the account of a connection for a new call."""
         account = self._kept(peer.connection)
         account.explained_bytes += _CALL_BYTES
+        if self._wakes_at_call:
+            self._woken.set()
         return account
 
     def recognized(self, peer: Peer) -> None:
@@ -87,17 +90,33 @@ class ConnectionLedger:
         self.found(peer.connection).refused += 1
         self._refused[peer.host] += 1
         if self._refused[peer.host] > _STRANGE_CALLS:
-            self._flood.set()
+            self._woken.set()
 
     async def wait_for_flood(self, within_s: float) -> None:
         """Wait until a host may have made too many calls of unknown callers, or for `within_s` seconds."""
+        await self._wait(within_s)
+
+    async def wait_for_work(self, within_s: float) -> bool:
+        """Wait until a call or `wake`, or for `within_s` seconds. Return whether there was one."""
+        self._wakes_at_call = True
+        try:
+            return await self._wait(within_s)
+        finally:
+            self._wakes_at_call = False
+
+    def wake(self) -> None:
+        """End the wait of the guard."""
+        self._woken.set()
+
+    async def _wait(self, within_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._flood.wait()
+                return await self._woken.wait()
+        return False
 
     def floods(self) -> frozenset[str]:
         """Return the hosts of too many unknown callers' calls in about a second, each flood once."""
-        self._flood.clear()
+        self._woken.clear()
         hosts = frozenset(host for host, count in self._refused.items() if count > _STRANGE_CALLS)
         for host in hosts:
             del self._refused[host]
