@@ -40,7 +40,8 @@ def test_tenants_are_added_listed_rotated_and_disabled(file: Path) -> None:
     listed = run("tenants", "--file", file).output
     assert "enabled" in listed
     assert first not in listed
-    assert run("tenants", "disable", "shop", "--file", file).exit_code == 0
+    disabled = run("tenants", "disable", "shop", "--file", file)
+    assert (disabled.exit_code, "shop --undo enables it" in disabled.stdout) == (0, True)
     assert "disabled" in run("tenants", "list", "--file", file).output
     run("tenants", "disable", "shop", "--undo", "--file", file)
     assert not read_tenants(file)[0].disabled

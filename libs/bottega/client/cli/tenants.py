@@ -221,7 +221,7 @@ def disable(*, name: str, undo: bool, file: Path) -> None:
     from bottega.rpc.security.tenant_file import change_tenants
 
     change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, disabled=not undo)))
-    say(f"{name} {'enabled' if undo else 'disabled'}")
+    say(f"{name} enabled" if undo else f"{name} disabled; bottega tenants disable {name} --undo enables it again")
 
 
 def _changing(name: str, change: Callable[[Tenant], Tenant]) -> Callable[[_Tenants], _Tenants]:
