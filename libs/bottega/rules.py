@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
+from bottega.control_modes import check_modes
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
 from bottega.prompt_syntax import MalformedPrompt, parse_weighted
@@ -292,6 +293,7 @@ def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field="spec.controlnets", description=f"at most {MAX_ADAPTERS}")
     for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
         yield from _check_controlnet(f"spec.controlnets[{index}]", net)
+    yield from check_modes(spec.controlnets[:MAX_ADAPTERS], "spec.controlnets")
 
 
 def check_loras(spec: GenerationSpec) -> Iterator[Violation]:

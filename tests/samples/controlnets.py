@@ -11,7 +11,14 @@ from typing import Any
 
 import PIL.Image
 import torch
-from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, UNet2DConditionModel
+from diffusers import (
+    ControlNetModel,
+    ControlNetUnionModel,
+    StableDiffusionXLControlNetPipeline,
+    StableDiffusionXLControlNetUnionPipeline,
+    UNet2DConditionModel,
+)
+from diffusers.models.controlnets.multicontrolnet_union import MultiControlNetUnionModel
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import (
@@ -47,7 +54,49 @@ def random_controlnet(unet: UNet2DConditionModel, seed: int, **options: Any) -> 
     return net.eval()
 
 
-def save(nets: Mapping[str, ControlNetModel], folder: Path) -> dict[str, Path]:
+def random_union(unet: UNet2DConditionModel, seed: int, modes: int = 8) -> ControlNetUnionModel:
+    """A union of the UNet's layout, all of whose weights matter."""
+    config = dict(random_controlnet(unet, seed).config)
+    width = config["block_out_channels"][0]
+    union = {"num_control_type": modes, "num_trans_channel": width, "num_proj_channel": width, "num_trans_head": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = ControlNetUnionModel.from_config({**config, **union})
+        for layer in (*net.controlnet_down_blocks, net.controlnet_mid_block, net.spatial_ch_projs):
+            torch.nn.init.normal_(layer.weight, std=0.05)
+        for module in net.controlnet_cond_embedding.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                torch.nn.init.kaiming_normal_(module.weight)
+    return net.eval()
+
+
+def union_latent(
+    stock: Any, nets: Mapping[str, ControlNetUnionModel], spec: ResolvedSpec, images: Sequence[Tensor]
+) -> Tensor:
+    """What Diffusers makes of a spec whose ControlNets are all unions: images of one, or one of each."""
+    names = [control.name for control in spec.controlnets]
+    several_nets = len(names) > 1 and len(set(names)) > 1
+    net = MultiControlNetUnionModel([nets[name] for name in names]) if several_nets else nets[names[0]]
+    options = stock_options(spec.controlnets, images)
+    scheduler = spec.sampler.scheduler_class.from_config(stock.scheduler.config, **spec.sampler.overrides)
+    pipeline = variant(stock, StableDiffusionXLControlNetUnionPipeline, controlnet=net, scheduler=scheduler)
+
+    def call(*, guidance_rescale: float, **arguments: Any) -> Any:
+        assert guidance_rescale == 0.0, "Diffusers' pipeline for unions has none"
+        return pipeline(**arguments)
+
+    return latent_of(
+        call,
+        spec,
+        width=spec.width,
+        height=spec.height,
+        control_image=options.pop("image"),
+        control_mode=[control.control_mode for control in spec.controlnets],
+        **options,
+    )
+
+
+def save(nets: Mapping[str, ControlNetModel | ControlNetUnionModel], folder: Path) -> dict[str, Path]:
     """Writes them as Diffusers does; their folders by name."""
     for name, net in nets.items():
         net.save_pretrained(folder / name, safe_serialization=True)

@@ -102,6 +102,8 @@ class ControlUse:
     servers: tuple[str, ...] = ()
     similarity: float | None = None
     """Measured similarity of its residuals from step to step; None if not measured."""
+    control_mode: int | None = None
+    """What the control image shows, if the ControlNet is a union; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

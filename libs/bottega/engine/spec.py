@@ -25,6 +25,8 @@ class ControlSpec:
     control_guidance_start: float = 0.0
     control_guidance_end: float = 1.0
     guess_mode: bool = False
+    control_mode: int | None = None
+    """What the control image shows, if the ControlNet is a union; None otherwise."""
     measured: bool = False
     """Whether to measure how similar its residuals are from step to step."""
 

@@ -14,6 +14,7 @@ import pydantic
 import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from bottega.control_modes import MAX_MODES
 from bottega.errors import InvalidRequest, Violation
 from bottega.model_files.field_rules import NULL, OFF, FieldRule, broken_fields, only
 from bottega.model_files.unet_rules import TIME_IDS
@@ -33,7 +34,7 @@ _NOT_IMPLEMENTED = (
     FieldRule(
         name="_class_name",
         default="ControlNetModel",
-        values=only("ControlNetModel"),
+        values=only("ControlNetModel", "ControlNetUnionModel"),
         why="it is another kind of network",
     ),
     FieldRule(name="conditioning_channels", default=3, values=only(3), why="its control images are not RGB"),
@@ -41,8 +42,6 @@ _NOT_IMPLEMENTED = (
     FieldRule(name="num_class_embeds", default=None, values=NULL, why=_LABELS),
     FieldRule(name="encoder_hid_dim", default=None, values=NULL, why=_PROJECTS),
     FieldRule(name="encoder_hid_dim_type", default=None, values=NULL, why=_PROJECTS),
-    # A field of ControlNet unions, some of which claim to be a ControlNetModel.
-    FieldRule(name="num_control_type", default=None, values=NULL, why="it is a union of several kinds of control"),
     FieldRule(
         name="global_pool_conditions", default=False, values=OFF, why="it averages its residuals over the picture"
     ),
@@ -67,6 +66,7 @@ _EmbeddingChannels = Annotated[tuple[_Channels, ...], Field(min_length=2, max_le
 _CROSS: _DownBlock = "CrossAttnDownBlock2D"
 _DOWN_BLOCKS: tuple[_DownBlock, ...] = (_CROSS, _CROSS, _CROSS, "DownBlock2D")
 _EMBEDDING = (16, 32, 96, 256)
+_UNION_EMBEDDING = (48, 96, 192, 384)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,13 @@ class NetworkConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Arguments for ControlNetModel."""
+        """Arguments for the network's class."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def modes(self) -> int:
+        """Number of control modes; 0 if the network is not a union."""
+        return 0
 
     @property
     def pooled_width(self) -> int:
@@ -116,6 +121,40 @@ class NetworkConfig:
         if self.addition_embed_type != TEXT_TIME:
             return 0
         return (self.projection_class_embeddings_input_dim or 0) - TIME_IDS * (self.addition_time_embed_dim or 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnionConfig(NetworkConfig):
+    """The arguments of ControlNetUnionModel, with its names and defaults. Unions are made for SDXL."""
+
+    addition_embed_type: Literal["text_time"]
+    mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
+    controlnet_conditioning_channel_order: Literal["rgb"] = "rgb"
+    conditioning_embedding_out_channels: Annotated[tuple[_Channels, ...], Field(min_length=2, max_length=8)] = (
+        _UNION_EMBEDDING
+    )
+    num_control_type: Annotated[int, Field(ge=1, le=MAX_MODES)] = 6
+    num_trans_channel: _Channels = 320
+    num_trans_head: _Heads = 8
+    num_trans_layer: _Layers = 1
+    num_proj_channel: _Channels = 320
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Arguments for ControlNetUnionModel, whose middle block always has cross-attention."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["mid_block_type"]
+        return fields
+
+    @property
+    def modes(self) -> int:
+        """Number of control modes."""
+        return self.num_control_type
+
+
+def is_union(fields: Mapping[str, object]) -> bool:
+    """Return whether a configuration is that of a union; some published ones call themselves ControlNetModel."""
+    return fields.get("_class_name") == "ControlNetUnionModel" or fields.get("num_control_type") is not None
 
 
 def read_fields(text: bytes) -> Mapping[str, object]:
@@ -151,7 +190,7 @@ def read_network_config(text: bytes) -> NetworkConfig:
         InvalidRequest: Fields are out of bounds; the error names each.
     """
     try:
-        config = _CONFIG.validate_json(text)
+        config = (_UNION if is_union(read_fields(text)) else _CONFIG).validate_json(text)
     except pydantic.ValidationError as error:
         raise _refused(_deepest(error)) from None
     if broken := list(_broken(config)):
@@ -180,6 +219,16 @@ def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
         yield "norm_num_groups", f"must divide every entry of block_out_channels, also {uneven[0]}"
     if config.pooled_width < 0:
         yield "projection_class_embeddings_input_dim", f"must be at least {TIME_IDS} times addition_time_embed_dim"
+    if isinstance(config, UnionConfig):
+        yield from _broken_union(config)
+
+
+def _broken_union(config: UnionConfig) -> Iterator[tuple[str, str]]:
+    for name in ("num_trans_channel", "num_proj_channel"):
+        if (value := getattr(config, name)) != (width := config.block_out_channels[0]):
+            yield name, f"must be {width}, the first entry of block_out_channels, not {value}"
+    if config.num_trans_channel % config.num_trans_head:
+        yield "num_trans_head", f"must divide num_trans_channel, {config.num_trans_channel}"
 
 
 def _blocks(config: NetworkConfig) -> int:
@@ -222,4 +271,5 @@ _BY_LEVEL = (
     "num_attention_heads",
     "only_cross_attention",
 )
-_CONFIG = TypeAdapter(NetworkConfig)
+_CONFIG: TypeAdapter[NetworkConfig] = TypeAdapter(NetworkConfig)
+_UNION: TypeAdapter[NetworkConfig] = TypeAdapter(UnionConfig)

@@ -26,6 +26,8 @@ class ControlNetFacts:
     """Name of the layout that a fitting model must have; see ControlLayout."""
     size_bytes: int
     """Bytes of its loaded weights."""
+    modes: int = 0
+    """Number of its control modes; 0 if it is not a union."""
 
 
 def read_controlnet_facts(name: str, folder: Path, *, dtype: str) -> ControlNetFacts:
@@ -47,7 +49,9 @@ def read_controlnet_facts(name: str, folder: Path, *, dtype: str) -> ControlNetF
             size_bytes = elements * (_ITEM_BYTES.get(dtype) or _item_bytes(files))
     with naming(name, "read"):
         digest = controlnet_digest(folder)
-    return ControlNetFacts(digest=digest, base=controlnet_layout(config).base, size_bytes=size_bytes)
+    return ControlNetFacts(
+        digest=digest, base=controlnet_layout(config).base, size_bytes=size_bytes, modes=config.modes
+    )
 
 
 def _item_bytes(files: Sequence[WeightsFile]) -> int:

@@ -114,7 +114,7 @@ def unet_tensors(config: Mapping[str, Any]) -> Tensors:
 
 
 def controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
-    """Yield the tensors of a ControlNetModel.
+    """Yield the tensors of a ControlNetModel, or of a ControlNetUnionModel if the arguments are a union's.
 
     Args:
         config: The arguments that it is built from, with lists or tuples.
@@ -139,6 +139,27 @@ def controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
     for number, out in enumerate(points):
         yield from _point_convolution(f"controlnet_down_blocks.{number}", out, out)
     yield from _point_convolution("controlnet_mid_block", channels[-1], channels[-1])
+    if "num_control_type" in config:
+        yield from _union_tensors(config)
+
+
+def _union_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Yield the tensors that a ControlNetUnionModel has besides those of a ControlNetModel."""
+    modes, width = config["num_control_type"], config["num_trans_channel"]
+    yield "task_embedding", (modes, width)
+    for layer in range(config["num_trans_layer"]):
+        block = f"transformer_layes.{layer}"  # spelt so in Diffusers
+        yield f"{block}.attn.in_proj_weight", (3 * width, width)
+        yield f"{block}.attn.in_proj_bias", (3 * width,)
+        yield from _linear(f"{block}.attn.out_proj", width, width)
+        for norm in ("ln_1", "ln_2"):
+            yield from _norm(f"{block}.{norm}", width)
+        yield from _linear(f"{block}.mlp.c_fc", width, 4 * width)
+        yield from _linear(f"{block}.mlp.c_proj", 4 * width, width)
+    yield from _linear("spatial_ch_projs", width, config["num_proj_channel"])
+    yield from _embedding(
+        "control_add_embedding", modes * config["addition_time_embed_dim"], 4 * config["block_out_channels"][0]
+    )
 
 
 def vae_tensors(config: Mapping[str, Any]) -> Tensors:

@@ -65,7 +65,7 @@ class StepRequest:
         row = self.rows[index]
         tokens = row.session.halves[row.half].prompt.shape
         own = (self, row.session) if self.alone else self if self.retried else None
-        return row.session.net, row.sample.shape, tokens, own
+        return row.session.batch_key, row.sample.shape, tokens, own
 
 
 class BatchExecutor:

@@ -172,6 +172,7 @@ class ModelRegistry:
             size_bytes=model.in_dtype(self._expected_dtype(model)).size_bytes,
             state=_best(found),
             popularity=sum(popularity.get(key, 0) for key in keys),
+            control_modes=model.source.modes,
         )
 
     def _expected_dtype(self, model: _RegisteredModel) -> torch.dtype:

@@ -296,7 +296,7 @@ class ControlNetServer:
                 self._refuse(name, folder, error)
                 continue
             hosted = Hosted(kind=kinds.CONTROLNET, name=name, digest=facts.digest, base=facts.base)
-            hosted.size_bytes, hosted.state = facts.size_bytes, HOSTED_STATE_ON_DISK
+            hosted.size_bytes, hosted.control_modes, hosted.state = facts.size_bytes, facts.modes, HOSTED_STATE_ON_DISK
             self._hosts_now(hosted)
         self._start_s = min(time.monotonic() - began, rules.MAX_START_S)
         self._join_fleet()

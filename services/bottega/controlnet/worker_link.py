@@ -152,7 +152,8 @@ class ControlNetWorkerLink(LinkHandler):
         if sum(len(lease.opening.sessions) for lease in self._leases.values()) + len(numbers) > _MAX_SESSIONS:
             raise ValueError(f"a worker must have at most {_MAX_SESSIONS} sessions")
         for session, control in zip(opening.sessions, opening.controls, strict=True):
-            if max(session.height * session.width, control.image.shape[0] * control.image.shape[1]) > _MAX_PIXELS:
+            sizes = [image.shape[0] * image.shape[1] for image in control.images]
+            if max(session.height * session.width, *sizes) > _MAX_PIXELS:
                 raise ValueError(f"an image must have at most {_MAX_PIXELS} pixels")
 
     def _opened(self, link: Link, number: int) -> None:

@@ -101,7 +101,7 @@ def opening(base: ControlLayout, *, lease: int = 1, sessions: int = 1, **changes
     )
     halves = {Half.UNCONDITIONAL: embeds, Half.CONDITIONAL: embeds}
     said = {"name": "edges", "digest": "", "height": SIDE, "width": SIDE, "scale": 1.0, "guess_mode": False}
-    control = ControlInput(name="edges", image=control_image(1), height=SIDE, width=SIDE, halves=halves)
+    control = ControlInput(name="edges", images=(control_image(1),), height=SIDE, width=SIDE, halves=halves)
     return Opening(
         lease=lease,
         base=base,
@@ -152,7 +152,7 @@ LIES: dict[str, Callable[[ControlLayout], WholeMessage]] = {
     "two sessions of one number": lambda base: open_message(
         replace(opening(base, sessions=2), sessions=opening(base).sessions * 2)
     ),
-    "no control image": lambda base: changed(open_message(opening(base)), "image.0", torch.zeros(8, 8, 4)),
+    "no control image": lambda base: changed(open_message(opening(base)), "image.0.0", torch.zeros(8, 8, 4)),
     "conditions of another width": lambda base: changed(
         open_message(opening(base)), "condition.prompt", torch.zeros(2, TOKENS, base.context_width + 1)
     ),

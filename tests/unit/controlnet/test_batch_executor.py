@@ -62,7 +62,7 @@ def session(
     embeds = Embeds(prompt=torch.randn(77, 128), added={"text_embeds": torch.randn(64), "time_ids": torch.zeros(6)})
     halves = dict.fromkeys(Half, embeds)
     control = ControlInput(
-        name=net, image=control_image(1), height=side, width=side, halves=halves, scale=scale, share=share
+        name=net, images=(control_image(1),), height=side, width=side, halves=halves, scale=scale, share=share
     )
     (loaded,) = cache.borrow([net]).values.result(LOAD_S)
     return ControlSession(loaded, control)

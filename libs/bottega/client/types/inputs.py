@@ -110,6 +110,9 @@ class ControlNet:
     """Fraction of the steps at which the ControlNet begins to act, 0 to 1."""
     control_guidance_end: float = field(default=1.0, kw_only=True)
     """Fraction of the steps at which the ControlNet stops acting, 0 to 1."""
+    control_mode: str | int | None = field(default=None, kw_only=True)
+    """What the image shows, if the ControlNet is a union: "openpose", "depth", "hed", "canny", "normal", "segment",
+    "tile", "repaint", or its number; None for other ControlNets."""
     guess_mode: bool = field(default=False, kw_only=True)
     """Whether the ControlNet steers only the conditional prediction of classifier-free guidance."""
     measure_similarity: bool = field(default=False, kw_only=True)
@@ -141,6 +144,7 @@ def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
         controlnet_conditioning_scale=scale,
         control_guidance_start=message.control_guidance_start,
         control_guidance_end=end,
+        control_mode=message.control_mode or None,
         guess_mode=message.guess_mode,
         measure_similarity=message.measure_similarity,
     )
@@ -150,6 +154,11 @@ def _add_controlnet(message: generation_pb2.ControlNet, net: ControlNet, path: s
     for name in ("name", "guess_mode", "measure_similarity", *_NUMBERS):
         if (value := getattr(net, name)) is not None:
             yield from set_field(message, name, value, path=f"{path}.{name}")
+    if net.control_mode is not None:
+        # 0 is a mode, and True is none.
+        number = isinstance(net.control_mode, int) and not isinstance(net.control_mode, bool)
+        mode = str(net.control_mode) if number else net.control_mode
+        yield from set_field(message, "control_mode", mode, path=f"{path}.control_mode")
     if net.image is None:
         yield Violation(field=f"{path}.image", description="is missing: give bytes, a path or a Pillow image")
     else:

@@ -191,6 +191,8 @@ class ControlNetUse:
     """Whether the control image has transparent pixels, which were used as if they were opaque."""
     scaled_from_16_bits: bool = False
     """Whether the control image is grey with 16 bits, which were scaled to 8."""
+    control_mode: int | None = None
+    """Number of the mode of the control image, if the ControlNet is a union."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from bottega import kinds, rules
+from bottega.control_modes import MAX_MODES
 from bottega.errors import ConfigError, Violation
 from bottega.kinds import is_kind
 from bottega.rpc.address import split
@@ -176,6 +177,7 @@ def _can_be_hosted(item: Hosted) -> bool:
         and max(len(item.digest), len(item.base)) <= _MAX_CHARACTERS
         and min(item.size_bytes, item.popularity, item.sessions) >= 0
         and item.state in HostedState.values()
+        and 0 <= item.control_modes <= MAX_MODES
     )
 
 

@@ -307,6 +307,7 @@ def _use(use: ControlUse) -> generation_pb2.ControlNetUse:
         scale=use.scale,
         digest=use.digest,
         similarity=use.similarity,
+        control_mode=use.control_mode,
     )
 
 

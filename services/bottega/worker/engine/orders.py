@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.addons.controlnets.engine.provider import ControlHosts, read_hosts
+from bottega.control_modes import mode_number
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share
@@ -139,6 +140,7 @@ def _control(net: generation_pb2.ControlNet, image_digest: str, digest: str) -> 
         image_digest=image_digest,
         digest=digest,
         guess_mode=net.guess_mode,
+        control_mode=mode_number(net.control_mode),
         measured=net.measure_similarity,
         **present,
     )

@@ -22,7 +22,7 @@ EMBEDS = {
 }
 CONTROL = ControlInput(
     name="edges",
-    image=torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8),
+    images=(torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8),),
     height=64,
     width=64,
     halves={Half.CONDITIONAL: EMBEDS[Half.CONDITIONAL]},
@@ -59,7 +59,7 @@ class Fetched:
 
 def test_controlnets_come_as_they_were_sent_but_never_with_stale_residuals() -> None:
     _, control = read_controls(controls_part([CONTROL, CONTROL]), EMBEDS)
-    assert torch.equal(control.image, CONTROL.image)
+    assert torch.equal(control.images[0], CONTROL.images[0])
     assert (control.name, control.scale, control.guess_mode) == ("edges", 0.5, True)
     assert (control.hosts, control.height, control.width) == (CONTROL.hosts, 64, 64)
     assert set(control.halves) == {Half.CONDITIONAL}

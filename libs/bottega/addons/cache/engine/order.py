@@ -153,7 +153,7 @@ def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _control(control: ControlSpec) -> list[str | float | bool]:
+def _control(control: ControlSpec) -> list[str | float | bool | None]:
     return [
         control.digest,
         control.image_digest,
@@ -161,4 +161,5 @@ def _control(control: ControlSpec) -> list[str | float | bool]:
         float(control.control_guidance_start),
         float(control.control_guidance_end),
         control.guess_mode,
+        control.control_mode,
     ]

@@ -205,6 +205,7 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
                 control_guidance_start=control.control_guidance_start,
                 control_guidance_end=control.control_guidance_end,
                 guess_mode=control.guess_mode,
+                control_mode="" if control.control_mode is None else str(control.control_mode),
             )
             for control in spec.controlnets
         ],

@@ -22,6 +22,7 @@ from bottega.client.types.inputs import ControlNet
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
+from bottega.control_modes import list_modes, mode_name, mode_number
 from bottega.errors import BottegaError, Violation
 
 _HUB = "hub:"
@@ -34,6 +35,7 @@ _HUB = "hub:"
     bottega controlnets add depth /srv/nets/depth has every server host it
     bottega controlnets profile depth *.png       measures if it may be late
     bottega generate "a red star" --control edges=edges.png:0.8
+    bottega generate "a cat" --control union:depth=depth.png   a union and the mode of the image
 """)
 def command() -> None:
     """List, add and measure ControlNets."""
@@ -181,6 +183,7 @@ _SCENES = 4
 @click.argument("name")
 @click.argument("images", nargs=-1, metavar="[IMAGE]...", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--prompt", default="", help="Prompt that is drawn with each IMAGE; default: an empty one.")
+@click.option("--mode", help="What the images show, if NAME is a union, such as depth.")
 @click.option(
     "--steps",
     type=click.IntRange(2, 200),
@@ -190,7 +193,14 @@ _SCENES = 4
 @address_option
 @fleet_option
 def profile(
-    *, name: str, images: Sequence[Path], prompt: str, steps: int | None, model: str | None, address: str
+    *,
+    name: str,
+    images: Sequence[Path],
+    prompt: str,
+    mode: str | None,
+    steps: int | None,
+    model: str | None,
+    address: str,
 ) -> None:
     """Measure whether residuals of NAME may be a step old.
 
@@ -200,7 +210,8 @@ def profile(
     waiting.
     """
     with connect(address) as client:
-        cases = [ProfileCase(prompt=prompt, image=image) for image in images] or [*_scenes(client, name, model)]
+        given = [ProfileCase(prompt=prompt, image=image, control_mode=mode) for image in images]
+        cases = given or [*_scenes(client, name, model)]
         note(f"drawing {len(cases)} pictures ...")
         measured = client.profile_controlnet(
             name, cases, num_inference_steps=steps, model=model, on_picture=lambda found: note(f"  {found:.4f}")
@@ -267,6 +278,8 @@ def _use_facts(use: ControlNetUse, worker: str) -> Iterator[str]:
     servers = ["the worker itself" if server == worker else server for server in use.servers]
     if servers:
         yield f"by {', then '.join(servers)}"
+    if use.control_mode is not None:
+        yield f"mode {mode_name(use.control_mode)}"
     yield f"scale {use.scale:g}"
     yield f"waited {use.waited_s:.3f} s for it"
     if use.stale_steps:
@@ -284,18 +297,21 @@ class ControlArgument:
     """The value of an option --control."""
 
     name: str
+    mode: str | None = None
+    """Control mode of a union; None if none was given."""
     file: Path
     scale: float | None
     """The scale; None if none was given."""
 
 
 class ControlType(click.ParamType[ControlArgument]):
-    """A Click type for a ControlNet, given as NAME=FILE[:SCALE]."""
+    """A Click type for a ControlNet, given as NAME[:MODE]=FILE[:SCALE]."""
 
     name = "control"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> ControlArgument:
-        name, given, rest = value.partition("=")
+        given_name, given, rest = value.partition("=")
+        name, has_mode, mode = given_name.partition(":")
         if not given or not rest:
             self.fail(f"{value!r}: give NAME=FILE or NAME=FILE:SCALE, such as edges=edges.png:0.8", param, ctx)
         if not rules.is_adapter_name(name):
@@ -304,6 +320,8 @@ class ControlType(click.ParamType[ControlArgument]):
                 param,
                 ctx,
             )
+        if has_mode and mode_number(mode) is None:
+            self.fail(f"{mode!r} is no control mode of a union; give one of {list_modes()}", param, ctx)
         colon = _colon_before_scale(rest)
         file, scale = Path(rest[:colon]), rest[colon + 1 :]
         if not file.exists():
@@ -313,7 +331,7 @@ class ControlType(click.ParamType[ControlArgument]):
         number = _number(scale)
         if colon < len(rest) and number is None:
             self.fail(f"{name}: {scale!r} is no scale; give a number such as 0.8 after FILE:", param, ctx)
-        return ControlArgument(name=name, file=file, scale=number)
+        return ControlArgument(name=name, mode=mode or None, file=file, scale=number)
 
 
 def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: Path | None) -> list[ControlNet]:
@@ -330,18 +348,22 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
     left = list(given)
     nets = []
     for net in then:
-        control = next((one for one in left if one.name == net.name), None)
+        same = [one for one in left if one.name == net.name and one.mode in (None, net.control_mode)]
+        control = next(iter(sorted(same, key=lambda one: one.mode is None)), None)
         if control is None:
             known = net.controlnet_conditioning_scale
             its_scale = "" if known is None else f" (its scale was {known:g})"
+            name = net.name if net.control_mode is None else f"{net.name}:{net.control_mode}"
             raise click.UsageError(
-                f"{like} was drawn with the ControlNet {net.name}: give its control image with"
-                f" --control {net.name}=FILE{its_scale}."
+                f"{like} was drawn with the ControlNet {name}: give its control image with"
+                f" --control {name}=FILE{its_scale}."
             )
         left.remove(control)
         scale = net.controlnet_conditioning_scale if control.scale is None else control.scale
         nets.append(replace(net, image=control.file, controlnet_conditioning_scale=scale))
-    nets += [ControlNet(new.name, new.file, controlnet_conditioning_scale=new.scale) for new in left]
+    nets += [
+        ControlNet(new.name, new.file, controlnet_conditioning_scale=new.scale, control_mode=new.mode) for new in left
+    ]
     return nets
 
 
@@ -380,9 +402,9 @@ PART = GenerationPart(
             "controlnets",
             type=ControlType(),
             multiple=True,
-            metavar="NAME=FILE[:SCALE]",
+            metavar="NAME[:MODE]=FILE[:SCALE]",
             help="Steer the picture by this control image with the ControlNet NAME; repeatable. "
-            "bottega controlnets lists them.",
+            "A union needs the MODE of the image, such as union:depth. bottega controlnets lists them.",
         ),
         click.option(
             "--stale-residuals/--no-stale-residuals",

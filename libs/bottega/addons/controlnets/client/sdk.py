@@ -236,7 +236,7 @@ async def measure_residuals(
     """
     found: list[tuple[float, Picture]] = []
     for seed, case in enumerate(_checked(cases)):
-        net = ControlNet(name, case.image, measure_similarity=True)
+        net = ControlNet(name, case.image, control_mode=case.control_mode, measure_similarity=True)
         picture = await client.generate(
             case.prompt, seed=seed, model=model, num_inference_steps=num_inference_steps, controlnets=[net]
         )

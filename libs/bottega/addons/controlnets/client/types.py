@@ -68,6 +68,8 @@ class ProfileCase:
 
     prompt: str
     image: ImageSource
+    control_mode: str | int | None = None
+    """What the image shows, if the ControlNet is a union; see ControlNet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,12 @@ from bottega.addons.controlnets.engine.provider import (
     HOSTS_FIELD,
     ControlHosts,
     ControlInput,
+    ControlModes,
     ControlNetProvider,
     ControlRecord,
     ControlServer,
+    ImageScales,
+    check_images,
     read_hosts,
 )
 from bottega.addons.controlnets.engine.similarity import MeasuredControlNets
@@ -87,7 +90,8 @@ class JobControlNets(JobAddOn):
     """The ControlNet sessions of one job.
 
     `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. `_places` has the
-    index of each session's ControlNet in the spec. A ControlNet that a resumed job no longer needs has no session.
+    indexes of each session's images in the spec: several images of one union share a session. A ControlNet that a
+    resumed job no longer needs has no session.
     """
 
     def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:
@@ -99,7 +103,7 @@ class JobControlNets(JobAddOn):
         if self._hosts and len(self._hosts) != len(order.spec.controlnets):
             rules.refuse([Violation(field=HOSTS_FIELD, description="must be one for each of spec.controlnets")])
         self._requests: Sequence[Request] = ()
-        self._places: tuple[int, ...] = ()
+        self._places: tuple[tuple[int, ...], ...] = ()
         self._records: tuple[ControlRecord, ...] | None = None
         self._waiting_since_s: float | None = None
         self._waited_s = 0.0
@@ -131,16 +135,18 @@ class JobControlNets(JobAddOn):
             raise InternalError(f"received {len(images)} control images for {len(spec.controlnets)} ControlNets")
         spans = [requests[0].control_window(control) for control in spec.controlnets]
         made = min(request.evaluation for request in requests)
-        self._places = tuple(place for place, (_, last) in enumerate(spans) if last > made)
+        self._places = tuple(places for places in _sessions(spec.controlnets) if spans[places[0]][1] > made)
         if not self._places:
             return
         if self._provider is None:
             raise Unavailable("this worker has no ControlNets")
-        self.begun = tuple(self._input(place, conditions) for place in self._places)
+        self.begun = tuple(self._input(places, conditions) for places in self._places)
         handles = self._provider.open(self.begun)
         self.active = tuple(
-            ActiveControl(handle=handle, first=spans[place][0], last=spans[place][1], halves=frozenset(control.halves))
-            for place, handle, control in zip(self._places, handles, self.begun, strict=True)
+            ActiveControl(
+                handle=handle, first=spans[places[0]][0], last=spans[places[0]][1], halves=frozenset(control.halves)
+            )
+            for places, handle, control in zip(self._places, handles, self.begun, strict=True)
         )
 
     def update(self, now_s: float) -> None:
@@ -194,8 +200,8 @@ class JobControlNets(JobAddOn):
     def spans(self) -> Iterator[TracedSpan]:
         """Yield trace spans of waiting for sessions, and of calls to servers. Each ControlNet has its own track."""
         yield from self._openings
-        for place, record in zip(self._places, self._records or (), strict=False):
-            track = f"ControlNet {self._order.spec.controlnets[place].name}"
+        for places, record in zip(self._places, self._records or (), strict=False):
+            track = f"ControlNet {self._order.spec.controlnets[places[0]].name}"
             for call in record.calls:
                 yield TracedSpan(
                     name=f"residuals of step {call.step}",
@@ -208,7 +214,9 @@ class JobControlNets(JobAddOn):
     def report(self, record: EngineRecord) -> EngineRecord:
         """Add the use of each ControlNet to the record, in the spec's order, including those that were never active."""
         spec = self._order.spec
-        records = dict(zip(self._places, self._records or (), strict=False))
+        records = {
+            place: record for places, record in zip(self._places, self._records or (), strict=False) for place in places
+        }
         uses = tuple(
             _use(control, self._requests[0].control_steps(control), records.get(place, ControlRecord()))
             for place, control in enumerate(spec.controlnets)
@@ -234,25 +242,40 @@ class JobControlNets(JobAddOn):
     def _needed(self, evaluation: int) -> bool:
         return any(control.first <= evaluation < control.last for control in self.active)
 
-    def _input(self, place: int, conditions: Conditions) -> ControlInput:
+    def _input(self, places: tuple[int, ...], conditions: Conditions) -> ControlInput:
         order, spec = self._order, self._order.spec
-        control = spec.controlnets[place]
+        images = [spec.controlnets[place] for place in places]
+        control = images[0]
+        scales = tuple(image.controlnet_conditioning_scale for image in images)
+        # As in Diffusers: the factors of several images count inside the network, that of one outside.
+        several = len(images) > 1
+        measured = any(image.measured for image in images)
         halves = {Half.CONDITIONAL: conditions.conditional}
         if conditions.unconditional is not None and not control.guess_mode:
             halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
         return ControlInput(
             name=control.name,
-            image=order.control_images[place],
+            images=tuple(order.control_images[place] for place in places),
+            modes=tuple(image.control_mode for image in images if image.control_mode is not None),
+            image_scales=scales if several else (),
             height=spec.height,
             width=spec.width,
             halves=halves,
-            scale=control.controlnet_conditioning_scale,
+            scale=1.0 if several else scales[0],
             guess_mode=control.guess_mode,
-            hosts=self._hosts[place] if self._hosts else ControlHosts(),
-            may_be_stale=spec.stale_residuals and not control.measured,
-            measured=control.measured,
+            hosts=self._hosts[places[0]] if self._hosts else ControlHosts(),
+            may_be_stale=spec.stale_residuals and not measured,
+            measured=measured,
             share=order.share,
         )
+
+
+def _sessions(controls: Sequence[ControlSpec]) -> list[tuple[int, ...]]:
+    """Return the indexes of the images of each session: all images of one union, else one ControlNet's."""
+    several = len(controls) > 1
+    if several and all(control.control_mode is not None and control.name == controls[0].name for control in controls):
+        return [tuple(range(len(controls)))]
+    return [(place,) for place in range(len(controls))]
 
 
 def _use(control: ControlSpec, steps: tuple[int, int], record: ControlRecord) -> ControlUse:
@@ -269,6 +292,7 @@ def _use(control: ControlSpec, steps: tuple[int, int], record: ControlRecord) ->
         pipelined=record.pipelined,
         servers=record.servers,
         similarity=record.similarity,
+        control_mode=control.control_mode,
     )
 
 
@@ -289,6 +313,12 @@ class _Control:
     servers: Annotated[tuple[tuple[str, str], ...], Field(max_length=_MAX_SERVERS)]
     tenant: Annotated[str, Field(max_length=200)]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    images: Annotated[int, Field(ge=1, le=_MAX_CONTROLS)] = 1
+    modes: ControlModes = ()
+    image_scales: ImageScales = ()
+
+    def __post_init__(self) -> None:
+        check_images(self.images, self.modes, self.image_scales)
 
 
 _CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MAX_CONTROLS)])
@@ -327,10 +357,17 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
             servers=tuple((server.name, server.address) for server in control.hosts.servers[:_MAX_SERVERS]),
             tenant=control.share.tenant,
             weight=control.share.weight,
+            images=len(control.images),
+            modes=control.modes,
+            image_scales=control.image_scales,
         )
         for control in controls
     )
-    images = {str(place): control.image for place, control in enumerate(controls)}
+    images = {
+        f"{place}.{index}": image
+        for place, control in enumerate(controls)
+        for index, image in enumerate(control.images)
+    }
     return OffloadedPart(header=_CONTROLS.dump_json(messages), tensors=images)
 
 
@@ -341,18 +378,26 @@ def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[C
         halves: Prompt embeddings of the job's conditional and unconditional rows.
     """
     messages = _CONTROLS.validate_json(part.header)
-    return tuple(_control(message, part.tensors.get(str(place)), halves) for place, message in enumerate(messages))
+    return tuple(
+        _control(message, [part.tensors.get(f"{place}.{index}") for index in range(message.images)], halves)
+        for place, message in enumerate(messages)
+    )
 
 
-def _control(message: _Control, image: Tensor | None, halves: Mapping[Half, Embeds]) -> ControlInput:
-    if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
-        raise ValueError(f"the image of ControlNet {message.name} is not uint8 [height, width, 3]")
+def _control(message: _Control, tensors: Sequence[Tensor | None], halves: Mapping[Half, Embeds]) -> ControlInput:
+    images = tuple(image for image in tensors if image is not None)
+    if len(images) < len(tensors) or any(
+        image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 for image in images
+    ):
+        raise ValueError(f"an image of ControlNet {message.name} is not uint8 [height, width, 3]")
     if not set(message.halves) <= set(halves):
         raise ValueError(f"ControlNet {message.name} controls a half of guidance whose conditions are missing")
     servers = tuple(ControlServer(name=name, address=address) for name, address in message.servers)
     return ControlInput(
         name=message.name,
-        image=image,
+        images=images,
+        modes=message.modes,
+        image_scales=message.image_scales,
         height=message.height,
         width=message.width,
         halves={half: halves[half] for half in message.halves},

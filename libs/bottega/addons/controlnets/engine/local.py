@@ -178,7 +178,7 @@ class LocalControlNets:
                 local = _local_session(handle)
                 session = None if local.failed else self._session(local)
                 if session is not None and (row, handle) not in self._answers:
-                    key = (session.net, row.sample.shape, row.embeds.prompt.shape, session if row.alone else None)
+                    key = (session.batch_key, row.sample.shape, row.embeds.prompt.shape, session if row.alone else None)
                     groups.setdefault(key, []).append((row, local, session))
         for group in groups.values():
             self._run(group)

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from bottega.addons.controlnets.engine.provider import ControlInput
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlModes, ImageScales, check_images
 from bottega.device_links.tensor_messages import (
     DTYPES,
     TensorMessage,
@@ -35,6 +35,7 @@ from bottega.engine.condition_parts import condition_parts, read_conditions
 from bottega.fair_order import Share
 from bottega.model.rows import Half
 from bottega.model_files.controlnet_layout import ControlLayout
+from bottega.rules import MAX_ADAPTERS
 from bottega.transport import DType, Layout, Part, TensorSpec
 
 _MAX_NUMBER = 2**53
@@ -66,6 +67,13 @@ class SessionSpec:
     scale: Annotated[float, Field(allow_inf_nan=False)]
     guess_mode: bool
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+    images: Annotated[int, Field(ge=1, le=MAX_ADAPTERS)] = 1
+    """Number of control images."""
+    modes: ControlModes = ()
+    image_scales: ImageScales = ()
+
+    def __post_init__(self) -> None:
+        check_images(self.images, self.modes, self.image_scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +159,7 @@ def open_message(opening: Opening) -> TensorMessage:
     ]
     parts = {ControlMessageKind.OPEN.value: packed(_HEADER.dump_json(header)), **condition_parts(embeds)}
     for place, control in enumerate(opening.controls):
-        parts[f"image.{place}"] = control.image
+        parts |= {f"image.{place}.{index}": image for index, image in enumerate(control.images)}
     return message_of(parts)
 
 
@@ -171,15 +179,20 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     share = Share(tenant=header.tenant, weight=header.weight)
     controls = []
     for place, session in enumerate(header.sessions):
-        image = parts.get(f"image.{place}")
-        if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
-            raise ValueError(f"control image {place} is not uint8 [height, width, 3]")
+        images = []
+        for index in range(session.images):
+            image = parts.get(f"image.{place}.{index}")
+            if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
+                raise ValueError(f"control image {place}.{index} is not uint8 [height, width, 3]")
+            images.append(image.clone())
         if not set(session.halves) <= set(halves):
             raise ValueError(f"session {session.number} controls a half of guidance whose conditions are missing")
         controls.append(
             ControlInput(
                 name=session.name,
-                image=image.clone(),
+                images=tuple(images),
+                modes=session.modes,
+                image_scales=session.image_scales,
                 height=session.height,
                 width=session.width,
                 halves={half: halves[half] for half in session.halves},

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import ControlNetModel
+from diffusers import ControlNetModel, ControlNetUnionModel
 from torch import Tensor, nn
 
 from bottega.device.pick import open_device
@@ -48,6 +49,18 @@ class ControlNetSource:
     size_bytes: int
     """Bytes of the weights after loading."""
     layout: ControlLayout
+    modes: int = 0
+    """Number of control modes; 0 if it is not a union."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnionImages:
+    """What the images of a union show in each row of a batch. All rows have as many images."""
+
+    modes: Tensor
+    """Mode of each image, [rows, images]."""
+    scales: tuple[float, ...]
+    """Factor of each image inside the network, the same in all rows."""
 
 
 class LoadedControlNet:
@@ -57,9 +70,10 @@ class LoadedControlNet:
     same at every step, so `embed` computes it once.
     """
 
-    def __init__(self, source: ControlNetSource, network: ControlNetModel) -> None:
+    def __init__(self, source: ControlNetSource, network: ControlNetModel | ControlNetUnionModel) -> None:
         self.name = source.name
         self.layout = source.layout
+        self.modes = source.modes
         self.device = network.device
         self.dtype = source.dtype
         self.network = network
@@ -87,21 +101,33 @@ class LoadedControlNet:
         return embedded
 
     @torch.inference_mode()
-    def residuals(self, inputs: Inputs, embedded: Tensor) -> list[Tensor]:
+    def residuals(self, inputs: Inputs, embedded: Sequence[Tensor], union: UnionImages | None = None) -> list[Tensor]:
         """Return the residuals, unscaled: one for each skip connection of the UNet, then that of the middle block.
 
         Each is [rows, channels, height, width].
 
         Args:
-            embedded: Results of `embed`, [rows, channels, latent height, latent width].
+            embedded: Results of `embed` for each image, [rows, channels, latent height, latent width]. Only a union
+                has several.
+            union: What the images show; None if the network is not a union.
         """
+        images: dict[str, Any] = {"controlnet_cond": embedded[0]}
+        if union is not None:
+            control_type = torch.zeros(len(union.modes), self.modes, device=self.device, dtype=self.dtype)
+            images = {
+                "controlnet_cond": list(embedded),
+                "control_type": control_type.scatter_(1, union.modes, 1.0),
+                # Indexes the task embeddings row by row, where Diffusers has one number for all rows.
+                "control_type_idx": list(union.modes.unbind(1)),
+                "conditioning_scale": list(union.scales),
+            }
         skips, middle = self.network(
             inputs.sample,
             inputs.timestep,
             encoder_hidden_states=inputs.prompt_embeds,
-            controlnet_cond=embedded,
             added_cond_kwargs=dict(inputs.added),
             return_dict=False,
+            **images,
         )
         return [*skips, middle]
 
@@ -127,8 +153,15 @@ def find_controlnet(
         with opened_weights(folder, root) as files:
             dtype = dtype or _weights_dtype(files)
             size_bytes = _weights_bytes(files, dtype)
-    layout = controlnet_layout(config)
-    return ControlNetSource(name=name, folder=folder, root=root, dtype=dtype, size_bytes=size_bytes, layout=layout)
+    return ControlNetSource(
+        name=name,
+        folder=folder,
+        root=root,
+        dtype=dtype,
+        size_bytes=size_bytes,
+        layout=controlnet_layout(config),
+        modes=config.modes,
+    )
 
 
 def check_weights(source: ControlNetSource) -> None:
@@ -153,7 +186,8 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
     try:
         with _naming(source.name, "loaded"), opened_weights(source.folder, source.root) as files:
             config = read_checked_config(source.name, source.folder, root=source.root)
-            if (controlnet_layout(config), _weights_bytes(files, source.dtype)) != (source.layout, source.size_bytes):
+            found = controlnet_layout(config), config.modes, _weights_bytes(files, source.dtype)
+            if found != (source.layout, source.modes, source.size_bytes):
                 raise ValueError("its files have changed since they were checked; add it again")
             network = _built(config)
             _check_same(network, files)
@@ -168,13 +202,13 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
     return LoadedControlNet(source, network.eval())
 
 
-def _built(config: NetworkConfig) -> ControlNetModel:
+def _built(config: NetworkConfig) -> ControlNetModel | ControlNetUnionModel:
     """Return the network without memory for weights. The meta device is set for this thread only."""
     with torch.device("meta"):
-        return ControlNetModel.from_config(config.fields)
+        return (ControlNetUnionModel if config.modes else ControlNetModel).from_config(config.fields)
 
 
-def _check_same(network: ControlNetModel, files: Sequence[WeightsFile]) -> None:
+def _check_same(network: nn.Module, files: Sequence[WeightsFile]) -> None:
     check_same({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}, files)
 
 

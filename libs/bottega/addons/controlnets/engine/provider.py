@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from google.protobuf.message import DecodeError
+from pydantic import Field
 from torch import Tensor
 
 from bottega import kinds, rules
+from bottega.control_modes import MAX_MODES
 from bottega.engine.residuals import ResidualProvider
 from bottega.errors import InvalidRequest, Violation
 from bottega.fair_order import Share
 from bottega.model.rows import Embeds, Half
 from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetPlacements
+
+ControlModes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MODES)], ...], Field(max_length=rules.MAX_ADAPTERS)]
+ImageScales = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], Field(max_length=rules.MAX_ADAPTERS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +52,20 @@ class ControlInput:
     """The input with which a session begins. Latents and timesteps follow step by step."""
 
     name: str
-    image: Tensor
-    """The control image, uint8, [height, width, 3] in its own size."""
+    images: tuple[Tensor, ...]
+    """The control image, uint8, [height, width, 3] in its own size; of a union maybe several."""
     height: int
     """Height of the picture to draw, in pixels."""
     width: int
     """Width of the picture to draw, in pixels."""
     halves: Mapping[Half, Embeds]
     """Prompt embeddings of the halves of guidance that the session controls; in guess mode only the conditional one."""
+    modes: tuple[int, ...] = ()
+    """The control mode of each image of a union; empty for other ControlNets."""
+    image_scales: tuple[float, ...] = ()
+    """Factor of each image inside a union; empty if the union has one image, whose factor is `scale`."""
     scale: float = 1.0
+    """Factor of the residuals."""
     guess_mode: bool = False
     hosts: ControlHosts = ControlHosts()
     """The servers that can run the session; this process may be able to, as well."""
@@ -65,6 +75,14 @@ class ControlInput:
     """Whether to measure how similar the residuals of adjacent steps are."""
     share: Share = field(default_factory=Share)
     """Tenant of the request, and its share of a server."""
+
+
+def check_images(images: int, modes: ControlModes, image_scales: ImageScales) -> None:
+    """Raise ValueError if the modes and scales of a session's images do not fit their number."""
+    if len(modes) not in (images, 0) or (images > 1 and not modes):
+        raise ValueError("a session with several images needs a mode for each")
+    if len(image_scales) not in (images, 0):
+        raise ValueError("a session needs as many scales of images as images, or none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

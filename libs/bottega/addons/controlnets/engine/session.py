@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import PIL.Image
@@ -10,9 +10,11 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from bottega.addons.controlnets.engine.network import LoadedControlNet
+from bottega.addons.controlnets.engine.network import LoadedControlNet, UnionImages
 from bottega.addons.controlnets.engine.provider import ControlInput
+from bottega.control_modes import refused_mode
 from bottega.device.pick import open_device
+from bottega.errors import ControlNetUnusable
 from bottega.model.backbone import Inputs
 from bottega.model.rows import Embeds, Half
 
@@ -21,22 +23,36 @@ class ControlSession:
     """A request's use of one ControlNet.
 
     `scales` has the factor for each residual. `halves` are the halves of guidance that it controls. `share` is the
-    tenant of the request, and its share of a server.
+    tenant of the request, and its share of a server. `modes` has the control mode of each image of a union.
+
+    Raises:
+        ControlNetUnusable: The ControlNet is a union and has no such mode, or is none.
     """
 
     def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
+        for mode in control.modes or (None,):
+            if why := refused_mode(control.name, mode, net.modes):
+                raise ControlNetUnusable(why)
         self.net = net
         self.share = control.share
+        self.modes = control.modes
+        self.image_scales = control.image_scales or (1.0,) * len(control.modes)
         self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
         self.scales = _scales(net, control)
-        self._image = process_image(control.image, control.height, control.width, net.layout.latent_scale)
-        self._embedded: dict[bool, Tensor] = {}
+        size = control.height, control.width
+        self._images = [process_image(image, *size, net.layout.latent_scale) for image in control.images]
+        self._embedded: dict[bool, list[Tensor]] = {}
 
-    def embedded(self, rows: int) -> Tensor:
-        """Return the embedded control image for a batch of `rows` rows: [channels, latent height, latent width]."""
+    @property
+    def batch_key(self) -> Hashable:
+        """What the sessions of one forward pass must share: the network, and a union's number and scales of images."""
+        return self.net, self.image_scales
+
+    def embedded(self, rows: int) -> list[Tensor]:
+        """Return the embedded control images for a batch of `rows` rows: [channels, latent height, latent width]."""
         alone = rows == 1
         if alone not in self._embedded:
-            self._embedded[alone] = self.net.embed(self._image, rows=rows)
+            self._embedded[alone] = [self.net.embed(image, rows=rows) for image in self._images]
         return self._embedded[alone]
 
 
@@ -80,7 +96,7 @@ class ControlRow:
 
 @torch.inference_mode()
 def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor]:
-    """Return the residuals of rows that share ControlNet, shape and number of tokens, at scale 1.
+    """Return the residuals of rows that share `batch_key`, shape and number of tokens, at scale 1.
 
     Args:
         fixed_rows: Pads the batch to this many rows, so that results are the same in every batch; 0 for no padding.
@@ -98,8 +114,18 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
         prompt_embeds=embeds.prompt,
         added=embeds.added,
     )
-    embedded = torch.stack([row.session.embedded(len(group)) for row in group])
-    return net.residuals(inputs, embedded)
+    by_row = [row.session.embedded(len(group)) for row in group]
+    embedded = [torch.stack(images) for images in zip(*by_row, strict=True)]
+    return net.residuals(inputs, embedded, _union_images([row.session for row in group]))
+
+
+def _union_images(sessions: Sequence[ControlSession]) -> UnionImages | None:
+    """Return what the images show in each row, given by its session; None if the network is not a union."""
+    first = sessions[0]
+    if not first.modes:
+        return None
+    modes = torch.tensor([session.modes for session in sessions])
+    return UnionImages(modes=open_device(first.net.device).to_device(modes), scales=first.image_scales)
 
 
 def computes_one_session(rows: Sequence[ControlRow]) -> bool:

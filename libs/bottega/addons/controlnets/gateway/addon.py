@@ -33,9 +33,10 @@ from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.addons.interface.prefetch import PrefetchClient, ServicePrefetcher
 from bottega.clocks import Clock
+from bottega.control_modes import mode_number, refused_mode
 from bottega.errors import BottegaError, NoControlNet, Violation
 from bottega.rpc.channel import Target
-from bottega.rules import check_controlnets
+from bottega.rules import check_controlnets, refuse
 from bottega.schedules import lists_steps
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import ControlNetPlacements
@@ -121,7 +122,8 @@ class ControlNetAddOn(AddOn):
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Return the ControlNets by full names. `check_model` checks whether services host them for the model."""
         names = tuple(self._full_name(net.name, access) for net in spec.controlnets)
-        return ResolvedControlNets(names=names, access=access, hosts=self._hosts)
+        modes = tuple(mode_number(net.control_mode) for net in spec.controlnets)
+        return ResolvedControlNets(names=names, modes=modes, access=access, hosts=self._hosts)
 
     async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[image_pb2.Adapter]:
         """Return all versions of the ControlNets that the caller may name.
@@ -273,13 +275,26 @@ class ResolvedControlNets(Resolution):
 
     names: Sequence[str]
     """Full names, in the request's order."""
+    modes: Sequence[int | None]
+    """Control modes, in the request's order; None where the request gives none."""
     access: Access
     """What the caller may name."""
     hosts: ControlNetHosts
 
     def check_model(self, model: image_pb2.Model) -> None:
-        """Raise ControlNetNotFound, ControlNetUnusable or NoControlNet if the model cannot use the ControlNets."""
+        """Raise if the model cannot use the ControlNets.
+
+        Raises:
+            ControlNetNotFound, ControlNetUnusable, NoControlNet: See ControlNetHosts.check.
+            InvalidRequest: A union has no such mode, or a mode is missing or not needed.
+        """
         self.hosts.check(self.names, model, self.access)
+        violations = []
+        for index, (name, mode) in enumerate(zip(self.names, self.modes, strict=True)):
+            modes = self.hosts.modes(name, model)
+            if modes is not None and (why := refused_mode(self.access.short_name(name), mode, modes)):
+                violations.append(Violation(field=f"spec.controlnets[{index}].control_mode", description=why))
+        refuse(violations)
 
     def complete(self, full: GenerationSpec) -> None:
         """Fill in full names, scales, and the first and last steps."""

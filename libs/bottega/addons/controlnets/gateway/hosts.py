@@ -67,6 +67,11 @@ class ControlNetHosts:
         digests = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
         return digests.pop() if len(digests) == 1 else ""
 
+    def modes(self, name: str, model: image_pb2.Model) -> int | None:
+        """Return a ControlNet's number of control modes, 0 if it is no union; None if unknown or versions differ."""
+        modes = {net.control_modes for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
+        return modes.pop() if len(modes) == 1 else None
+
     def names(self) -> list[str]:
         """Return the names of all hosted ControlNets."""
         return list(self._hosts)

@@ -100,6 +100,7 @@ class ConfiguredControlNets:
                 size_bytes=source.size_bytes,
                 state=states.get(name, ON_DISK),
                 popularity=popularity.get(name, 0),
+                control_modes=source.modes,
             )
             for name, source in sorted(self._sources.items())
         ]

@@ -344,6 +344,9 @@ class SessionManager:
                     scale=control.scale,
                     guess_mode=control.guess_mode,
                     halves=tuple(control.halves),
+                    images=len(control.images),
+                    modes=control.modes,
+                    image_scales=control.image_scales,
                 )
             )
         opening = Opening(

@@ -319,6 +319,7 @@ class EngineEdits(EngineAddOn):
                     image_digest=_control_digest(order, place),
                     scale=float(control.controlnet_conditioning_scale),
                     guess_mode=control.guess_mode,
+                    control_mode=control.control_mode,
                 )
                 for place, control in enumerate(spec.controlnets)
             ),

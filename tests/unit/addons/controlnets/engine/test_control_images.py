@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 import pytest
 import torch
@@ -25,6 +26,11 @@ def _file(mode: str, width: int, height: int) -> bytes:
     """Return an encoded image of a mode: a JPEG for CMYK, which PNG does not have, else a PNG."""
     noise = np.random.default_rng(3).integers(0, 256, (height, width, 4), dtype=np.uint8)
     out = io.BytesIO()
+    if mode.startswith("EXIF"):
+        exif = PIL.Image.Exif()
+        exif[PIL.ExifTags.Base.Orientation] = int(mode.rsplit(maxsplit=1)[-1])
+        PIL.Image.fromarray(noise[..., :3]).save(out, "JPEG", quality=95, exif=exif)
+        return out.getvalue()
     if mode == "CMYK":
         PIL.Image.fromarray(noise[..., :3]).convert("CMYK").save(out, "JPEG", quality=95)
         return out.getvalue()
@@ -40,7 +46,7 @@ def _file(mode: str, width: int, height: int) -> bytes:
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("pipeline", [StableDiffusionControlNetPipeline, StableDiffusionXLControlNetPipeline])
 @pytest.mark.parametrize("size", [(37, 23), (64, 48), (150, 90)], ids=str)
-@pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "1", "I;16", "CMYK"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "1", "I;16", "CMYK", "EXIF 6", "EXIF 7"])
 def test_a_control_image_is_what_prepare_image_makes(mode: str, size: tuple[int, int], pipeline: Any) -> None:
     data, (width, height) = _file(mode, *size), (64, 48)
     decoded = images.decode(data, width, height).pixels

@@ -145,10 +145,6 @@ def test_unknown_fields_are_passed_over_as_by_diffusers(
     _assert_stock(folder, base, inputs, image)
 
 
-def test_a_union_that_calls_itself_a_controlnet_is_refused_by_name(base: ControlLayout, tmp_path: Path) -> None:
-    assert "num_control_type" in _refusal(_written(tmp_path / "net", {"num_control_type": 8}), base)
-
-
 LAYOUTS = {
     "plain": Layout(),
     "fp16 alone": Layout(variants=("fp16",)),
@@ -197,7 +193,7 @@ def _refusal(folder: Path, base: ControlLayout) -> str:
 def _assert_stock(folder: Path, base: ControlLayout, inputs: Inputs, image: Tensor, variant: str | None = None) -> None:
     ours = load_controlnet(find_controlnet("net", folder, base=base, dtype=torch.float32), CPU)
     assert check_controlnet("net", folder, base) == "", "the checker knows every tensor without building the network"
-    residuals = ours.residuals(inputs, ours.embed(image, rows=2).expand(2, -1, -1, -1))
+    residuals = ours.residuals(inputs, [ours.embed(image, rows=2).expand(2, -1, -1, -1)])
     stock = ControlNetModel.from_pretrained(folder, use_safetensors=True, variant=variant, torch_dtype=torch.float32)
     with torch.inference_mode():
         skips, middle = stock(

@@ -89,7 +89,7 @@ def embeds(layout: ControlLayout, seed: int) -> Embeds:
 def control(layout: ControlLayout, seed: int, **options: Any) -> ControlInput:
     said: dict[str, Any] = {
         "name": "edges",
-        "image": control_image(seed),
+        "images": (control_image(seed),),
         "height": SIDE,
         "width": SIDE,
         "halves": {Half.UNCONDITIONAL: embeds(layout, 2 * seed), Half.CONDITIONAL: embeds(layout, 2 * seed + 1)},
@@ -110,7 +110,7 @@ def stock_residuals(
 ) -> Any:
     """Diffusers' own forward of rows of these controls, in one batch; by point."""
     conditions = [row.session.halves[row.half] for row in rows]
-    images = [process_image(each.image, SIDE, SIDE, 4) for each in controls for _ in each.halves]
+    images = [process_image(each.images[0], SIDE, SIDE, 4) for each in controls for _ in each.halves]
     skips, middle = network(
         torch.stack([row.sample for row in rows]),
         torch.stack([row.timestep for row in rows]),
@@ -335,7 +335,7 @@ MISFITS = {
         r"its residual points are 320/1 320/1 .* 640/2, the model's 48/1 ",
     ),
     "layers": (with_config(layers_per_block=3), r"its residual points are .*, the model's "),
-    "another kind of network": (with_config(_class_name="ControlNetUnionModel"), "another kind of network"),
+    "another kind of network": (with_config(_class_name="ControlNetXSAdapter"), "another kind of network"),
     "pooled residuals": (with_config(global_pool_conditions=True), "averages its residuals"),
     "images of one channel": (with_config(conditioning_channels=1), "conditioning_channels must be 3, not 1"),
     "no configuration": (without("config.json"), r"config\.json.*No such file"),

@@ -13,7 +13,7 @@ from tests.fakes.fake_time import FakeTime
 
 CONTROL = ControlInput(
     name="edges",
-    image=torch.zeros(8, 8, 3, dtype=torch.uint8),
+    images=(torch.zeros(8, 8, 3, dtype=torch.uint8),),
     height=64,
     width=64,
     halves={},

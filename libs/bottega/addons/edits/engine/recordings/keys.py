@@ -25,6 +25,8 @@ class RecordedControl:
     """SHA-256 of the control image, hex."""
     scale: float
     guess_mode: bool
+    control_mode: int | None = None
+    """What the control image shows, if the ControlNet is a union; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,10 @@ class RecordingKey:
             self.dtype,
             self.template,
             [[digest, scale] for digest, scale in self.weights],
-            [[control.digest, control.image_digest, control.scale, control.guess_mode] for control in self.controls],
+            [
+                [control.digest, control.image_digest, control.scale, control.guess_mode, control.control_mode]
+                for control in self.controls
+            ],
             self.tenant,
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,0 +1,137 @@
+"""Modes of ControlNet unions: names, numbers, and the sentence of each refusal, from the rules to the gateway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import pytest
+
+from bottega import rules
+from bottega.addons.controlnets.client.cli import ControlArgument, ControlType, merged
+from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
+from bottega.addons.interface.access import ANYTHING
+from bottega.client import ControlNet
+from bottega.client.types.options import options_from, spec_from
+from bottega.control_modes import mode_name, mode_number
+from bottega.errors import InvalidRequest
+from bottega.v1 import generation_pb2
+from tests.samples.controlnet_hosts import net
+from tests.unit.addons.controlnets.gateway.test_hosts import MODEL, House
+
+SIX = (
+    "0 (openpose), 1 (depth), 2 (hed, pidi, scribble, ted), 3 (canny, lineart, anime_lineart, mlsd), 4 (normal), "
+    "5 (segment)"
+)
+EIGHT = f"{SIX}, 6 (tile), 7 (repaint)"
+
+
+@pytest.mark.parametrize(("mode", "number"), [("depth", 1), ("scribble", 2), ("mlsd", 3), ("0", 0), ("63", 63)])
+def test_a_mode_is_known_by_name_and_by_number(mode: str, number: int) -> None:
+    assert mode_number(mode) == number
+
+
+@pytest.mark.parametrize("mode", ["", "Depth", "64", "-1", "01", "1.0"])
+def test_nothing_else_is_a_mode(mode: str) -> None:
+    assert mode_number(mode) is None
+
+
+def test_a_number_without_a_name_is_its_own_name() -> None:
+    assert (mode_name(7), mode_name(8)) == ("repaint", "8")
+
+
+def _net(name: str = "union", **fields: Any) -> generation_pb2.ControlNet:
+    return generation_pb2.ControlNet(name=name, **{"control_mode": "depth", **fields})
+
+
+REFUSED_BY_RULES = {
+    "an unknown mode": ([_net(control_mode="sketch")], "controlnets[0].control_mode", f"must be one of {EIGHT}"),
+    "guess mode of one image": (
+        [_net(), _net(guess_mode=True)],
+        "controlnets[1].guess_mode",
+        "must be that of the first image: a union computes its images together",
+    ),
+    "an image of some steps": (
+        [_net(), _net(control_guidance_end=0.5)],
+        "controlnets[1].control_guidance_start",
+        "several images of one union must act in all steps: in Diffusers the union acts on after their end",
+    ),
+    "several images beside another": (
+        [_net(), _net(), _net("edges", control_mode="")],
+        "controlnets[1].name",
+        "several images of one union cannot be combined with another ControlNet: Diffusers does not do it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_RULES)
+def test_a_request_that_breaks_a_rule_is_refused(case: str) -> None:
+    nets, field, sentence = REFUSED_BY_RULES[case]
+    (violation,) = rules.check_controlnets(generation_pb2.GenerationSpec(controlnets=nets))
+    assert (violation.field, violation.description) == (f"spec.{field}", sentence)
+
+
+@pytest.mark.parametrize(
+    "nets",
+    [[_net()], [_net(), _net(control_mode="2")], [_net(), _net("other")], [_net(), _net("edges", control_mode="")]],
+    ids=len,
+)
+def test_other_requests_with_modes_are_taken(nets: list[generation_pb2.ControlNet]) -> None:
+    assert list(rules.check_controlnets(generation_pb2.GenerationSpec(controlnets=nets))) == []
+
+
+REFUSED_BY_GATEWAY = {
+    "a mode for a net that is no union": (
+        "edges",
+        1,
+        f"ControlNet edges is not a union and has no control_mode depth; leave it out. Unions have the modes {EIGHT}",
+    ),
+    "no mode for a union": ("union", None, f"ControlNet union is a union and needs a control_mode: {SIX}"),
+    "a mode that the union lacks": ("union", 6, f"ControlNet union has no control_mode 6; it has {SIX}"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_GATEWAY)
+def test_the_gateway_refuses_a_mode_that_does_not_fit(case: str) -> None:
+    name, mode, sentence = REFUSED_BY_GATEWAY[case]
+    house = House()
+    house.server(net("edges"), net("union", control_modes=6))
+    resolved = ResolvedControlNets(names=[name], modes=[mode], access=ANYTHING, hosts=house.nets)
+    with pytest.raises(InvalidRequest) as refused:
+        resolved.check_model(MODEL)
+    assert refused.value.message == f"spec.controlnets[0].control_mode: {sentence}"
+
+
+def test_the_gateway_leaves_versions_that_differ_to_the_server() -> None:
+    house = House()
+    house.server(net("union", control_modes=6), name="s1")
+    house.server(net("union", control_modes=8), name="s2")
+    ResolvedControlNets(names=["union"], modes=[7], access=ANYTHING, hosts=house.nets).check_model(MODEL)
+
+
+@pytest.mark.parametrize(("given", "sent"), [("depth", "depth"), (0, "0"), (None, "")])
+def test_the_sdk_sends_a_mode_by_name_or_number(given: str | int | None, sent: str) -> None:
+    spec = spec_from("a cat", {"controlnets": [ControlNet("union", b"image", control_mode=given)]})
+    assert spec.controlnets[0].control_mode == sent
+    (again,) = options_from(spec)["controlnets"] or ()
+    assert again.control_mode == (sent or None)
+
+
+def test_the_command_takes_name_mode_file_and_scale(tmp_path: Any) -> None:
+    (tmp_path / "a.png").touch()
+    argument = ControlType().convert(f"union:depth={tmp_path / 'a.png'}:0.8", None, None)
+    assert argument == ControlArgument(name="union", mode="depth", file=tmp_path / "a.png", scale=0.8)
+    with pytest.raises(click.BadParameter, match="'sketch' is no control mode of a union; give one of 0"):
+        ControlType().convert(f"union:sketch={tmp_path / 'a.png'}", None, None)
+
+
+def test_like_finds_the_image_of_each_mode(tmp_path: Any) -> None:
+    then = [ControlNet("union", control_mode="openpose"), ControlNet("union", control_mode="depth")]
+    pose, depth = (
+        ControlArgument(name="union", mode=mode, file=tmp_path / f"{mode}.png", scale=None)
+        for mode in ("openpose", "depth")
+    )
+    nets = merged(then, [depth, pose], None)
+    assert [(one.image, one.control_mode) for one in nets] == [(pose.file, "openpose"), (depth.file, "depth")]
+    with pytest.raises(click.UsageError, match="the ControlNet union:openpose: give its control image with --control"):
+        merged(then, [depth], None)
