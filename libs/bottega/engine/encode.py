@@ -226,11 +226,12 @@ def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) 
     states, first_outputs = list[Tensor](), list[Any]()
     for own, tokenizer, encoder in zip(prompts.chunks, model.tokenizers, model.text_encoders, strict=True):
         chunks = [*own, *[empty_chunk(tokenizer)] * (count - len(own))]
-        outputs = {
-            chunk: encoder(model.runtime.to_device(torch.tensor([chunk.ids])), output_hidden_states=True)
-            for chunk in dict.fromkeys(chunks)
-        }
-        parts = [emphasise(model.family.states(encoder, outputs[chunk], clip_skip), chunk) for chunk in chunks]
-        states.append(torch.cat(parts, dim=1))
-        first_outputs.append(outputs[chunks[0]])
+        encoded: dict[Chunk, Tensor] = {}
+        for chunk in dict.fromkeys(chunks):
+            # The states of all layers are freed before the next chunk: a prompt may have 20 chunks.
+            output = encoder(model.runtime.to_device(torch.tensor([chunk.ids])), output_hidden_states=True)
+            encoded[chunk] = emphasise(model.family.states(encoder, output, clip_skip), chunk)
+            if len(encoded) == 1:
+                first_outputs.append(output)
+        states.append(torch.cat([encoded[chunk] for chunk in chunks], dim=1))
     return model.family.join(states, first_outputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,24 @@ def test_rows_of_any_length_are_drawn_in_one_engine_as_alone() -> None:
 
 LONG_SPEC = replace(WEIGHTED, prompt="a (red:1.4) BREAK star", negative_prompt="", num_inference_steps=6)
 LONG_WORDS: list[Words] = [[("a", 1), ("red", 1.4)], words("star")]
+
+
+def test_states_of_all_layers_are_kept_for_the_first_chunk_only() -> None:
+    model, alive = model_of("SDXL"), list[weakref.ref[Tensor]]()
+    most = 0
+
+    def note(_: object, __: object, output: Any) -> None:
+        nonlocal most
+        alive.append(weakref.ref(output.hidden_states[0]))
+        most = max(most, sum(state() is not None for state in alive))
+
+    hook = model.text_encoders[0].register_forward_hook(note)
+    try:
+        encode_prompts(model, replace(WEIGHTED, prompt=", ".join(f"star {number}" for number in range(40))))
+    finally:
+        hook.remove()
+    assert len(alive) > 4
+    assert most <= 3  # that of the first, the one before, and its own
 
 
 def test_another_worker_of_a_pair_reads_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
