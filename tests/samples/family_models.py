@@ -62,6 +62,7 @@ _UNETS: Mapping[str, Mapping[str, Any]] = {
     "SDXL inpainting": {**_SDXL, "in_channels": 9},
     "SD 1 LCM": {**_SD, "time_cond_proj_dim": 16},
     "SDXL LCM": {**_SDXL, "time_cond_proj_dim": 16},
+    "SD 2 inpainting": {**_SD, "attention_head_dim": (2, 4), "use_linear_projection": True, "in_channels": 9},
 }
 FAMILIES = tuple(_UNETS)
 """All kinds of models."""
