@@ -55,6 +55,8 @@ class SuiteSettings:
     """Name under which workers serve the model."""
     model_folder: Path
     """Folder of the model, also if it is the embedded one."""
+    vae: str
+    """Absolute path of the folder of a VAE in place of the model's own; empty for none."""
     device: str
     dtype: str
     threads: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bottega.model_files.family_names import SDXL
+from bottega.model_files.family_names import FAMILIES, SDXL
 from bottega.model_files.field_rules import FLAG, OFF, FieldRule, Values, broken_fields, shown, whole, with_defaults
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_rules import check_scheduler_config
@@ -33,7 +33,8 @@ _SECOND = ("text_encoder_2", "tokenizer_2")
 
 def config_files(family: str) -> Mapping[str, str]:
     """Return the configuration file of each part that a family has; see bottega.model_files.families."""
-    return {part: file for part, file in CONFIG_FILES.items() if family == SDXL or part not in _SECOND}
+    two = FAMILIES[family].has_two_encoders
+    return {part: file for part, file in CONFIG_FILES.items() if two or part not in _SECOND}
 
 
 _SHOWN_CHARACTERS = 40
@@ -98,7 +99,7 @@ def check_configurations(
     """
     problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index, family)]
     scheduler_rules = partial(_check_scheduler, preset or Preset())
-    unet_rules = partial(check_unet_config, added_conditions=family == SDXL)
+    unet_rules = partial(check_unet_config, added_conditions=FAMILIES[family].has_two_encoders)
     rules: Mapping[str, _Rules] = {**_RULES, "scheduler": scheduler_rules, "unet": unet_rules}
     for part, config in configs.items():
         problems += [f"{part}/{CONFIG_FILES[part]}: {sentence}" for sentence in rules[part](config)]

@@ -1,14 +1,90 @@
-"""The families of models that workers serve."""
+"""The families of models that workers serve, and what is true of all published models of each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 SD15, SD21, SDXL = "sd15", "sd21", "sdxl"
-TITLES: Mapping[str, str] = {SD15: "Stable Diffusion 1", SD21: "Stable Diffusion 2", SDXL: "SDXL"}
-"""Display names of the families whose folders are checked part by part."""
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 """What UNets predict, by the names of Diffusers."""
+EPSILON, V_PREDICTION, _ = PREDICTION_TYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyFacts:
+    """What is true of all published models of a family, and which no tensor tells.
+
+    Sources are the folders stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and
+    -2-1-base, and stabilityai/stable-diffusion-xl-base-1.0.
+    """
+
+    title: str
+    """Display name."""
+    pipeline: str
+    """Class in the model_index.json of a folder that is made from a single file."""
+    scheduler: str
+    """Class of the scheduler of such a folder."""
+    prediction_type: str = EPSILON
+    """What its UNets predict if nothing says so; those for inpainting predict the noise in every family."""
+    scaling_factor: float = 0.18215
+    """Factor of its latents."""
+    latent_side: int = 64
+    """Side of the latent of its usual pictures."""
+    latent_side_of_v: int = 64
+    """The same for UNets that predict v."""
+    vae_pixels: int = 512
+    """Side of the pictures that its VAE was trained with."""
+    heads: int | None = None
+    """Attention heads of all levels of the UNet; None if heads have 64 channels each."""
+    upcasts_attention: bool = False
+    """Whether attention is computed in float32: Stable Diffusion 2.1 overflows in float16, and 2.0 draws the same."""
+    has_two_encoders: bool = False
+    """Whether it has a second text encoder, and conditions that are added to the timestep's embedding."""
+    text_prefixes: Mapping[str, tuple[str, ...]]
+    """Beginnings of the names of each text encoder's tensors in a single file."""
+    open_clip: frozenset[str] = frozenset()
+    """Text encoders of OpenCLIP, whose tensors have other names in single files, and which pad with "!"."""
+
+
+CLIP_PREFIXES = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.")
+OPEN_CLIP = "cond_stage_model.model."
+OPEN_CLIP_SDXL = "conditioner.embedders.1.model."
+
+FAMILIES: Mapping[str, FamilyFacts] = {
+    SD15: FamilyFacts(
+        title="Stable Diffusion 1",
+        pipeline="StableDiffusionPipeline",
+        scheduler="PNDMScheduler",
+        heads=8,
+        text_prefixes={"text_encoder": CLIP_PREFIXES[:1]},
+    ),
+    SD21: FamilyFacts(
+        title="Stable Diffusion 2",
+        pipeline="StableDiffusionPipeline",
+        scheduler="DDIMScheduler",
+        # As in Diffusers, a model is taken for 2.1 at 768 pixels.
+        prediction_type=V_PREDICTION,
+        latent_side_of_v=96,
+        upcasts_attention=True,
+        text_prefixes={"text_encoder": (OPEN_CLIP,)},
+        open_clip=frozenset({"text_encoder"}),
+    ),
+    SDXL: FamilyFacts(
+        title="SDXL",
+        pipeline="StableDiffusionXLPipeline",
+        scheduler="EulerDiscreteScheduler",
+        scaling_factor=0.13025,
+        latent_side=128,
+        latent_side_of_v=128,
+        vae_pixels=1024,
+        has_two_encoders=True,
+        text_prefixes={"text_encoder": CLIP_PREFIXES[1:], "text_encoder_2": (OPEN_CLIP_SDXL,)},
+        open_clip=frozenset({"text_encoder_2"}),
+    ),
+}
+TITLES: Mapping[str, str] = {name: family.title for name, family in FAMILIES.items()}
+"""Display names of the families whose folders are checked part by part."""
 
 
 def served_titles() -> str:

@@ -18,7 +18,7 @@ from bottega import kinds
 from bottega.errors import ConfigError
 from bottega.manifest import missing_packages, read_services
 from bottega.model_files.json_files import is_there
-from bottega.model_files.single_file_config import refusal_of
+from bottega.model_files.single_file_check import refusal_of, vae_refusal
 from bottega.state_folder import make_private
 from bottega.storage.process_lock import ProcessLock
 
@@ -60,6 +60,8 @@ async def import_file(
     folder: Path,
     family: str = "",
     prediction_type: str = "",
+    vae: Path | None = None,
+    *,
     on_part: OnPart = lambda part, size_bytes: None,
 ) -> ImportResult:
     """Convert a single file to a folder in Diffusers' layout, unless an earlier call has done it.
@@ -67,6 +69,7 @@ async def import_file(
     Args:
         family: The operator's word for the family; "" asks the tensors alone.
         prediction_type: The operator's word for what the UNet predicts; "" asks the file alone.
+        vae: File of a VAE that a whole model gets in place of its own.
         on_part: Called with the name and the bytes of each part before it is converted.
 
     Raises:
@@ -75,7 +78,7 @@ async def import_file(
     worker = next(service for service in read_services() if service.kind == kinds.WORKER)
     if missing := missing_packages(worker):
         raise ConfigError(f"importing needs {', '.join(missing)}, not installed here: pip install '{worker.install}'")
-    arguments = [str(file), str(folder), family, prediction_type]
+    arguments = [str(file), str(folder), family, prediction_type, str(vae or "")]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", f"{worker.module}.conversion", *arguments),
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
@@ -100,7 +103,14 @@ async def import_file(
     return ImportResult(folder=folder, **facts)
 
 
-async def import_for_serving(file: Path, state: Path, on_part: OnPart = lambda part, size_bytes: None) -> ImportResult:
+async def import_for_serving(
+    file: Path,
+    state: Path,
+    prediction_type: str = "",
+    vae: Path | None = None,
+    *,
+    on_part: OnPart = lambda part, size_bytes: None,
+) -> ImportResult:
     """Convert the single file of a whole model, once, to a folder that a worker can load.
 
     A file that has changed since gets another folder. What the user has put into the folder of its earlier contents
@@ -108,23 +118,44 @@ async def import_for_serving(file: Path, state: Path, on_part: OnPart = lambda p
 
     Args:
         state: Folder in which the service or the suite keeps its state.
+        prediction_type: See `import_file`.
+        vae: See `import_file`.
 
     Raises:
         ConfigError: It cannot be served or converted. The text is a sentence.
     """
-    if refusal := refusal_of(file):
+    if refusal := refusal_of(file, prediction_type, vae):
         raise ConfigError(refusal)
     try:
-        folder, prefix = _place(file, state)
+        folder, prefix = _place(file, state, prediction_type, vae)
     except OSError as error:
         raise ConfigError(f"{file} cannot be converted: {error.filename or state}: {error.strerror}") from None
-    result = await import_file(file, folder, on_part=on_part)
-    for other in list(folder.parent.iterdir()):
-        if other.name.startswith(prefix) and other != folder:
-            await asyncio.to_thread(_replace, other, folder)
-        elif other.name.startswith(f".{prefix}"):
-            await asyncio.to_thread(remove_abandoned, other)
+    result = await import_file(file, folder, "", prediction_type, vae, on_part=on_part)
+    await asyncio.to_thread(_replace_others, folder, prefix)
     return result
+
+
+async def import_vae_for_serving(
+    file: Path, state: Path, family: str, on_part: OnPart = lambda part, size_bytes: None
+) -> Path:
+    """Convert the single file of a VAE, once, to a folder that a worker can load, and return the folder.
+
+    Args:
+        state: See `import_for_serving`.
+        family: Family of the model that gets the VAE.
+
+    Raises:
+        ConfigError: It cannot be served or converted. The text is a sentence.
+    """
+    if refusal := vae_refusal(file, family):
+        raise ConfigError(refusal)
+    try:
+        folder, prefix = _place(file, state, family, None)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be converted: {error.filename or state}: {error.strerror}") from None
+    await import_file(file, folder, family, on_part=on_part)
+    await asyncio.to_thread(_replace_others, folder, prefix)
+    return folder
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -140,6 +171,15 @@ def remove_abandoned(folder: Path) -> None:
         lock.release()
 
 
+def _replace_others(folder: Path, prefix: str) -> None:
+    """Delete what earlier imports of a file have made. `prefix` is the beginning of the names of its folders."""
+    for other in list(folder.parent.iterdir()):
+        if other.name.startswith(prefix) and other != folder:
+            _replace(other, folder)
+        elif other.name.startswith(f".{prefix}"):
+            remove_abandoned(other)
+
+
 def _replace(old: Path, new: Path) -> None:
     """Delete an earlier import, after moving what it has in addition, such as ControlNets and LoRAs, to the new one."""
     with contextlib.suppress(OSError):
@@ -149,12 +189,18 @@ def _replace(old: Path, new: Path) -> None:
         shutil.rmtree(old)
 
 
-def _place(file: Path, state: Path) -> tuple[Path, str]:
+def _place(file: Path, state: Path, prediction_type: str, vae: Path | None) -> tuple[Path, str]:
     """Return the folder that is made from a file, and the beginning of the names of all folders made from it."""
-    path, status = file.absolute(), file.stat()
+    path = file.absolute()
+    facts = [_version(path), prediction_type, _version(vae) if vae is not None else ""]
     prefix = f"{path.stem}-{_hash(str(path))}-"
     make_private(state / _FOLDER)
-    return state / _FOLDER / f"{prefix}{_hash(f'{status.st_size} {status.st_mtime_ns}')}", prefix
+    return state / _FOLDER / f"{prefix}{_hash(' '.join(filter(None, facts)))}", prefix
+
+
+def _version(file: Path) -> str:
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 async def _result(process: asyncio.subprocess.Process, on_part: OnPart) -> Mapping[str, Any]:

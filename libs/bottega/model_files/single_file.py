@@ -10,24 +10,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.model_files.family_names import PREDICTION_TYPES, SD15, SD21, SDXL, TITLES
+from bottega.model_files.family_names import (
+    CLIP_PREFIXES,
+    EPSILON,
+    FAMILIES,
+    OPEN_CLIP,
+    OPEN_CLIP_SDXL,
+    PREDICTION_TYPES,
+    SD15,
+    SD21,
+    SDXL,
+    TITLES,
+    V_PREDICTION,
+)
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, HeaderError, TensorEntry, read_header
 
 UNET = "model.diffusion_model."
 VAE_PREFIXES = ("first_stage_model.", "vae.")
-CLIP_PREFIXES = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.")
-OPEN_CLIP = "cond_stage_model.model."
-OPEN_CLIP_SDXL = "conditioner.embedders.1.model."
 CONTROLNET = "control_model."
 DIFFUSERS_HINT = "controlnet_cond_embedding.conv_in.weight"
 """A tensor that every ControlNet in Diffusers' layout has. Published single files of SDXL have that layout."""
-EPSILON, V_PREDICTION = "epsilon", "v_prediction"
 
 OTHER_VERSION = "download another version of the file, or its folder in Diffusers' layout"
 """What to do about a file that cannot be converted."""
@@ -45,9 +53,8 @@ _OTHER_FAMILIES = {
     "cap_embedder.": "Lumina 2",
 }
 _CONTROL_LORA = "lora_controlnet"
-_UNION = ("task_embedding", "control_add_embedding.")
 _EDM = "edm_"
-_CHOOSE = "import it with --prediction-type"
+_CHOOSE = "give --prediction-type"
 _INPAINTING_CHANNELS = 9
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _VAE_PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
@@ -58,6 +65,7 @@ _EMBEDDINGS = frozenset({"emb_params", "clip_l", "clip_g"})
 _EMBEDDING_WIDTHS = frozenset({768, 1024, 1280})
 _MAX_EMBEDDINGS = 4
 _SHOWN_CHARACTERS = 80
+_NO_VAE = "it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder"
 _GIVE = "give the file of a whole model, a VAE or a ControlNet, or a folder with model_index.json"
 
 
@@ -91,6 +99,8 @@ class SingleFile:
     """Whether its schedule ends in pure noise (`rescale_betas_zero_snr`)."""
     parts: Mapping[str, tuple[TensorEntry, ...]] = field(default_factory=dict)
     """Tensors of each part, by the part's name in Diffusers' layout."""
+    vae: Path | None = None
+    """File of the VAE that the model gets in place of its own; None if it has its own."""
     problem: str = ""
     """A sentence on why it cannot be converted; empty if it can be."""
 
@@ -98,6 +108,10 @@ class SingleFile:
     def title(self) -> str:
         """Display name of the family; empty if it is unknown."""
         return TITLES.get(self.family, "")
+
+    def file_of(self, part: str) -> Path:
+        """Return the file that has the tensors of a part."""
+        return self.vae if part == "vae" and self.vae is not None else self.path
 
     @property
     def size_bytes(self) -> int:
@@ -114,12 +128,13 @@ class SingleFile:
         return dict(total)
 
 
-def read_single_file(path: Path, family: str = "", prediction_type: str = "") -> SingleFile:
-    """Return what a file holds. Only its header is read.
+def read_single_file(path: Path, family: str = "", prediction_type: str = "", vae: Path | None = None) -> SingleFile:
+    """Return what a file holds. Only its header is read, and that of the VAE's file.
 
     Args:
         family: The operator's word for the family, for files whose tensors do not tell. "" asks the tensors alone.
         prediction_type: The operator's word for what the UNet predicts. "" asks the file alone.
+        vae: File of a VAE that a whole model gets in place of its own. Other files ignore it.
 
     Raises:
         ValueError: It is no acceptable safetensors file. The text is a sentence without the file's name.
@@ -133,7 +148,23 @@ def read_single_file(path: Path, family: str = "", prediction_type: str = "") ->
         raise ValueError(f"it is damaged or cut off ({error}); {DOWNLOAD_AGAIN}") from None
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}") from None
-    return _recognised(path, header, family, prediction_type)
+    found = _recognised(path, header, family, prediction_type)
+    if found.kind is not FileKind.MODEL or not found.family or (found.problem and found.problem != _NO_VAE):
+        return found
+    return found if vae is None else _with_vae(found, vae)
+
+
+def _with_vae(model: SingleFile, path: Path) -> SingleFile:
+    """Return a whole model with the VAE of another file."""
+    try:
+        vae = read_single_file(path, model.family)
+        if vae.kind is not FileKind.VAE:
+            raise ValueError(f"it is {vae.kind.value}, and not a VAE")
+        if vae.problem:
+            raise ValueError(vae.problem)
+    except ValueError as error:
+        return replace(model, problem=f"the VAE {path} cannot be used: {error}")
+    return replace(model, parts={**model.parts, **vae.parts}, vae=path, problem="")
 
 
 def is_single_file(model: str) -> bool:
@@ -173,7 +204,7 @@ def _recognised(path: Path, header: Header, family: str, prediction_type: str) -
 
 
 def _kind(entries: Mapping[str, TensorEntry]) -> FileKind:
-    if _CONTROL_LORA in entries or any(name.startswith(_UNION) for name in entries):
+    if _CONTROL_LORA in entries:
         return FileKind.OTHER
     if any("lora_" in name or ".lora." in name for name in entries):
         return FileKind.LORA
@@ -213,8 +244,6 @@ def _other(entries: Mapping[str, TensorEntry]) -> str:
         return f"it has no tensors; {DOWNLOAD_AGAIN}"
     if _CONTROL_LORA in entries:
         return "it is a Control-LoRA, which is not served; give the file of a ControlNet"
-    if any(name.startswith(_UNION) for name in entries):
-        return "it is a union of several ControlNets, which is not served; give the file of a ControlNet for one kind"
     if other := next((title for start, title in _OTHER_FAMILIES.items() if _has(entries, start)), ""):
         return f"it is a {other} model; only SDXL and Stable Diffusion 1 and 2 can be converted"
     if any(name.startswith(_DIFFUSERS) for name in entries):
@@ -287,10 +316,7 @@ def _parts(kind: FileKind, family: str, entries: Mapping[str, TensorEntry]) -> d
         prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
         return {"controlnet": _below(entries, prefix)}
     prefixes = {"vae": tuple(prefix + part for prefix in VAE_PREFIXES for part in _VAE_PARTS), "unet": (UNET,)}
-    if family == SDXL:
-        prefixes |= {"text_encoder": CLIP_PREFIXES[1:], "text_encoder_2": (OPEN_CLIP_SDXL,)}
-    else:
-        prefixes |= {"text_encoder": (OPEN_CLIP,) if family == SD21 else CLIP_PREFIXES[:1]}
+    prefixes |= FAMILIES[family or SD15].text_prefixes
     return {part: _below(entries, *starts) for part, starts in sorted(prefixes.items())}
 
 
@@ -300,6 +326,8 @@ def _below(entries: Mapping[str, TensorEntry], *prefixes: str) -> tuple[TensorEn
 
 def _lacking(kind: FileKind, family: str, parts: Mapping[str, tuple[TensorEntry, ...]]) -> str:
     if kind is FileKind.MODEL and (lacking := [part for part, entries in parts.items() if not entries]):
+        if lacking == ["vae"]:
+            return _NO_VAE
         return f"it has no {' and no '.join(lacking)}; give the file of a whole model, with text encoders and VAE"
     return (
         "" if family else "its network has no transformers, by which its family is known; download its folder instead"
@@ -337,13 +365,10 @@ def _prediction(header: Header, entries: Mapping[str, TensorEntry], wanted: str)
 
 
 def _default_prediction(family: str, entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
-    """Return what UNets of a family predict, and a text that says so and how to choose.
-
-    As in Diffusers, Stable Diffusion 2 is taken for 2.1 at 768 pixels, which predicts v, but its UNet for inpainting
-    predicts the noise.
-    """
+    """Return what UNets of a family predict, and a text that says so and how to choose."""
     default = f"the default of {TITLES.get(family, 'its family')}"
-    if family == SD21 and not _is_for_inpainting(entries):
+    predicts_v = family in FAMILIES and FAMILIES[family].prediction_type == V_PREDICTION
+    if predicts_v and not _is_for_inpainting(entries):
         return V_PREDICTION, f"{default}; for a base model at 512 pixels {_CHOOSE} {EPSILON}"
     return EPSILON, f"{default}; for a model that predicts v {_CHOOSE} {V_PREDICTION}"
 

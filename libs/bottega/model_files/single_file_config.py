@@ -1,47 +1,33 @@
-"""Derives the configurations of a single file's parts from its family and the shapes of its tensors. No torch.
-
-What shapes do not tell, such as the number of attention heads and the scale of latents, are the values of the published
-folders: stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and -2-1-base, and
-stabilityai/stable-diffusion-xl-base-1.0.
-"""
+"""Derives the configurations of a single file's networks from its family and the shapes of its tensors. No torch."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from bottega.errors import InvalidRequest
-from bottega.model_files.configuration_rules import check_configurations, filled_config
-from bottega.model_files.controlnet_config import read_network_config
-from bottega.model_files.family_names import SD15, SD21, SDXL, with_article
-from bottega.model_files.single_file import (
+from bottega.model_files.family_names import (
     CLIP_PREFIXES,
-    CONTROLNET,
-    DIFFUSERS_HINT,
+    FAMILIES,
     OPEN_CLIP,
     OPEN_CLIP_SDXL,
+    V_PREDICTION,
+    with_article,
+)
+from bottega.model_files.single_file import (
+    CONTROLNET,
+    DIFFUSERS_HINT,
     OTHER_VERSION,
     UNET,
-    V_PREDICTION,
     VAE_PREFIXES,
-    FileKind,
     SingleFile,
-    read_single_file,
 )
-from bottega.model_files.tensor_check import EXPECTED_TENSORS
-from bottega.model_files.vae_rules import check_vae_config
-from bottega.safetensors_header import MAX_TENSORS
 
 Config = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Diffusers writes its version into configurations. Nothing reads it, but some tools want it.
-_VERSION = "0.42.1"
+VERSION = "0.42.1"
+"""Version of Diffusers whose layout the folders have."""
 # Published models have at most 4 levels of at most 3 layers.
 _MAX_BLOCKS = 64
 # Layers of a level or of a text encoder, and blocks of a transformer. Published models have at most 32.
@@ -49,103 +35,17 @@ _MAX_LAYERS = 64
 # Modules of a part, up to the third dot of their names. Published models have at most 150.
 _MAX_MODULES = 1024
 _HEAD_WIDTH = 64
-_SD15_HEADS = 8
+# Of the published unions for SDXL.
+_UNION_HEADS = 8
 _GROUPS = 32
-_LATENT_SCALES = {SD15: 0.18215, SD21: 0.18215, SDXL: 0.13025}
 _HINT_BLOCKS = (0, 2, 4, 6, 8, 10, 12, 14)
-_START, _END = "<|startoftext|>", "<|endoftext|>"
-_PIPELINES = {SD15: "StableDiffusionPipeline", SD21: "StableDiffusionPipeline", SDXL: "StableDiffusionXLPipeline"}
-_SCHEDULERS = {SD15: "PNDMScheduler", SD21: "DDIMScheduler", SDXL: "EulerDiscreteScheduler"}
-
-
-def refusal_of(path: Path) -> str:
-    """Return a sentence, with the file's name, on why workers cannot serve a single file; empty if they can."""
-    try:
-        source = read_single_file(path)
-        if source.kind is not FileKind.MODEL and not source.problem:
-            raise ValueError(f"it is {source.kind.value}, and not a whole model")
-        check_header(source)
-    except ValueError as error:
-        return f"the model {path} cannot be served: {error}"
-    return ""
-
-
-def check_header(source: SingleFile) -> dict[str, Config]:
-    """Return the configurations of a file's parts, after comparing the shapes of its tensors with them.
-
-    A conversion compares every tensor under its new name instead. The names are Diffusers' business, which needs torch.
-
-    Raises:
-        ValueError: The file cannot be converted, or not be served. The text is a sentence.
-    """
-    configs = configurations_of(source)
-    for part, config in configs.items():
-        if part == "controlnet":
-            continue
-        wanted = list(islice(EXPECTED_TENSORS[part](filled_config(part, config)), MAX_TENSORS + 1))
-        if len(wanted) > MAX_TENSORS:
-            raise ValueError(f"{_misfit(part, source)}: it would need over {MAX_TENSORS} tensors; {OTHER_VERSION}")
-        missing = Counter(_significant(shape) for _, shape in wanted)
-        missing.subtract(
-            _significant(converted)
-            for name, shape in shapes_of(source, part).items()
-            for converted in _converted_shapes(name, shape)
-        )
-        if lacking := next((shape for shape, count in missing.items() if count > 0), None):
-            raise ValueError(
-                f"{_misfit(part, source)}: it lacks a tensor of the shape {list(lacking)}; {OTHER_VERSION}"
-            )
-        # A UNet draws with each of its tensors. Other parts have some that the converters leave out.
-        if part == "unet" and missing.total():
-            raise ValueError(f"{_misfit(part, source)}: it has tensors that nothing takes; {OTHER_VERSION}")
-    return configs
-
-
-def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without ones at its end: converters make linear layers of convolutions of one pixel."""
-    while len(shape) > 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
-
-
-def _converted_shapes(name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes that the converters make of a tensor. OpenCLIP has three projections in one tensor."""
-    if shape and ".attn.in_proj_" in name:
-        return [(shape[0] // 3, *shape[1:])] * 3
-    return [shape[::-1] if name == "text_projection" else shape]
-
-
-def configurations_of(source: SingleFile) -> dict[str, Config]:
-    """Return the configuration of each part of a file that has weights, checked by the rules for folders.
-
-    Raises:
-        ValueError: The file cannot be converted, or not be served. The text is a sentence.
-    """
-    if source.problem:
-        raise ValueError(source.problem)
-    configs = derive_configurations(source)
-    if source.kind is FileKind.VAE and (problem := next(check_vae_config(configs["vae"]), "")):
-        raise ValueError(f"its vae cannot be served: {problem}")
-    if source.kind is FileKind.CONTROLNET:
-        try:
-            read_network_config(json.dumps(configs["controlnet"]).encode())
-        except InvalidRequest as error:
-            raise ValueError(error.message) from None
-    if source.kind is not FileKind.MODEL:
-        return configs
-    tokenizers = {
-        part: tokenizer_configs(source.family, part)["tokenizer_config.json"]
-        for part in ("tokenizer", "tokenizer_2")
-        if part.replace("tokenizer", "text_encoder") in configs
-    }
-    together = {**configs, **tokenizers, "scheduler": scheduler_config(source)}
-    if problems := check_configurations(index_of(source, configs), together, family=source.family):
-        raise ValueError(f"its parts do not fit each other: {problems[0]}")
-    return configs
 
 
 def shapes_of(source: SingleFile, part: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a part's tensors by their names in its original network, without prefixes."""
+    """Return the shapes of a part's tensors by their names in its original network, without prefixes.
+
+    OpenAI's CLIP has the names of transformers, without `text_model.`.
+    """
     prefixes = _PREFIXES[part]
     return {_without(entry.name, prefixes): entry.shape for entry in source.parts[part]}
 
@@ -161,99 +61,22 @@ def derive_configurations(source: SingleFile) -> dict[str, Config]:
         shapes = shapes_of(source, part)
         # Diffusers' converters look at every tensor for each of these.
         if len({tuple(name.split(".")[:3]) for name in shapes}) > _MAX_MODULES:
-            raise ValueError(f"{_misfit(part, source)}: it has too many modules; {OTHER_VERSION}")
+            raise ValueError(f"{misfit(part, source)}: it has too many modules; {OTHER_VERSION}")
         try:
             derived[part] = _DERIVE[part](shapes, source)
         except KeyError as error:
-            raise ValueError(f"{_misfit(part, source)}: it lacks {error.args[0]}; {OTHER_VERSION}") from None
+            raise ValueError(f"{misfit(part, source)}: it lacks {error.args[0]}; {OTHER_VERSION}") from None
         except IndexError:
-            raise ValueError(f"{_misfit(part, source)}: a tensor has too few dimensions; {OTHER_VERSION}") from None
+            raise ValueError(f"{misfit(part, source)}: a tensor has too few dimensions; {OTHER_VERSION}") from None
     if "unet" in derived:
         latent_scale = 2 ** (len(derived["vae"]["block_out_channels"]) - 1)
         derived["vae"]["sample_size"] = derived["unet"]["sample_size"] * latent_scale
     return derived
 
 
-def _misfit(part: str, source: SingleFile) -> str:
+def misfit(part: str, source: SingleFile) -> str:
+    """Return the beginning of a sentence on a part whose tensors are not those of the file's family."""
     return f"its {part} is not that of {with_article(source.title)} model"
-
-
-def index_of(source: SingleFile, configs: Mapping[str, Config]) -> Config:
-    """Return the model_index.json of a whole model with these configurations of its parts."""
-    unet = configs["unet"]
-    return model_index(source.family, is_inpainting=unet["in_channels"] != unet["out_channels"])
-
-
-def model_index(family: str, *, is_inpainting: bool = False) -> Config:
-    """Return the model_index.json of a family.
-
-    Args:
-        is_inpainting: Whether the UNet takes a mask and a masked picture as well.
-    """
-    pipeline = _PIPELINES[family].replace("Pipeline", "InpaintPipeline" if is_inpainting else "Pipeline")
-    index: Config = {"_class_name": pipeline, "_diffusers_version": _VERSION}
-    if family == SDXL:
-        index["force_zeros_for_empty_prompt"] = True
-        index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
-        index |= {"tokenizer_2": ["transformers", "CLIPTokenizer"]}
-    else:
-        # Files of this layout have no filter of pictures.
-        index |= {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
-    return index | {
-        "scheduler": ["diffusers", _SCHEDULERS[family]],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-
-
-def scheduler_config(source: SingleFile) -> Config:
-    """Return the scheduler_config.json of a family, with what the file says of its training."""
-    config: Config = {
-        "_class_name": _SCHEDULERS[source.family],
-        "_diffusers_version": _VERSION,
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "num_train_timesteps": 1000,
-        "prediction_type": source.prediction_type,
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "trained_betas": None,
-    }
-    if source.family == SDXL:
-        config |= {"interpolation_type": "linear", "sample_max_value": 1.0, "timestep_spacing": "leading"}
-        config |= {"use_karras_sigmas": False}
-    if source.zero_terminal_snr:
-        # Such a schedule must begin at its last timestep (arXiv 2305.08891, section 3.3).
-        config |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-    return config
-
-
-def tokenizer_configs(family: str, part: str) -> dict[str, Config]:
-    """Return a tokenizer's JSON files but its vocabulary, by name.
-
-    OpenCLIP's text encoders were trained with 0, the number of "!", behind a prompt's end, and CLIP's with its last.
-    """
-    pad = "!" if family == SD21 or part == "tokenizer_2" else _END
-    start, end = (_special(text) for text in (_START, _END))
-    special = {"bos_token": start, "eos_token": end, "pad_token": pad, "unk_token": end}
-    config = {
-        "add_prefix_space": False,
-        "bos_token": {"__type": "AddedToken", **start},
-        "clean_up_tokenization_spaces": True,
-        "do_lower_case": True,
-        "eos_token": {"__type": "AddedToken", **end},
-        "errors": "replace",
-        "model_max_length": 77,
-        "pad_token": pad,
-        "tokenizer_class": "CLIPTokenizer",
-        "unk_token": {"__type": "AddedToken", **end},
-    }
-    return {"special_tokens_map.json": special, "tokenizer_config.json": config}
 
 
 def _unet(shapes: Shapes, source: SingleFile) -> Config:
@@ -264,11 +87,11 @@ def _unet(shapes: Shapes, source: SingleFile) -> Config:
         "up_block_types": [name.replace("Down", "Up") for name in reversed(config["down_block_types"])],
         "mid_block_type": "UNetMidBlock2DCrossAttn",
     }
-    is_large = source.prediction_type == V_PREDICTION and config["in_channels"] == config["out_channels"]
-    sizes = {SD15: 64, SD21: 96 if is_large else 64, SDXL: 128}
-    if source.family == SD21:
-        config["upcast_attention"] = True  # version 2.1 overflows in float16; 2.0 draws the same with it
-    return config | {"sample_size": sizes[source.family]}
+    family = FAMILIES[source.family]
+    if family.upcasts_attention:
+        config["upcast_attention"] = True
+    is_of_v = source.prediction_type == V_PREDICTION and config["in_channels"] == config["out_channels"]
+    return config | {"sample_size": family.latent_side_of_v if is_of_v else family.latent_side}
 
 
 def _controlnet(shapes: Shapes, source: SingleFile) -> Config:
@@ -280,13 +103,32 @@ def _controlnet(shapes: Shapes, source: SingleFile) -> Config:
     else:
         hints = [shapes[f"input_hint_block.{number}.weight"] for number in _HINT_BLOCKS]
         encoder = _original_encoder(shapes)
-    return _encoder_config(encoder, source.family) | {
-        "_class_name": "ControlNetModel",
-        "conditioning_channels": hints[0][1],
-        # Between the first and the last convolution, each second one widens.
-        "conditioning_embedding_out_channels": [hints[0][0], *(hint[0] for hint in hints[2:-1:2])],
-        "controlnet_conditioning_channel_order": "rgb",
-        "global_pool_conditions": False,
+    return (
+        _encoder_config(encoder, source.family)
+        | _union(shapes)
+        | {
+            "conditioning_channels": hints[0][1],
+            # Between the first and the last convolution, each second one widens.
+            "conditioning_embedding_out_channels": [hints[0][0], *(hint[0] for hint in hints[2:-1:2])],
+            "controlnet_conditioning_channel_order": "rgb",
+            "global_pool_conditions": False,
+        }
+    )
+
+
+def _union(shapes: Shapes) -> Config:
+    """Return the class of a ControlNet, and what a union has besides."""
+    if "task_embedding" not in shapes:
+        return {"_class_name": "ControlNetModel"}
+    modes, width = shapes["task_embedding"][0], shapes["task_embedding"][1]
+    return {
+        "_class_name": "ControlNetUnionModel",
+        "addition_time_embed_dim": shapes["control_add_embedding.linear_1.weight"][1] // max(1, modes),
+        "num_control_type": modes,
+        "num_proj_channel": shapes["spatial_ch_projs.weight"][0],
+        "num_trans_channel": width,
+        "num_trans_head": _UNION_HEADS,
+        "num_trans_layer": _count(shapes, "transformer_layes.{}.ln_1.weight"),
     }
 
 
@@ -347,7 +189,7 @@ def _diffusers_encoder(shapes: Shapes) -> _Encoder:
 
 def _encoder_config(encoder: _Encoder, family: str) -> Config:
     config: Config = {
-        "_diffusers_version": _VERSION,
+        "_diffusers_version": VERSION,
         "act_fn": "silu",
         "block_out_channels": encoder.widths,
         "cross_attention_dim": encoder.context,
@@ -362,11 +204,9 @@ def _encoder_config(encoder: _Encoder, family: str) -> Config:
         "norm_num_groups": _GROUPS,
         "transformer_layers_per_block": encoder.depths if len(set(encoder.depths)) > 1 else encoder.depths[0],
         "use_linear_projection": encoder.is_linear,
-        "attention_head_dim": (
-            _SD15_HEADS if family == SD15 else [width // _HEAD_WIDTH or 1 for width in encoder.widths]
-        ),
+        "attention_head_dim": FAMILIES[family].heads or [width // _HEAD_WIDTH or 1 for width in encoder.widths],
     }
-    if family == SDXL:
+    if FAMILIES[family].has_two_encoders:
         config |= {
             "addition_embed_type": "text_time",
             "addition_time_embed_dim": 256,
@@ -419,7 +259,7 @@ def _vae(shapes: Shapes, source: SingleFile) -> Config:
     layers = _count(shapes, "encoder.down.0.block.{}.conv1.weight")
     return {
         "_class_name": "AutoencoderKL",
-        "_diffusers_version": _VERSION,
+        "_diffusers_version": VERSION,
         "act_fn": "silu",
         "block_out_channels": widths,
         "down_block_types": ["DownEncoderBlock2D"] * len(widths),
@@ -429,23 +269,23 @@ def _vae(shapes: Shapes, source: SingleFile) -> Config:
         "latent_channels": shapes["decoder.conv_in.weight"][1],
         "layers_per_block": layers,
         "norm_num_groups": _GROUPS,
-        "sample_size": 1024 if source.family == SDXL else 512,
-        "scaling_factor": _LATENT_SCALES[source.family],
+        "sample_size": FAMILIES[source.family].vae_pixels,
+        "scaling_factor": FAMILIES[source.family].scaling_factor,
     }
 
 
 def _text_encoder(shapes: Shapes, source: SingleFile) -> Config:
-    if source.family == SD21:
+    if "text_encoder" in FAMILIES[source.family].open_clip:
         return _open_clip(shapes) | {"architectures": ["CLIPTextModel"]}
-    layers = _count(shapes, "text_model.encoder.layers.{}.layer_norm1.weight")
-    embedding = shapes["text_model.embeddings.position_embedding.weight"]
+    layers = _count(shapes, "encoder.layers.{}.layer_norm1.weight")
+    embedding = shapes["embeddings.position_embedding.weight"]
     return _clip(
         act="quick_gelu",
         layers=layers,
         positions=embedding[0],
         width=embedding[1],
-        vocabulary=shapes["text_model.embeddings.token_embedding.weight"][0],
-        inner=shapes["text_model.encoder.layers.0.mlp.fc1.weight"][0],
+        vocabulary=shapes["embeddings.token_embedding.weight"][0],
+        inner=shapes["encoder.layers.0.mlp.fc1.weight"][0],
     )
 
 
@@ -507,10 +347,6 @@ def _clip(*, act: str, layers: int, positions: int, width: int, vocabulary: int,
     }
 
 
-def _special(text: str) -> Config:
-    return {"content": text, "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
-
-
 def _without(name: str, prefixes: tuple[str, ...]) -> str:
     for prefix in prefixes:
         if name.startswith(prefix):
@@ -522,7 +358,8 @@ _PREFIXES: Mapping[str, tuple[str, ...]] = {
     "unet": (UNET,),
     "controlnet": (CONTROLNET,),
     "vae": VAE_PREFIXES,
-    "text_encoder": (*CLIP_PREFIXES, OPEN_CLIP),
+    # Some files lack the prefix of transformers' older versions.
+    "text_encoder": (*(f"{prefix}text_model." for prefix in CLIP_PREFIXES), *CLIP_PREFIXES, OPEN_CLIP),
     "text_encoder_2": (OPEN_CLIP_SDXL,),
 }
 _DERIVE = {

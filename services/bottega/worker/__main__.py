@@ -17,7 +17,7 @@ from bottega.addons.interface.front_addon import load_front_addons
 from bottega.codec import CodecPool
 from bottega.errors import ConfigError
 from bottega.model_files import name_of
-from bottega.model_files.importing import CONVERSION_S, import_for_serving
+from bottega.model_files.importing import CONVERSION_S, import_for_serving, import_vae_for_serving
 from bottega.model_files.single_file import is_single_file
 from bottega.process import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
@@ -29,7 +29,7 @@ from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.transport import default_socket_path, links_group
 from bottega.v1 import fleet_pb2
-from bottega.worker.config import EngineConfig, WorkerConfig, check_model
+from bottega.worker.config import EngineConfig, WorkerConfig, check_model, report_on_model, single_vae
 from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
@@ -77,7 +77,7 @@ def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -
 async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
     try:
         check_model(settings)  # before an engine imports torch only to find that it cannot load the model
-        if is_single_file(settings.engine.model):
+        if is_single_file(settings.engine.model) or single_vae(settings.engine) is not None:
             settings = replace(settings, engine=await _imported(settings.engine))
             check_model(settings)
     except ConfigError as error:
@@ -106,15 +106,20 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
 
 
 async def _imported(engine: EngineConfig) -> EngineConfig:
-    """Return a configuration that names the folder that is made from the single file of the given one."""
+    """Return a configuration that names the folders that are made from the single files of the given one."""
     systemd = SystemdNotifier(os.environ)
     systemd.extend_start(f"converting {engine.model}", within_s=CONVERSION_S)
+    state, vae = Path(os.environ.get("STATE_DIRECTORY") or state_folder()), single_vae(engine)
+    if vae is not None and not is_single_file(engine.model):
+        folder = await import_vae_for_serving(vae, state, report_on_model(engine).family)
+        return replace(engine, vae=replace(engine.vae, folder=str(folder)))
     file = Path(engine.model)
-    imported = await import_for_serving(file, Path(os.environ.get("STATE_DIRECTORY") or state_folder()))
+    imported = await import_for_serving(file, state, engine.prediction_type, vae)
     if imported.prediction_is_guess:
         _log.info("%s", imported.prediction, extra={"model": str(file)})
     name = engine.model_name or name_of(str(file.with_suffix("")))
-    return replace(engine, model=str(imported.folder), model_name=name)
+    own = replace(engine.vae, folder="") if vae is not None else engine.vae
+    return replace(engine, model=str(imported.folder), model_name=name, vae=own)
 
 
 def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:

@@ -19,7 +19,7 @@ from bottega.model_files import ModelReport, check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import read_base_layout
 from bottega.model_files.single_file import is_single_file
-from bottega.model_files.single_file_config import refusal_of
+from bottega.model_files.single_file_check import refusal_of, vae_refusal
 from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
@@ -32,7 +32,10 @@ class VaeConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     folder: str = ""
-    """Folder of a VAE that replaces the model's own, in Diffusers' layout. Set it alike on all workers of a model."""
+    """Folder of a VAE that replaces the model's own, in Diffusers' layout. Set it alike on all workers of a model.
+
+    A single .safetensors file is converted, as engine.model is. A model in a single file without a VAE needs one.
+    """
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type in which latents are decoded.
 
@@ -132,6 +135,11 @@ class EngineConfig:
     """Folder of the model in Diffusers' layout, or "miniature" for the small model that comes with Bottega.
 
     A single .safetensors file is converted to a folder in the worker's state folder at the first start.
+    """
+    prediction_type: Literal["", "epsilon", "v_prediction", "sample"] = ""
+    """What the UNet of a single file predicts; epsilon for the base models of Stable Diffusion 2.
+
+    Empty: what the file says, else what most models of its family predict.
     """
     model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)] = ""
     """Name of the model in requests.
@@ -253,9 +261,14 @@ class WorkerConfig(MemberConfig):
 
 
 def report_on_model(config: EngineConfig) -> ModelReport:
-    """Return the report on a worker's model, with the VAE that its configuration names."""
-    vae = Path(config.vae.folder) if config.vae.folder else None
+    """Return the report on a worker's model, with the VAE that its configuration names, unless that is a file."""
+    vae = Path(config.vae.folder) if config.vae.folder and single_vae(config) is None else None
     return check_model_folder(folder_of(config.model), config.model_variant, vae=vae)
+
+
+def single_vae(config: EngineConfig) -> Path | None:
+    """Return the single file of the VAE that a worker's configuration names; None if it names none or a folder."""
+    return Path(config.vae.folder) if is_single_file(config.vae.folder) else None
 
 
 def check_model(config: WorkerConfig) -> None:
@@ -263,12 +276,13 @@ def check_model(config: WorkerConfig) -> None:
 
     It takes some milliseconds and does not import torch.
     """
+    vae = single_vae(config.engine)
     if is_single_file(config.engine.model):
-        if refusal := refusal_of(Path(config.engine.model)):
+        if refusal := refusal_of(Path(config.engine.model), config.engine.prediction_type, vae):
             raise ConfigError(refusal)
         return  # the rest is checked when it has been converted
-    folder = folder_of(config.engine.model)
-    if refusal := report_on_model(config.engine).refusal:
+    folder, report = folder_of(config.engine.model), report_on_model(config.engine)
+    if refusal := report.refusal or (vae_refusal(vae, report.family) if vae is not None else ""):
         raise ConfigError(refusal)
     if config.engine.controlnets.folders:
         base = read_base_layout(folder)

@@ -20,6 +20,7 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
             "device": suite.device,
             "dtype": suite.dtype,
             "threads": threads,
+            **({"vae": {"folder": suite.vae}} if suite.vae else {}),
         },
     }
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from bottega.client.cli import main
 from bottega.miniature import WEIGHTS
 from bottega.model_files.single_file import OTHER_VERSION
-from bottega.model_files.single_file_config import refusal_of
+from bottega.model_files.single_file_check import refusal_of
 from bottega.safetensors_header import read_header
 from tests.samples.single_files import SHAPES, TRUE_SHAPES, write_zeros_file
 from tests.samples.wrong_folders import change_json, link_model, write_zeros
@@ -54,7 +54,8 @@ def test_inspect_of_a_single_file_says_all_that_its_header_tells(tmp_path: Path)
     assert (unet["parameters"], unet["size_bytes"]) == (2_567_463_684, 5_134_927_368)  # as published
     assert facts["half_bytes"] == 2 * facts["parameters"] == facts["size_bytes"]
     assert facts["advice"] == (
-        f"`bottega up --model {file}` serves it, and `bottega models import {file}` converts it to a folder"
+        f"`bottega up --model {file}` serves it, and `bottega models import {file}` converts it to a folder, "
+        "and only that checks whether all weights are finite numbers"
     )
 
 
@@ -91,36 +92,40 @@ WRONG_HEADERS = (
     WrongHeader(
         name="no VAE",
         change=lambda tensors: {name: tensor for name, tensor in tensors.items() if "first_stage" not in name},
-        sentence="it has no vae; give the file of a whole model, with text encoders and VAE",
+        sentence="it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder",
     ),
     WrongHeader(
-        name="an old text encoder",
-        change=lambda tensors: {name.replace(".text_model.", "."): tensor for name, tensor in tensors.items()},
-        sentence="its text_encoder is not that of a Stable Diffusion 1 model: it lacks "
-        f"text_model.embeddings.position_embedding.weight; {OTHER_VERSION}",
+        name="a tensor under another name",
+        change=lambda tensors: {name.replace("out.2.bias", "out.3.bias"): tensor for name, tensor in tensors.items()},
+        sentence=f"{_OTHER_UNET}: it lacks out.2.bias; {OTHER_VERSION}",
+    ),
+    WrongHeader(
+        name="two tensors of different shapes under each other's names",
+        change=lambda tensors: _swapped(tensors, f"{_UNET}out.2.bias", f"{_UNET}out.0.bias"),
+        sentence=f"{_OTHER_UNET}: out.0.bias has the shape [4] instead of [32]; {OTHER_VERSION}",
     ),
     WrongHeader(
         name="a UNet without a bias",
         change=lambda tensors: _without(tensors, "middle_block.2.out_layers.3.bias"),
-        sentence=f"{_OTHER_UNET}: it lacks a tensor of the shape [64]; {OTHER_VERSION}",
+        sentence=f"{_OTHER_UNET}: it lacks middle_block.2.out_layers.3.bias; {OTHER_VERSION}",
     ),
     WrongHeader(
         name="a UNet that reads the guidance scale",
         change=lambda tensors: tensors | {f"{_UNET}time_embed.cond_proj.weight": ("F16", (128, 256))},
-        sentence=f"{_OTHER_UNET}: it has tensors that nothing takes; {OTHER_VERSION}",
+        sentence=f"{_OTHER_UNET}: nothing takes time_embed.cond_proj.weight; {OTHER_VERSION}",
     ),
     WrongHeader(
         name="a VAE without a projection",
         change=lambda tensors: _without(tensors, "decoder.mid.attn_1.q.weight"),
-        sentence="its vae is not that of a Stable Diffusion 1 model: it lacks a tensor of the shape [64, 64]; "
+        sentence="its vae is not that of a Stable Diffusion 1 model: it lacks decoder.mid.attn_1.q.weight; "
         f"{OTHER_VERSION}",
     ),
     WrongHeader(
         name="an OpenCLIP without a bias",
         family="sd21",
         change=lambda tensors: _without(tensors, "resblocks.1.attn.in_proj_bias"),
-        sentence="its text_encoder is not that of a Stable Diffusion 2 model: it lacks a tensor of the shape [64]; "
-        f"{OTHER_VERSION}",
+        sentence="its text_encoder is not that of a Stable Diffusion 2 model: it lacks "
+        f"transformer.resblocks.1.attn.in_proj_bias; {OTHER_VERSION}",
     ),
 )
 
@@ -138,6 +143,18 @@ def test_check_refuses_a_single_file_by_its_header(wrong: WrongHeader, tmp_path:
 
 def _without(tensors: Tensors, ending: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}
+
+
+def _swapped(tensors: Tensors, one: str, other: str) -> Tensors:
+    return tensors | {one: tensors[other], other: tensors[one]}
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
+def test_check_says_what_only_an_import_checks(family: str, tmp_path: Path) -> None:
+    file = write_zeros_file(tmp_path / "model.safetensors", family, SHAPES[family])
+    checked = _run("check", str(file))
+    assert checked.exit_code == 0, checked.output
+    assert "only that checks whether all weights are finite numbers" in " ".join(checked.output.split())
 
 
 def test_check_gives_every_reason_and_fails(tmp_path: Path) -> None:

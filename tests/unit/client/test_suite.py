@@ -49,7 +49,8 @@ def held(folder: Path) -> StateFolder:
 
 def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     plan = plan_suite(
-        SuiteOptions(services={"workers": 2}, port=0, model="some/folder", dtype="bfloat16"), held(tmp_path)
+        SuiteOptions(services={"workers": 2}, port=0, model="some/folder", vae="some/vae", dtype="bfloat16"),
+        held(tmp_path),
     )
     assert [process.name for process in plan.processes] == [
         "gateway",
@@ -71,6 +72,7 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     assert worker["gateway"] == plan.settings.fleet_address
     assert worker["name"] == "worker-1"
     assert worker["engine"]["model"] == str(Path("some/folder").resolve())
+    assert worker["engine"]["vae"] == {"folder": str(Path("some/vae").resolve())}
     loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
     assert (loras["bases"], loras["loras"]) == ({"folder": str(Path("some/folder").resolve())}, {})
     assert (loras["gateway"], loras["folder"]) == (plan.settings.fleet_address, str(tmp_path / "loras"))

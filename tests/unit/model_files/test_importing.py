@@ -22,7 +22,9 @@ def test_a_file_is_converted_once(tmp_path: Path) -> None:
     parts: list[str] = []
 
     def import_it() -> Path:
-        return asyncio.run(import_for_serving(file, tmp_path / "state", lambda part, _: parts.append(part))).folder
+        return asyncio.run(
+            import_for_serving(file, tmp_path / "state", on_part=lambda part, _: parts.append(part))
+        ).folder
 
     folder = import_it()
     assert check_model_folder(folder).problems == ()

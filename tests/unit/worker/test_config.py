@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from bottega.errors import ConfigError
 from bottega.worker.__main__ import _imported
-from bottega.worker.config import EngineConfig, PeerConfig, WorkerConfig, check_model
-from tests.samples.single_files import write_single_file, write_vae_file
+from bottega.worker.config import EngineConfig, PeerConfig, VaeConfig, WorkerConfig, check_model, report_on_model
+from tests.samples.single_files import write_controlnet_file, write_single_file, write_vae_file
 
 
 def test_a_pair_with_fixed_rows_is_refused_with_the_reason() -> None:
@@ -49,6 +53,53 @@ def test_a_single_file_of_a_whole_model_may_be_served(tmp_path: Path) -> None:
     check_model(WorkerConfig(engine=EngineConfig(model=str(file))))
 
 
+def test_a_single_file_without_a_vae_needs_one(tmp_path: Path) -> None:
+    file, net = write_single_file(tmp_path / "model.safetensors", "sd15"), tmp_path / "net.safetensors"
+    whole = load_file(file)
+    save_file({name: tensor for name, tensor in whole.items() if "first_stage" not in name}, file)
+    config = EngineConfig(model=str(file))
+    lacking = "it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder"
+    assert _refusal(config) == f"the model {file} cannot be served: {lacking}"
+    write_controlnet_file(net, "sd15")
+    wrong = replace(config, vae=VaeConfig(folder=str(net)))
+    none = f"the VAE {net} cannot be used: it is a ControlNet, and not a VAE"
+    assert _refusal(wrong) == f"the model {file} cannot be served: {none}"
+    vae = write_vae_file(tmp_path / "vae.safetensors")
+    check_model(WorkerConfig(engine=replace(config, vae=VaeConfig(folder=str(vae)))))
+
+
+def test_a_vae_of_a_file_for_a_folder_is_checked_first(tmp_path: Path) -> None:
+    lora = tmp_path / "lora.safetensors"
+    save_file({"lora_unet_a.lora_up.weight": torch.zeros(4, 4)}, lora)
+    check_model(
+        WorkerConfig(engine=EngineConfig(vae=VaeConfig(folder=str(write_vae_file(tmp_path / "v.safetensors")))))
+    )
+    assert _refusal(EngineConfig(vae=VaeConfig(folder=str(lora)))) == (
+        f"the VAE {lora} cannot be served: it is a LoRA; add it with `bottega loras add NAME FILE`"
+    )
+
+
+def _refusal(config: EngineConfig) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_model(WorkerConfig(engine=config))
+    return refused.value.message
+
+
+def test_a_worker_converts_its_vae_and_predicts_what_its_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
+    file = write_single_file(tmp_path / "model.safetensors", "sd21")
+    vae = VaeConfig(folder=str(write_vae_file(tmp_path / "vae.safetensors")), tile_pixels=9)
+    engine = asyncio.run(_imported(EngineConfig(model=str(file), prediction_type="epsilon", vae=vae)))
+    scheduler = json.loads((Path(engine.model) / "scheduler" / "scheduler_config.json").read_text())
+    assert (scheduler["prediction_type"], engine.vae) == ("epsilon", VaeConfig(tile_pixels=9))
+    alone = asyncio.run(_imported(EngineConfig(vae=vae)))
+    assert (alone.model, alone.vae.tile_pixels) == ("miniature", 9)
+    assert report_on_model(alone).problems == ()
+    assert (Path(alone.vae.folder) / "config.json").is_file()
+
+
 def test_a_worker_logs_what_it_guesses_of_a_single_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,5 +111,5 @@ def test_a_worker_logs_what_it_guesses_of_a_single_file(
     (logged,) = (record for record in caplog.records if record.name == "bottega.worker.__main__")
     assert logged.getMessage() == (
         "Prediction type: v_prediction, a guess: the default of Stable Diffusion 2; for a base model at 512 pixels "
-        "import it with --prediction-type epsilon."
+        "give --prediction-type epsilon."
     )

@@ -19,7 +19,7 @@ from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import ControlLayout, read_base_layout
 from bottega.model_files.own_files import own_controlnets
 from bottega.model_files.single_file import is_single_file
-from bottega.model_files.single_file_config import refusal_of
+from bottega.model_files.single_file_check import refusal_of
 from bottega.process.open_files import ENOUGH, LITTLE
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-serving", "bottega-services")

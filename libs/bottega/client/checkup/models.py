@@ -16,7 +16,9 @@ from bottega.model_files.family_names import SDXL, TITLES
 from bottega.model_files.presets import read_preset
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
-from bottega.model_files.single_file_config import Config, check_header, scheduler_config
+from bottega.model_files.single_file_check import check_header
+from bottega.model_files.single_file_config import Config
+from bottega.model_files.single_file_folder import scheduler_config
 from bottega.model_files.vae_rules import latent_scale
 
 _SINGLE_FILE = "single file"
@@ -224,7 +226,11 @@ def _of_file(found: SingleFile) -> ModelFacts:
     importing = f"`bottega models import {quote(str(found.path))}`"
     if found.kind is FileKind.VAE:
         importing = f"`bottega models import {quote(str(found.path))} --family FAMILY` ({', '.join(TITLES)})"
-    advice = "" if problem else f"{importing} converts it to a folder"
+    advice = (
+        ""
+        if problem
+        else f"{importing} converts it to a folder, and only that checks whether all weights are finite numbers"
+    )
     if advice and found.kind is FileKind.MODEL:
         advice = f"`bottega up --model {quote(str(found.path))}` serves it, and {advice}"
     return ModelFacts(

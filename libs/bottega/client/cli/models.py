@@ -104,10 +104,19 @@ def check_command(*, path: str, as_json: bool) -> None:
     type=click.Choice(PREDICTION_TYPES),
     help="What its UNet predicts, for a file that does not tell.",
 )
+@click.option(
+    "--vae", type=click.Path(path_type=Path), help="File of a VAE for a model, in place of its own or of none."
+)
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="New folder; default: FILE without its suffix.")
 @_JSON
 def import_command(
-    *, file: Path, family: str | None, prediction_type: str | None, folder: Path | None, as_json: bool
+    *,
+    file: Path,
+    family: str | None,
+    prediction_type: str | None,
+    vae: Path | None,
+    folder: Path | None,
+    as_json: bool,
 ) -> None:
     """Make a folder of FILE, a single file.
 
@@ -119,7 +128,7 @@ def import_command(
     from bottega.model_files.single_file import FileKind
 
     target = folder or file.with_suffix("")
-    result = run_import(import_file(file, target, family or "", prediction_type or "", note_part))
+    result = run_import(import_file(file, target, family or "", prediction_type or "", vae, on_part=note_part))
     if as_json:
         say(json.dumps({**asdict(result), "folder": str(target)}))
         return

@@ -10,7 +10,9 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,6 +31,7 @@ from bottega.client.transport.connection import DEFAULT_PORT
 from bottega.client.types.fleet import FleetStatus
 from bottega.errors import BottegaError
 from bottega.manifest import options_of, read_services
+from bottega.model_files.family_names import PREDICTION_TYPES
 from bottega.state_folder import state_folder
 
 if TYPE_CHECKING:
@@ -59,6 +62,12 @@ class _WithServicesOptions(click.Command):
     show_default=True,
     help="Model to serve: miniature, a folder in Diffusers' layout, or a single .safetensors file.",
 )
+@click.option(
+    "--prediction-type",
+    type=click.Choice(PREDICTION_TYPES),
+    help="What the UNet of a single file predicts, if the file does not tell.",
+)
+@click.option("--vae", default="", help="VAE in place of the model's own: a folder or a single .safetensors file.")
 @click.option(
     "--model-name", default="", help="Name of the model in requests; default: the name of its folder or repository."
 )
@@ -94,6 +103,8 @@ class _WithServicesOptions(click.Command):
 def command(
     *,
     model: str,
+    prediction_type: str | None,
+    vae: str,
     model_name: str,
     device: str,
     dtype: str,
@@ -112,11 +123,18 @@ def command(
     ControlNets and LoRAs are served from the folders `controlnets` and `loras` in the model's folder. The built-in
     model has the ControlNets edges and layout, and the LoRAs striped, checked and dusk. bottega loras add adds LoRAs.
     """
-    model, model_name = _folder_of_file(model, model_name, state)
-    _check_model(model, model_name)
-    options = SuiteOptions(
-        model=model, model_name=model_name, device=device, dtype=dtype, threads=threads, port=port, services=services
+    given = SuiteOptions(
+        model=model,
+        vae=vae,
+        model_name=model_name,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        port=port,
+        services=services,
     )
+    options = _with_folders(given, prediction_type or "", state)
+    _check_model(options)
     try:
         if detach:
             _detached(options, state)
@@ -139,36 +157,47 @@ def command(
         )
 
 
-def _folder_of_file(model: str, name: str, state: StateFolder) -> tuple[str, str]:
-    """Return the model to serve and its name: for a single file, a folder in the state folder that is made from it."""
-    from pathlib import Path
-
-    from bottega.model_files import name_of
-    from bottega.model_files.importing import import_for_serving
+def _with_folders(options: SuiteOptions, prediction_type: str, state: StateFolder) -> SuiteOptions:
+    """Return options that name folders in the state folder that are made from the given single files."""
+    from bottega.model_files import check_model_folder, folder_of, name_of
+    from bottega.model_files.importing import import_for_serving, import_vae_for_serving
     from bottega.model_files.single_file import is_single_file
-    from bottega.model_files.single_file_config import refusal_of
+    from bottega.model_files.single_file_check import refusal_of, vae_refusal
 
-    if not is_single_file(model):
-        return model, name
-    file = Path(model)
-    if refusal := refusal_of(file):
+    vae = Path(options.vae) if is_single_file(options.vae) else None
+    if not is_single_file(options.model):
+        if vae is None:
+            return options
+        family = check_model_folder(folder_of(options.model)).family
+        _make_state_for(vae_refusal(vae, family), state)
+        folder = run_import(import_vae_for_serving(vae, state.root, family, note_part))
+        return replace(options, vae=str(folder))
+    file = Path(options.model)
+    _make_state_for(refusal_of(file, prediction_type, vae), state)
+    result = run_import(import_for_serving(file, state.root, prediction_type, vae, on_part=note_part))
+    note(result.prediction)
+    name = options.model_name or name_of(str(file.with_suffix("")))
+    return replace(options, model=str(result.folder), model_name=name, vae="" if vae is not None else options.vae)
+
+
+def _make_state_for(refusal: str, state: StateFolder) -> None:
+    """Make the state folder for an import. End the command if the file is refused or another suite runs there."""
+    if refusal:
         fail(refusal)
     if state.is_held():
         _refuse(state, state.holders())
     state.make()
-    result = run_import(import_for_serving(file, state.root, note_part))
-    note(result.prediction)
-    return str(result.folder), name or name_of(str(file.with_suffix("")))
 
 
-def _check_model(model: str, name: str) -> None:
+def _check_model(options: SuiteOptions) -> None:
     """End the command if workers could not serve the model, or if its name is too long for requests."""
+    model, name = options.model, options.model_name
     from bottega.model_files import MINIATURE, check_model_folder, folder_of
     from bottega.rules import MAX_MODEL_CHARACTERS
 
     if model == MINIATURE and not folder_of(model).is_dir():
         fail("the embedded model is not installed", "pip install bottega-miniature, or serve your own: --model FOLDER")
-    report = check_model_folder(folder_of(model))
+    report = check_model_folder(folder_of(model), vae=Path(options.vae) if options.vae else None)
     if report.refusal:
         fail(report.refusal)
     if report.advice:

@@ -33,6 +33,8 @@ class SuiteOptions:
 
     model: str = EMBEDDED_MODEL
     """`miniature`, or a folder in Diffusers' layout."""
+    vae: str = ""
+    """Folder of a VAE in place of the model's own; empty for none."""
     model_name: str = ""
     """Name of the model in requests; if empty, the name that `bottega.model_files.name_of` returns."""
     device: str = "auto"
@@ -108,6 +110,7 @@ def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: S
         model=model,
         model_name=name_of(model, options.model_name),
         model_folder=folder,
+        vae=str(Path(options.vae).resolve()) if options.vae else "",
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,

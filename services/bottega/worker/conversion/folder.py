@@ -23,12 +23,8 @@ from bottega.model_files.digest import file_digest
 from bottega.model_files.importing import remove_abandoned
 from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
-from bottega.model_files.single_file_config import (
-    configurations_of,
-    index_of,
-    scheduler_config,
-    tokenizer_configs,
-)
+from bottega.model_files.single_file_check import configurations_of
+from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
 from bottega.storage import folders
 from bottega.storage.process_lock import ProcessLock
 from bottega.worker.conversion.tensors import check_part, convert_part
@@ -62,6 +58,8 @@ def convert_file(
     folder: Path,
     family: str = "",
     prediction_type: str = "",
+    vae: Path | None = None,
+    *,
     on_part: Callable[[str, int], None] = lambda part, size_bytes: None,
 ) -> Conversion:
     """Convert a single file to a folder in Diffusers' layout.
@@ -69,13 +67,14 @@ def convert_file(
     Args:
         family: See `read_single_file`.
         prediction_type: See `read_single_file`.
+        vae: See `read_single_file`.
         on_part: Called with the name and the bytes of each part before it is converted.
 
     Raises:
         ConfigError: The file cannot be converted, or the folder is something else. The text names the path.
     """
     try:
-        source = read_single_file(path, family, prediction_type)
+        source = read_single_file(path, family, prediction_type, vae)
         configs = configurations_of(source)
         for part, config in configs.items():
             check_part(source, part, config)
@@ -160,9 +159,11 @@ def _check_made_of(folder: Path, source: SingleFile) -> None:
 
 def _record(source: SingleFile, digest: str) -> dict[str, object]:
     status = source.path.stat()
+    vae = source.vae.stat() if source.vae is not None else None
     return {
         "family": source.family,
         "prediction_type": source.prediction_type,
+        "vae": None if vae is None else [vae.st_size, vae.st_mtime_ns],
         "size_bytes": status.st_size,
         "modified_ns": status.st_mtime_ns,
         "sha256": digest,

@@ -20,19 +20,9 @@ from diffusers.loaders import single_file_utils as stock
 from safetensors import safe_open
 from torch import Tensor
 
-from bottega.errors import InvalidRequest
-from bottega.model_files.configuration_rules import filled_config
-from bottega.model_files.controlnet_config import read_network_config
-from bottega.model_files.family_names import SD21, with_article
-from bottega.model_files.single_file import (
-    CONTROLNET,
-    DIFFUSERS_HINT,
-    OPEN_CLIP,
-    OPEN_CLIP_SDXL,
-    OTHER_VERSION,
-    SingleFile,
-)
-from bottega.model_files.tensor_check import EXPECTED_TENSORS, Tensors, controlnet_tensors
+from bottega.model_files.family_names import FAMILIES, OPEN_CLIP, OPEN_CLIP_SDXL, with_article
+from bottega.model_files.single_file import CONTROLNET, DIFFUSERS_HINT, OTHER_VERSION, SingleFile
+from bottega.model_files.single_file_check import expected_tensors
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS
 
@@ -60,7 +50,7 @@ def convert_part(source: SingleFile, part: str, config: Mapping[str, Any], targe
         OSError: The file cannot be written.
     """
     # Whole tensors are read instead of mapped: the file may change, and a mapped page that is gone ends the process.
-    with safe_open(source.path, framework="pt", backend="pread") as reader:
+    with safe_open(source.file_of(part), framework="pt", backend="pread") as reader:
         names = {entry.name for entry in source.parts[part]}
         state = {name: reader.get_tensor(name) for name in reader.offset_keys() if name in names}
     converted = _converted(source, part, config, state)
@@ -70,7 +60,7 @@ def convert_part(source: SingleFile, part: str, config: Mapping[str, Any], targe
 
 def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: State) -> State:
     """Return a part's tensors under the names that its network has, without any other."""
-    wanted = dict(islice(_expected(part, config), MAX_TENSORS + 1))
+    wanted = dict(islice(expected_tensors(part, dict(config)), MAX_TENSORS + 1))
     if len(wanted) > MAX_TENSORS:
         raise ValueError(_misfit(source, part, f"it would need over {MAX_TENSORS} tensors"))
     try:
@@ -105,15 +95,6 @@ def _misfit(source: SingleFile, part: str, what: str) -> str:
     return f"its {part} is not that of {with_article(source.title)} model: {shown}; {OTHER_VERSION}"
 
 
-def _expected(part: str, config: Mapping[str, Any]) -> Tensors:
-    if part == "controlnet":
-        try:
-            return controlnet_tensors(read_network_config(json.dumps(config).encode()).fields)
-        except InvalidRequest as error:
-            raise ValueError(error.message) from None
-    return EXPECTED_TENSORS[part](filled_config(part, config))
-
-
 def _unet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
     converted: State = stock.convert_ldm_unet_checkpoint(state, config)
     return converted
@@ -134,10 +115,11 @@ def _vae(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
 
 
 def _text_encoder(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
-    if source.family == SD21:
+    if "text_encoder" in FAMILIES[source.family].open_clip:
         return _open_clip(state, config, OPEN_CLIP)
     converted: State = stock.convert_ldm_clip_checkpoint(state)
-    return converted
+    # Some files lack the prefix that published folders have.
+    return {f"{_TEXT_PREFIX}{name.removeprefix(_TEXT_PREFIX)}": tensor for name, tensor in converted.items()}
 
 
 def _text_encoder_2(source: SingleFile, config: Mapping[str, Any], state: State) -> State:

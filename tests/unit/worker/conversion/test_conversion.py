@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    ControlNetUnionModel,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 from bottega.errors import ConfigError
@@ -22,6 +29,7 @@ from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.digest import model_digest
 from bottega.model_files.single_file import FileKind, read_single_file
+from bottega.model_files.single_file_check import check_header
 from bottega.model_files.single_file_config import derive_configurations
 from bottega.worker.conversion.folder import convert_file, write_vocabulary
 from bottega.worker.conversion.tensors import check_part
@@ -106,6 +114,61 @@ def test_a_unet_for_inpainting_makes_a_pipeline_for_inpainting(tmp_path: Path) -
     assert (report.pipeline_class, report.problems) == ("StableDiffusionXLInpaintPipeline", ())
 
 
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_a_text_encoder_without_the_prefix_text_model_is_the_same(family: str, tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "model.safetensors", family)
+    bare = {name.replace(".text_model.", "."): tensor for name, tensor in load_file(file).items()}
+    save_file(bare, tmp_path / "bare.safetensors")
+    folders = [convert_file(tmp_path / f"{name}.safetensors", tmp_path / name).folder for name in ("model", "bare")]
+    expected, actual = (load_file(folder / "text_encoder" / "model.safetensors") for folder in folders)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(tensor, actual[name]) for name, tensor in expected.items())
+    assert check_header(read_single_file(tmp_path / "bare.safetensors"))
+
+
+@pytest.mark.parametrize("family", PIPELINES)
+def test_a_check_of_the_header_expects_the_names_that_the_converter_reads(family: str, tmp_path: Path) -> None:
+    """Each tensor of the UNet and the VAE is missed by its original name, as the converter misses it."""
+    file = write_single_file(tmp_path / "model.safetensors", family)
+    source = read_single_file(file)
+    assert check_header(source).keys() == source.parts.keys()
+    net = read_single_file(write_controlnet_file(tmp_path / "net.safetensors", family))
+    assert check_header(net).keys() == {"controlnet"}
+
+
+def test_a_model_without_a_vae_gets_that_of_a_file(tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "whole.safetensors", "sd15")
+    tensors = load_file(file)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if "first_stage" not in name}, tmp_path / "m.safetensors"
+    )
+    with pytest.raises(ConfigError) as refused:
+        convert_file(tmp_path / "m.safetensors", tmp_path / "m")
+    assert refused.value.message == (
+        f"{tmp_path / 'm.safetensors'} cannot be converted: it has no VAE; give the file of one with --vae, in a "
+        "worker's configuration as engine.vae.folder"
+    )
+    vae = write_vae_file(tmp_path / "vae.safetensors")
+    done = convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=vae)
+    assert check_model_folder(done.folder).problems == ()
+    alone = convert_file(vae, tmp_path / "vae", "sd15").folder
+    weights = "diffusion_pytorch_model.safetensors"
+    assert (done.folder / "vae" / weights).read_bytes() == (alone / weights).read_bytes()
+    assert not convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=vae).is_new
+    with pytest.raises(ConfigError, match="was imported from another file or as another family"):
+        convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=write_vae_file(vae, prefix="vae."))
+
+
+def test_a_vae_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "model.safetensors", "sd15")
+    net = write_controlnet_file(tmp_path / "net.safetensors", "sd15")
+    with pytest.raises(ConfigError) as refused:
+        convert_file(file, tmp_path / "model", vae=net)
+    assert refused.value.message == (
+        f"{file} cannot be converted: the VAE {net} cannot be used: it is a ControlNet, and not a VAE"
+    )
+
+
 @pytest.mark.parametrize("prefix", ["", "first_stage_model.", "vae."])
 def test_a_vae_equals_that_of_from_single_file(prefix: str, tmp_path: Path) -> None:
     file = write_vae_file(tmp_path / "vae.safetensors", prefix=prefix)
@@ -138,6 +201,36 @@ def test_a_controlnet_in_diffusers_layout_equals_that_of_from_single_file(tmp_pa
     assert check_controlnet("net", done.folder, None) == ""
     ours = ControlNetModel.from_pretrained(done.folder, local_files_only=True, use_safetensors=True)
     assert_equal(ControlNetModel.from_single_file(str(file), config=str(folder), local_files_only=True), ours)
+
+
+def test_a_union_in_diffusers_layout_equals_that_of_its_folder(tmp_path: Path) -> None:
+    net = ControlNetUnionModel(
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        attention_head_dim=[1, 2],
+        block_out_channels=(64, 128),
+        conditioning_embedding_out_channels=(16, 32, 96, 256),
+        cross_attention_dim=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        layers_per_block=1,
+        num_control_type=8,
+        num_proj_channel=64,
+        num_trans_channel=64,
+        projection_class_embeddings_input_dim=64,
+        transformer_layers_per_block=[1, 2],
+        use_linear_projection=True,
+    )
+    net.save_pretrained(tmp_path / "published")
+    file = Path(
+        shutil.copy(tmp_path / "published" / "diffusion_pytorch_model.safetensors", tmp_path / "net.safetensors")
+    )
+    done = convert_file(file, tmp_path / "net")
+    assert (done.source.family, done.source.kind) == ("sdxl", FileKind.CONTROLNET)
+    assert check_controlnet("net", done.folder, None) == ""
+    ours = ControlNetUnionModel.from_pretrained(done.folder, local_files_only=True, use_safetensors=True)
+    assert_equal(net, ours)
+    read = {name: value for name, value in ours.config.items() if not name.startswith("_")}
+    assert read == {name: net.config[name] for name in read}
 
 
 def test_a_vae_of_a_file_replaces_the_one_of_a_model(tmp_path: Path) -> None:

@@ -253,10 +253,12 @@ HOSTILE = (
         sentence="it is a Control-LoRA, which is not served; give the file of a ControlNet",
     ),
     Hostile(
-        name="a union of ControlNets",
-        write=lambda path: _zeros(path, "controlnet_cond_embedding.conv_in.weight", "task_embedding"),
-        sentence="it is a union of several ControlNets, which is not served; give the file of a ControlNet for one "
-        "kind",
+        name="a union of ControlNets without the rest",
+        write=lambda path: _zeros(
+            path, "controlnet_cond_embedding.conv_in.weight", "add_embedding.linear_1.weight", "task_embedding"
+        ),
+        sentence="its controlnet is not that of an SDXL model: it lacks controlnet_cond_embedding.conv_out.weight; "
+        f"{OTHER_VERSION}",
     ),
     Hostile(
         name="no tensors",
