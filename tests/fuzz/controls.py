@@ -40,6 +40,9 @@ def control_drawings(case: Any) -> Iterator[Case]:
         nets = [ControlNet(name="edges", image=png, control_guidance_start=start, control_guidance_end=end)]
         field = "spec.controlnets[0].control_guidance_start"
         yield case(f"ControlNet from {start} to {end}", INVALID, field, controlnets=nets)
+    for mode in ("sketch", "64", "depth"):  # the last is refused because the net is no union
+        nets = [ControlNet(name="edges", image=png, control_mode=mode)]
+        yield case(f"mode {mode}", INVALID, "spec.controlnets[0].control_mode", controlnets=nets)
     yield from _control_images(case)
     yield from _controlnets(case, png)
 
@@ -70,6 +73,7 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
     yield case("guess mode", controlnets=[net(guess_mode=True)])
     yield case("measured residuals", controlnets=[net(measure_similarity=True)])
     yield case("a ControlNet that nobody hosts", NOT_FOUND, controlnets=[net(), net("nobody")])
+    yield case("a union that nobody hosts", NOT_FOUND, controlnets=[net("nobody", control_mode="depth")])
     yield case("neither ControlNet nor model", NOT_FOUND, model="nobody", controlnets=[net("nobody")])
     yield case("a LoRA beside it", UNAVAILABLE, loras=[Lora(name="ink")], controlnets=[net("nobody")])
     wrong = [net("a b", controlnet_conditioning_scale=NAN, control_guidance_start=2.0), ControlNet()]
@@ -89,6 +93,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "a nameful of": [net(LONGEST_NAME, digest="x" * 128, base="x" * 128, size_bytes=2**63 - 1)],
         "popular": [net(popularity=2**31 - 1, sessions=2**31 - 1)],
         "1024": [net(f"n{number}") for number in range(1024)],
+        "a union among the": [net(control_modes=64)],
         "a bare": [Hosted(kind=kinds.CONTROLNET, name="lines")],
         "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
     }
@@ -101,6 +106,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "too long a base": [net(base="x" * 129)],
         **{f"called {shown(name)}": [net(name)] for name in BAD_NAMES},
         **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
+        **{f"of {modes} modes": [net(control_modes=modes)] for modes in (-1, 65)},
         **{f"in state {state}": [net(state=state)] for state in (5, 99, -1)},
         "with a profile of nothing": [net(profiles=[ResidualProfile()])],
         "of similarity 2": [net(profiles=[ResidualProfile(model_hash="m", num_inference_steps=1, similarity=2)])],
@@ -137,6 +143,8 @@ def control_attempts(case: Any) -> Iterator[Case]:
     yield from _ordered_hosts(ordered)
     yield ordered("measured, in guess mode", guess_mode=True, measure_similarity=True)
     yield ordered("with the largest image", image=largest_image())
+    yield ordered("with a mode", control_mode="depth")
+    yield ordered("with no such mode", "spec.controlnets[0].control_mode", control_mode="sketch")
     for name in BAD_NAMES:
         yield ordered(f"called {shown(name)}", "spec.controlnets[0].name", name=name)
     yield ordered("with an image too large", "spec.controlnets[0].image", image=too_large_image())

@@ -222,6 +222,18 @@ def _other_vocabulary(path: Path) -> None:
     (path / "tokenizer" / "vocab.json").write_text(json.dumps(vocab | {"more": 49407}))
 
 
+def _change_vocabulary(path: Path, change: Callable[[dict[str, int]], object]) -> None:
+    write_vocabulary(path / "tokenizer")
+    vocab = json.loads((path / "tokenizer" / "vocab.json").read_bytes())
+    change(vocab)
+    (path / "tokenizer" / "vocab.json").write_text(json.dumps(vocab))
+
+
+def _write_merges(path: Path, content: bytes) -> None:
+    write_vocabulary(path / "tokenizer")
+    (path / "tokenizer" / "merges.txt").write_bytes(content)
+
+
 def _links_in_circles(path: Path) -> None:
     (path / UNET).unlink()
     (path / UNET).symlink_to(path / UNET)
@@ -333,7 +345,51 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
             "masked image beside the latent, not 8"
         ),
     ),
+    WrongFolder(
+        name="a pipeline without a class",
+        make=_with_index(_class_name=None),
+        sentence=(
+            "model_index.json: _class_name is missing, so that the kind of model is not known; download the file again"
+        ),
+    ),
+    WrongFolder(
+        name="tokens of no number",
+        make=_spoiled(lambda path: _change_vocabulary(path, lambda vocab: vocab.update({"more": -1}))),
+        sentence=f"tokenizer/vocab.json: the numbers of its tokens are no whole numbers from 0; {_AGAIN}",
+    ),
+    WrongFolder(
+        name="a vocabulary without its end",
+        make=_spoiled(lambda path: _change_vocabulary(path, lambda vocab: vocab.pop("<|endoftext|>"))),
+        sentence=(
+            "tokenizer/vocab.json: the vocabulary lacks <|endoftext|>, the eos_token of tokenizer/"
+            "tokenizer_config.json; download the tokenizer again"
+        ),
+    ),
+    WrongFolder(
+        name="merges of unknown tokens",
+        make=_spoiled(lambda path: _write_merges(path, b"#version: 0.2\nq7 q8\n")),
+        sentence=(
+            "tokenizer/vocab.json: the merge q7 q8 is of tokens that the vocabulary lacks; download the tokenizer again"
+        ),
+    ),
+    WrongFolder(
+        name="merges that are no text",
+        make=_spoiled(lambda path: _write_merges(path, b"\xff\xfe")),
+        sentence=f"tokenizer/merges.txt: it is no UTF-8 text; {_AGAIN}",
+    ),
+    WrongFolder(
+        name="a tokenizer of another kind",
+        make=_spoiled(lambda path: replace(path / "tokenizer" / "tokenizer.json", '{"model": {"type": "Unigram"}}')),
+        sentence=(
+            "tokenizer/tokenizer.json: it is no BPE tokenizer with model and added_tokens; download CLIP's tokenizer"
+        ),
+    ),
     # No model's folder.
+    WrongFolder(
+        name="a link to no folder",
+        make=lambda path: path.symlink_to(path.with_name("gone")),
+        sentence="it is a link to a folder that is not there; download the model again",
+    ),
     WrongFolder(
         name="no folder",
         make=lambda path: None,

@@ -152,8 +152,14 @@ class UnionConfig(NetworkConfig):
         return self.num_control_type
 
 
-def is_union(fields: Mapping[str, object]) -> bool:
+def _is_union(text: bytes) -> bool:
     """Return whether a configuration is that of a union; some published ones call themselves ControlNetModel."""
+    try:
+        fields = pydantic_core.from_json(text)
+    except ValueError:
+        return False
+    if not isinstance(fields, dict):
+        return False
     return fields.get("_class_name") == "ControlNetUnionModel" or fields.get("num_control_type") is not None
 
 
@@ -190,7 +196,7 @@ def read_network_config(text: bytes) -> NetworkConfig:
         InvalidRequest: Fields are out of bounds; the error names each.
     """
     try:
-        config = (_UNION if is_union(read_fields(text)) else _CONFIG).validate_json(text)
+        config = (_UNION if _is_union(text) else _CONFIG).validate_json(text)
     except pydantic.ValidationError as error:
         raise _refused(_deepest(error)) from None
     if broken := list(_broken(config)):

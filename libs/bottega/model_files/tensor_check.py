@@ -120,6 +120,7 @@ def controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
         config: The arguments that it is built from, with lists or tuples.
     """
     config = {name: _as_lists(value) for name, value in config.items()} | {"time_embedding_dim": None}
+    config.setdefault("mid_block_type", "UNetMidBlock2DCrossAttn")  # a union has no other
     heads = config["num_attention_heads"] or config["attention_head_dim"]
     channels, embedding = config["block_out_channels"], config["conditioning_embedding_out_channels"]
     width, layers = channels[0], config["layers_per_block"]

@@ -35,8 +35,9 @@ def test_a_pair_with_fixed_rows_is_refused_with_the_reason() -> None:
             lambda path: path.write_bytes(b"{}"),
             "it is damaged or cut off (it is shorter than the length of a header); download the file again",
         ),
+        (lambda path: write_controlnet_file(path, "sd15"), "it is a ControlNet, and not a whole model"),
     ],
-    ids=["a VAE", "no model"],
+    ids=["a VAE", "no model", "a ControlNet"],
 )
 def test_a_single_file_of_something_else_is_refused(
     write: Callable[[Path], object], sentence: str, tmp_path: Path

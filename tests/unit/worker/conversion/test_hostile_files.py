@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,22 @@ def _with_nan(path: Path) -> None:
     state = load_file(path)
     state["decoder.conv_in.weight"][0, 0, 0, 0] = torch.nan
     save_file(state, path)
+
+
+def _without(path: Path, *parts: str, **shape: Any) -> None:
+    """Write a model without the tensors whose names have one of these parts."""
+    write_single_file(path, "sd15", shape=replace(SHAPES["sd15"], **shape))
+    save_file({name: tensor for name, tensor in load_file(path).items() if not any(map(name.count, parts))}, path)
+
+
+def _with_metadata(path: Path, **metadata: str) -> None:
+    write_single_file(path, "sd15")
+    save_file(load_file(path), path, {name.replace("__", "."): value for name, value in metadata.items()})
+
+
+def _grey_vae(path: Path) -> None:
+    write_vae_file(path)
+    save_file(load_file(path) | {"decoder.conv_out.weight": torch.zeros(1, 32, 3, 3)}, path)
 
 
 def _zeros(path: Path, *names: str, shape: tuple[int, ...] = (4, 4), dtype: torch.dtype = torch.float16) -> None:
@@ -259,6 +276,59 @@ HOSTILE = (
         ),
         sentence="its controlnet is not that of an SDXL model: it lacks controlnet_cond_embedding.conv_out.weight; "
         f"{OTHER_VERSION}",
+    ),
+    Hostile(
+        name="a UNet alone",
+        write=lambda path: _zeros(path, "input_blocks.0.0.weight"),
+        sentence="it has a UNet alone, without text encoders and VAE; give the file of a whole model",
+    ),
+    Hostile(
+        name="the weights of something else",
+        write=lambda path: _zeros(path, "backbone.layer.weight"),
+        sentence="its tensors, such as backbone.layer.weight, are those of no model that is known; give the file of a "
+        "whole model, a VAE or a ControlNet, or a folder with model_index.json",
+    ),
+    Hostile(
+        name="an upscaler",
+        write=lambda path: _zeros(path, _FIRST, f"{_UNET}label_emb.weight", _VAE, _CLIP),
+        sentence="it is an upscaler that takes a noise level; give the file of a model that draws from words",
+    ),
+    Hostile(
+        name="a ControlNet without transformers",
+        write=lambda path: _zeros(path, "control_model.input_blocks.0.0.weight"),
+        sentence="its network has no transformers, by which its family is known; download its folder instead",
+    ),
+    Hostile(
+        name="metadata of another prediction",
+        write=lambda path: _with_metadata(path, modelspec__prediction_type="flow"),
+        sentence="its metadata says that it predicts flow; give --prediction-type, if you know better",
+    ),
+    Hostile(
+        name="layers that differ",
+        write=lambda path: _without(path, "input_blocks.2.1.", layers=2),
+        sentence="the layers of a level of its UNet differ, as in SSD-1B; download its folder instead",
+    ),
+    Hostile(
+        name="no transformer in the middle",
+        write=lambda path: _without(path, "middle_block.1."),
+        sentence="its UNet has no transformer in the middle; download its folder instead",
+    ),
+    Hostile(
+        name="a tensor of too few dimensions",
+        write=lambda path: _changed(path, input_blocks__0__0__weight=torch.zeros(3)),
+        sentence="its unet is not that of a Stable Diffusion 1 model: a tensor has too few dimensions; "
+        f"{OTHER_VERSION}",
+    ),
+    Hostile(
+        name="a VAE of grey pictures",
+        write=_grey_vae,
+        sentence="its vae cannot be served: out_channels must be 3, not 1: pictures are RGB",
+        family="sdxl",
+    ),
+    Hostile(
+        name="no VAE",
+        write=lambda path: _without(path, "first_stage_model."),
+        sentence="it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder",
     ),
     Hostile(
         name="no tensors",

@@ -80,6 +80,8 @@ class LoadedControlNet:
         self.embedding = network.controlnet_cond_embedding
         self._flipped = network.config.controlnet_conditioning_channel_order == "bgr"
         network.controlnet_cond_embedding = nn.Identity()
+        if isinstance(network, ControlNetUnionModel):
+            network.transformer_layes = nn.ModuleList(map(_RowByRow, network.transformer_layes))
         # Otherwise the forward would flip the embedding as if it were the image.
         network.register_to_config(controlnet_conditioning_channel_order="rgb")
 
@@ -130,6 +132,23 @@ class LoadedControlNet:
             **images,
         )
         return [*skips, middle]
+
+
+class _RowByRow(nn.Module):
+    """A transformer layer of a union that keeps the rows of a batch apart.
+
+    Diffusers' layer takes the batch for the sequence, so that rows attend to each other. The two halves of guidance
+    have equal rows here, for which that changes nothing, but rows of other requests would change the residuals.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the states after the layer, [rows, images and sample, features]."""
+        after: Tensor = self.layer(states.reshape(1, -1, states.shape[-1]))
+        return after.reshape(states.shape)
 
 
 def find_controlnet(

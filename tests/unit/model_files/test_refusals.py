@@ -1,0 +1,234 @@
+"""Configurations that are not served are refused in one exact sentence, which names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.model_files.configuration_rules import check_index, check_parts_together, check_tokenizer_config
+from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.model_files.text_encoder_rules import check_text_encoder_config
+from bottega.model_files.unet_rules import check_unet_config
+from bottega.model_files.vae_rules import check_vae_config
+from tests.samples import published_configs
+
+_Check = Callable[[Mapping[str, object]], Iterable[str]]
+UNET, VAE = published_configs.unet(), published_configs.vae()
+FIELDS: tuple[tuple[_Check, Mapping[str, Any], dict[str, object], str], ...] = (
+    (
+        check_unet_config,
+        UNET,
+        {"attention_type": "gated"},
+        (
+            'attention_type must be "default" or null, not "gated": UNets that take boxes with the prompt (GLIGEN) '
+            "are not served"
+        ),
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"class_embed_type": "timestep"},
+        'class_embed_type must be null, not "timestep": UNets that take class labels are not served',
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"dual_cross_attention": True},
+        (
+            "dual_cross_attention must be false or null, not true: UNets with two transformers in place of one are not "
+            "served"
+        ),
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"encoder_hid_dim": 1024},
+        "encoder_hid_dim must be null, not 1024: UNets that project prompt embeddings are not served",
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"encoder_hid_dim_type": "ip_image_proj"},
+        (
+            'encoder_hid_dim_type must be null, not "ip_image_proj": UNets that project prompt or image embeddings '
+            "are not served"
+        ),
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"time_embedding_type": "fourier"},
+        'time_embedding_type must be "positional", not "fourier": Fourier embeddings of the timestep are not served',
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"addition_embed_type": "image"},
+        'addition_embed_type must be "text_time", not "image": only UNets of SDXL\'s kind of conditioning are served',
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"conv_out_kernel": 1},
+        "conv_out_kernel must be 3, not 1: edits compute this convolution around their masks alone",
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"freq_shift": 2},
+        "freq_shift must be 0 or 1, not 2: published UNets have no other",
+    ),
+    (
+        check_vae_config,
+        VAE,
+        {"out_channels": 1},
+        "out_channels must be 3, not 1: pictures are RGB",
+    ),
+    (
+        check_vae_config,
+        VAE,
+        {"shift_factor": 0.1},
+        "shift_factor must be null or 0, not 0.1: SDXL's pipeline applies none, so that colours shift",
+    ),
+    (
+        check_text_encoder_config,
+        published_configs.text_encoder(),
+        {"use_attention_mask": True},
+        "use_attention_mask must be false or null, not true: prompts are encoded without an attention mask",
+    ),
+    (
+        check_tokenizer_config,
+        {"model_max_length": 77},
+        {"model_max_length": 0},
+        "model_max_length must be a whole number from 1, not 0",
+    ),
+    (
+        check_index,
+        published_configs.model_index(),
+        {"add_watermarker": True},
+        (
+            "add_watermarker must be false or null, not true: Diffusers would draw a watermark into every picture, "
+            "and the suite draws none"
+        ),
+    ),
+    (
+        check_index,
+        published_configs.model_index(),
+        {"scheduler": ["own_code", "MyScheduler"]},
+        'scheduler must be ["diffusers", "CLASS"], not ["own_code", "MyScheduler"]',
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("check", "config", "change", "sentence"), FIELDS, ids=[next(iter(change)) for _, _, change, _ in FIELDS]
+)
+def test_a_field_that_is_not_served_is_refused(
+    check: _Check, config: Mapping[str, Any], change: dict[str, object], sentence: str
+) -> None:
+    assert list(check(config)) == []
+    assert list(check({**config, **change})) == [sentence]
+
+
+CONTROLNETS = (
+    (
+        {"_class_name": "ControlNetXSAdapter"},
+        (
+            'cannot be served: config.json: _class_name must be "ControlNetModel" or "ControlNetUnionModel", not '
+            '"ControlNetXSAdapter": it is another kind of network'
+        ),
+    ),
+    (
+        {"conditioning_channels": 1},
+        "cannot be served: config.json: conditioning_channels must be 3, not 1: its control images are not RGB",
+    ),
+    (
+        {"num_class_embeds": 4},
+        "cannot be served: config.json: num_class_embeds must be null, not 4: it needs class labels",
+    ),
+    (
+        {"encoder_hid_dim": 12},
+        "cannot be served: config.json: encoder_hid_dim must be null, not 12: it projects the prompt's embeddings",
+    ),
+    (
+        {"global_pool_conditions": True},
+        (
+            "cannot be served: config.json: global_pool_conditions must be false or null, not true: it averages its "
+            "residuals over the picture"
+        ),
+    ),
+    (
+        {"transformer_layers_per_block": [64, 64, 64]},
+        "cannot be used: config.json: transformer_layers_per_block: must come to at most 256 in all layers, not 512",
+    ),
+    (
+        {"attention_head_dim": 1024},
+        "cannot be used: config.json: attention_head_dim: must be at most the channels of its level",
+    ),
+    (
+        {"norm_num_groups": 7},
+        "cannot be used: config.json: norm_num_groups: must divide every entry of block_out_channels, also 320",
+    ),
+    (
+        {"addition_time_embed_dim": None},
+        "cannot be used: config.json: addition_time_embed_dim: must be there with addition_embed_type text_time",
+    ),
+    (
+        {"projection_class_embeddings_input_dim": 1},
+        (
+            "cannot be used: config.json: projection_class_embeddings_input_dim: must be at least 6 times "
+            "addition_time_embed_dim"
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize(("change", "sentence"), CONTROLNETS, ids=[next(iter(change)) for change, _ in CONTROLNETS])
+def test_a_controlnet_that_is_not_served_is_refused(change: dict[str, object], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**published_configs.controlnet(), **change}))
+    assert check_controlnet("net", tmp_path, None) == f"ControlNet net {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[]", "ControlNet net cannot be used: config.json: is no configuration"),
+        (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n",
+            (
+                "ControlNet net cannot be used: config.json is a Git LFS pointer in place of the file; run `git "
+                "lfs pull` in its folder"
+            ),
+        ),
+    ],
+    ids=["a list", "a pointer"],
+)
+def test_a_controlnets_configuration_that_is_none_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert check_controlnet("net", tmp_path, None) == sentence
+
+
+def test_a_controlnets_single_file_in_place_of_its_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "net.safetensors").touch()
+    assert check_controlnet("net", tmp_path / "net.safetensors", None) == (
+        "ControlNet net cannot be used: it is a single file; `bottega models import FILE` makes a folder of a "
+        ".safetensors file"
+    )
+
+
+def test_a_second_text_encoder_without_a_projection_is_refused() -> None:
+    configs = {
+        "unet": UNET,
+        "vae": VAE,
+        "text_encoder": published_configs.text_encoder(),
+        "text_encoder_2": {**published_configs.text_encoder_2(), "projection_dim": None},
+        "tokenizer": {"model_max_length": 77},
+        "tokenizer_2": {"model_max_length": 77},
+    }
+    assert list(check_parts_together(configs)) == [
+        "text_encoder_2/config.json: projection_dim must be a whole number from 1, not null"
+    ]
