@@ -13,7 +13,7 @@ EPSILON, V_PREDICTION, _ = PREDICTION_TYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFacts:
-    """What is true of all published models of a family, and which no tensor tells.
+    """The facts that hold for all published models of a family, and which no tensor tells.
 
     Sources are the folders stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and
     -2-1-base, and stabilityai/stable-diffusion-xl-base-1.0.

@@ -86,15 +86,18 @@ def _refusal(config: EngineConfig) -> str:
     return refused.value.message
 
 
-def test_a_worker_converts_its_vae_and_predicts_what_its_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_converts_its_model_as_its_configuration_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
     file = write_single_file(tmp_path / "model.safetensors", "sd21")
     vae = VaeConfig(folder=str(write_vae_file(tmp_path / "vae.safetensors")), tile_pixels=9)
     engine = asyncio.run(_imported(EngineConfig(model=str(file), prediction_type="epsilon", vae=vae)))
     scheduler = json.loads((Path(engine.model) / "scheduler" / "scheduler_config.json").read_text())
     assert (scheduler["prediction_type"], engine.vae) == ("epsilon", VaeConfig(tile_pixels=9))
+
+
+def test_a_worker_converts_the_vae_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
+    vae = VaeConfig(folder=str(write_vae_file(tmp_path / "vae.safetensors")), tile_pixels=9)
     alone = asyncio.run(_imported(EngineConfig(vae=vae)))
     assert (alone.model, alone.vae.tile_pixels) == ("miniature", 9)
     assert report_on_model(alone).problems == ()

@@ -35,7 +35,7 @@ _HUB = "hub:"
     bottega controlnets add depth /srv/nets/depth has every server host it
     bottega controlnets profile depth *.png       measures if it may be late
     bottega generate "a red star" --control edges=edges.png:0.8
-    bottega generate "a cat" --control union:depth=depth.png   a union and the mode of the image
+    bottega generate "a cat" --control union:depth=depth.png
 """)
 def command() -> None:
     """List, add and measure ControlNets."""

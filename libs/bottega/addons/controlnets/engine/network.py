@@ -55,7 +55,7 @@ class ControlNetSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnionImages:
-    """What the images of a union show in each row of a batch. All rows have as many images."""
+    """The modes and scales of a union's images in a batch, all of whose rows have as many images."""
 
     modes: Tensor
     """Mode of each image, [rows, images]."""

@@ -45,7 +45,7 @@ class ControlSession:
 
     @property
     def batch_key(self) -> Hashable:
-        """What the sessions of one forward pass must share: the network, and a union's number and scales of images."""
+        """Key that the sessions of one forward pass share: the network, and the scales of a union's images."""
         return self.net, self.image_scales
 
     def embedded(self, rows: int) -> list[Tensor]:
@@ -120,7 +120,7 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
 
 
 def _union_images(sessions: Sequence[ControlSession]) -> UnionImages | None:
-    """Return what the images show in each row, given by its session; None if the network is not a union."""
+    """Return the modes and scales of the images in rows of these sessions; None if the network is not a union."""
     first = sessions[0]
     if not first.modes:
         return None
