@@ -275,7 +275,7 @@ def test_what_a_request_leaves_open_is_what_the_pipeline_of_its_kind_has(pipelin
     said = GenerationSpec(**_PIPELINES[pipeline])
     names = ("edges",) * len(said.controlnets)
     hosts = ControlNetHosts(grace_s=lambda _: 1.0, clock=FakeTime().clock())
-    controlnets = ResolvedControlNets(names=names, access=ANYTHING, hosts=hosts)
+    controlnets = ResolvedControlNets(names=names, modes=[None] * len(names), access=ANYTHING, hosts=hosts)
     full = defaults.complete(said, _PLAIN if "xl" in pipeline else _STABLE_DIFFUSION, [controlnets])
     theirs = _defaults_of(pipeline)
     assert {"guidance_scale", "num_inference_steps"} <= theirs.keys()
