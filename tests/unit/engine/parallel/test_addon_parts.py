@@ -78,7 +78,7 @@ WHOLE = controls_part([CONTROL])
     "part",
     [
         replace(WHOLE, tensors={}),
-        replace(WHOLE, tensors={"0": torch.zeros(16, 24, 3)}),
+        replace(WHOLE, tensors={"0.0": torch.zeros(16, 24, 3)}),
         replace(WHOLE, header=b"[]"),
         replace(WHOLE, header=b"nothing"),
         controls_part([replace(CONTROL, halves=EMBEDS)]),
