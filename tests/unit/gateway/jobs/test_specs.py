@@ -119,7 +119,7 @@ def _change(message: Message, name: str) -> None:
     """Gives the field a value that it does not have. A switch that is absent differs from one that is off."""
     field, now = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
     if field.is_repeated:
-        now.append("x")
+        now.append("x" if field.cpp_type == field.CPPTYPE_STRING else 1)
         return
     if isinstance(now, bytes):
         other: object = now + b"x"

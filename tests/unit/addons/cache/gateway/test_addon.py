@@ -491,6 +491,8 @@ def test_prompt_seed_and_delivery_are_not_in_the_key(other: dict[str, object]) -
         {"guidance_scale": 4.5},
         {"num_inference_steps": 9},
         {"use_karras_sigmas": True},
+        {"use_beta_sigmas": True},
+        {"timestep_spacing": 2},
         {"sampler": 1},
         {"fidelity": FIDELITY_FAST},
         {"loras": [Lora(digest="a" * 64, scale=1.0)]},
