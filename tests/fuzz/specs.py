@@ -61,6 +61,20 @@ _RANGES = (
 )
 
 
+_OF_SCHEDULES = (
+    Bounds(field="timestep_spacing", good=(0, 1, 2, 3), bad=(4, -1)),
+    Bounds(field="final_sigmas_type", good=(0, 1, 2), bad=(3, -1)),
+    Bounds(
+        field="timesteps",
+        good=([999, 500, 0], [0]),
+        bad=([0, 500], [5, 5], [-1], [100_000], [2**31 - 1, 0], list(range(200, -1, -1))),
+    ),
+    Bounds(
+        field="sigmas",
+        good=([14.6, 0.5, 0.0], [1.0, 0.1]),
+        bad=([1.0], [1.0, 1.0], [0.0, 1.0], [1.0, -0.1], [INF, 0.0], [NAN, 0.0], [10_001.0, 0.0], [1.0] * 202),
+    ),
+)
 _OF_EDITS = (
     Bounds(field="padding_mask_crop", good=(0, 4096), bad=(-1, 4097, 2**31 - 1, -(2**31))),
     Bounds(field="mask_feather", good=(0, 256), bad=(-1, 257, 2**31 - 1, -(2**31))),
@@ -109,9 +123,33 @@ def spec_ranges(case: Any) -> Iterator[Case]:
     for sampler in (*_KARRAS, *_NO_KARRAS):
         yield case(f"no Karras' sigmas with sampler {sampler}", sampler=sampler, use_karras_sigmas=False)
     yield case("Karras' sigmas with none", INVALID, "spec.sampler", sampler=99, use_karras_sigmas=True)
+    yield from _schedules(case)
     for entry in _BAD_PINS:
         named = Techniques(cache_entry=entry)
         yield case(f"cache entry {shown(entry)}", INVALID, "spec.techniques.cache_entry", techniques=named)
+
+
+def _schedules(case: Any) -> Iterator[Case]:
+    euler = partial(case, sampler=Sampler.SAMPLER_EULER, use_karras_sigmas=False)
+    for bounds in _OF_SCHEDULES:
+        for good in bounds.good:
+            yield euler(f"{bounds.field} {shown(good)}", **{bounds.field: good, **_steps_of(bounds.field, good)})
+        for bad in bounds.bad:
+            values = {bounds.field: bad, **_steps_of(bounds.field, bad)}
+            yield euler(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **values)
+    for name in ("use_exponential_sigmas", "use_beta_sigmas"):
+        yield euler(f"{name} with Euler", **{name: True})
+        yield case(f"{name} with DDIM", INVALID, f"spec.{name}", sampler=Sampler.SAMPLER_DDIM, **{name: True})
+    both = {"use_exponential_sigmas": True, "use_beta_sigmas": True}
+    yield euler("two kinds of sigmas", INVALID, "spec.use_beta_sigmas", **both)
+    four = {"timesteps": [9, 5, 1], "num_inference_steps": 4}
+    yield euler("3 timesteps of 4 steps", INVALID, "spec.num_inference_steps", **four)
+
+
+def _steps_of(field: str, value: Any) -> dict[str, int]:
+    """The steps of a list, which a gateway fills in."""
+    made = {"timesteps": 0, "sigmas": -1}
+    return {"num_inference_steps": min(max(len(value) + made[field], 1), 200)} if field in made else {}
 
 
 def _weighted_prompts(case: Any) -> Iterator[Case]:

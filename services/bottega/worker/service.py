@@ -21,6 +21,7 @@ from bottega.errors import InvalidRequest, Violation
 from bottega.rpc.operation import logs
 from bottega.rpc.security.grants import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.rpc.status import to_job_error
+from bottega.schedules import check_sampler_schedule, check_schedule
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.attempt_inputs import AttemptInputs
@@ -101,6 +102,8 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_ranges(spec)
     if spec.sampler:  # an absent sampler stands for the model's default, which is not known here
         yield from rules.check_sigmas(spec, spec.sampler)
+        yield from check_sampler_schedule(spec, spec.sampler, spec.use_karras_sigmas)
+    yield from check_schedule(spec)
     yield from rules.check_techniques(spec)
     if spec.techniques.HasField("recording"):
         rule = "must be absent: recordings are not kept as they were at the time of an earlier edit"
