@@ -12,7 +12,7 @@ from bottega.client.transport.calls import RetryPolicy
 from bottega.client.transport.connection import GatewayConnection
 from bottega.client.transport.credentials import BoundedChannels
 from bottega.client.transport.watching import CancelOnExit
-from bottega.errors import BottegaError, ConfigError
+from bottega.errors import ConfigError, Forbidden, Unauthenticated
 from bottega.http.config import HttpConfig
 from bottega.rpc.channel import Target
 from bottega.rpc.security.api_keys import parse_key, shown_key
@@ -38,6 +38,10 @@ def bound_key() -> str:
     return _key.get()
 
 
+class GatewayOpen(ConfigError):
+    """The error that the network can reach this service, and the gateway behind it serves anyone."""
+
+
 class ForwardingClient(AsyncGatewayClient):
     """The SDK's calls to the gateway over one connection, for callers that each have a key of their own.
 
@@ -56,6 +60,7 @@ class ForwardingClient(AsyncGatewayClient):
             retry=RetryPolicy(patience_s=config.gateway_wait_s, reach_s=config.gateway_wait_s),
         )
         self._cancel_on_exit = CancelOnExit(self._connection.images)
+        self._asks_for_keys = False
         self._channel = self._connection.channels.open(Target(address=config.gateway, role=Role.GATEWAY))
 
     async def is_serving(self) -> bool:
@@ -72,12 +77,21 @@ class ForwardingClient(AsyncGatewayClient):
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def check_keys(self) -> None:
-        """Raise ConfigError if the gateway serves callers without a key. A gateway that is away is not asked."""
+        """Raise GatewayOpen if the gateway serves callers without a key, Unavailable if it is away.
+
+        The gateway is asked until it has refused such a caller once.
+        """
+        if self._asks_for_keys:
+            return
+        key = _key.set("")
         try:
             await self.models()
-        except BottegaError:
+        except (Unauthenticated, Forbidden):
+            self._asks_for_keys = True
             return
-        raise ConfigError(
+        finally:
+            _key.reset(key)
+        raise GatewayOpen(
             "server.listen can be reached from the network, and the gateway asks its callers for no API key: give it"
             " tenants (bottega tenants), or set server.insecure: true if the network is trusted"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
@@ -13,6 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope
 
 from bottega.errors import JobCancelled, QueueFull, TooLarge, Violation
 from bottega.http.bodies import BodyT, parse_json
@@ -25,10 +25,12 @@ _PARSED_AT_ONCE_BYTES = 64 << 10
 _MOST_PARTS = 200
 _MOST_FILES = 20
 _MOST_LISTED = 64
+# Key of a request's scope with its host and the bytes of its body.
+_HELD = "bottega.body"
 
 
 class BodyReader:
-    """Reads the bodies of all requests of a server."""
+    """Reads the bodies of all requests of a server, and bounds the bytes of those that are read or being processed."""
 
     def __init__(self, config: HttpServerConfig) -> None:
         self._max_bytes = config.max_body_mib << 20
@@ -38,26 +40,29 @@ class BodyReader:
     async def read_json(self, request: Request, kind: type[BodyT]) -> BodyT:
         """Return a body of JSON. Raise InvalidRequest, TooLarge, QueueFull if there is no memory for it now."""
         _check_type(request, "application/json")
-        async with self._reading(request) as data:
-            if len(data) <= _PARSED_AT_ONCE_BYTES:
-                return parse_json(kind, bytes(data))
-            return await asyncio.to_thread(lambda: parse_json(kind, bytes(data)))
+        data = await self._read(request)
+        if len(data) <= _PARSED_AT_ONCE_BYTES:
+            return parse_json(kind, data)
+        return await asyncio.to_thread(parse_json, kind, data)
 
     async def read_form(self, request: Request) -> tuple[dict[str, object], dict[str, list[bytes]]]:
         """Return the fields of a form, nested as their names say, and its files by name. Raise as read_json does."""
         _check_type(request, "multipart/form-data")
-        async with self._reading(request) as data:
-            form = await _parse_form(request, bytes(data), self._max_bytes)
-            files: dict[str, list[bytes]] = {}
-            for name, part in form.multi_items():
-                if isinstance(part, UploadFile):
-                    files.setdefault(name.removesuffix("[]"), []).append(await part.read())
-            await form.close()
-            return nested([(name, part) for name, part in form.multi_items() if isinstance(part, str)]), files
+        form = await _parse_form(request, await self._read(request), self._max_bytes)
+        files: dict[str, list[bytes]] = {}
+        for name, part in form.multi_items():
+            if isinstance(part, UploadFile):
+                files.setdefault(name.removesuffix("[]"), []).append(await part.read())
+        await form.close()
+        return nested([(name, part) for name, part in form.multi_items() if isinstance(part, str)]), files
 
-    @asynccontextmanager
-    async def _reading(self, request: Request) -> AsyncIterator[bytearray]:
-        """Read a body, and count its bytes while the block runs."""
+    def release(self, scope: Scope) -> None:
+        """Count the bytes of a request's body, if it has one, as free. Call it when the request has ended."""
+        host, size = scope.pop(_HELD, ("", 0))
+        if size:
+            self._held.give(host, size)
+
+    async def _read(self, request: Request) -> bytes:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise self._too_large()
@@ -70,13 +75,12 @@ class BodyReader:
                     if not self._held.take(host, len(chunk)):
                         raise QueueFull("other requests use the memory for bodies; retry", retry_after_s=1.0)
                     data += chunk
-            yield data
+                    request.scope[_HELD] = (host, len(data))
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {self._wait_s:g} s") from None
         except ClientDisconnect:
             raise JobCancelled("the client left") from None
-        finally:
-            self._held.give(host, len(data))
+        return bytes(data)
 
     def _too_large(self) -> TooLarge:
         limit = f"{self._max_bytes >> 20} MiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -109,9 +110,13 @@ class HttpServer:
         self.address = f"{host}:{bound.getsockname()[1]}"
 
     async def check_gateway(self) -> None:
-        """Raise ConfigError if the network can reach the port, and the gateway asks its callers for no key."""
+        """Raise ConfigError if the network can reach the port, and the gateway asks its callers for no key.
+
+        If the gateway is away, it is asked before the first request is served.
+        """
         if self._is_open:
-            await self._client.check_keys()
+            with contextlib.suppress(Unavailable):
+                await self._client.check_keys()
 
     async def set_serving(self, serving: bool) -> None:
         """Set whether /readyz is good."""

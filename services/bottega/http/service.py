@@ -22,8 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bottega.errors import BottegaError, Unauthenticated
 from bottega.http.context import Context, context_of
 from bottega.http.errors import CLIENT_LEFT, error_response, on_bottega_error, on_failure, on_http_error, refusal
-from bottega.http.gateway import bind_key
+from bottega.http.gateway import GatewayOpen, bind_key
 from bottega.http.limits import PeerLimit
+from bottega.http.openai_routes import IMAGE_PATH
 from bottega.http.operations import OPERATIONS
 from bottega.rpc.security.api_keys import parse_key, shown_key
 
@@ -101,6 +102,7 @@ class _Guarded:
 
     def __init__(self, app: ASGIApp, context: Context, metrics: HttpMetrics, *, keys_only: bool) -> None:
         self._app = app
+        self._context = context
         self._config = context.config
         self._metrics = metrics
         self._keys_only = keys_only
@@ -136,9 +138,12 @@ class _Guarded:
             )
             return
         try:
-            await self._app(scope, receive, send)
+            is_closed = self._keys_only and scope["path"] not in _OPEN_PATHS
+            app = (await self._check_gateway() if is_closed else None) or self._app
+            await app(scope, receive, send)
         finally:
             self._requests.give(host)
+            self._context.bodies.release(scope)
 
     def _refused(self, scope: Scope) -> Response | None:
         """Return the answer to a request of a wrong host, origin or key, and bind the key of another one."""
@@ -152,9 +157,26 @@ class _Guarded:
         if origin is not None and origin not in own and origin not in self._config.origins:
             return refusal(403, f"pages of {_clipped(origin)} may not call the service", code="wrong_origin")
         authorization = headers.get("authorization", "")
-        if self._keys_only and scope["path"] not in _OPEN_PATHS and parse_key(shown_key(authorization)) is None:
+        if self._needs_key(scope) and parse_key(shown_key(authorization)) is None:
             return error_response(Unauthenticated("an API key is needed: Authorization: Bearer KEY"))
         bind_key(authorization)
+        return None
+
+    def _needs_key(self, scope: Scope) -> bool:
+        """Return whether a request without a key is refused. A picture's URL has the key of its caller."""
+        path = scope["path"]
+        return self._keys_only and path not in _OPEN_PATHS and not path.startswith(f"{IMAGE_PATH}/")
+
+    async def _check_gateway(self) -> Response | None:
+        """Return the answer to all requests while a gateway that serves anyone must not be reached from here."""
+        try:
+            await self._context.client.check_keys()
+        except GatewayOpen:
+            return refusal(
+                503, "the gateway asks its callers for no API key, so this port is closed", code="open_gateway"
+            )
+        except BottegaError as error:
+            return error_response(error)
         return None
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:

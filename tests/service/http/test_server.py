@@ -12,9 +12,11 @@ import httpx
 import openai
 import pytest
 
+from bottega.client.suite.plan import free_ports
 from bottega.errors import ConfigError, Unavailable
 from bottega.http.config import HttpConfig
 from bottega.http.server import HttpServer
+from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.server_config import HttpsConfig, HttpServerConfig
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
@@ -210,6 +212,38 @@ async def test_https_with_tenants_and_a_certificate_that_is_renewed(tmp_path: Pa
             assert (await client.get("/healthz")).status_code == 200
             shown = {"authorization": f"Bearer {key}"}
             assert (await client.get("/v1/models", headers=shown)).status_code == 200
+            await house.worker()
+            body = {"prompt": "a star", "response_format": "url"}
+            drawn = (await client.post("/v1/images/generations", json=body, headers=shown)).json()
+            assert (await client.get(drawn["data"][0]["url"])).content == b"picture 0", "its URL needs no key"
+
+
+async def test_a_gateway_that_asks_for_no_keys_is_not_reached_though_it_came_later(tmp_path: Path) -> None:
+    server = {"listen": "0.0.0.0:0", "https": _https(tmp_path)}
+    (port,) = free_ports(1)
+    async with running_http(f"127.0.0.1:{port}", server=server, gateway_wait_s=0.1) as door:
+        url = f"https://127.0.0.1:{door.server.address.rpartition(':')[2]}"
+        shown = {"authorization": f"Bearer {new_key()[0]}"}
+        async with httpx.AsyncClient(base_url=url, verify=False, headers=shown) as client:
+            assert (await client.get("/v1/models")).json()["error"]["code"] == "unspecified"
+            async with running_gateway(listen=f"127.0.0.1:{port}") as house:
+                await house.worker()
+                answer = await client.get("/v1/models")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "open_gateway")
+
+
+async def test_bodies_that_are_being_processed_have_a_bound_together(house: Running) -> None:
+    worker = await house.worker(hold_at=1)
+    limits = {"max_body_mib": 1, "max_bodies_mib": 1, "peer_share": 1.0}
+    async with running_http(house.address, server=limits) as door:
+        body = {"prompt": "a star", "user": "x" * 700_000}
+        drawing = asyncio.create_task(door.http.post("/v1/images/generations", json=body))
+        await worker.arrived.wait()
+        refused = await door.http.post("/v1/images/generations", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        worker.script.release.set()
+        assert (await drawing).status_code == 200
+        assert (await door.http.post("/v1/images/generations", json=body)).status_code == 200
 
 
 async def test_a_port_that_is_taken_is_named(door: Door) -> None:
