@@ -78,7 +78,8 @@ def error_object(error: BottegaError) -> dict[str, object]:
     violations = [
         {"field": name(violation.field), "description": violation.description} for violation in error.violations
     ]
-    bottega: dict[str, object] = {"reason": error.reason_name, "violations": violations, "metadata": error.metadata}
+    reason = error.reason_name if error.reason else error.code.name
+    bottega: dict[str, object] = {"reason": reason, "violations": violations, "metadata": error.metadata}
     if (retry_after_s := _retry_after_s(error)) is not None:
         bottega["retry_after_s"] = retry_after_s
     status = status_of(error)
@@ -86,7 +87,7 @@ def error_object(error: BottegaError) -> dict[str, object]:
         "message": _message(error, violations),
         "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
         "param": violations[0]["field"] if violations else None,
-        "code": error.reason_name.lower(),
+        "code": reason.lower(),
         "bottega": bottega,
     }
 

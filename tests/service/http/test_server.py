@@ -225,7 +225,7 @@ async def test_a_gateway_that_asks_for_no_keys_is_not_reached_though_it_came_lat
         url = f"https://127.0.0.1:{door.server.address.rpartition(':')[2]}"
         shown = {"authorization": f"Bearer {new_key()[0]}"}
         async with httpx.AsyncClient(base_url=url, verify=False, headers=shown) as client:
-            assert (await client.get("/v1/models")).json()["error"]["code"] == "unspecified"
+            assert (await client.get("/v1/models")).json()["error"]["code"] == "unavailable"
             async with running_gateway(listen=f"127.0.0.1:{port}") as house:
                 await house.worker()
                 answer = await client.get("/v1/models")
