@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+import anyio
 from pydantic_core import to_json
 from sse_starlette import EventSourceResponse
 
@@ -49,7 +50,8 @@ async def with_pings(
                     part = coming.result() if coming.done() else None
                 finally:
                     coming.cancel()
-                    await asyncio.gather(coming, return_exceptions=True)
+                    with anyio.CancelScope(shield=True):  # `parts` can be closed only when nothing waits for it
+                        await asyncio.gather(coming, return_exceptions=True)
                 if part is None:
                     return
                 yield part
