@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import anyio
 from pydantic_core import to_json
@@ -36,16 +37,13 @@ async def with_pings(
     parts: AsyncGenerator[bytes, None], ended: asyncio.Event | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Yield what `parts` yields, and pings while nothing comes, until `ended` is set."""
-    ended = ended or asyncio.Event()
-    stopping = asyncio.ensure_future(ended.wait())
+    stopping = asyncio.ensure_future((ended or asyncio.Event()).wait())
     async with aclosing(parts):
         try:
-            while not ended.is_set():
+            while not stopping.done():
                 coming = asyncio.ensure_future(_next(parts))
                 try:
-                    while not (await asyncio.wait((coming, stopping), timeout=PING_S, return_when="FIRST_COMPLETED"))[
-                        0
-                    ]:
+                    while not await _first_done(coming, stopping):
                         yield _PING
                     part = coming.result() if coming.done() else None
                 finally:
@@ -57,6 +55,12 @@ async def with_pings(
                 yield part
         finally:
             stopping.cancel()
+
+
+async def _first_done(*tasks: asyncio.Future[Any]) -> bool:
+    """Wait until one of the tasks is done, and return whether that was before a ping is due."""
+    done, _ = await asyncio.wait(tasks, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
 
 
 async def _next(parts: AsyncIterator[bytes]) -> bytes | None:
