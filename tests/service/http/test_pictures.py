@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 
 import httpx
 import openai
@@ -63,29 +64,27 @@ async def test_every_violation_is_named_as_the_caller_wrote_it(door: Door, worke
     assert not worker.requests
 
 
-@pytest.mark.parametrize(
-    ("body", "field", "text"),
-    [
-        ({"steps": 4}, "steps", "did you mean bottega.num_inference_steps?"),
-        ({"promt": "a"}, "promt", "did you mean prompt?"),
-        ({"bottega": {"steps": 4}}, "bottega.steps", "did you mean num_inference_steps?"),
-        ({"bottega": {"loras": [{"nme": "dusk"}]}}, "bottega.loras[0].nme", "did you mean name?"),
-        ({"n": "2"}, "n", "must be a valid integer"),
-        ({"size": "big"}, "size", "WIDTHxHEIGHT"),
-        ({"background": "transparent"}, "background", "opaque pictures"),
-        ({"style": "vivid"}, "style", "describe the style in the prompt"),
-        ({"output_compression": 50}, "output_compression", "png is lossless"),
-        ({"partial_images": 2}, "partial_images", "needs stream"),
-        ({"bottega": {"controlnets": [{"name": "edges", "image": "?"}]}}, "bottega.controlnets[0].image", "base64"),
-    ],
+_WRONG_FIELDS: Sequence[tuple[dict[str, object], str, str]] = (
+    ({"steps": 4}, "steps", "did you mean bottega.num_inference_steps?"),
+    ({"promt": "a"}, "promt", "did you mean prompt?"),
+    ({"bottega": {"steps": 4}}, "bottega.steps", "did you mean num_inference_steps?"),
+    ({"bottega": {"loras": [{"nme": "dusk"}]}}, "bottega.loras[0].nme", "did you mean name?"),
+    ({"n": "2"}, "n", "must be a valid integer"),
+    ({"size": "big"}, "size", "WIDTHxHEIGHT"),
+    ({"background": "transparent"}, "background", "opaque pictures"),
+    ({"style": "vivid"}, "style", "describe the style in the prompt"),
+    ({"output_compression": 50}, "output_compression", "png is lossless"),
+    ({"partial_images": 2}, "partial_images", "needs stream"),
+    ({"bottega": {"controlnets": [{"name": "edges", "image": "?"}]}}, "bottega.controlnets[0].image", "base64"),
 )
-async def test_a_wrong_field_is_refused_with_what_would_be_right(
-    door: Door, body: dict[str, object], field: str, text: str
-) -> None:
-    answer = await door.http.post("/v1/images/generations", json={"prompt": "a star", **body})
-    assert answer.status_code == 400
-    found = {item["field"]: item["description"] for item in answer.json()["error"]["bottega"]["violations"]}
-    assert text in found[field]
+
+
+async def test_a_wrong_field_is_refused_with_what_would_be_right(door: Door) -> None:
+    for body, field, text in _WRONG_FIELDS:
+        answer = await door.http.post("/v1/images/generations", json={"prompt": "a star", **body})
+        assert answer.status_code == 400
+        found = {item["field"]: item["description"] for item in answer.json()["error"]["bottega"]["violations"]}
+        assert text in found[field], body
 
 
 async def test_an_idempotency_key_is_the_request_id(door: Door, house: Running, worker: ScriptedWorker) -> None:

@@ -26,18 +26,13 @@ from tests.support.tenants import add_tenant
 from tests.support.waiting import eventually
 
 
-@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1:8473", "[::1]:8473", "10.0.0.7", "door.example:443"])
-async def test_a_request_for_this_host_is_served(house: Running, host: str) -> None:
+async def test_a_request_is_served_for_this_host_and_not_for_a_name_that_a_stranger_points_here(house: Running) -> None:
     async with running_http(house.address, hosts=["door.example"]) as door:
-        assert (await door.http.get("/healthz", headers={"host": host})).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8473", "localhost.evil.example", "", "127.0.0.1.nip.io"]
-)
-async def test_a_name_that_a_stranger_points_here_is_refused(door: Door, host: str) -> None:
-    answer = await door.http.get("/v1/models", headers={"host": host})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (421, "wrong_host")
+        for host in ("localhost:1", "127.0.0.1:8473", "[::1]:8473", "10.0.0.7", "door.example:443"):
+            assert (await door.http.get("/healthz", headers={"host": host})).status_code == 200
+        for host in ("evil.example", "evil.example:8473", "localhost.evil.example", "", "127.0.0.1.nip.io"):
+            answer = await door.http.get("/v1/models", headers={"host": host})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (421, "wrong_host"), host
 
 
 async def test_pages_of_other_origins_are_refused_unless_they_are_allowed(house: Running) -> None:
