@@ -26,7 +26,7 @@ from tests.support.tenants import add_tenant
 from tests.support.waiting import eventually
 
 
-async def test_a_request_is_served_for_this_host_and_not_for_a_name_that_a_stranger_points_here(house: Running) -> None:
+async def test_only_names_of_this_host_are_served(house: Running) -> None:
     async with running_http(house.address, hosts=["door.example"]) as door:
         for host in ("localhost:1", "127.0.0.1:8473", "[::1]:8473", "10.0.0.7", "door.example:443"):
             assert (await door.http.get("/healthz", headers={"host": host})).status_code == 200
@@ -213,7 +213,7 @@ async def test_https_with_tenants_and_a_certificate_that_is_renewed(tmp_path: Pa
             assert (await client.get(drawn["data"][0]["url"])).content == b"picture 0", "its URL needs no key"
 
 
-async def test_a_gateway_that_asks_for_no_keys_is_not_reached_though_it_came_later(tmp_path: Path) -> None:
+async def test_a_gateway_that_asks_for_no_keys_and_came_later_is_not_reached(tmp_path: Path) -> None:
     server = {"listen": "0.0.0.0:0", "https": _https(tmp_path)}
     (port,) = free_ports(1)
     async with running_http(f"127.0.0.1:{port}", server=server, gateway_wait_s=0.1) as door:

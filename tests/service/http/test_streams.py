@@ -39,7 +39,7 @@ async def test_without_partial_images_only_the_picture_comes(door: Door, worker:
     assert [base64.b64decode(event.b64_json) async for event in stream] == [b"picture 0", b"picture 1"]
 
 
-async def test_an_error_before_the_first_event_is_a_status_and_a_later_one_an_event(
+async def test_an_error_is_a_status_before_the_first_event_and_then_an_event(
     door: Door, worker: ScriptedWorker
 ) -> None:
     with pytest.raises(openai.BadRequestError):
