@@ -161,10 +161,11 @@ async def _quiet(options: argparse.Namespace, http: Service, worker: ScriptedWor
     await asyncio.sleep(_SETTLE_S)
     process = psutil.Process(http.process.pid)
     before = process.memory_info().rss
-    watching = [await HttpClient.connect(http.address) for _ in range(options.quiet)]
-    for watcher in watching:
-        await watcher.send("GET", f"/v1/jobs/{job['id']}/events")
-        await watcher.first_event()
+    watching = []
+    for _ in range(options.quiet):
+        watching.append(await HttpClient.connect(http.address))
+        await watching[-1].send("GET", f"/v1/jobs/{job['id']}/events")
+        await watching[-1].first_event()
     await asyncio.sleep(_SETTLE_S)
     grown = (process.memory_info().rss - before) / 2**20
     what, bar = f"{options.quiet} quiet streams of events", f"at most {200 * options.quiet / 2000:.0f} MiB"

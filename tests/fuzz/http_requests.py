@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 import httpx
 from pydantic import ValidationError
 
@@ -105,7 +106,7 @@ def _send(client: httpx.Client, operation: Operation, job_id: str, chance: rando
     try:
         request = client.build_request(operation.method, path, params=query, headers=_bytes(headers), **content)
         answer = client.send(request)
-    except (httpx.InvalidURL, httpx.LocalProtocolError, ValueError):
+    except (httpx.InvalidURL, httpx.LocalProtocolError, h11.LocalProtocolError, ValueError):
         return  # the client itself refuses to send it
     except httpx.TransportError:
         answers.statuses[0] += 1  # the server ended the connection, as of a body that contradicts its length
