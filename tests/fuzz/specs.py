@@ -159,6 +159,9 @@ def _weighted_prompts(case: Any) -> Iterator[Case]:
     for bad in ("(a:1.2.3)", "(a:101)", "(" * 1000, "a BREAK " * 30, "[a:b:0.5]", "[a|b]", "a AND b", "<lora:a:1>"):
         yield weighted(f"weighted prompt {shown(bad)}", INVALID, "spec.prompt", prompt=bad)
         yield weighted(f"weighted {shown(bad)}", INVALID, "spec.negative_prompt", negative_prompt=bad)
+    full = {"prompt": "a", "num_images": 1, "negative_prompt": "[]" * 2048}
+    yield weighted("as many marks as weighted texts may have", **full, negative_prompt_2="()" * 2048)
+    yield weighted("one more mark", INVALID, "spec.prompt_syntax", **full, negative_prompt_2="()" * 2048 + ":")
 
 
 def _several_prompts(case: Any) -> Iterator[Case]:

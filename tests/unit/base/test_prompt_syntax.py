@@ -104,6 +104,16 @@ def test_what_cannot_be_drawn_is_refused_in_one_sentence(prompt: str) -> None:
     assert not list(check_texts(spec))
 
 
+def test_texts_that_together_take_long_to_read_are_refused_together() -> None:
+    spec = GenerationSpec(prompt="a", prompt_syntax=PROMPT_SYNTAX_WEIGHTED, prompts=["[]" * 1024] * 4)
+    assert not list(check_texts(spec))
+    spec.negative_prompt = "(a"
+    (violation,) = check_texts(spec)
+    assert violation.field == "spec.prompt_syntax"
+    spec.ClearField("prompt_syntax")
+    assert not list(check_texts(spec))
+
+
 @pytest.mark.parametrize(
     "piece",
     [
