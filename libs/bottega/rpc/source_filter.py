@@ -173,7 +173,7 @@ class SourceFilter:
         except OSError as error:
             self._works = False
             self._banned_until.clear()
-            self._probation_until.clear()
+            self._probation_until = dict.fromkeys(self._probation_until, -math.inf)
             _log.warning("the filter that blocks flooding hosts cannot be installed", extra={"why": str(error)})
             self._detach()
         return self._works

@@ -110,7 +110,9 @@ def test_hosts_are_bounded_and_what_is_none_is_not_banned(port: int) -> None:
 def test_where_the_system_takes_no_further_host_no_host_stays_banned(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    banned = SourceFilter(port, banned_s=60.0, probation_s=60.0)
+    banned = SourceFilter(port, banned_s=0.0, probation_s=60.0)
+    assert banned.ban(OTHER)
+    banned.lift()
     assert banned.ban(BANNED)
 
     def refuse(banned: object, watched: object) -> tuple[Instruction, ...]:
@@ -119,6 +121,7 @@ def test_where_the_system_takes_no_further_host_no_host_stays_banned(
     monkeypatch.setattr(source_filter, "program", refuse)
     assert not banned.ban("10.0.0.1")
     assert _connects(port, BANNED)
+    assert banned.lift() == {OTHER}, "its connections still have a filter"
 
 
 def _drops(instructions: tuple[Instruction, ...], address: str) -> bool:
