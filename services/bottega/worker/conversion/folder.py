@@ -25,6 +25,7 @@ from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
 from bottega.model_files.single_file_check import configurations_of
 from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
+from bottega.process.memory import available_bytes
 from bottega.storage import folders
 from bottega.storage.process_lock import ProcessLock
 from bottega.worker.conversion.tensors import check_part, convert_part
@@ -81,6 +82,7 @@ def convert_file(
         if is_there(folder):
             _check_made_of(folder, source)
             return Conversion(folder=folder, source=source, is_new=False)
+        _check_memory(source)
         with _staged(folder, source.size_bytes + _OTHER_BYTES) as staging:
             _write(source, configs, staging, on_part)
             is_new = _put_in_place(staging, folder, source)
@@ -90,6 +92,17 @@ def convert_file(
     except OSError as error:
         raise ConfigError(f"{path} cannot be converted: {error.filename or folder}: {error.strerror}") from None
     return Conversion(folder=folder, source=source, is_new=is_new)
+
+
+def _check_memory(source: SingleFile) -> None:
+    """Raise ValueError if a part does not fit into memory: the kernel would end the process without a sentence."""
+    sizes = {part: sum(entry.end - entry.begin for entry in entries) for part, entries in source.parts.items()}
+    part = max(sizes, key=lambda name: sizes[name])
+    left_bytes = available_bytes()
+    if left_bytes is not None and sizes[part] > left_bytes:
+        raise ValueError(
+            f"its {part} has {sizes[part] >> 20} MiB, which are in memory at once, and {left_bytes >> 20} MiB are free"
+        )
 
 
 def _write(

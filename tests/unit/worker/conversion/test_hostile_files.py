@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from bottega.client.checkup.models import read_model_facts
 from bottega.errors import ConfigError
 from bottega.model_files.single_file import OTHER_VERSION
+from bottega.worker.conversion import folder
 from bottega.worker.conversion.folder import convert_file
 from tests.samples.single_files import SHAPES, write_single_file, write_vae_file
 
@@ -361,6 +362,17 @@ def test_a_check_refuses_it_at_once_too(hostile: Hostile, tmp_path: Path) -> Non
     began_s = time.process_time()
     assert len(read_model_facts(str(file)).problems) == 1
     assert time.process_time() - began_s < LIMIT_S
+
+
+def test_a_part_that_does_not_fit_into_memory_is_named_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of zeros takes no room on the disk, and the kernel ends a process that uses too much memory."""
+    file = write_single_file(tmp_path / "model.safetensors", "sd15")
+    monkeypatch.setattr(folder, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match=r"its text_encoder has \d+ MiB, which are in memory at once, and 1 MiB are"):
+        convert_file(file, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_other_files_are_never_opened(tmp_path: Path) -> None:
