@@ -44,7 +44,7 @@ def main() -> int:
         "--seconds",
         type=float,
         default=math.inf,
-        help="limit for each method, and a tenth of it to warm up (default none)",
+        help="limit for each method, and a third of it to warm up (default none)",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--methods", nargs="*", choices=sorted(SERVICES), default=list(SERVICES), help="only these")
@@ -63,7 +63,7 @@ def _run(house: House, methods: list[str], requests: int, seconds: float, seed: 
     wrong = replay(house, methods)
     print(f"the fixed corpus took {time.monotonic() - began:.0f} s", flush=True)
     warm_up = min(_WARM_UP, requests // 10)
-    tallies = {method: fuzz(house, method, warm_up, seed, seconds=seconds / 10) for method in methods}
+    tallies = {method: fuzz(house, method, warm_up, seed, seconds=seconds / 3) for method in methods}
     before = _settled(house)
     print(
         f"{'method':<18}{'requests':>9}{'accepted':>9}{'refused':>9}{'internal':>9}{'found':>7}{'seconds':>9}",
