@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from bottega.addons.edits.client.cli_profile import HALVES, masked_s, nearest_share
-from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, plan_steps
+from bottega.addons.edits.planning import BlockCost, StepPlan, plan_steps
 from bottega.client import BlockProfile, Client
 
 _STEPS = 2

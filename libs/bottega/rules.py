@@ -257,6 +257,11 @@ def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field="spec.keep_for_editing", description=rule)
 
 
+def keeps_data(spec: GenerationSpec) -> bool:
+    """Return whether workers keep data of the images, such as latents, for later edits of them."""
+    return spec.keep_for_editing
+
+
 def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
     """Check that image-to-image, which skips the first steps, has steps left. Diffusers refuses it otherwise.
 

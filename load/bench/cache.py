@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 
 from bottega.addons.cache.client.types import profile_from
-from bottega.addons.cache.planning.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
+from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
 from bottega.cache.index import KeyedIndex
 from bottega.cache.predictor import MatchPredictor, PredictorSettings, train
 from bottega.v1.cache_pb2 import CacheProfile

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bottega.addons.cache.planning.eviction import EvictionPolicy
 from bottega.addons.cache.starts import prompt_digest, recorded_steps
+from bottega.cache.eviction import EvictionPolicy
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.settings import LatentStatistics, StoreSettings
 from bottega.cache.store.store import LatentStore

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, follow
+from bottega.addons.edits.planning import BlockCost, StepPlan, follow
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from load.bench.bench_model import write_bench_model

@@ -199,6 +199,9 @@ class StaticBatches(EngineAddOn):
     def open(self, order: EngineOrder) -> JobAddOn:
         return _Member(self)
 
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Return at once, because the rest of the batch is encoded meanwhile."""
+
 
 class _Member(JobAddOn):
     def __init__(self, batches: StaticBatches) -> None:

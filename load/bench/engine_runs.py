@@ -14,7 +14,7 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 
-from bottega.engine.acceleration.registry import candidates
+from bottega.engine.acceleration.self_check import candidates
 from bottega.engine.engine import Engine
 from bottega.engine.events import EngineRecord, JobFailed, JobFinished
 from bottega.engine.job import EngineOrder

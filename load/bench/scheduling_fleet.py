@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
-from bottega.addons.edits.planning.block_loading import BlockCost, plan_step
-from bottega.addons.edits.planning.work_fit import WorkFit
+from bottega.addons.edits.engine.loading.work_fit import WorkFit
+from bottega.addons.edits.planning import BlockCost, plan_step
 from bottega.engine.batcher import Batcher
 from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits

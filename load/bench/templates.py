@@ -28,7 +28,7 @@ import torch
 from bottega import kinds
 from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.store import ActivationStore
-from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
+from bottega.addons.edits.engine.recordings.recording import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.errors import DataLoss

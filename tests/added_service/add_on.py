@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 
-from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, FleetView
+from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, FleetView, PrefetchReason
 from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
@@ -36,13 +36,13 @@ class ColourAddOn(AddOn):
         self._fleet = fleet
         self._calls = BackgroundTasks("prefetching colours", max_tasks=_MOST_CALLS)
 
-    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Prefetch for an admitted job, because a worker may be free for it at once."""
-        if admitted:
-            self.prefetch([job])
+    def prefetch(self, jobs: Sequence[AddOnJob], reason: PrefetchReason) -> None:
+        """Has the stores load the colours that these name and that are on the disk only.
 
-    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
-        """Has the stores load the colours that these name and that are on the disk only."""
+        A job that has arrived counts too, because a worker may be free for it at once.
+        """
+        if reason is PrefetchReason.REFUSED:
+            return
         wanted = {name for job in jobs for name in _named(job)}
         for store in self._fleet.services(KIND):
             cold = [item.name for item in store.hosts(KIND).items if item.state == HOSTED_STATE_ON_DISK]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bottega.addons.interface.engine_context import EngineAddOnContext
-from bottega.engine.addon import EngineAddOn, JobAddOn
+from bottega.engine.addon import EngineAddOn, EngineAddOnContext, JobAddOn
 from bottega.engine.encode import Conditions
 from bottega.engine.events import EngineRecord
 from bottega.engine.job import EngineJob, EngineOrder
@@ -46,26 +45,21 @@ class JobColours(JobAddOn):
         self._waiting_since_s = 0.0
         self._waited_s = 0.0
 
-    @property
-    def waiting(self) -> bool:
-        return not self._store
-
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         self._waiting_since_s = now_s
-        self._store = messages.ColourDecision.FromString(job.pinned.get(KIND, b"")).store
+        self._use(messages.ColourDecision.FromString(job.pinned.get(KIND, b"")).store)
 
     def update(self, now_s: float) -> None:
         if not self._store and self._addon.stores:
-            self._store = self._addon.stores[0]
+            self._use(self._addon.stores[0])
             self._waited_s = now_s - self._waiting_since_s
 
     def blocks(self, request: Request) -> bool:
-        return self.waiting
+        return not self._store
 
-    @property
-    def decision(self) -> bytes | None:
-        decision: bytes = messages.ColourDecision(store=self._store).SerializeToString()
-        return decision if self._store else None
+    def _use(self, store: str) -> None:
+        self._store = store
+        self.decision = messages.ColourDecision(store=store).SerializeToString() if store else None
 
     def report(self, record: EngineRecord) -> EngineRecord:
         return replace(record, seconds={**record.seconds, KIND: self._waited_s})

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
 
-from bottega.addons.cache.gateway.addon import CacheAddOn
+from bottega.addons.cache.gateway import CacheAddOn
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
 from bottega.addons.edits.gateway.addon import ActivationsAddOn
 from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics

@@ -14,8 +14,8 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, Layers, LoraHandle, LoraLayer, LoraRef
+from bottega.engine.spans import StoreWork
 from bottega.engine.spec import LoraSpec
-from bottega.engine.store_work import StoreWork
 from bottega.errors import BottegaError, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.v1.fleet_pb2 import ServiceAddress

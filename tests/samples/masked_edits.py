@@ -11,9 +11,9 @@ from torch import Tensor
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.engine.addon import EngineAddOn
-from bottega.engine.edit import Edit
 from bottega.engine.events import EditRecord
 from bottega.engine.job import EngineOrder
+from bottega.engine.latent_step import Edit
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model

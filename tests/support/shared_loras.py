@@ -168,7 +168,8 @@ def _serve() -> None:
     import torch
 
     from bottega.addons.loras.engine import LoraHandle, LoraRef
-    from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
+    from bottega.addons.loras.worker.addon import LoraCache
+    from bottega.addons.loras.worker.store_link import LoraLinkSettings
     from bottega.transport import LinkCounters
     from bottega.v1.fleet_pb2 import ServiceAddress
 

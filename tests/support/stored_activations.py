@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.addons.edits.wire import DrawnTensors
 from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations

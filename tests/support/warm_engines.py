@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bottega.device.lean_imports import lean_imports
+from bottega.device.engine_start import lean_imports
 from bottega.manifest import load_object, read_services
 from bottega.process import engine_environment
 from tests.support.warm_start.sitecustomize import FORKED, SERVER, traits

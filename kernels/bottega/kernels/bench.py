@@ -63,7 +63,7 @@ def measure(device: torch.device, dtype: torch.dtype, *, small: bool = False) ->
 
 
 def _modules() -> Sequence[ModuleType]:
-    """Import the kernels. `main` may switch on the interpreter before."""
+    """Import the modules of the kernels, after `main` may have switched on Triton's interpreter."""
     from bottega.kernels import geglu, group_norm_silu, guided_euler, lora_patch, tile_moves, token_moves
 
     return group_norm_silu, geglu, lora_patch, token_moves, tile_moves, guided_euler

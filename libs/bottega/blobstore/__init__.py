@@ -12,7 +12,6 @@ missing. While a disk is full or fails, a store is read-only.
 A store that uses this package supplies the tables and the policy of eviction, and holds its own data in memory.
 """
 
-from bottega.blobstore.disk import BlobDisk, Completion
 from bottega.blobstore.profiles import ProfileFolder
 from bottega.blobstore.records import (
     BlobRecords,
@@ -23,7 +22,7 @@ from bottega.blobstore.records import (
     StoredRecord,
     StoredRow,
 )
-from bottega.blobstore.writer import BlobWriter, StoreCounts
+from bottega.blobstore.writer import BlobDisk, BlobWriter, Completion, StoreCounts
 
 __all__ = [
     "BlobDisk",

@@ -119,7 +119,10 @@ class LruCache(Generic[EntryT]):
         self.evict(list(self._entries))
 
     def _evict_idle(self, lack_bytes: int, lack: int) -> int | None:
-        """Evict idle entries until both lacks are covered; return how many, or None (evicting none) if impossible."""
+        """Evict idle entries, at least `lack` of them with `lack_bytes` in all. Return how many.
+
+        Return None, without evicting any, if there are too few.
+        """
         victims = []
         for key, entry in self._idle():
             if lack_bytes <= 0 and lack <= 0:

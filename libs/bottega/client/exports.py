@@ -3,7 +3,7 @@
 from bottega.addons.cache.client.profiling import CacheMeasurement, MeasuredCache
 from bottega.addons.cache.client.samples import PromptPair
 from bottega.addons.cache.client.types import CachedEntry, CachedModel, CacheProfile, CacheStats
-from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
+from bottega.addons.cache.skip_profile import LengthClass, SkipProfile
 from bottega.addons.controlnets.client.types import (
     AddedControlNet,
     ControlNetHost,

@@ -1,14 +1,18 @@
-"""The interface of the device on which the engine's thread computes: enqueued work, events, and copies.
+"""The interface of the device on which the engine's thread computes: enqueued work, events, time spans, and copies.
 
 On a CPU work is done when it is enqueued. On a GPU it is not: code that reads a time or a copy checks `ready` first,
 and waits only if there is nothing else to do.
+
+Long computations run in pieces: generators that yield between two pieces, so that other work can run there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,3 +111,93 @@ class Device(Protocol):
         Return None if that cannot be measured. Call it only while nothing else runs.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """The time between two events of a device."""
+
+    begin: Event
+    end: Event
+
+    @property
+    def ready(self) -> bool:
+        """Whether the span has ended."""
+        return self.begin.ready and self.end.ready
+
+    @property
+    def seconds(self) -> float:
+        """Its duration. Waits until the span has ended."""
+        self.end.wait()
+        self.begin.wait()
+        return self.end.seconds_since(self.begin)
+
+
+class SpanSum:
+    """The total duration of spans that have ended."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._unread: deque[Span] = deque()
+
+    def add(self, span: Span) -> None:
+        """Add a span, which may end later."""
+        self._unread.append(span)
+        self._read()
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds of the spans that have ended. Never waits."""
+        self._read()
+        return self._seconds
+
+    def _read(self) -> None:
+        # Spans of a stream end in order, so that no span after the first unfinished one has ended.
+        while self._unread and self._unread[0].ready:
+            self._seconds += self._unread.popleft().seconds
+
+
+Result = TypeVar("Result")
+
+
+def run_pieces(pieces: Generator[None, None, Result]) -> Result:
+    """Run all pieces of a computation, and return its result."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+class PausableWork(Generic[Result]):
+    """A computation in pieces that may pause where the device has done all pieces so far.
+
+    A GPU is mostly behind the thread that enqueues the pieces, so there it seldom pauses.
+    """
+
+    def __init__(self, device: Device, pieces: Generator[None, None, Result]) -> None:
+        self.spans: list[Span] = []
+        """The time that the device spent in each call of `run`."""
+        self.result: Result | None = None
+        """The result; None before all pieces have been enqueued."""
+        self._device = device
+        self._pieces = pieces
+
+    def run(self, pause_due: Callable[[], bool] = lambda: False) -> None:
+        """Enqueue the pieces that are left.
+
+        Args:
+            pause_due: Returns whether to pause after a piece that the device has done.
+        """
+        began = self._device.record()
+        try:
+            while self.result is None:
+                try:
+                    next(self._pieces)
+                except StopIteration as end:
+                    self.result = end.value
+                if self._device.record().ready and pause_due():
+                    break
+        finally:
+            self.spans.append(Span(begin=began, end=self._device.record()))

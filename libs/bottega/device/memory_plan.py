@@ -6,18 +6,24 @@ needs no more than that in any of torch's fused kernels.
 A CPU has no budget: reservations are not limited, and forward passes are not measured. Decoding needs the most memory.
 It is compared with the memory that is available to the process at that moment, because the kernel kills a process where
 a GPU's allocator would raise an error.
+
+`DeviceMemoryMeter` reads the memory in use, and `is_out_of_memory` recognizes errors about too little of it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+
+import torch
 
 from bottega.device.device import Device
 from bottega.errors import TooLarge
 from bottega.process.memory import available_bytes
+from bottega.v1.device_pb2 import DeviceMemory
 
 _log = logging.getLogger(__name__)
 
@@ -260,3 +266,64 @@ def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
         device.limit_memory(budget_mib * _MIB)
         return MemoryPlan(budget_mib * _MIB)
     return MemoryPlan(free_bytes - max(_LEAST_RESERVE_BYTES, round(_RESERVE_SHARE * free_bytes)))
+
+
+# Rarely, because a driver may take a millisecond to answer.
+_LOOK_S = 1.0
+
+
+class DeviceMemoryMeter:
+    """Reads a device's memory, at most once a second.
+
+    Attributes:
+        last: The last reading; not to be changed.
+
+    Args:
+        device: The device.
+        plan: The plan of its memory.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(self, device: Device, plan: MemoryPlan, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._device = device
+        self._plan = plan
+        self._clock = clock
+        self._read_at = float("-inf")
+        self.last = DeviceMemory()
+
+    def look_if_due(self) -> None:
+        """Read the memory if a second has passed since the last reading.
+
+        Call it between two forward passes, because the device must not be asked while CUDA graphs are recorded.
+        """
+        now = self._clock()
+        if now - self._read_at >= _LOOK_S:
+            self._read_at = now
+            self.last = DeviceMemory(
+                budget_bytes=self._plan.budget_bytes or 0,
+                held_bytes=self._plan.reserved,
+                allocated_bytes=self._device.allocated_bytes() or 0,
+                free_bytes=self._device.free_bytes() or 0,
+            )
+
+
+# Messages of libraries below torch, which torch raises as plain errors: of cuBLAS and cuDNN, of CUDA where torch's
+# allocator is not involved (pinned memory, kernels that are loaded at their first use, graphs), of Triton's launches,
+# and of the host. Source: aten/src/ATen/cuda/Exceptions.h, cudnn's status names, c10/cuda/CUDAException.cpp,
+# c10/cuda/driver_api.h, triton/backends/nvidia/driver.c, c10/core/impl/alloc_cpu.cpp.
+_OUT_OF_MEMORY = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "can't allocate memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory was short, so that a smaller batch may succeed."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)

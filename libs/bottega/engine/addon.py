@@ -4,15 +4,15 @@ The engine has a list of add-ons and knows none of them by name. For each job th
 `JobAddOn`, its "part" of the job. The engine calls:
 
     submitted      EngineAddOn.open            starts loading data; refuses jobs that can never be served
-    encoding       JobAddOn.prompt_ready       whether the prompt can be encoded
+    encoding       JobAddOn.ready              whether the prompt can be encoded
                    EngineAddOn.before_prompt   prepares the text encoders for the job
     encoded        JobAddOn.attach             gives the job's requests what they need
     before a turn  JobAddOn.update             uses data that has arrived
                    JobAddOn.blocks             whether a request must wait before its next step
                    JobAddOn.decision           a choice that later attempts have to repeat
-    each turn      EngineAddOn.before_group, backbone_for, after_forward
+    each turn      EngineAddOn.before_group, after_forward
                    JobAddOn.after_forward, after_step
-    decoded        JobAddOn.after_decode, keep
+    decoded        JobAddOn.after_decode
     ended          JobAddOn.close, report, finish
 
 In each turn, the engine runs one forward pass of a batch.
@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -32,40 +34,41 @@ from bottega.v1.engine_pb2 import EngineBeat, EngineCount
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 if TYPE_CHECKING:
+    from bottega.device.heartbeat import Heartbeat
     from bottega.engine.acceleration.acceleration import Probe
     from bottega.engine.encode import Conditions
     from bottega.engine.engine import Engine
     from bottega.engine.events import EngineRecord
-    from bottega.engine.forward import Prediction, RowWeights
+    from bottega.engine.forward import ForwardStrategy, Prediction, ResidualProvider, RowWeights
     from bottega.engine.job import EngineJob, EngineOrder
     from bottega.engine.parallel.offload import OffloadedPart
     from bottega.engine.request import Request
-    from bottega.engine.residuals import ResidualProvider
     from bottega.engine.spans import TracedSpan
-    from bottega.model.backbone import Backbone
     from bottega.model.model import Model
+    from bottega.transport import DeviceLinks, LinkCounters, OfferSource
 
 
 class JobAddOn:
     """The state and hooks of an add-on for one job. Methods that are not overridden do nothing."""
 
-    @property
-    def waiting(self) -> bool:
-        """Whether the job may have to wait for data that has not arrived."""
-        return False
+    resumable: bool = True
+    """Whether the job may resume from a checkpoint."""
+    changes_prompt: bool = False
+    """Whether the add-on changed the encoding of the prompt."""
+    offloadable: bool = True
+    """Whether the other worker of a pair may compute rows of the job."""
+    decision: bytes | None = None
+    """A choice that later attempts must repeat to draw the same picture, as a serialized message of this add-on.
 
-    @property
-    def resumable(self) -> bool:
-        """Whether the job may resume from a checkpoint."""
-        return True
+    None until the add-on has made it. Later attempts find it in `EngineJob.pinned`.
+    """
 
-    @property
-    def changes_prompt(self) -> bool:
-        """Whether the add-on changed the encoding of the prompt."""
-        return False
+    def ready(self, now_s: float) -> bool:
+        """Return whether the prompt can be encoded or, for a job from `open_remote`, whether rows can be computed.
 
-    def prompt_ready(self, now_s: float) -> bool:
-        """Return whether the prompt can be encoded. Raise BottegaError if it never can."""
+        Raises:
+            BottegaError: They never can.
+        """
         return True
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
@@ -91,14 +94,6 @@ class JobAddOn:
         """Return whether a request that is not done must wait before its next step."""
         return False
 
-    @property
-    def decision(self) -> bytes | None:
-        """A choice that later attempts must repeat to draw the same picture, as a serialized message of this add-on.
-
-        None until the add-on has made it. Later attempts find it in `EngineJob.pinned`.
-        """
-        return None
-
     def after_forward(self, prediction: Prediction) -> float:
         """Handle a forward pass with a step of the job. Return the seconds that it waited for the add-on."""
         return 0.0
@@ -106,25 +101,32 @@ class JobAddOn:
     def after_step(self, request: Request) -> None:
         """Handle an evaluation of the network that a request of the job has made, which may end a step."""
 
-    def after_decode(self, index: int, pixels: Tensor) -> None:
-        """Handle a finished image. `pixels` is uint8 [height, width, 3] and must not be changed."""
+    def after_decode(self, index: int, pixels: Tensor) -> bytes | None:
+        """Handle a finished image, and return data to store with it; None for nothing.
 
-    def keep(self, index: int) -> bytes | None:
-        """Return data to store with the job for an image that has been returned; None for nothing."""
+        Args:
+            pixels: uint8 [height, width, 3], which must not be changed.
+        """
         return None
 
     def offload(self) -> OffloadedPart | None:
         """Return data for the other worker of a pair, so that it can compute rows of the job; None if it needs none."""
         return None
 
-    @property
-    def offloadable(self) -> bool:
-        """Whether the other worker of a pair may compute rows of the job."""
-        return True
-
     def active_in(self, row: Row) -> int:
-        """Return a number in [0, 2^31) that tells `RemoteAddOn.activate` what is active in a row, such as LoRAs."""
+        """Return a number in [0, 2^31) that tells `activate` at the other worker what is active in a row."""
         return 0
+
+    def activate(self, row: Row, active: int) -> Row:
+        """Return a row of a job from `open_remote` with what is active in it, such as its LoRAs.
+
+        Args:
+            active: The result of `active_in` at the other worker.
+
+        Raises:
+            ValueError: The number is unknown.
+        """
+        return row
 
     def spans(self) -> Iterable[TracedSpan]:
         """Return the spans for the trace of the job, which has ended."""
@@ -141,48 +143,20 @@ class JobAddOn:
         """Release everything. Called at least once at the end of every job."""
 
 
-class RemoteAddOn(Protocol):
-    """The state of an add-on for a job of the pair's other worker, for which this engine computes rows."""
-
-    def ready(self, now_s: float) -> bool:
-        """Return whether rows can be computed now. Raise BottegaError if they never can."""
-        ...
-
-    def activate(self, row: Row, active: int) -> Row:
-        """Return the row with what is active in it, as the other worker's `JobAddOn.active_in` returned it.
-
-        Raise ValueError for an unknown number.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...
-
-
 class EngineAddOn:
     """A feature that extends the plain model, such as LoRAs. Methods that are not overridden do nothing."""
 
     kind: ClassVar[str]
     """Key of its data in orders and decisions, and kind of the services that it uses."""
 
-    @property
-    def row_weights(self) -> RowWeights | None:
-        """The object that applies LoRAs to rows during a forward pass; None for most add-ons."""
-        return None
-
-    @property
-    def residuals(self) -> ResidualProvider | None:
-        """The provider of ControlNets' residuals; None for most add-ons."""
-        return None
-
-    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
-        """Return a backbone of the add-on that runs this batch, or None.
-
-        Add-ons are asked in order, and the model's own backbone runs what none of them runs. With fixed rows, none is
-        asked.
-        """
-        return None
+    row_weights: RowWeights | None = None
+    """Applies LoRAs to rows during a forward pass."""
+    residuals: ResidualProvider | None = None
+    """Provides ControlNets' residuals during a forward pass."""
+    strategy: ForwardStrategy | None = None
+    """Runs some batches in its own way. Add-ons are asked in order; with fixed rows, none is asked."""
+    probes: Mapping[str, Callable[[Model], Probe]] = MappingProxyType({})
+    """Functions, by name, that make probes. They show how much accelerations of the add-on's own operations gain."""
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """Set the services of its kind that exist now, the best first."""
@@ -195,8 +169,10 @@ class EngineAddOn:
         """
         return None
 
-    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """Return the add-on's state for a job of the pair's other worker.
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> JobAddOn:
+        """Return the add-on's state for a job of the pair's other worker, for which this engine computes rows.
+
+        The engine calls its `ready`, `activate` and `close`.
 
         Args:
             part: What that worker's add-on sent.
@@ -212,7 +188,7 @@ class EngineAddOn:
         """Prepare to encode a job's prompt; `part` is None if it does not use the add-on. May raise BottegaError."""
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Wait until data arrives for one of these jobs, which are waiting for it, or until the timeout."""
+        """Wait until data arrives for one of these jobs, which cannot go on without it, or until the timeout."""
         time.sleep(timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
@@ -240,10 +216,6 @@ class EngineAddOn:
             row: A row of the model's usual size.
             predict: Runs a forward pass of such rows.
         """
-
-    def probes(self, model: Model) -> Mapping[str, Probe]:
-        """Return probes, by name, that show how much accelerations of the add-on's own operations gain."""
-        return {}
 
     def answer(self, question: bytes, engine: Engine) -> bytes:
         """Answer a query of the same add-on in the worker's front process. Query and answer are serialized messages.
@@ -287,3 +259,29 @@ def close_parts(parts: Parts) -> None:
     """Close the states of all add-ons."""
     for part in parts.values():
         part.close()
+
+
+SectionT = TypeVar("SectionT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAddOnContext:
+    """The arguments of the function that makes an engine add-on."""
+
+    sections: Sequence[object]
+    """The objects that make up the engine's configuration, each of a different class."""
+    fixed_rows: int
+    """Batch rows to which every forward pass is padded; 0 for no padding."""
+    model: Model
+    offers: OfferSource
+    """Opens tensor connections to services."""
+    counters: LinkCounters
+    """Metrics of all tensor connections of the process."""
+    heartbeat: Heartbeat
+    """Shows that the engine is alive while it computes a forward pass."""
+    devices: DeviceLinks | None = None
+    """Connections between GPUs; None where they are not possible."""
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the object in `sections` that is of this class."""
+        return next(section for section in self.sections if isinstance(section, kind))

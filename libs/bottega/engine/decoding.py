@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bottega.device.device import HostCopy
-from bottega.device.pieces import PausableWork
-from bottega.device.span import Span
+from bottega.device.device import HostCopy, PausableWork, Span
 from bottega.engine.errors import not_finite, vae_not_finite
 from bottega.engine.job import EngineJob
 from bottega.engine.request import Request
-from bottega.model.decode import decode_in_pieces
 from bottega.model.model import Model
+from bottega.model.vae import decode_in_pieces
 
 _STREAM = "decode"
 

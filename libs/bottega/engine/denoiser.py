@@ -19,8 +19,7 @@ import torch
 
 from bottega.device.device import Device
 from bottega.device.heartbeat import Heartbeat
-from bottega.device.memory_plan import MemoryPlan
-from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.memory_plan import MemoryPlan, is_out_of_memory
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.forward import Forward, Network, Prediction
 from bottega.engine.request import Request

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.device.device import HostCopy
-from bottega.device.pieces import run_pieces
+from bottega.device.device import HostCopy, run_pieces
 from bottega.engine.events import CutText
 from bottega.engine.prompt_chunks import Chunk, emphasise, empty_chunk, plain_chunk, weighted_chunks
 from bottega.engine.spec import ResolvedSpec

@@ -13,14 +13,11 @@ from types import MappingProxyType
 
 import torch
 
+from bottega.device.device import PausableWork, Span
 from bottega.device.heartbeat import Heartbeat, call_after_blocks
-from bottega.device.out_of_memory import is_out_of_memory
-from bottega.device.pieces import PausableWork
-from bottega.device.span import Span
+from bottega.device.memory_plan import is_out_of_memory
 from bottega.engine.acceleration.acceleration import Acceleration, AccelerationResult
-from bottega.engine.acceleration.probes import engine_probes
-from bottega.engine.acceleration.self_check import SelfCheck, SelfCheckSettings
-from bottega.engine.acceleration.trial_log import TrialLog
+from bottega.engine.acceleration.self_check import SelfCheck, SelfCheckSettings, TrialLog
 from bottega.engine.addon import EngineAddOn, close_parts
 from bottega.engine.batcher import Batcher
 from bottega.engine.decoding import Decoding
@@ -45,9 +42,9 @@ from bottega.engine.spans import DeviceClock
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.step import Stepper
 from bottega.engine.waiting import ReadinessGate, WaitingOrder, WaitingOrders
-from bottega.engine.warm_up import measure_stages, sample_job
-from bottega.model.decode import check_decodable
+from bottega.engine.warm_up import engine_probes, measure_stages, sample_job
 from bottega.model.model import Model
+from bottega.model.vae import check_decodable
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
@@ -231,7 +228,7 @@ class Engine:
         request = sample_job(self.model, self._device_clock).requests[0]
         probes = dict(engine_probes(self.model, self._denoiser.forward, request.rows(), request.latent))
         for addon in self.addons:
-            probes.update(addon.probes(self.model))
+            probes.update({name: make(self.model) for name, make in addon.probes.items()})
         settings = SelfCheckSettings(synchronize=self.model.runtime.synchronize, beat=self.beat, deadline_s=deadline_s)
         self.accelerations = SelfCheck(self.model, probes, settings, trials).run(candidates)
 
@@ -276,8 +273,7 @@ class Engine:
         for decoding in self._decodings.values():
             decoding.wait()
             return
-        waiting = [order.addons for order in self._waiting]
-        self._readiness.wait([*waiting, *(job.addons for job in self._jobs.values())])
+        self._readiness.wait([*(order.held for order in self._waiting), *(job.held for job in self._jobs.values())])
 
     def _encode_next(self) -> Iterator[Event]:
         """Encode the next job whose add-ons are ready, in part if this turn becomes long.
@@ -457,14 +453,12 @@ class Engine:
             for span in decoding.spans:
                 job.seconds["decode"] += span.seconds
                 job.spans.add_of_device(f"decode image {request.index}", "decode", span, {})
-            for part in job.addons.values():
-                part.after_decode(request.index, pixels)
+            kept = {addon.kind: part.after_decode(request.index, pixels) for addon, part in job.addons.items()}
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield self._fail(job, error)
             return
         job.drawn.add(request.index)
         yield ImageDrawn(key=job.key, index=request.index, pixels=pixels)
-        kept = {addon.kind: part.keep(request.index) for addon, part in job.addons.items()}
         if by_kind := {kind: data for kind, data in kept.items() if data is not None}:
             yield JobKept(key=job.key, index=request.index, by_kind=by_kind)
         if job.finished:
@@ -512,7 +506,7 @@ def _open_denoiser(
         backbone=model.backbone,
         row_weights=next((addon.row_weights for addon in addons if addon.row_weights is not None), None),
         residuals=next((addon.residuals for addon in addons if addon.residuals is not None), None),
-        strategies=addons,
+        strategies=[addon.strategy for addon in addons if addon.strategy is not None],
         fixed_rows=limits.fixed_rows,
         device=model.runtime,
         operations=model.operations,

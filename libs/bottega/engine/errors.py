@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.memory_plan import is_out_of_memory
 from bottega.engine.spec import ControlSpec, LoraSpec
 from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 

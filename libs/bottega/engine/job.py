@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bottega.device.device import HostCopy
-from bottega.device.pieces import run_pieces
-from bottega.device.span import Span
+from bottega.device.device import HostCopy, Span, run_pieces
 from bottega.engine.addon import Parts
 from bottega.engine.checkpoint import SavedJob, read_checkpoint
-from bottega.engine.edit import latent_mask
 from bottega.engine.encode import (
     Conditions,
     Sources,
@@ -25,6 +22,7 @@ from bottega.engine.encode import (
 from bottega.engine.errors import not_finite, prompt_not_finite, vae_not_finite
 from bottega.engine.events import CutText, Decisions, EngineRecord, PairRecord
 from bottega.engine.forward import Prediction
+from bottega.engine.latent_step import latent_mask
 from bottega.engine.parallel.offload import RemoteJob
 from bottega.engine.parallel.pair import PairPrediction
 from bottega.engine.request import Request
@@ -100,6 +98,8 @@ class EngineJob:
     """Decisions of earlier attempts, by kind of add-on."""
     spans: SpanLog
     """Time spans for the trace of the job."""
+    held: Parts = field(default_factory=dict)
+    """The states of the add-ons that block one of its requests."""
     decided: Decisions = field(default_factory=dict)
     """Decisions of this attempt that have been reported."""
     extra: Sequence[Request] = ()

@@ -13,9 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bottega.engine.edit import Edit
 from bottega.engine.encode import Conditions, LatentDistribution, Sources, to_latent
-from bottega.engine.guided_step import Guidance, guided_step
+from bottega.engine.latent_step import Edit, Guidance, guided_step
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bottega.device.device import Device
-from bottega.device.span import Span
+from bottega.device.device import Device, Span
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.batcher import Batcher, BatchTurn
 from bottega.engine.denoiser import Denoiser

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from bottega.device.device import Device, Event
-from bottega.device.span import Span
+from bottega.device.device import Device, Event, Span
 
 
 class ForwardTimes(Protocol):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from bottega.device.pieces import PausableWork
+from bottega.device.device import PausableWork
 from bottega.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.engine.batcher import Batcher
 from bottega.engine.errors import to_job_failure
@@ -22,6 +22,8 @@ class WaitingOrder:
     order: EngineOrder
     addons: Parts
     """The states of its add-ons."""
+    held: Parts = field(default_factory=dict)
+    """The states of the add-ons that were not ready when they were asked last."""
     encoding: PausableWork[EngineJob] | None = None
     """The encoding, once it has begun."""
 
@@ -90,11 +92,12 @@ class WaitingOrders:
             if encodes_image and waiting.encoding is None and waiting.order.image is not None:
                 continue
             try:
-                if not all(part.prompt_ready(now_s) for part in waiting.addons.values()):
-                    continue
+                waiting.held = {addon: part for addon, part in waiting.addons.items() if not part.ready(now_s)}
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 self._waiting.remove(waiting)
                 yield waiting.refuse(error)
+                continue
+            if waiting.held:
                 continue
             if not may_begin(waiting.order.share.tenant):
                 return  # The tenants of all later ones have used more.
@@ -125,7 +128,12 @@ class ReadinessGate:
         for part in job.addons.values():
             part.update(now_s)
         yield from self._decisions(job)
-        blocked = {request for request in job.runs if not request.done and self._is_blocked(job, request)}
+        under_way = [request for request in job.runs if not request.done]
+        blocked = set[Request]()
+        job.held = {}
+        for addon, part in job.addons.items():
+            if held := {request for request in under_way if part.blocks(request)}:
+                job.held, blocked = {**job.held, addon: part}, blocked | held
         for request in job.runs:
             if request in blocked:
                 self._batcher.remove(request)
@@ -137,11 +145,10 @@ class ReadinessGate:
             job.started, job.checkpoint_s = True, now_s
             yield JobStarted(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
 
-    def wait(self, jobs: Iterable[Parts]) -> None:
-        """Wait briefly for the data of these jobs' add-ons, when there is nothing else to do."""
-        jobs = list(jobs)
+    def wait(self, held: Sequence[Parts]) -> None:
+        """Wait briefly for the data of the add-ons that hold jobs, when there is nothing else to do."""
         for addon in self._addons:
-            waiting = [part for parts in jobs if (part := parts.get(addon)) is not None and part.waiting]
+            waiting = [part for parts in held if (part := parts.get(addon)) is not None]
             if waiting:
                 addon.wait(waiting, _PAUSE_S)
                 return
@@ -153,6 +160,3 @@ class ReadinessGate:
         if decided != job.decided:
             job.decided = decided
             yield JobDecided(key=job.key, decisions=decided)
-
-    def _is_blocked(self, job: EngineJob, request: Request) -> bool:
-        return any(part.blocks(request) for part in job.addons.values())

@@ -135,7 +135,7 @@ class ServiceSpec:
     engine_add_on: str = ""
     """Function that makes the add-on of workers' engines, "MODULE:FUNCTION"; "" for none.
 
-    It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.addons.interface.engine_context)."""
+    It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.engine.addon)."""
     front_add_on: str = ""
     """Class of the add-on of workers' front processes, "MODULE:CLASS"; "" for none.
 

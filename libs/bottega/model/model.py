@@ -22,10 +22,9 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from transformers.utils import logging as transformers_logging
 
 from bottega.device.device import Device
-from bottega.device.memory_plan import MemoryPlan, open_memory_plan
-from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.engine_start import StartReporter, silent_reporter
+from bottega.device.memory_plan import MemoryPlan, is_out_of_memory, open_memory_plan
 from bottega.device.pick import use_device
-from bottega.device.start_reporter import StartReporter, silent_reporter
 from bottega.device_names import check_device_name
 from bottega.errors import ConfigError
 from bottega.model.backbone import UNetBackbone

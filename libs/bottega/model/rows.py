@@ -1,4 +1,4 @@
-"""The rows of a forward, and the key that the rows of one group have in common.
+"""The rows of a forward pass, and the key that the rows of one group have in common.
 
 A row is the conditional or the unconditional half of one request at its current step. It contains everything that a
 turn needs to know about the request.
@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from bottega.device_links.tensor_messages import DTYPES
 
 SetKey = tuple[tuple[str, float], ...]
 """Digests and scales of LoRAs, in the order in which their products are summed."""
@@ -194,3 +196,35 @@ class Row:
     def network_input(self) -> Tensor:
         """The sample as the network reads it."""
         return self.sample if self.image is None else torch.cat([self.sample, self.image])
+
+
+_CONDITION = "condition."
+_PROMPT = "prompt"
+# The model families have up to three.
+_MAX_CONDITIONS = 8
+
+
+def condition_parts(embeds: Sequence[Embeds]) -> dict[str, Tensor]:
+    """Return the tensors of a message that hold these conditions, [halves, ...] each."""
+    return {f"{_CONDITION}{name}": tensor for name, tensor in Embeds.stack(embeds).tensors.items()}
+
+
+def read_conditions(parts: Mapping[str, Tensor], halves: Sequence[Half]) -> dict[Half, Embeds]:
+    """Return the conditions of each half of guidance, with copies of a message's tensors.
+
+    Raises:
+        ValueError: A condition is malformed, or the prompt's is missing.
+    """
+    found = {name.removeprefix(_CONDITION): tensor for name, tensor in parts.items() if name.startswith(_CONDITION)}
+    if _PROMPT not in found or len(found) > _MAX_CONDITIONS:
+        raise ValueError(f"a message must have up to {_MAX_CONDITIONS} conditions, and {_PROMPT} among them")
+    for name, tensor in found.items():
+        dimensions = 3 if name == _PROMPT else 2
+        if tensor.dim() != dimensions or len(tensor) != len(halves) or tensor.dtype not in DTYPES:
+            raise ValueError(f"a message must have the condition {name} for each half, of {dimensions} dimensions")
+    copies = {name: tensor.clone() for name, tensor in found.items()}
+    prompt = copies.pop(_PROMPT)
+    return {
+        half: Embeds(prompt=prompt[place], added={name: tensor[place] for name, tensor in copies.items()})
+        for place, half in enumerate(halves)
+    }

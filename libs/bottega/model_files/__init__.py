@@ -8,8 +8,7 @@ Rules about one part's configuration are plain functions from the parsed configu
 kind of part: `unet_rules`, `vae_rules`, `text_encoder_rules`, `scheduler_rules`.
 """
 
-from bottega.model_files.folder_check import check_model_folder
-from bottega.model_files.location import MINIATURE, folder_of, name_of
+from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of, name_of
 from bottega.model_files.report import ModelReport, PartReport
 
 __all__ = ["MINIATURE", "ModelReport", "PartReport", "check_model_folder", "folder_of", "name_of"]

@@ -1,4 +1,7 @@
-"""Checks a model's folder: its kind, its parts' configurations, the headers of their weights, and its tokenizers."""
+"""Checks a model's folder: its kind, its parts' configurations, the headers of their weights, and its tokenizers.
+
+`folder_of` and `name_of` read an operator's configuration: the folder, and the name under which the model is served.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from bottega.miniature import WEIGHTS
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
 from bottega.model_files.families import describe_other, family_of
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
-from bottega.model_files.location import name_of
 from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
 from bottega.model_files.tensor_check import check_tensors
@@ -270,3 +273,34 @@ def _text(token: object) -> str:
     """Return the text of a special token, which may be a string or an object."""
     value = token.get("content") if isinstance(token, dict) else token
     return str(value)
+
+
+MINIATURE = "miniature"
+"""The operator's value for the embedded model, and the name under which it is served."""
+
+# A repository's folder in the hub's cache: models--OWNER--NAME, with a folder `snapshots` of commits.
+_REPOSITORY = "models--"
+_SNAPSHOTS = "snapshots"
+
+
+def folder_of(model: str) -> Path:
+    """Return the folder of `miniature` or of a path."""
+    return WEIGHTS if model == MINIATURE else Path(model)
+
+
+def name_of(model: str, name: str = "") -> str:
+    """Return the name under which a model is served.
+
+    Args:
+        model: `miniature` or a folder's path.
+        name: The operator's name for it. If it is empty, the name is that of the repository if the folder is a snapshot
+            in a hub's cache, else the folder's.
+    """
+    if name or model == MINIATURE:
+        return name or MINIATURE
+    # Links are not resolved: their creator chose the name.
+    folder = Path(model).resolve() if ".." in Path(model).parts else Path(model).absolute()
+    repository = folder.parent.parent.name
+    if folder.parent.name == _SNAPSHOTS and repository.startswith(_REPOSITORY):
+        return repository.rpartition("--")[2]
+    return folder.name

@@ -20,7 +20,7 @@ from bottega.manifest import missing_packages, read_services
 from bottega.model_files.json_files import is_there
 from bottega.model_files.single_file_check import refusal_of, vae_refusal
 from bottega.state_folder import make_private
-from bottega.storage.process_lock import ProcessLock
+from bottega.storage.folders import ProcessLock
 
 CONVERSION_S = 1800.0
 """Limit of a conversion. SDXL takes about a minute on a slow disk."""

@@ -1,4 +1,7 @@
-"""The configuration of a server, its listeners and its tensor links, and the ports that a service refuses to open."""
+"""The configuration of a server: its listeners, its tensor links, and the ports that it refuses to open.
+
+The settings that all services of the fleet share are here, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from bottega.rpc.address import Address, is_loopback
+from bottega.rpc.address import Address, OptionalAddress, is_loopback
 from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.security.tls import TlsConfig
 from bottega.strict import STRICT
@@ -17,7 +20,9 @@ PLAIN_TEXT = "it is not encrypted (no server.tls)"
 PLAIN_HTTP = "it is not encrypted (neither server.https nor server.tls)"
 """Reason why anyone can use a port of HTTP without certificates."""
 HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
+AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,3 +288,26 @@ class LimitedLinksConfig(LinksConfig):
 
     0: no bound. Only then do workers on this host map the store's memory instead of receiving bytes.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberConfig:
+    """Settings of a service that joins the gateway's fleet."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: Annotated[str, Field(max_length=128)] = ""
+    """Name of this service, unique in the fleet. Empty: the service's kind and the process ID, such as loras-4711."""
+    gateway: OptionalAddress = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig(MemberConfig):
+    """Settings of a store."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    folder: str = ""
+    """Folder of the store's database and files. Empty: a folder named after the kind in Bottega's state folder."""

@@ -24,7 +24,7 @@ from bottega.rpc.fleet_membership import FleetMembership, Listening, registratio
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.operation.readings import link_counts, link_metrics
 from bottega.rpc.server import Server
-from bottega.rpc.service_config import StoreConfig
+from bottega.rpc.server_config import StoreConfig
 from bottega.state_folder import state_folder
 from bottega.transport import (
     Connection,

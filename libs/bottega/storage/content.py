@@ -22,7 +22,7 @@ from bottega.errors import DataLoss, StorageUnavailable, TooLarge
 from bottega.storage import folders, os_errors
 from bottega.storage.blob_files import BlobFiles
 from bottega.storage.content_reader import ContentReader, check, damaged
-from bottega.storage.process_lock import ProcessLock
+from bottega.storage.folders import ProcessLock
 from bottega.storage.thread import FairThread, SerialThread
 
 ResultT = TypeVar("ResultT")

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from bottega.rpc.server_config import LimitedLinksConfig
-from bottega.rpc.service_config import AtLeastOne, NotNegative, StoreConfig
+from bottega.rpc.server_config import AtLeastOne, LimitedLinksConfig, NotNegative, StoreConfig
 from bottega.strict import STRICT
 
 

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from bottega.rpc.server_config import LinksConfig
-from bottega.rpc.service_config import AtLeastOne, NotNegative, StoreConfig
+from bottega.rpc.server_config import AtLeastOne, LinksConfig, NotNegative, StoreConfig
 from bottega.strict import STRICT
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bottega.addons.cache.planning.eviction import Usage
+from bottega.cache.eviction import Usage
 from bottega.transport import DType
 from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry
 

@@ -1,7 +1,7 @@
 """Predicts whether a search will find anything, so that searches without a result can be skipped to save time.
 
 Each key with enough entries has a model of its entries' embeddings, which is trained in the background, again whenever
-a share of the entries has changed. `bottega.addons.cache.planning.skip_profile` decides from measurements whether
+a share of the entries has changed. `bottega.addons.cache.skip_profile` decides from measurements whether
 predictions are used. Source: Nirvana (NSDI'24), section 5.2, where nu is .001.
 
 The model is a one-class support vector machine. It is trained by stochastic gradient descent, in linear time, on a
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bottega.addons.cache.planning.skip_profile import PredictorRates, PredictorSwitch
+from bottega.addons.cache.skip_profile import PredictorRates, PredictorSwitch
 from bottega.cache.index.vector_index import Vectors, unit_vectors
 from bottega.storage import SerialThread
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bottega import rules
-from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile, fallback_profile
+from bottega.addons.cache.skip_profile import LengthClass, SkipProfile, fallback_profile
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.blobstore import ProfileFolder
 from bottega.errors import Violation

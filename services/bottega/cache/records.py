@@ -14,7 +14,6 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from bottega.addons.cache.planning.eviction import Usage
 from bottega.blobstore import (
     BlobDisk,
     BlobRecords,
@@ -26,6 +25,7 @@ from bottega.blobstore import (
     StoredRow,
 )
 from bottega.blobstore.records import Values
+from bottega.cache.eviction import Usage
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.transport import DType
 from bottega.v1.generation_pb2 import GenerationSpec

@@ -11,8 +11,7 @@ from dataclasses import replace
 from bottega import kinds
 from bottega.controlnet.catalogue import ControlNetCatalogue, ProfileStore, lock_catalogue, open_catalogue
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
-from bottega.controlnet.engine_client import ControlNetEngineClient
-from bottega.controlnet.inspector import ControlNetInspector
+from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.server import ControlNetServer
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
@@ -21,7 +20,7 @@ from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
-from bottega.storage.process_lock import ProcessLock
+from bottega.storage.folders import ProcessLock
 from bottega.transport import default_socket_path
 from bottega.v1 import controlnet_pb2_grpc
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from bottega.addons.controlnets.engine import ControlRow, computes_one_session, run_group
 from bottega.device.cpu import CpuDevice
 from bottega.device.device import Device
-from bottega.device.memory_plan import MemoryPlan
-from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.memory_plan import MemoryPlan, is_out_of_memory
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError
 from bottega.fair_order import FairOrder, Share

@@ -29,8 +29,7 @@ from bottega.errors import (
 )
 from bottega.miniature import WEIGHTS
 from bottega.storage import SqliteDatabase, SqliteSchema, folders, os_errors
-from bottega.storage.folders import check_below, listed, resolved_below
-from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.storage.folders import HeldElsewhere, ProcessLock, check_below, listed, resolved_below
 from bottega.v1.hosted_pb2 import ResidualProfile
 
 _log = logging.getLogger(__name__)

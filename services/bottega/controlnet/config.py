@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from bottega.device_names import DeviceName
-from bottega.rpc.server_config import DeviceLinksConfig
-from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
+from bottega.rpc.server_config import AtLeastOne, DeviceLinksConfig, MemberConfig, NotNegative, Seconds
 from bottega.strict import STRICT
 
 

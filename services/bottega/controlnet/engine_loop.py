@@ -21,10 +21,9 @@ from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
-from bottega.device.memory_meter import DeviceMemoryMeter
-from bottega.device.memory_plan import open_memory_plan
+from bottega.device.cpu import compute_with
+from bottega.device.memory_plan import DeviceMemoryMeter, open_memory_plan
 from bottega.device.pick import use_device
-from bottega.device.threads import compute_with
 from bottega.device_links import device_links
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ConfigError, Unavailable

@@ -15,7 +15,7 @@ import resource
 import signal
 from pathlib import Path
 
-from bottega.device.lean_imports import lean_imports
+from bottega.device.engine_start import lean_imports
 from bottega.errors import BottegaError, ControlNetUnusable
 from bottega.process import FramedPipe
 from bottega.rpc.operation import logs

@@ -15,8 +15,7 @@ from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import ControlNetCatalogue, ProfileStore
 from bottega.controlnet.config import ControlNetConfig
-from bottega.controlnet.engine_client import MAX_HOSTING_S, ControlNetEngineClient
-from bottega.controlnet.inspector import ControlNetInspector
+from bottega.controlnet.engine_client import MAX_HOSTING_S, ControlNetEngineClient, ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.errors import (
     BottegaError,

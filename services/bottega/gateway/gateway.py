@@ -85,16 +85,17 @@ class Gateway:
             TARGETS_PATH, lambda: scrape_targets([self._this, *(member.registration for member in fleet.members())])
         )
         fleet = _fleet(config, metrics, clock)
+        self._storage = _storage(config, metrics, clock)
+        self._jobs = JobRepository(storage=self._storage, clock=clock)
         addons = _addons(
             AddOnContext(
                 fleet=fleet,
                 metrics=AddOnMetrics(self.server.registry),
                 clock=clock,
                 channels=self.server.channels,
+                live_jobs=self._jobs.live,
             )
         )
-        self._storage = _storage(config, metrics, clock)
-        self._jobs = JobRepository(storage=self._storage, clock=clock)
         self._controller = JobController(
             config=config,
             fleet=fleet,

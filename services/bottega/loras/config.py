@@ -11,8 +11,7 @@ from pydantic import ConfigDict
 from bottega import rules
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.rpc.server_config import LimitedLinksConfig
-from bottega.rpc.service_config import AtLeastOne, NotNegative, Seconds, StoreConfig
+from bottega.rpc.server_config import AtLeastOne, LimitedLinksConfig, NotNegative, Seconds, StoreConfig
 from bottega.strict import STRICT
 
 _MINIATURE = "miniature"

@@ -23,8 +23,7 @@ from bottega.background_tasks import acquired, run_to_end
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, TooLarge, Violation
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import ImportConfig, OwnLora
-from bottega.loras.disk_quota import Reservation
-from bottega.loras.files import LoraFolder
+from bottega.loras.files import LoraFolder, Reservation
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.upload import Upload, UploadLimits, check_upload, receive

@@ -27,7 +27,7 @@ from bottega.rpc.fleet_membership import Listening
 from bottega.rpc.operation.readings import counter_by, counters, gauge_by, gauges
 from bottega.rpc.store_server import StoreServer
 from bottega.storage import folders, os_errors
-from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.storage.folders import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import read_base_layout
 from bottega.model_files.single_file import is_single_file
 from bottega.model_files.single_file_check import refusal_of, vae_refusal
-from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
+from bottega.rpc.server_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
 

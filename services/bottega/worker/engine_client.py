@@ -26,7 +26,7 @@ from bottega.errors import Unavailable, WorkerLost
 from bottega.plain_text import progress_text
 from bottega.process import EngineListener, EngineTimeouts, PendingCalls, StartProgress
 from bottega.rpc.status import from_job_error
-from bottega.storage.process_lock import ProcessLock
+from bottega.storage.folders import ProcessLock
 from bottega.v1 import fleet_pb2
 from bottega.v1.engine_pb2 import EngineAnswer, EngineCommand, EngineEvent, EngineQuestion, EngineReady
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest

@@ -11,7 +11,7 @@ import pytest
 
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.wire import SectionLayout
-from bottega.blobstore import disk as blob_disk
+from bottega.blobstore import writer as blob_disk
 from tests.support.full_disk import fill, small_disk
 from tests.support.stored_templates import (
     WAIT_S,

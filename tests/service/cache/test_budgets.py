@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bottega.addons.cache.planning.eviction import FIFO
+from bottega.cache.eviction import FIFO
 from bottega.cache.index import KeyedIndex
 from bottega.v1 import cache_pb2
 from tests.support.cached_latents import (

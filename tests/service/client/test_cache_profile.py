@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from bottega.addons.cache.client import cli_drawing
 from bottega.addons.cache.client.profiling import judge_name
 from bottega.addons.cache.client.samples import Method, PairSample, SampleFile, miniature_pairs
-from bottega.addons.cache.planning.skip_profile import count_words
+from bottega.addons.cache.skip_profile import count_words
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.v1.cache_pb2 import CacheProfile
 from bottega.v1.fleet_pb2 import ListMembersRequest

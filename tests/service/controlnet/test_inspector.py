@@ -14,8 +14,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from bottega.controlnet import inspector
-from bottega.controlnet.inspector import ControlNetInspector
+from bottega.controlnet import engine_client
+from bottega.controlnet.engine_client import ControlNetInspector
 from bottega.errors import ControlNetUnusable, InvalidRequest, Unavailable
 from tests.samples.hostile_controlnets import HOSTILE, REAL, changed, with_config
 from tests.support.waiting import eventually
@@ -107,7 +107,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in the inspection's place, without its libraries."""
     (tmp_path / "scripted_inspection.py").write_text(_SCRIPT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(inspector, "MODULE", "scripted_inspection")
+    monkeypatch.setattr(engine_client, "INSPECTION_MODULE", "scripted_inspection")
 
 
 @pytest.mark.usefixtures("scripted")

@@ -195,7 +195,7 @@ def test_devices_that_cannot_be_linked_are_found_out_and_the_next_backend_is_tak
 
 
 def test_a_set_up_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.transport.handshake.device_opening._SET_UP_S", 0.2)
+    monkeypatch.setattr("bottega.transport.link._SET_UP_S", 0.2)
     here = Devices("a", {Backend.GLOO: open_gloo})
     there = Devices("b", {Backend.GLOO: _hang})
     with listening(tmp_path, devices=there) as listener, ThreadPoolExecutor(1) as pool:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bottega.device.start_reporter import silent_reporter
+from bottega.device.engine_start import silent_reporter
 from bottega.errors import ConfigError
 from bottega.process import EngineTimeouts, FramedPipe, StartProgress, open_pair
 from bottega.v1 import error_pb2, fleet_pb2, tensor_pb2

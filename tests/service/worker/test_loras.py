@@ -15,7 +15,8 @@ import torch
 
 from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
+from bottega.addons.loras.worker.addon import LoraCache
+from bottega.addons.loras.worker.store_link import LoraLinkSettings
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error

@@ -13,7 +13,8 @@ import torch
 from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.wire import messages
 from bottega.addons.loras.wire.messages import LoraMessageKind
-from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
+from bottega.addons.loras.worker.addon import LoraCache
+from bottega.addons.loras.worker.store_link import LoraLinkSettings
 from bottega.errors import BadFrame, DataLoss
 from bottega.transport import (
     Backend,

@@ -8,8 +8,8 @@ import sqlite3
 
 import pytest
 
-from bottega.addons.cache.planning.eviction import Usage
 from bottega.blobstore import StoredRow
+from bottega.cache.eviction import Usage
 from bottega.cache.latent import KeptLatent
 from bottega.cache.records import SCHEMA, latent_row, read_latent
 

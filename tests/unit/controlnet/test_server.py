@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 from bottega import kinds
 from bottega.controlnet.catalogue import SCHEMA, ControlNetCatalogue, ProfileStore
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
-from bottega.controlnet.engine_client import ControlNetEngineClient
-from bottega.controlnet.inspector import ControlNetInspector
+from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import BottegaError, ControlNetUnusable, EngineStarting, InternalError, Unavailable

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from bottega.addons.loras.worker.download import load_bytes
-from bottega.device.device import Device
+from bottega.device.device import Device, Span, SpanSum
 from bottega.device.pick import open_device
-from bottega.device.span import Span, SpanSum
 from tests.support.delayed_device import STEPS, DelayedDevice
 
 

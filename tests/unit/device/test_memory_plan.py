@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from bottega.device.cpu import CpuDevice
-from bottega.device.memory_plan import MemoryPlan, open_memory_plan
-from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.memory_plan import DeviceMemoryMeter, MemoryPlan, is_out_of_memory, open_memory_plan
 from bottega.errors import TooLarge
+from bottega.v1.device_pb2 import DeviceMemory
+from tests.fakes.fake_time import FakeTime
 from tests.support.memory_device import MemoryDevice
 
 MIB = 1 << 20
@@ -152,3 +153,45 @@ def test_a_cpu_measures_what_something_takes_for_a_moment() -> None:
         peak_bytes = CpuDevice().measure_peak(run)
         assert peak_bytes is not None
         assert 60 * MIB <= peak_bytes <= 90 * MIB
+
+
+class _Gpu(CpuDevice):
+    """free: what its driver answers; asked counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free, self.asked = 500, 0
+
+    def free_bytes(self) -> int | None:
+        self.asked += 1
+        return self.free
+
+    def allocated_bytes(self) -> int | None:
+        return 300
+
+
+def test_the_driver_is_asked_once_a_second_however_often_the_heart_beats() -> None:
+    gpu, plan, fake = _Gpu(), MemoryPlan(1000), FakeTime()
+    plan.reserve("model", 200)
+    meter = DeviceMemoryMeter(gpu, plan, clock=fake.monotonic)
+    assert meter.last == DeviceMemory()
+    for _ in range(9):
+        meter.look_if_due()
+        fake.now += 0.1
+    assert gpu.asked == 1
+    said = DeviceMemory(budget_bytes=1000, held_bytes={"model": 200}, allocated_bytes=300, free_bytes=500)
+    assert meter.last == said
+
+    gpu.free = 100
+    plan.reserve("ControlNets", 400)
+    fake.now += 0.2
+    meter.look_if_due()
+    assert (meter.last.free_bytes, dict(meter.last.held_bytes)) == (100, {"model": 200, "ControlNets": 400})
+
+
+def test_on_a_cpu_only_what_is_set_aside_is_said() -> None:
+    plan = MemoryPlan()
+    plan.reserve("model", 200)
+    meter = DeviceMemoryMeter(CpuDevice(), plan)
+    meter.look_if_due()
+    assert meter.last == DeviceMemory(held_bytes={"model": 200})

@@ -34,11 +34,7 @@ class Held(JobAddOn):
     steps: list[int] = field(default_factory=list)
     closed: int = 0
 
-    @property
-    def waiting(self) -> bool:
-        return not self.here
-
-    def prompt_ready(self, now_s: float) -> bool:
+    def ready(self, now_s: float) -> bool:
         return self.addon.prompts
 
     def attach(self, job: EngineJob, conditions: Any, now_s: float) -> None:
@@ -48,13 +44,10 @@ class Held(JobAddOn):
         if self.addon.error is not None:
             raise self.addon.error
         self.here = self.addon.let_go
+        self.decision = b"here" if self.here else None
 
     def blocks(self, request: Request) -> bool:
         return not self.here and request.step >= HOLD_AT
-
-    @property
-    def decision(self) -> bytes | None:
-        return b"here" if self.here else None
 
     def after_step(self, request: Request) -> None:
         self.steps.append(request.step)

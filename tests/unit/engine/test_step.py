@@ -13,8 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from bottega.device.device import run_pieces
 from bottega.device.heartbeat import Heartbeat
-from bottega.device.pieces import run_pieces
 from bottega.engine.acceleration.torch_options import ChannelsLast
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobStarted

@@ -9,7 +9,7 @@ import pytest
 
 from bottega.errors import QueueFull, StorageUnavailable, TooLarge
 from bottega.loras.config import ImportConfig
-from bottega.loras.disk_quota import DiskQuota
+from bottega.loras.files import DiskQuota
 from bottega.loras.upload import UploadLimits
 from tests.support.full_disk import fill, small_disk
 

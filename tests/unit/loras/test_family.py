@@ -12,7 +12,7 @@ from torch import Tensor
 from bottega.errors import BadLora
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
-from bottega.loras.importing.family import base_family, family_by_metadata
+from bottega.loras.importing.naming import base_family, family_by_metadata
 from bottega.miniature import WEIGHTS
 from tests.samples.family_models import family_model
 from tests.samples.lora_files import Part, kohya, save

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf import json_format
 
-from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile, skip_step
+from bottega.addons.cache.skip_profile import LengthClass, SkipProfile, skip_step
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.miniature import WEIGHTS
 from bottega.model_files import check_model_folder

@@ -189,7 +189,7 @@ def test_beta_sigmas_are_those_that_diffusers_makes_with_scipy(count: int) -> No
 def test_without_scipy_there_are_beta_sigmas_too() -> None:
     """As in engine processes."""
     code = f"""
-from bottega.device.lean_imports import lean_imports
+from bottega.device.engine_start import lean_imports
 with lean_imports():
     from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
     from bottega.model.schedulers import KARRAS

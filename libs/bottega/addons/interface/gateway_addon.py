@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
@@ -42,6 +43,10 @@ class FleetView(Protocol):
         """Assign no work to a service for a while, because it refused the last."""
 
 
+Release = Callable[[], None]
+"""Releases the items that an attempt used."""
+
+
 class AddOnMetrics:
     """The metrics that several add-ons of a gateway share.
 
@@ -68,6 +73,8 @@ class AddOnContext:
     clock: Clock
     channels: Channels
     """Channels of the gateway's process."""
+    live_jobs: Callable[[], Iterable[AddOnJob]]
+    """Returns the jobs that have not ended."""
 
 
 PREFETCHED_JOBS = 8
@@ -86,10 +93,8 @@ class RequiredModel:
 class Resolution:
     """The items that the names in a request stand for, such as LoRAs. This base class has no items."""
 
-    @property
-    def required_model(self) -> RequiredModel | None:
-        """The model to use for a request that names no model; None if its items do not determine one."""
-        return None
+    required_model: RequiredModel | None = None
+    """The model to use for a request that names no model; None if its items do not determine one."""
 
     def check_model(self, model: image_pb2.Model) -> None:
         """Raise an error if the request names items that `model` cannot use."""
@@ -149,6 +154,16 @@ NO_COSTS = WorkerCosts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobCosts:
+    """The costs of a job that are computed only for the first of all jobs with the same key."""
+
+    key: Hashable
+    """Equal for jobs whose costs are equal."""
+    at: Callable[[Mapping[str, Member]], WorkerCosts]
+    """Returns the costs at these workers, all of the job's model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedSavings:
     """Work of a job that will probably not be computed, on any worker."""
 
@@ -159,6 +174,17 @@ class ExpectedSavings:
 
 
 NO_SAVINGS = ExpectedSavings()
+
+
+class PrefetchReason(Enum):
+    """Why an add-on may prefetch the items of jobs."""
+
+    ARRIVED = auto()
+    """The job has just arrived, and will be queued."""
+    REFUSED = auto()
+    """The job has just arrived, and is refused because it would miss its deadline. Similar jobs may follow."""
+    NEXT = auto()
+    """The jobs are the first ones of a queue."""
 
 
 class AddOn:
@@ -233,24 +259,12 @@ class AddOn:
 
     # Scheduling of a job.
 
-    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Record a new job before it is queued, to estimate which items are requested often.
+    def prefetch(self, jobs: Sequence[AddOnJob], reason: PrefetchReason) -> None:
+        """Ask services to load the items that these jobs will need."""
 
-        Args:
-            job: The job.
-            admitted: False if the job is refused because it would miss its deadline. It counts too.
-        """
-
-    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
-        """Ask services to load the items that these first jobs of a queue will need."""
-
-    def cost_key(self, job: AddOnJob) -> Hashable:
-        """Return a key that is equal for jobs whose `worker_costs` are equal; None for a job without such costs."""
+    def costs(self, job: AddOnJob) -> JobCosts | None:
+        """Return a job's costs at each worker besides its denoising steps; None for a job without such costs."""
         return None
-
-    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
-        """Return a job's costs at these workers, all of the job's model."""
-        return NO_COSTS
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
         """Return the steps and tokens that a job without a checkpoint will probably save, estimated from others."""
@@ -265,11 +279,13 @@ class AddOn:
     final_errors: tuple[type[BottegaError], ...] = ()
     """Errors that an attempt would meet at every worker. A job is not tried again after one."""
 
-    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Fill in `request.addons[kind]`, the message to the add-on of that kind in the worker's engine."""
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> Release | None:
+        """Fill in `request.addons[kind]`, the message to the add-on of that kind in the worker's engine.
 
-    def end_attempt(self, job: AddOnJob) -> None:
-        """Release the items that the job's attempt used, whether it succeeded or failed."""
+        Returns:
+            A function to call when the attempt has ended, in any way, or None.
+        """
+        return None
 
     def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
         """Back off the service of this add-on that made an attempt fail. Return whether there was one."""
@@ -284,14 +300,12 @@ class AddOn:
 
     # Life of the gateway and of the services.
 
-    def start(self, live_jobs: Callable[[], Iterable[AddOnJob]]) -> None:
-        """Begin background work. `live_jobs` returns the jobs that have not ended."""
+    def member_changed(self, member: Member, *, lost: bool = False) -> None:
+        """Handle a new report of a service, or its disconnection; it may still reconnect.
 
-    def member_changed(self, member: Member) -> None:
-        """Handle a new report of a service, or its disconnection; it may still reconnect."""
-
-    def member_lost(self, member: Member) -> None:
-        """Drop all state about a service that was removed from the fleet."""
+        Args:
+            lost: Whether the service was removed from the fleet, so that all state about it has to be dropped.
+        """
 
     async def close(self) -> None:
         """End background work and pending calls."""

@@ -92,7 +92,7 @@ class ModelFacts:
         return _HALF_BYTES * self.parameters
 
     @property
-    def single_bytes(self) -> int:
+    def float32_bytes(self) -> int:
         """Memory that the weights take in float32."""
         return _SINGLE_BYTES * self.parameters
 
@@ -129,7 +129,7 @@ class ModelFacts:
             "parameters": self.parameters,
             "size_bytes": self.size_bytes,
             "half_bytes": self.half_bytes,
-            "single_bytes": self.single_bytes,
+            "float32_bytes": self.float32_bytes,
             "problems": list(self.problems),
             "advice": self.advice,
         }

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import click
 
@@ -15,7 +15,7 @@ from bottega.client.cli.generation_options import changed, edit_options
 from bottega.client.cli.options import with_examples
 from bottega.client.cli.terminal import fail, note
 from bottega.client.types.inputs import Box, Ellipse, MaskShape, size_of
-from bottega.client.types.options import GenerationOptions
+from bottega.client.types.options import EditOptions, GenerationOptions
 from bottega.client.types.picture import Picture
 from bottega.client.types.png_parameters import parameters_of
 from bottega.errors import BadImage, Violation
@@ -185,7 +185,9 @@ def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) ->
     prompt = earlier if prompt is None else prompt
     if prompt is None:
         raise click.UsageError("the prompt is missing: bottega edit IMAGE --mask FILE PROMPT")
-    options.pop("keep_for_editing", None)  # belongs to a picture that is no edit
+    # The earlier picture may be no edit.
+    of_edits = {name: value for name, value in options.items() if name in EditOptions.__optional_keys__}
+    options = cast("GenerationOptions", of_edits)
     if given["keep_unmasked"] is False:
         options.pop("mask_feather", None)  # there is no seam without kept pixels
     return prompt, changed(options, given, like)

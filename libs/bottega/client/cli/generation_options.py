@@ -101,12 +101,14 @@ _IMAGE_TO_IMAGE = (
     click.option(
         "--strength",
         type=float,
-        help="Share of --image that is redrawn, above 0 to 1; default: 0.3, with --control 0.8.",
+        help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, else and with --control 0.8.",
     ),
 )
 _EDITING = (
     click.option(
-        "--strength", type=float, help="How much the masked part may change, from above 0 to 1; default: 0.9999."
+        "--strength",
+        type=float,
+        help="How much the masked part may change, above 0 to 1; default: 0.9999 with SDXL, 1 with other models.",
     ),
     click.option(
         "--padding-mask-crop",

@@ -176,7 +176,7 @@ def _list_folder(folder: Path, *, as_json: bool) -> None:
 
 
 def _facts(facts: ModelFacts) -> list[tuple[str, str]]:
-    memory = f"{size_text(facts.half_bytes)} in half precision, {size_text(facts.single_bytes)} in float32"
+    memory = f"{size_text(facts.half_bytes)} in half precision, {size_text(facts.float32_bytes)} in float32"
     shown = [
         ("model", f"{facts.path} ({facts.kind}{f', {facts.content}' if facts.content else ''})"),
         ("family", facts.family),

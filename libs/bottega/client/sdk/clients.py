@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bottega.addons.cache.client.sdk import AsyncCacheMethods, CacheMethods
 from bottega.addons.controlnets.client.sdk import AsyncControlNetMethods, ControlNetMethods
-from bottega.addons.edits.client.sdk import AsyncTemplateMethods, TemplateMethods
+from bottega.addons.edits.client.sdk import AsyncEditMethods, EditMethods
 from bottega.addons.loras.client.sdk import AsyncLoraMethods, LoraMethods
 
 
-class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, AsyncTemplateMethods):
+class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, AsyncEditMethods):
     """A connection to a gateway, for asyncio.
 
     Make it inside a running event loop, and close it (`async with` does): that cancels pictures that it has begun and
@@ -23,7 +23,7 @@ class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, A
             up`), else 127.0.0.1:8470. If nothing answers there, a warning is logged after 1.5 s, and the call goes on
             trying.
         fleet_address: host:port of the gateway's listener for services. fleet() and the methods about ControlNets,
-            LoRAs, caches and templates need it; drawing does not. The default is $BOTTEGA_FLEET, else the suite that
+            LoRAs, caches and recordings need it; drawing does not. The default is $BOTTEGA_FLEET, else the suite that
             runs here, else port 8472 of the gateway's machine.
         api_key: Key for a gateway that asks for one. The default is $BOTTEGA_API_KEY; "" sends none.
         tls: Certificates. The default is the files that $BOTTEGA_TLS_AUTHORITY, _CERTIFICATE and _KEY name; without
@@ -33,7 +33,7 @@ class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, A
     """
 
 
-class Client(CacheMethods, ControlNetMethods, LoraMethods, TemplateMethods):
+class Client(CacheMethods, ControlNetMethods, LoraMethods, EditMethods):
     """A connection to a gateway, without asyncio. AsyncClient documents the arguments.
 
     It may be shared between threads. Close it (`with` does); otherwise it closes when it is garbage-collected.

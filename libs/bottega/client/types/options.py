@@ -76,8 +76,8 @@ class EditOptions(TypedDict, total=False):
         final_sigmas_type: "zero" or "sigma_min": the noise level after the last step; by default likewise.
         timesteps: Timestep of each step, falling, as in Diffusers' pipelines; they set num_inference_steps.
         sigmas: Noise level before each step and after the last one, falling, likewise.
-        strength: Share of the source that is redrawn, above 0 to 1. The default is .3, with ControlNets .8 and with a
-            mask .9999, as in Diffusers.
+        strength: Share of the source that is redrawn, above 0 to 1. The default depends on the model, as in Diffusers:
+            .3 with SDXL, .8 with others and with ControlNets; with a mask .9999 with SDXL and 1 with others.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.
         padding_mask_crop: Draw only the mask and this many pixels of the source around it, at width x height, and put
             it back, so that the picture has the source's own size. By default the whole source is drawn.

@@ -1,27 +1,88 @@
-"""The self-check: tries accelerations on the worker's own device and model, and decides which ones it uses.
+"""The list of accelerations, and the self-check, which tries them on the worker's own device and model.
 
 Accelerations are tried one after the other, each together with those that were chosen before. The results and times of
 probes with and without it are compared, in several rounds if the first is not clear. An acceleration that is slower,
 differs, fails or cannot be disabled is not used. The self-check does not know the engine; it only runs probes.
+
+A crash in a driver leaves no trace but a file that names the acceleration that is being tried, so that the crash can be
+blamed on it. The processes of a worker's engine use the file one after the other. The worker's front process creates
+and removes it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from bottega.engine.acceleration.acceleration import Acceleration, AccelerationResult, Probe
-from bottega.engine.acceleration.trial_log import TrialLog
-from bottega.errors import BottegaError, InternalError
+from bottega.engine.acceleration.graphs import Graphs
+from bottega.engine.acceleration.kernels import Geglu, GroupNormSilu, GuidedEulerStep, LoraPatch, MaskedMoves
+from bottega.engine.acceleration.torch_options import (
+    AttentionBackend,
+    ChannelsLast,
+    FlashAttention,
+    PageableCopies,
+    RegionalCompile,
+)
+from bottega.errors import BottegaError, ConfigError, InternalError
 from bottega.model.model import Model
+
+AUTO, OFF = "auto", "off"
+
+
+def all_accelerations() -> list[Acceleration]:
+    """Return new accelerations, not enabled, in the order in which they are tried on top of each other."""
+    return [
+        PageableCopies(),
+        FlashAttention(),
+        AttentionBackend("cudnn"),
+        AttentionBackend("flash"),
+        AttentionBackend("efficient"),
+        GroupNormSilu("unet"),
+        Geglu(),
+        GroupNormSilu("vae"),
+        LoraPatch(),
+        MaskedMoves(),
+        GuidedEulerStep(),
+        # After the kernels: torch's own normalization on a GPU would change the layout of feature maps.
+        ChannelsLast("unet"),
+        ChannelsLast("vae"),
+        RegionalCompile(),
+        Graphs(),
+    ]
+
+
+def candidates(wanted: str | Sequence[str], model: Model) -> list[Acceleration]:
+    """Return the accelerations to try on a model. Raise ConfigError for an unknown name.
+
+    `wanted` is a list of names, "off" for none, or "auto", which is all on a GPU and none on a CPU.
+    """
+    known = all_accelerations()
+    if wanted == OFF or (wanted == AUTO and model.device.type == "cpu"):
+        return []
+    if wanted == AUTO:
+        return known
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    unknown = sorted(set(names) - {acceleration.name for acceleration in known})
+    if unknown:
+        available = ", ".join(acceleration.name for acceleration in known)
+        raise ConfigError(
+            f"engine.accelerations: unknown {', '.join(unknown)}; use auto, off, or names of: {available}"
+        )
+    return [acceleration for acceleration in known if acceleration.name in names]
+
 
 _log = logging.getLogger(__name__)
 
@@ -235,3 +296,55 @@ def _log_result(result: AccelerationResult) -> None:
         _log.info("an acceleration is used", extra=facts)
     else:
         _log.info("an acceleration is not used", extra={**facts, "why": result.reason})
+
+
+_log = logging.getLogger(__name__)
+
+
+class TrialLog:
+    """The log, in a file or only in memory."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        earlier = _read(path)
+        self.fatal = frozenset(earlier)
+        """Names of accelerations during whose trial an earlier process died."""
+        self._write([*earlier])
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """Return a log that exists only in this process."""
+        return cls(None)
+
+    @contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """Name the acceleration in the file during the block, and leave it there if the block raises or crashes."""
+        self._write([*self.fatal, name])
+        yield
+        self._write([*self.fatal])
+
+    def _write(self, names: list[str]) -> None:
+        """Write the file so that it survives a crash of the process, not of the machine. Failures are only logged."""
+        if self._path is None:
+            return
+        fresh = self._path.with_suffix(".new")
+        try:
+            fresh.write_text(json.dumps(sorted(names)), encoding="utf-8")
+            fresh.replace(self._path)
+        except OSError as error:
+            facts = {"file": str(self._path), "why": error.strerror, "tried": names}
+            _log.warning(
+                "cannot write the trial log: if a trial ends the engine process, the next one will repeat it",
+                extra=facts,
+            )
+
+
+def _read(path: Path | None) -> list[str]:
+    """Return the names in the file; none if it is missing or malformed."""
+    if path is None or not path.is_file():
+        return []
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

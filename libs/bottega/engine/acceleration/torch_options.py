@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from bottega.device.cuda import CudaDevice
-from bottega.engine.acceleration.forwards import Forwards
+from bottega.engine.acceleration.acceleration import Forwards
 from bottega.model.model import Model
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})

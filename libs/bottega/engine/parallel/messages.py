@@ -24,10 +24,9 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.device_links.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
-from bottega.engine.condition_parts import condition_parts, read_conditions
 from bottega.engine.parallel.offload import OffloadedPart, OffloadedRow, RemoteJob
 from bottega.engine.parallel.remote_rows import RemoteRow
-from bottega.model.rows import Half
+from bottega.model.rows import Half, condition_parts, read_conditions
 from bottega.transport import Layout, Part
 
 _MAX_NUMBER = 2**53

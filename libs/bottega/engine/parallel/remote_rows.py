@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bottega.device.device import Device
-from bottega.engine.addon import EngineAddOn, RemoteAddOn
+from bottega.engine.addon import EngineAddOn, JobAddOn
 from bottega.engine.forward import Prediction
 from bottega.engine.parallel.offload import OffloadedPart, RemoteJob
 from bottega.errors import BottegaError, InvalidRequest, Unavailable
@@ -29,7 +29,7 @@ class RemoteRow:
     half: Half
     step: int
     active: tuple[int, ...] = ()
-    """One number for each add-on of its job, see `RemoteAddOn.activate`."""
+    """One number for each add-on of its job, see `JobAddOn.activate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class RemoteJobStatus:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _AdmittedJob:
     halves: Mapping[Half, Embeds]
-    parts: list[RemoteAddOn]
+    parts: list[JobAddOn]
     opened: bool
     """Whether its rows can be computed, as last reported to the leader."""
 
@@ -152,7 +152,7 @@ class RemoteJobs:
             return None
         return ComputedRows(places=tuple(noise), noise=torch.stack(list(noise.values())), waited_s=prediction.waited_s)
 
-    def _open(self, kind: str, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+    def _open(self, kind: str, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> JobAddOn:
         addon = self._addons.get(kind)
         if addon is None:
             raise Unavailable(f"this worker has no add-on for {kind}")

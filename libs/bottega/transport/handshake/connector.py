@@ -20,7 +20,6 @@ from bottega.transport.channel.backend import Backend, BackendChoice, DeviceLink
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.handshake.binding import distrust_reason, links_group
-from bottega.transport.handshake.device_opening import open_device_link
 from bottega.transport.handshake.messages import (
     CHALLENGE_BYTES,
     WELCOME_BYTES,
@@ -31,7 +30,7 @@ from bottega.transport.handshake.messages import (
     seal_keys,
 )
 from bottega.transport.handshake.offer import Offer, host_identity
-from bottega.transport.link import LEASE_S, Link, LinkTerms
+from bottega.transport.link import LEASE_S, Link, LinkTerms, open_device_link
 from bottega.transport.memory import sharing_failure
 
 # Seconds for a connection: microseconds within a host, a round trip between hosts. Then the next backend is tried.
@@ -179,7 +178,7 @@ def _tcp_dial(offer: Offer) -> _Dial:
 def _dial_device(offer: Offer, backend: Backend, devices: DeviceLinks | None) -> _Dial:
     """Return the function that connects for a device backend, by unix socket within a host. Raises PeerDead."""
     if devices is None:
-        raise PeerDead("this process has no device to link")
+        raise PeerDead("this process has no GPU whose memory it could link")
     if offer.device is None:
         raise PeerDead("the listener has no device, or is configured without device links")
     if why := devices.misfit(backend, offer.device):

@@ -35,7 +35,6 @@ from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix, links_group
-from bottega.transport.handshake.device_opening import open_device_link
 from bottega.transport.handshake.messages import Direction, HandshakeRequest, Verdict, seal_keys
 from bottega.transport.handshake.offer import (
     TOKEN_BYTES,
@@ -46,7 +45,7 @@ from bottega.transport.handshake.offer import (
     is_link_id,
     new_link_id,
 )
-from bottega.transport.link import LEASE_S, Link, LinkTerms
+from bottega.transport.link import LEASE_S, Link, LinkTerms, open_device_link
 from bottega.transport.memory import sharing_failure
 
 MAX_OFFERS = 256

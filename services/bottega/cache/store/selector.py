@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from bottega.addons.cache.planning.skip_profile import SkipProfile, served_step, skip_steps
+from bottega.addons.cache.skip_profile import SkipProfile, served_step, skip_steps
 
 # Decimals to which similarities are rounded. In float32 the cosine of equal embeddings differs from 1 by less.
 _DIGITS = 5

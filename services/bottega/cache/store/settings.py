@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.addons.cache.planning.eviction import LCBFU, EvictionPolicy
 from bottega.blobstore import StoreCounts
+from bottega.cache.eviction import LCBFU, EvictionPolicy
 from bottega.cache.predictor import PredictorStatistics
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheModelStats, CacheOutcome

@@ -21,8 +21,7 @@ from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswe
 from bottega.cache.predictor import MatchPredictor
 from bottega.cache.profiles import CacheProfiles
 from bottega.cache.records import cache_disk, picture_name
-from bottega.cache.store.contents import Contents
-from bottega.cache.store.entry_table import EntryTable
+from bottega.cache.store.contents import Contents, EntryTable
 from bottega.cache.store.lookup import Lookup, picture_s
 from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
 from bottega.cache.store.selector import PromptRows

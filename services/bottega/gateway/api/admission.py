@@ -16,7 +16,7 @@ from typing import Any
 
 from bottega import rules
 from bottega.addons.interface.access import Access
-from bottega.addons.interface.gateway_addon import AddOn, RequiredModel, Resolution
+from bottega.addons.interface.gateway_addon import AddOn, PrefetchReason, RequiredModel, Resolution
 from bottega.addons.interface.job import JobRequest
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import (
@@ -306,7 +306,7 @@ class Admission:
             self._controller.estimates.check_deadline(job)
         except DeadlineUnmeetable:
             for addon in self._addons:
-                addon.job_arrived(job, admitted=False)
+                addon.prefetch([job], PrefetchReason.REFUSED)
             raise
 
     async def _find_identical(

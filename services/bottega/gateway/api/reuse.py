@@ -22,9 +22,10 @@ from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.api.validation import SeenImages
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.specs import keeps_data, result_key, without_images
+from bottega.gateway.jobs.specs import result_key, without_images
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.rules import keeps_data
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Model
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bottega.addons.interface.gateway_addon import Release
 from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, TooLarge, WorkerLost
@@ -82,6 +83,8 @@ class DispatchedAttempt:
     number: int
     connection: WorkerConnection
     task: asyncio.Task[None] | None = None
+    releases: list[Release] = field(default_factory=list)
+    """Functions of add-ons to call when the attempt has ended."""
     images: dict[int, bytearray] = field(default_factory=dict)
     """Received bytes of the encoded images, by index."""
     kept: dict[int, bytearray] = field(default_factory=dict)

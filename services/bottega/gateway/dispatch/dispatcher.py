@@ -253,7 +253,9 @@ class Dispatcher:
             share=worker_pb2.TenantShare(tenant=job.request.tenant, weight=self._weigh(job.request.tenant)),
         )
         for addon in self._addons:
-            addon.prepare_attempt(job, attempt.connection.member, request)
+            release = addon.prepare_attempt(job, attempt.connection.member, request)
+            if release is not None:
+                attempt.releases.append(release)
         if job.checkpoint is not None:  # an add-on may have dropped it, because it no longer fits
             request.checkpoint = job.checkpoint.data
         if job.deadline is not None:
@@ -396,8 +398,8 @@ class Dispatcher:
         if not by_tenant:
             del self._by_tenant[job.bare.model]
         attempt.connection.remove(attempt)
-        for addon in self._addons:
-            addon.end_attempt(job)
+        for release in attempt.releases:
+            release()
         self._observer.attempt_over(job, used_s)
 
 

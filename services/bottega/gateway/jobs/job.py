@@ -35,6 +35,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from bottega import rules
 from bottega.addons.interface.job import MAX_ATTEMPTS, AddOnJob
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
@@ -213,7 +214,7 @@ class Job(AddOnJob):
     @property
     def keeps_data(self) -> bool:
         """Whether workers keep data of the job's images, such as latents, for later edits of them."""
-        return specs.keeps_data(self.bare)
+        return rules.keeps_data(self.bare)
 
     def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
         """Store the newest checkpoint of the attempt.

@@ -67,11 +67,6 @@ def has_images(spec: GenerationSpec) -> bool:
     return spec.HasField("image") or spec.HasField("mask_image") or bool(spec.controlnets)
 
 
-def keeps_data(spec: GenerationSpec) -> bool:
-    """Return whether workers keep data of the images, such as latents, for later edits of them."""
-    return spec.keep_for_editing
-
-
 def without_images(spec: GenerationSpec) -> GenerationSpec:
     """Return a copy of `spec` without its input images, for responses and for the provenance.
 

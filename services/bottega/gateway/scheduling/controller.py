@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn
+from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn, PrefetchReason
 from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
@@ -152,8 +152,6 @@ class JobController:
     def start(self) -> None:
         """Start the background tasks."""
         self._finding.start(self._submit_found())
-        for addon in self._addons:
-            addon.start(self._jobs.live)
 
     async def drain(self) -> None:
         """Accept no new jobs, and wait until the running ones have ended. Waiting jobs stay stored for the next start.
@@ -200,7 +198,7 @@ class JobController:
             return
         self._fleet.wake_up()
         for addon in self._addons:
-            addon.job_arrived(job, admitted=True)
+            addon.prefetch([job], PrefetchReason.ARRIVED)
         self.queue.add(job)
         self._deadlines.watch(job, self._pass_deadline)
         self.scheduler.schedule(job.spec.model, free_at=job.times.queued_at)
@@ -208,7 +206,7 @@ class JobController:
             self.estimates.publish(job)
             if self.queue.waiting(job.bare.model) <= PREFETCHED_JOBS:
                 for addon in self._addons:
-                    addon.prefetch([job])
+                    addon.prefetch([job], PrefetchReason.NEXT)
 
     def enable_previews(self, job: Job) -> None:
         """Request previews from the current and later attempts of a job."""
@@ -329,7 +327,7 @@ class JobController:
         """Report the attempts of a lost member as lost."""
         self._dispatcher.remove_worker(member)
         for addon in self._addons:
-            addon.member_lost(member)
+            addon.member_changed(member, lost=True)
         self._snapshot.forget(member)
 
     # How jobs go on, or end.

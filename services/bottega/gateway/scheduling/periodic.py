@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn
+from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn, PrefetchReason
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock, seconds_until_tick
 from bottega.errors import BottegaError, NoWorker
@@ -143,7 +143,7 @@ class PeriodicChecks:
 
     def _check_addons(self, model: str, *, in_grace: bool) -> None:
         for addon in self._addons:
-            addon.prefetch(list(itertools.islice(self._queue.line(model), PREFETCHED_JOBS)))
+            addon.prefetch(list(itertools.islice(self._queue.line(model), PREFETCHED_JOBS)), PrefetchReason.NEXT)
             if not in_grace:
                 waiting = self._queue.line(model)
                 self._fail_all((job, error) for job in waiting if (error := addon.unavailable(job)) is not None)

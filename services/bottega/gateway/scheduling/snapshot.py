@@ -223,12 +223,12 @@ class FleetSnapshot:
         """Return the sum of a job's costs over all add-ons; `known` caches the costs by add-on and cost key."""
         total = NO_COSTS
         for addon in self._addons:
-            key = addon.cost_key(job)
-            if key is None:
+            of_job = addon.costs(job)
+            if of_job is None:
                 continue
-            costs = known.get((addon, key))
+            costs = known.get((addon, of_job.key))
             if costs is None:
-                costs = known[addon, key] = addon.worker_costs(job, members)
+                costs = known[addon, of_job.key] = of_job.at(members)
             if costs:
                 total = _sum(total, costs) if total else costs
         return total

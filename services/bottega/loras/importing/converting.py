@@ -18,12 +18,13 @@ from bottega.addons.loras.wire.canonical import COMPONENTS, ModuleWeights, heade
 from bottega.addons.loras.wire.messages import PEFT_CONFIG, LoraFile, find_weights
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base
-from bottega.loras.importing.family import family_by_metadata, family_by_shapes
 from bottega.loras.importing.kinds import ModuleParts, assemble
 from bottega.loras.importing.naming import (
     Format,
     Name,
     Part,
+    family_by_metadata,
+    family_by_shapes,
     module_of,
     parse_name,
     refuse_two_ways,

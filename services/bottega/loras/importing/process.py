@@ -15,7 +15,7 @@ from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
-from bottega.loras.importing.family import base_family
+from bottega.loras.importing.naming import base_family
 from bottega.process import FramedPipe
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 

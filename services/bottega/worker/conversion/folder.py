@@ -27,7 +27,7 @@ from bottega.model_files.single_file_check import configurations_of
 from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
 from bottega.process.memory import available_bytes
 from bottega.storage import folders
-from bottega.storage.process_lock import ProcessLock
+from bottega.storage.folders import ProcessLock
 from bottega.worker.conversion.tensors import check_part, convert_part
 
 # The merges of OpenAI's CLIP that its vocabulary of 49,408 tokens uses, under the licence in CLIP_LICENSE.txt.

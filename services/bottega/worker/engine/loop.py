@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bottega.device.memory_meter import DeviceMemoryMeter
-from bottega.device.out_of_memory import is_out_of_memory
-from bottega.device.start_reporter import StartReporter
+from bottega.device.engine_start import StartReporter
+from bottega.device.memory_plan import DeviceMemoryMeter, is_out_of_memory
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe

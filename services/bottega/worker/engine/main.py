@@ -11,8 +11,7 @@ import os
 from pathlib import Path
 
 from bottega.config import parse
-from bottega.device.lean_imports import lean_imports
-from bottega.device.start_reporter import StartReporter
+from bottega.device.engine_start import StartReporter, lean_imports
 from bottega.errors import Unavailable
 from bottega.process import FramedPipe
 from bottega.process.memory import keep_freed_memory, trim_at_rest

@@ -9,14 +9,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bottega import kinds
-from bottega.addons.interface.engine_context import EngineAddOnContext
+from bottega.device.cpu import compute_with
+from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.heartbeat import Heartbeat
-from bottega.device.start_reporter import StartReporter, silent_reporter
-from bottega.device.threads import compute_with
 from bottega.device_links import device_links
-from bottega.engine.acceleration.registry import candidates
-from bottega.engine.acceleration.trial_log import TrialLog
-from bottega.engine.addon import EngineAddOn
+from bottega.engine.acceleration.self_check import TrialLog, candidates
+from bottega.engine.addon import EngineAddOn, EngineAddOnContext
 from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
 from bottega.errors import ConfigError, InvalidRequest

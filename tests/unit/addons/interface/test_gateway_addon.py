@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, ExpectedSavings, WorkerCosts
+from bottega.addons.interface.gateway_addon import (
+    NO_COSTS,
+    AddOn,
+    ExpectedSavings,
+    JobCosts,
+    PrefetchReason,
+    Release,
+    WorkerCosts,
+)
 from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.errors import BottegaError, DeadlineUnmeetable, QueueFull, Unavailable
@@ -21,32 +29,28 @@ from tests.samples.jobs import sample_job
 class Easels(AddOn):
     """Where easels stand.
 
-    costs, skipped: of every job. calls: what was called, in order.
+    of_each, skipped: costs and skipped steps of every job. calls: what was called, in order.
     """
 
     def __init__(self) -> None:
-        self.costs = NO_COSTS
+        self.of_each = NO_COSTS
         self.skipped = 0.0
         self.calls: list[str] = []
 
-    def cost_key(self, job: AddOnJob) -> str:
-        return "easel"
-
-    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
-        return self.costs
+    def costs(self, job: AddOnJob) -> JobCosts:
+        return JobCosts(key="easel", at=lambda _: self.of_each)
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
         return ExpectedSavings(skipped_steps=self.skipped)
 
-    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        self.calls.append("arrived" if admitted else "refused")
+    def prefetch(self, jobs: Sequence[AddOnJob], reason: PrefetchReason) -> None:
+        if reason is not PrefetchReason.NEXT:
+            self.calls.append(reason.name.lower())
 
-    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> Release:
         self.calls.append(f"begin at {worker.name}")
         request.addons["easel"] = b"oak"
-
-    def end_attempt(self, job: AddOnJob) -> None:
-        self.calls.append("end")
+        return lambda: self.calls.append("end")
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
         self.calls.append("completed")
@@ -56,11 +60,9 @@ class Easels(AddOn):
         self.calls.append("back off")
         return isinstance(error, QueueFull)
 
-    def start(self, live_jobs: Callable[[], Iterable[AddOnJob]]) -> None:
-        self.calls.append("start")
-
-    def member_lost(self, member: Member) -> None:
-        self.calls.append(f"lost {member.name}")
+    def member_changed(self, member: Member, *, lost: bool = False) -> None:
+        if lost:
+            self.calls.append(f"lost {member.name}")
 
     async def close(self) -> None:
         self.calls.append("close")
@@ -81,7 +83,7 @@ async def shop(easels: Easels) -> AsyncIterator[Shop]:
 async def test_a_job_goes_where_what_it_needs_costs_least(shop: Shop, easels: Easels) -> None:
     for name in ("w1", "w2", "w3"):
         shop.worker(name)
-    easels.costs = WorkerCosts(load_s={"w1": 5.0, "w3": 2.0}, eligible=frozenset({"w1", "w3"}))
+    easels.of_each = WorkerCosts(load_s={"w1": 5.0, "w3": 2.0}, eligible=frozenset({"w1", "w3"}))
     assert shop.submit().worker == "w3"
 
 
@@ -89,7 +91,7 @@ async def test_a_job_goes_where_all_its_add_ons_let_it(shop: Shop, easels: Easel
     """Two ControlNets that no server hosts any more, as while theirs is started again, and another add-on's limit."""
     for name in ("w1", "w2"):
         shop.worker(name)
-    easels.costs = WorkerCosts(eligible=frozenset({"w2"}))
+    easels.of_each = WorkerCosts(eligible=frozenset({"w2"}))
     for names in (("edges",), ("edges", "layout"), ("edges", "layout", "pose")):
         job = shop.take(sample_job(shop.time, controlnets=names))
         assert job.state == JOB_STATE_QUEUED, "its ControlNets are nowhere"
@@ -137,9 +139,9 @@ async def test_what_would_fail_at_every_worker_is_not_tried_again(shop: Shop, ea
     assert (job.error is not None and job.error.message, job.attempts) == ("there are no easels", 1)
 
 
-async def test_it_starts_and_stops_with_the_gateway_and_hears_of_losses(shop: Shop, easels: Easels) -> None:
+async def test_it_stops_with_the_gateway_and_hears_of_losses(shop: Shop, easels: Easels) -> None:
     shop.worker()
     shop.start()
     shop.fleet.close()
     await shop.stop()
-    assert easels.calls == ["start", "lost w1", "close"]
+    assert easels.calls == ["lost w1", "close"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.addons.cache.planning.skip_profile import PredictorSwitch
+from bottega.addons.cache.skip_profile import PredictorSwitch
 from bottega.cache.index import KeyedIndex
 from bottega.cache.index.vector_index import unit_vectors
 from bottega.cache.predictor import MatchPrediction, MatchPredictor, PredictorSettings

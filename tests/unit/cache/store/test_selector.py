@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
+from bottega.addons.cache.skip_profile import LengthClass, SkipProfile
 from bottega.cache.store.selector import Candidate, Exploration, select_latents
 
 _PROFILE = SkipProfile(

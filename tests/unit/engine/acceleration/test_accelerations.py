@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import pytest
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from bottega.addons.edits.engine.masked.probe import masked_probe
+from bottega.addons.edits.engine.masked.support import masked_probe
 from bottega.addons.loras.engine.patching import patch_probe
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.acceleration import torch_options
 from bottega.engine.acceleration.acceleration import Probe
-from bottega.engine.acceleration.probes import engine_probes
-from bottega.engine.acceleration.registry import all_accelerations, candidates
+from bottega.engine.acceleration.self_check import all_accelerations, candidates
 from bottega.engine.acceleration.torch_options import AttentionBackend, ChannelsLast, PageableCopies, RegionalCompile
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.denoiser import Denoiser
@@ -29,7 +28,7 @@ from bottega.engine.engine import Engine
 from bottega.engine.forward import Network
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spans import DeviceClock
-from bottega.engine.warm_up import sample_job
+from bottega.engine.warm_up import engine_probes, sample_job
 from bottega.errors import ConfigError
 from bottega.model.model import Model
 from tests.samples.masked_edits import IMAGE, LEFT, SPEC, EditDesk, masked_order
@@ -256,9 +255,7 @@ class Probing(EngineAddOn):
     """It computes something of its own."""
 
     kind = "probing"
-
-    def probes(self, model: Model) -> Mapping[str, Probe]:
-        return {"own": lambda: [torch.ones(1)]}
+    probes: Mapping[str, Callable[[Model], Probe]] = MappingProxyType({"own": lambda _: lambda: [torch.ones(1)]})
 
 
 @pytest.mark.parametrize("addons", [[Probing()], []], ids=["with", "without"])

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
-from bottega.engine.acceleration.graphs.graphs import (
+from bottega.engine.acceleration.graphs import (
     GraphedActivations,
     GraphedBackbone,
     Graphs,
     RecordedForwards,
 )
-from bottega.engine.acceleration.graphs.recorded import CudaCapture, Key, RecordedForward, record
+from bottega.engine.acceleration.recorded_graphs import CudaCapture, Key, RecordedForward, record
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
 from bottega.engine.spans import DeviceClock

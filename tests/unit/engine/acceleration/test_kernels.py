@@ -12,22 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-from bottega.addons.edits.engine.masked.probe import masked_probe
+from bottega.addons.edits.engine.masked.support import masked_probe
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.loras.engine import UNET, LoraSet, Patcher
 from bottega.engine.acceleration.acceleration import Acceleration
-from bottega.engine.acceleration.kernels.layers import Geglu, GroupNormSilu
-from bottega.engine.acceleration.kernels.operations import (
+from bottega.engine.acceleration.kernels import (
+    Geglu,
+    GroupNormSilu,
     GuidedEulerStep,
     KernelMoves,
     LoraPatch,
     MaskedMoves,
 )
-from bottega.engine.acceleration.probes import step_probe
-from bottega.engine.acceleration.registry import all_accelerations
+from bottega.engine.acceleration.self_check import all_accelerations
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network
-from bottega.engine.guided_step import Guidance, guided_step
+from bottega.engine.latent_step import Guidance, guided_step
+from bottega.engine.warm_up import step_probe
 from bottega.model.model import Model
 from bottega.model.operations import EulerStep, GuidedEuler, Operations
 from bottega.model.rows import Factors, Half, Row

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from bottega.engine.acceleration.acceleration import Acceleration, AccelerationResult
-from bottega.engine.acceleration.self_check import SelfCheck, SelfCheckSettings
-from bottega.engine.acceleration.trial_log import TrialLog
+from bottega.engine.acceleration.self_check import SelfCheck, SelfCheckSettings, TrialLog
 from bottega.errors import InternalError
 from bottega.model.model import Model
 

@@ -7,14 +7,13 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
 
-from bottega.addons.interface.gateway_addon import AddOn, WorkerCosts
+from bottega.addons.interface.gateway_addon import AddOn, JobCosts, WorkerCosts
 from bottega.addons.interface.job import MAX_ATTEMPTS, AddOnJob
-from bottega.addons.interface.member import Member
 from bottega.errors import (
     BottegaError,
     DeadlineUnmeetable,
@@ -358,11 +357,8 @@ class _Loads(AddOn):
 
     load_s: float
 
-    def cost_key(self, job: AddOnJob) -> Hashable:
-        return self.load_s
-
-    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
-        return WorkerCosts(load_s=dict.fromkeys(workers, self.load_s))
+    def costs(self, job: AddOnJob) -> JobCosts:
+        return JobCosts(key=self.load_s, at=lambda workers: WorkerCosts(load_s=dict.fromkeys(workers, self.load_s)))
 
 
 @pytest.mark.parametrize(("load_s", "begins"), [(0.1, True), (0.6, False)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.addons.cache.planning.eviction import FIFO, LCBFU
+from bottega.cache.eviction import FIFO, LCBFU
 from load.bench.cache_stream import STEPS, profile, replay, thresholds
 
 WIDTH = 16

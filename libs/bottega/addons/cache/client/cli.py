@@ -10,7 +10,7 @@ import click
 
 from bottega import errors, kinds
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile, CacheStats
-from bottega.addons.cache.planning.skip_profile import LengthClass
+from bottega.addons.cache.skip_profile import LengthClass
 from bottega.addons.cache.starts import ENTRY_PATTERN, FRACTIONS, parse_start
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.error_help import storage_advice

@@ -33,7 +33,7 @@ from bottega.addons.cache.client.samples import (
     use_of,
 )
 from bottega.addons.cache.client.types import CacheProfile, profile_to_wire
-from bottega.addons.cache.planning.skip_profile import LEAST_SAMPLES, SHARE
+from bottega.addons.cache.skip_profile import LEAST_SAMPLES, SHARE
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.options import address_option, connect, fleet_option

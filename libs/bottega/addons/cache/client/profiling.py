@@ -3,7 +3,7 @@
 The first prompt of each pair is drawn exactly, so that the cache records it. The second prompt is drawn from noise, and
 then from each latent of the first one, with the same seed. This is repeated with other seeds, and a pair's quality is
 the mean, because a single picture may be right by chance.
-Source: Nirvana (NSDI'24), Algorithm 2; bottega.addons.cache.planning.skip_profile explains how it is read.
+Source: Nirvana (NSDI'24), Algorithm 2; bottega.addons.cache.skip_profile explains how it is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zlib import crc32
 
 from bottega.addons.cache.client.samples import Method, PairSample, PromptPair, SampleFile, measured_profile
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile
-from bottega.addons.cache.planning.skip_profile import LEAST_SAMPLES, count_words, fraction_of
+from bottega.addons.cache.skip_profile import LEAST_SAMPLES, count_words, fraction_of
 from bottega.addons.cache.starts import FRACTIONS, format_start
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import FleetStatus

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 
 from bottega.addons.cache.client.types import CacheProfile
-from bottega.addons.cache.planning.skip_profile import (
+from bottega.addons.cache.skip_profile import (
     BALANCED_ALPHA,
     FAST_ALPHA,
     SHORT_WORDS,

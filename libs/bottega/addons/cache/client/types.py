@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
+from bottega.addons.cache.skip_profile import LengthClass, SkipProfile
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.client.types.messages import moment_from, value_from
 from bottega.client.types.provenance import Parameters, parameters_from

@@ -20,9 +20,14 @@ from torch import Tensor
 
 from bottega import kinds, rules
 from bottega.addons.cache.engine.order import PIN_FIELD, StartOrder, has_key, read_decision, read_order, start_key
-from bottega.addons.cache.engine.recorder import LatentRecorder, StartingPicture
-from bottega.addons.cache.engine.source import LatentQuestion, LatentReply, LatentSource
-from bottega.addons.cache.planning.skip_profile import count_words
+from bottega.addons.cache.engine.recorder import (
+    LatentQuestion,
+    LatentRecorder,
+    LatentReply,
+    LatentSource,
+    StartingPicture,
+)
+from bottega.addons.cache.skip_profile import count_words
 from bottega.addons.cache.starts import ENTRY_PATTERN, format_start, prompt_digest, recorded_steps
 from bottega.device.device import HostCopy
 from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
@@ -154,19 +159,11 @@ class JobCachedStarts(JobAddOn):
         self._embedding = torch.empty(0)
         self._header: CacheQuestion | None = None
         self._decided = False
-        self._decision: bytes | None = None
         self._since_s = 0.0
         self._answered_s: float | None = None
         self._reply: LatentReply | None = None
         self._unused: list[str] = []
         self._waited_s = 0.0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the query was not yet sent, or a picture must wait for the response."""
-        return self.arriving is not None or (
-            self.asked is not None and any(picture.blocked for picture in self._pictures)
-        )
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Prepare the query. Raise InvalidRequest for a decision that does not fit the job."""
@@ -222,16 +219,12 @@ class JobCachedStarts(JobAddOn):
             picture.blocked for picture in self._pictures if picture.request is request
         )
 
-    @property
-    def decision(self) -> bytes | None:
-        """The latents from which the pictures start, as a serialized CacheDecision; None while undecided."""
-        return self._decision
-
     def after_step(self, request: Request) -> None:
         if self._recorder is not None:
             self._recorder.after_step(request)
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
+        """Add the pixels to the recording. Return None, because nothing is stored with the image."""
         if self._recorder is not None:
             self._recorder.after_decode(index, pixels)
 
@@ -437,7 +430,7 @@ class JobCachedStarts(JobAddOn):
             for picture in self._pictures
         ]
         if self._decided or any(start.entry for start in starts):
-            self._decision = CacheDecision(starts=starts).SerializeToString()
+            self.decision = CacheDecision(starts=starts).SerializeToString()
 
 
 def _has_direction(embedding: Tensor) -> bool:

@@ -21,8 +21,8 @@ from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentRepl
 from bottega.addons.cache.engine.addon import EngineCachedStarts
 from bottega.addons.cache.wire import CacheMessage
 from bottega.addons.cache.worker.store_link import CacheLinkSettings, CacheStoreLink, recording_of
-from bottega.addons.interface.engine_context import EngineAddOnContext
-from bottega.engine.store_work import StoreWork
+from bottega.engine.addon import EngineAddOnContext
+from bottega.engine.spans import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStarts
 from bottega.v1.engine_pb2 import EngineBeat

@@ -25,18 +25,17 @@ from bottega.addons.controlnets.engine.provider import (
     ControlRecord,
     ControlServer,
     ImageScales,
+    MeasuredControlNets,
     check_images,
     read_hosts,
 )
-from bottega.addons.controlnets.engine.similarity import MeasuredControlNets
-from bottega.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
+from bottega.engine.addon import EngineAddOn, JobAddOn
 from bottega.engine.encode import Conditions
 from bottega.engine.events import ControlUse, EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.parallel.offload import OffloadedPart
 from bottega.engine.request import ActiveControl, Request
-from bottega.engine.residuals import ResidualProvider
 from bottega.engine.spans import TracedSpan
 from bottega.engine.spec import ControlSpec
 from bottega.errors import InternalError, Unavailable, Violation
@@ -63,13 +62,9 @@ class EngineControlNets(EngineAddOn):
     kind = kinds.CONTROLNET
 
     def __init__(self, provider: ControlNetProvider | None) -> None:
-        self._provider = MeasuredControlNets(provider) if provider is not None else None
+        self.residuals = self._provider = MeasuredControlNets(provider) if provider is not None else None
 
-    @property
-    def residuals(self) -> ResidualProvider | None:
-        return self._provider
-
-    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> JobAddOn:
         """Open sessions with the ControlNets of a job of another worker, for which this worker computes rows."""
         if self._provider is None:
             raise Unavailable("this worker has no ControlNets")
@@ -114,11 +109,6 @@ class JobControlNets(JobAddOn):
     def handles(self) -> list[Hashable]:
         """The handles of the sessions, which the provider made."""
         return [control.handle for control in self.active]
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the job waits for a session to open."""
-        return self._waiting_since_s is not None
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Begin the sessions that the remaining steps need. Raises BottegaError if one can never be opened."""
@@ -175,8 +165,8 @@ class JobControlNets(JobAddOn):
             self.close()  # before the job's end, because other jobs may wait for the room
 
     def blocks(self, request: Request) -> bool:
-        """Return whether the request has to wait. All requests of a job wait together."""
-        return self.waiting
+        """Return whether the request waits for a session to open. All requests of a job wait together."""
+        return self._waiting_since_s is not None
 
     def after_forward(self, prediction: Prediction) -> float:
         """Add the time that a forward pass waited for residuals to this job's, and return it.
@@ -324,8 +314,8 @@ class _Control:
 _CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MAX_CONTROLS)])
 
 
-class RemoteControls:
-    """A RemoteAddOn: this engine's sessions with the ControlNets of a job of another worker."""
+class RemoteControls(JobAddOn):
+    """The sessions of this engine with the ControlNets of a job of another worker."""
 
     def __init__(self, provider: ControlNetProvider, controls: Sequence[ControlInput]) -> None:
         self._provider = provider

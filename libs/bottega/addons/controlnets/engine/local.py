@@ -20,8 +20,8 @@ from bottega.addons.controlnets.engine.session import (
     write_residuals,
 )
 from bottega.caching import Lease, LoadCache, Popularity
+from bottega.device.device import Span, SpanSum
 from bottega.device.pick import open_device
-from bottega.device.span import Span, SpanSum
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ControlNetNotFound
 from bottega.model.rows import Row

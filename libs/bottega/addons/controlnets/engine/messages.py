@@ -31,9 +31,8 @@ from bottega.device_links.tensor_messages import (
     tensor_of,
     unpacked,
 )
-from bottega.engine.condition_parts import condition_parts, read_conditions
 from bottega.fair_order import Share
-from bottega.model.rows import Half
+from bottega.model.rows import Half, condition_parts, read_conditions
 from bottega.model_files.controlnet_layout import ControlLayout
 from bottega.rules import MAX_ADAPTERS
 from bottega.transport import DType, Layout, Part, TensorSpec

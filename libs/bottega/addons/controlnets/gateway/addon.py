@@ -26,6 +26,9 @@ from bottega.addons.interface.gateway_addon import (
     AddOnContext,
     AddOnMetrics,
     FleetView,
+    JobCosts,
+    PrefetchReason,
+    Release,
     Resolution,
     WorkerCosts,
 )
@@ -98,7 +101,6 @@ class ControlNetAddOn(AddOn):
         self._clock = clock
         self._hosts = ControlNetHosts(grace_s=fleet.grace_s, clock=clock)
         self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics.prefetches)
-        self._assigned: dict[str, tuple[tuple[str, str], ...]] = {}  # pairs of server and ControlNet, by job
         self._sessions: Counter[str] = Counter()  # by server
         self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
         hosted = Gauge(
@@ -144,9 +146,10 @@ class ControlNetAddOn(AddOn):
         found = [self._hosts.version(net.name, model) for net in spec.controlnets]
         return found if all(found) else None
 
-    def cost_key(self, job: AddOnJob) -> tuple[str, ...] | None:
-        """Return the names of the ControlNets."""
-        return job.controlnets or None
+    def costs(self, job: AddOnJob) -> JobCosts | None:
+        """Return the costs of a job with ControlNets, which are equal for equal names."""
+        at = functools.partial(self.worker_costs, job)
+        return JobCosts(key=job.controlnets, at=at) if job.controlnets else None
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return which workers can run the ControlNets that no server hosts, and the seconds to load them."""
@@ -167,31 +170,32 @@ class ControlNetAddOn(AddOn):
         gone = [name for name in job.controlnets if not self._hosts.expected(name, model, base)]
         return nobody_hosts(dict.fromkeys(gone)) if gone else None
 
-    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
-        """Ask servers to load ControlNets of these jobs that are only on the servers' disks."""
+    def prefetch(self, jobs: Sequence[AddOnJob], reason: PrefetchReason) -> None:
+        """Ask servers to load ControlNets of the next jobs that are only on the servers' disks."""
+        if reason is not PrefetchReason.NEXT:
+            return
         for job in itertools.islice(jobs, PREFETCHED_JOBS):
             for choice in self._choices(job, None) if job.controlnets else ():
                 for server, candidate in choice.servers[:1]:
                     if candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK:
                         self._prefetcher.request(server, [choice.name])
 
-    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Write the servers of each ControlNet into the attempt, and count the new sessions."""
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> Release | None:
+        """Write the servers of each ControlNet into the attempt, and count the new sessions until it ends."""
         if not job.controlnets:
-            return
+            return None
         choices = list(self._choices(job, worker))
         assigned = tuple((choice.servers[0][0].name, choice.name) for choice in choices if choice.servers)
         servers = tuple(server for server, _ in assigned)
-        self._assigned[job.job_id] = assigned
         self._sessions.update(servers)
         self._nets.update(assigned)
         job.use_controlnets({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
         placements = ControlNetPlacements(hosts=[_hosts(choice) for choice in choices])
         request.addons[kinds.CONTROLNET] = placements.SerializeToString()
+        return functools.partial(self._release, assigned)
 
-    def end_attempt(self, job: AddOnJob) -> None:
-        """Stop counting the sessions of the attempt."""
-        assigned = self._assigned.pop(job.job_id, ())
+    def _release(self, assigned: Sequence[tuple[str, str]]) -> None:
+        """Stop counting the sessions of an attempt: pairs of server and ControlNet."""
         self._sessions.subtract(server for server, _ in assigned)
         self._nets.subtract(assigned)
         self._sessions += Counter()  # drops entries of zero
@@ -208,14 +212,13 @@ class ControlNetAddOn(AddOn):
             self._fleet.back_off(job.worker)
         return True
 
-    def member_changed(self, member: Member) -> None:
-        """Update the ControlNets that a server or a worker hosts."""
-        self._hosts.update(member)
-
-    def member_lost(self, member: Member) -> None:
-        """Remove the ControlNets of a lost member."""
-        self._hosts.remove(member)
-        self._prefetcher.remove(member)
+    def member_changed(self, member: Member, *, lost: bool = False) -> None:
+        """Update the ControlNets that a server or a worker hosts. A lost one hosts none."""
+        if lost:
+            self._hosts.remove(member)
+            self._prefetcher.remove(member)
+        else:
+            self._hosts.update(member)
 
     async def close(self) -> None:
         await self._prefetcher.close()

@@ -10,7 +10,7 @@ from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets,
 from bottega.addons.controlnets.engine.addon import EngineControlNets
 from bottega.addons.controlnets.worker.provider import RemoteControlNets
 from bottega.addons.controlnets.worker.server_link import ControlLinkSettings
-from bottega.addons.interface.engine_context import EngineAddOnContext
+from bottega.engine.addon import EngineAddOnContext
 from bottega.model.model import Model
 from bottega.model_files.digest import controlnet_digest
 from bottega.v1.engine_pb2 import EngineBeat

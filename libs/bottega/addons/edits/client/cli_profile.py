@@ -16,7 +16,7 @@ import click
 
 from bottega import kinds
 from bottega.addons.edits.client.types import BlockProfile, ProfiledBlock
-from bottega.addons.edits.planning.block_loading import BlockValue, choose
+from bottega.addons.edits.planning import BlockValue, choose
 from bottega.client.cli.options import address_option, connect, fleet_option, timeout_option
 from bottega.client.cli.terminal import (
     PlainTable,

@@ -48,7 +48,7 @@ PROFILE_S = 600.0
 """Default time-out in seconds of a measurement, which makes some hundred forward passes."""
 
 
-class AsyncTemplateMethods(AsyncGatewayClient):
+class AsyncEditMethods(AsyncGatewayClient):
     """The methods of AsyncClient about templates of edits.
 
     Methods that need a store raise NoActivationStore if none has joined, or one does not answer. The argument `id` is
@@ -181,16 +181,16 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         return STORES.joined(await self.fleet())
 
 
-class TemplateMethods(GatewayClient):
+class EditMethods(GatewayClient):
     """The methods of Client about templates of edits."""
 
-    templates = blocking(AsyncTemplateMethods.templates)
-    drop_templates = blocking(AsyncTemplateMethods.drop_templates)
-    pin_templates = blocking(AsyncTemplateMethods.pin_templates)
-    warm_templates = blocking(AsyncTemplateMethods.warm_templates)
-    block_profiles = blocking(AsyncTemplateMethods.block_profiles)
-    set_block_profile = blocking(AsyncTemplateMethods.set_block_profile)
-    profile_blocks = blocking(AsyncTemplateMethods.profile_blocks)
+    templates = blocking(AsyncEditMethods.templates)
+    drop_templates = blocking(AsyncEditMethods.drop_templates)
+    pin_templates = blocking(AsyncEditMethods.pin_templates)
+    warm_templates = blocking(AsyncEditMethods.warm_templates)
+    block_profiles = blocking(AsyncEditMethods.block_profiles)
+    set_block_profile = blocking(AsyncEditMethods.set_block_profile)
+    profile_blocks = blocking(AsyncEditMethods.profile_blocks)
 
 
 async def _of_all(

@@ -19,30 +19,25 @@ from bottega.addons.edits.engine.loading.profile import kept_names, measure_bloc
 from bottega.addons.edits.engine.loading.times import BlockTimes
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
-from bottega.addons.edits.engine.masked.probe import masked_probe
-from bottega.addons.edits.engine.masked.support import unsupported
+from bottega.addons.edits.engine.masked.support import masked_probe, unsupported
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, finest_stride
 from bottega.addons.edits.engine.order import PendingAnswer, read_decision, read_order
 from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.addons.edits.engine.recordings.image_reader import ImageReader
-from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
-from bottega.addons.edits.engine.recordings.keys import RecordedControl, RecordingKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery
 from bottega.addons.edits.engine.recordings.step import ProjectionsRoom
-from bottega.addons.edits.engine.recordings.step_access import StepLoadCounts
+from bottega.addons.edits.engine.recordings.step_access import ImageRecorder, StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.device.heartbeat import Heartbeat
-from bottega.engine.acceleration.acceleration import Probe
 from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
-from bottega.engine.edit import Edit
 from bottega.engine.encode import Conditions
 from bottega.engine.engine import Engine
 from bottega.engine.job import EngineOrder
+from bottega.engine.latent_step import Edit
 from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import MethodNotServed, Unavailable
-from bottega.model.backbone import Backbone
 from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.planning import StepTable
@@ -115,9 +110,9 @@ class EngineEdits(EngineAddOn):
         """Planned seconds of steps that load activations, for the gateway."""
         self.template_budget_bytes = template_budget_bytes
         self.times = BlockTimes(unet, sparse=sparse)
-        self._masked: MaskedBackbone | None = None
         if not self.unusable:
-            self._masked = MaskedBackbone(
+            self.probes = {"masked": masked_probe}
+            self.strategy = MaskedBackbone(
                 unet,
                 maps=SparseMaps() if sparse else FullMaps(),
                 beat=None if heartbeat is None else heartbeat.beat,
@@ -169,10 +164,6 @@ class EngineEdits(EngineAddOn):
             return None  # A network that reads the mask computes all of the picture.
         return JobEdits(self, order, read_decision(order.decisions))
 
-    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
-        """Return the masked backbone for batches with a row that reads or writes a recording; None for others."""
-        return None if self._masked is None else self._masked.backbone_for(rows)
-
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """Set the addresses of the activation stores."""
         self.source.set_stores(services)
@@ -202,9 +193,6 @@ class EngineEdits(EngineAddOn):
         if not self.unusable:
             self.times.observe(rows, seconds)
         return True
-
-    def probes(self, model: Model) -> Mapping[str, Probe]:
-        return {} if self.unusable else {"masked": masked_probe(model)}
 
     def answer(self, question: bytes, engine: Engine) -> bytes:
         """Answer a query from the worker's front, a serialized TemplateCall."""

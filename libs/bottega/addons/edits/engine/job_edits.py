@@ -21,21 +21,18 @@ from bottega.addons.edits.engine.kept import KeptLatents, KeptLatentsMismatch, r
 from bottega.addons.edits.engine.masked.tokens import share
 from bottega.addons.edits.engine.order import Decided, PendingAnswer, read_decision
 from bottega.addons.edits.engine.recordings.image_reader import FULL_MASK, ImageReader, ReadTerms
-from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
-from bottega.addons.edits.engine.recordings.keys import RecordingKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
-from bottega.addons.edits.engine.recordings.step_access import StepLoadCounts
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, RecordingKey
+from bottega.addons.edits.engine.recordings.step_access import ImageRecorder, StepLoadCounts
 from bottega.addons.edits.wire.messages import taken_from
 from bottega.engine.addon import JobAddOn
-from bottega.engine.edit import Edit
 from bottega.engine.encode import Conditions, Sources, encode_image
 from bottega.engine.events import EditRecord, EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.latent_step import Edit
 from bottega.engine.request import Request
-from bottega.engine.spans import MAX_SPANS, TracedSpan
+from bottega.engine.spans import MAX_SPANS, StoreWork, TracedSpan
 from bottega.engine.spec import ResolvedSpec
-from bottega.engine.store_work import StoreWork
 from bottega.v1.activations_pb2 import EditDecision
 
 if TYPE_CHECKING:
@@ -86,11 +83,7 @@ class JobEdits(JobAddOn):
         """The response for which the job waits; None if it waits for none."""
         return self._answer.asked if self._answer is not None else None
 
-    @property
-    def waiting(self) -> bool:
-        return self.waiting_for is not None
-
-    def prompt_ready(self, now_s: float) -> bool:
+    def ready(self, now_s: float) -> bool:
         """Return whether the response about the template's recording has arrived or timed out."""
         return self._answer is None or self._answer.ready(now_s)
 
@@ -119,18 +112,9 @@ class JobEdits(JobAddOn):
         elif not self._because:
             self._record(job.requests[0], decided, draws=kept is None)
         self._decided = decided or Decided()
-
-    @property
-    def decision(self) -> bytes | None:
-        """The serialized EditDecision, which names the latents used outside the mask. None before `attach`."""
-        if self._job is None or self._decided is None:
-            return None
-        return self._taken(self._decided).SerializeToString()
-
-    @property
-    def offloadable(self) -> bool:
-        """Whether a second worker, which has no recordings, may compute rows of this job."""
-        return not self._readers and self._recorder is None
+        self.decision = self._taken(self._decided).SerializeToString()
+        # A second worker has no recordings.
+        self.offloadable = not self._readers and self._recorder is None
 
     def after_forward(self, prediction: Prediction) -> float:
         """Return the seconds that the last forward pass waited for this job's loads."""

@@ -22,16 +22,16 @@ from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations
 from bottega.addons.edits.engine.order import PendingAnswer
-from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
+from bottega.addons.edits.engine.recordings.step_access import ImageRecorder
 from bottega.device.device import Device, HostCopy
 from bottega.engine.addon import JobAddOn
-from bottega.engine.edit import Trajectory
 from bottega.engine.encode import Conditions
 from bottega.engine.events import EngineRecord
 from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.latent_step import Trajectory
 from bottega.engine.request import Request
+from bottega.engine.spans import StoreWork
 from bottega.engine.spec import ResolvedSpec
-from bottega.engine.store_work import StoreWork
 from bottega.model.model import Model
 from bottega.model.rows import Half
 from bottega.model.samplers import same_noise
@@ -236,11 +236,7 @@ class JobKeeping(JobAddOn):
         """The first response that the job waits for, about space for a recording; None if it waits for none."""
         return next((answer.asked for answer in self._answers if answer.asked is not None), None)
 
-    @property
-    def waiting(self) -> bool:
-        return self.waiting_for is not None
-
-    def prompt_ready(self, now_s: float) -> bool:
+    def ready(self, now_s: float) -> bool:
         """Return whether all responses have arrived or timed out."""
         waiting = [answer for answer in self._answers if not answer.ready(now_s)]
         return not waiting
@@ -255,11 +251,8 @@ class JobKeeping(JobAddOn):
             if not self._addon.unusable and not request.begun:
                 picture.recorder = self._begin(picture)
             request.activations = picture
-
-    @property
-    def offloadable(self) -> bool:
-        """Whether a second worker, which records nothing, may compute rows of this job."""
-        return not any(picture.recorder is not None for picture in self._pictures.values())
+        # A second worker records nothing.
+        self.offloadable = not any(picture.recorder is not None for picture in self._pictures.values())
 
     def after_step(self, request: Request) -> None:
         picture = self._pictures.get(request.index)
@@ -270,7 +263,8 @@ class JobKeeping(JobAddOn):
         if picture.recorder is not None:
             picture.recorder.made_step()
 
-    def keep(self, index: int) -> bytes | None:
+    def after_decode(self, index: int, pixels: Tensor) -> bytes | None:
+        """Return the image's serialized latents, from which edits of it start."""
         picture = self._pictures[index]
         latents = picture.kept()
         kept = None if latents is None else write_kept(self._addon.model, latents)

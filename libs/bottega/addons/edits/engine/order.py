@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from bottega import kinds, rules
 from bottega.engine.events import Decisions
 from bottega.engine.job import EngineOrder
-from bottega.engine.store_work import StoreWork
+from bottega.engine.spans import StoreWork
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1.activations_pb2 import ActivationsOrder, EditDecision
 

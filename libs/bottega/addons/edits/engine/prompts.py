@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.engine.edit import Edit
 from bottega.engine.encode import Conditions, encode_prompts
 from bottega.engine.forward import stack
+from bottega.engine.latent_step import Edit
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row

@@ -7,8 +7,9 @@ not decode the image.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from prometheus_client import Counter
@@ -25,6 +26,9 @@ from bottega.addons.interface.gateway_addon import (
     AddOnMetrics,
     ExpectedSavings,
     FleetView,
+    JobCosts,
+    PrefetchReason,
+    Release,
     Resolution,
     SecondsByWorker,
     WorkerCosts,
@@ -116,13 +120,14 @@ class ActivationsAddOn(AddOn):
         """Write into the provenance which recording an edit reused, or that it reused none."""
         pin_edit(provenance.parameters, provenance.mask.recording)
 
-    def cost_key(self, job: AddOnJob) -> Hashable:
-        """Return the job's template, the share of tokens that it computes, and its size."""
+    def costs(self, job: AddOnJob) -> JobCosts | None:
+        """Return the costs of an edit, which depend on its template, its share of computed tokens, and its size."""
         request = job.request
         if not request.edit_source:
             return None
         evaluations = job.steps.total * request.evaluations_per_step
-        return request.edit_source, request.computed_share, request.shape, job.rows, evaluations
+        key = request.edit_source, request.computed_share, request.shape, job.rows, evaluations
+        return JobCosts(key=key, at=functools.partial(self.worker_costs, job))
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the share of tokens that an edit computes at each worker, and the seconds that loading adds.
@@ -150,41 +155,40 @@ class ActivationsAddOn(AddOn):
             return NO_SAVINGS
         return ExpectedSavings(computed_share=job.request.computed_share)
 
-    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Ask the stores for a job's template, unless they have answered lately.
+    def prefetch(self, jobs: Sequence[AddOnJob], reason: PrefetchReason) -> None:
+        """Ask the stores to load the jobs' templates, which may have been evicted while the jobs waited.
 
-        If a store has the template, it is loaded only when the job is near the front of the queue, because loading it
-        sooner would evict the templates of earlier jobs. Also ask for the template of a refused job, because until a
-        store has answered, similar edits are expected to compute all tokens.
+        For a job that has just arrived, ask only if no store has answered lately. If a store has the template, it is
+        loaded only when the job is near the front of the queue, because loading it sooner would evict the templates of
+        earlier jobs. Also ask for the template of a refused job, because until a store has answered, similar edits are
+        expected to compute all tokens.
         """
-        now = self._clock.monotonic()
-        stored = self._residences.stored(job.request.edit_source, now)
-        if not admitted or stored is None or now - stored.asked_at > _STALE_S:
-            self.prefetch([job])
-
-    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
-        """Ask the stores to load the jobs' templates, which may have been evicted while the jobs waited."""
         templates = [job.request.edit_source for job in jobs if job.request.edit_source]
+        if reason is PrefetchReason.ARRIVED:
+            templates = [template for template in templates if not self._is_known(template)]
         for store in self._fleet.services(kinds.ACTIVATIONS) if templates else ():
             self._prefetcher.request(store, templates)
 
-    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> Release | None:
         """Write the message about activations into an attempt, and ask the stores to load an edit's template.
 
         The stores count the template as used.
         """
         template = job.request.edit_source
         if not template and not job.bare.keep_for_editing:
-            return
+            return None
         order = ActivationsOrder(tenant=job.request.tenant, source=template)
         request.addons[kinds.ACTIVATIONS] = order.SerializeToString()
         if template:
-            self.prefetch([job])
+            self.prefetch([job], PrefetchReason.NEXT)
             self._edits.labels(self._residence(template, worker.name)).inc()
+        return None
 
-    def member_changed(self, member: Member) -> None:
-        """Record which templates a worker has in memory, and its step times."""
-        if member.is_worker:
+    def member_changed(self, member: Member, *, lost: bool = False) -> None:
+        """Record which templates a worker has in memory, and its step times. Drop those of a lost worker or store."""
+        if lost:
+            self._forget(member)
+        elif member.is_worker:
             self._costs.forget(member.name)
             self._residences.note_worker(member)
             if member.load.mask_tokens.token_elements:
@@ -192,8 +196,7 @@ class ActivationsAddOn(AddOn):
             else:
                 self._unmasked.add(member.name)
 
-    def member_lost(self, member: Member) -> None:
-        """Drop the templates of a worker or a store."""
+    def _forget(self, member: Member) -> None:
         if member.is_worker:
             self._residences.forget_worker(member.name)
             self._costs.forget(member.name)
@@ -204,6 +207,12 @@ class ActivationsAddOn(AddOn):
 
     async def close(self) -> None:
         await self._prefetcher.close()
+
+    def _is_known(self, template: str) -> bool:
+        """Return whether a store has answered lately that it has the template."""
+        now = self._clock.monotonic()
+        stored = self._residences.stored(template, now)
+        return stored is not None and now - stored.asked_at <= _STALE_S
 
     def _residence(self, template: str, worker: str = "") -> str:
         """Return the nearest place of a template, as the metric names it: for one worker, or for any if it is empty."""

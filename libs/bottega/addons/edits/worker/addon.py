@@ -9,7 +9,7 @@ from bottega.addons.edits.config import EditsConfig
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.worker.store_activations import ActivationSettings, StoreActivations
 from bottega.addons.edits.worker.store_link import ActivationLinkSettings
-from bottega.addons.interface.engine_context import EngineAddOnContext
+from bottega.engine.addon import EngineAddOnContext
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
 

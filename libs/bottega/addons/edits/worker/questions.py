@@ -12,11 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from bottega.addons.edits.engine.recordings.keys import RecordingKey
+from bottega.addons.edits.engine.recordings.recording import RecordingKey
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.addons.edits.worker.store_link import ActivationStoreLink
 from bottega.addons.edits.worker.template import AnsweredTemplate
-from bottega.engine.store_work import StoreWork
+from bottega.engine.spans import StoreWork
 from bottega.v1.activations_pb2 import TemplateQuestion
 
 # Questions without an answer. A worker holds at most some tens of jobs.

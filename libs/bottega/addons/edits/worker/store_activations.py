@@ -16,15 +16,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.source import MemoryActivations, TemplateQuery
 from bottega.addons.edits.worker.load_meter import LoadMeter
 from bottega.addons.edits.worker.questions import LinkAnswer, TemplateQuestions
 from bottega.addons.edits.worker.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.addons.edits.worker.stored_step import StoredStep
 from bottega.addons.edits.worker.template import AnsweredSection, AnsweredTemplate
-from bottega.engine.store_work import StoreWork
+from bottega.engine.spans import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress

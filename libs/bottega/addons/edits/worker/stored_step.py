@@ -25,7 +25,7 @@ from bottega.addons.edits.engine.recordings.step import LoadTime
 from bottega.addons.edits.wire.section import OWNER_BYTES, SectionTensor, owner
 from bottega.addons.edits.worker.load_meter import LoadMeter
 from bottega.addons.edits.worker.template import AnsweredSection
-from bottega.engine.store_work import StoreWork
+from bottega.engine.spans import StoreWork
 from bottega.errors import DataLoss
 from bottega.v1.trace_pb2 import StoreTimes
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from bottega import rules
-from bottega.addons.edits.engine.recordings.keys import StepKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, StepKey
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.model.rows import Half
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, TemplateAnswer

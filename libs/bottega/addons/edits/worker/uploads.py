@@ -18,8 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from bottega.addons.edits.engine.recordings.keys import StepKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, StepKey
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
 from bottega.addons.edits.wire.messages import CHUNK_BYTES, STORE_LIMITS

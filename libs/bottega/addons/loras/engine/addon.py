@@ -27,17 +27,14 @@ from bottega.addons.loras.engine.lora_set import RemoteLoras, loras_part, read_l
 from bottega.addons.loras.engine.patching import patch_probe
 from bottega.addons.loras.engine.similarity import LatentMeter
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES
-from bottega.engine.acceleration.acceleration import Probe
-from bottega.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn, add_counts
+from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions
 from bottega.engine.events import EngineRecord, LoraRecord
-from bottega.engine.forward import RowWeights
 from bottega.engine.job import EngineJob, EngineOrder, new_requests
 from bottega.engine.parallel.offload import OffloadedPart
 from bottega.engine.request import Request
-from bottega.engine.spans import MAX_SPANS, TracedSpan
+from bottega.engine.spans import MAX_SPANS, StoreWork, TracedSpan
 from bottega.engine.spec import LoraSpec, ResolvedSpec
-from bottega.engine.store_work import StoreWork
 from bottega.errors import BottegaError, InvalidRequest, NoLora, Unavailable, Violation
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
@@ -81,16 +78,14 @@ class EngineLoras(EngineAddOn):
             pristine_on_host=pristine_on_host,
             stacked_bytes=stacked_bytes,
         )
+        self.row_weights = self.weights
+        self.probes = {"patch": patch_probe}
         self._model = model
         self._source = source
         self._timeout_s = timeout_s
         self._clock = clock
         self._parts: dict[Request, JobLoras] = {}
         self._events = Counter(hits=0, misses=0)
-
-    @property
-    def row_weights(self) -> RowWeights | None:
-        return self.weights
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -154,7 +149,7 @@ class EngineLoras(EngineAddOn):
             step=step,
         )
 
-    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> JobAddOn:
         """Request the LoRAs of another worker's job, for which this worker computes rows.
 
         The other worker decides for each row from which step the LoRAs are used.
@@ -169,7 +164,7 @@ class EngineLoras(EngineAddOn):
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
             part.note_patch("into the text encoders", seconds)
-            part.in_text = True
+            part.changes_prompt = True
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
         """Wait until more of the jobs' LoRAs has arrived or one has failed, or until the time-out."""
@@ -197,9 +192,6 @@ class EngineLoras(EngineAddOn):
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
         """Measure the cost of unmerged LoRAs from the time of a forward pass without masked rows."""
         return masked or self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
-
-    def probes(self, model: Model) -> Mapping[str, Probe]:
-        return {"patch": patch_probe(model)}
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
         """Measure the costs of unmerged and merged LoRAs with a LoRA that changes nothing."""
@@ -258,8 +250,6 @@ class JobLoras(JobAddOn):
     """The step from which the LoRAs are used; None until it is decided."""
     loras: LoraSet | None = None
     """The LoRAs as one set of factors; None until all have arrived."""
-    in_text: bool = False
-    """Whether the prompt was encoded with the LoRAs."""
     wait_s: float = 0.0
     """Seconds that the job waited for its LoRAs."""
     patch_s: float = 0.0
@@ -273,22 +263,11 @@ class JobLoras(JobAddOn):
     _waits: list[TracedSpan] = field(default_factory=list)
     _waiting_since_s: float | None = None
 
-    @property
-    def waiting(self) -> bool:
-        """Whether some of the LoRAs have not arrived."""
-        return self.loras is None
+    def __post_init__(self) -> None:
+        # Checkpoints do not record how a LoRA is measured.
+        self.resumable = not any(spec.measured for spec in self.specs)
 
-    @property
-    def resumable(self) -> bool:
-        """Whether the job can resume from a checkpoint. Not if it measures a LoRA, which checkpoints do not record."""
-        return not any(spec.measured for spec in self.specs)
-
-    @property
-    def changes_prompt(self) -> bool:
-        """Whether the LoRAs change the text encoders."""
-        return self.in_text
-
-    def prompt_ready(self, now_s: float) -> bool:
+    def ready(self, now_s: float) -> bool:
         """Return whether the text encoders' layers have arrived. Raise NoLora after the time-out."""
         ready = self._all_arrived([handle.text_ready for handle in self.handles], now_s)
         self._note_wait(not ready, now_s)
@@ -322,6 +301,7 @@ class JobLoras(JobAddOn):
                 self.step = max(request.next_step for request in self._requests)
             for request in self._requests:
                 request.loras, request.loras_from = self.loras, self.step
+            self.decision = LoraDecision(step=self.step).SerializeToString()
             self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles)
             self._release()
         under_way = [request for request in self._requests if not request.done]
@@ -333,14 +313,7 @@ class JobLoras(JobAddOn):
         The request's present step counts, because a cached latent may have moved it since the last update.
         """
         last = self.bound if self.step is None else self.step
-        return self.waiting and (request.step >= last or request in self._meter.shadows)
-
-    @property
-    def decision(self) -> bytes | None:
-        """The step from which the LoRAs are used, as a serialized LoraDecision; None while undecided."""
-        if self.loras is None or self.step is None:
-            return None
-        return LoraDecision(step=self.step).SerializeToString()
+        return self.loras is None and (request.step >= last or request in self._meter.shadows)
 
     def note_patch(self, what: str, seconds: float) -> None:
         """Record that merging the LoRAs took `seconds` and has just ended. `what` names the weights, for the trace."""

@@ -1,4 +1,4 @@
-"""A LoRA's layers in canonical form, and the interface of a source from which the engine gets LoRAs."""
+"""A LoRA's layers in canonical form, what they add to a weight, and the interface of a source of LoRAs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from bottega.addons.loras.wire.canonical import BIAS, DOWN, SCALE, UP, is_low_rank
-from bottega.engine.store_work import StoreWork
+from bottega.addons.loras.wire.canonical import (
+    BIAS,
+    DORA_SCALE,
+    DOWN,
+    DOWN2,
+    FULL,
+    KRON,
+    MAGNITUDE,
+    SCALE,
+    UP,
+    UP2,
+    is_low_rank,
+)
+from bottega.engine.spans import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 # Components of a pipeline in the order of a LoRA's file: text encoders first, because prompts wait for them.
@@ -153,3 +166,63 @@ class LoraSource(Protocol):
     def close(self, handles: Sequence[LoraHandle]) -> None:
         """Release handles, whether or not they are ready. Releasing one twice does nothing."""
         ...
+
+
+def weight_difference(layer: WholeLayer, strength: float, weight: Tensor) -> Tensor | None:
+    """Return what a layer adds to a module's weight, in float32; None if it changes only the bias.
+
+    Everything is computed in single precision, and rounded once.
+
+    PEFT scales the low-rank change before the weight is normalised. LyCORIS scales the difference of the normalised
+    weight.
+
+    Args:
+        layer: The layer.
+        strength: Scale of the LoRA in the request.
+        weight: The module's weight without any LoRA.
+
+    Source: PEFT's DoraLinearLayer and _DoraConvNdLayer; LyCORIS' apply_dora_scale.
+    """
+    change = _change(layer)
+    if change is None:
+        return None
+    if MAGNITUDE in layer.parts:
+        before = weight.float()
+        return _normalised(before + strength * change, layer.parts[MAGNITUDE]) - before
+    if DORA_SCALE in layer.parts:
+        before = weight.float()
+        return strength * (_normalised(before + change, layer.parts[DORA_SCALE]) - before)
+    return strength * change
+
+
+def _change(layer: WholeLayer) -> Tensor | None:
+    """Return the change of the weight without its normalisation.
+
+    Source: LyCORIS' functional.loha and functional.lokr.
+    """
+    parts = {name: tensor.float() for name, tensor in layer.parts.items()}
+    if FULL in parts:
+        change = parts[FULL]
+    elif DOWN in parts:
+        change = _product(parts[DOWN], parts[UP])
+    else:
+        return None
+    if DOWN2 in parts:
+        change = change * _product(parts[DOWN2], parts[UP2])
+    if KRON in parts:
+        first = parts[KRON]
+        change = torch.kron(first.reshape(*first.shape, *[1] * (change.ndim - 2)), change)
+    return layer.scale * change
+
+
+def _product(down: Tensor, up: Tensor) -> Tensor:
+    product: Tensor = up.flatten(1) @ down.flatten(1)
+    return product.view(up.shape[0], *down.shape[1:])
+
+
+def _normalised(weight: Tensor, norms: Tensor) -> Tensor:
+    """Return a weight scaled so that it has these norms, which have one element in each normalised dimension."""
+    norms = norms.float()
+    dims = [dim for dim in range(weight.ndim) if norms.shape[dim] == 1]
+    present: Tensor = torch.linalg.vector_norm(weight, dim=dims, keepdim=True)
+    return weight * (norms / present.clamp(min=torch.finfo(torch.float32).tiny))

@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine.differences import weight_difference
-from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer, WholeLayer
+from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer, WholeLayer, weight_difference
 from bottega.addons.loras.wire.canonical import BIAS, spellings, weight_shape
+from bottega.engine.addon import JobAddOn
 from bottega.engine.parallel.offload import OffloadedPart
 from bottega.engine.spec import LoraSpec
 from bottega.errors import LoraUnusable
@@ -212,15 +212,15 @@ class _Lora:
 _LORAS = TypeAdapter(Annotated[tuple[_Lora, ...], Field(min_length=1, max_length=8)])
 
 
-class RemoteLoras:
-    """A RemoteAddOn: the LoRAs of another worker's job, which this worker has fetched itself."""
+class RemoteLoras(JobAddOn):
+    """The LoRAs of another worker's job, which this worker has fetched itself."""
 
     def __init__(self, loras: JobLoras) -> None:
         self._loras = loras
 
     def ready(self, now_s: float) -> bool:
         self._loras.update(now_s)
-        return not self._loras.waiting
+        return self._loras.loras is not None
 
     def activate(self, row: Row, active: int) -> Row:
         if active > 1 or (active and self._loras.loras is None):

@@ -18,8 +18,8 @@ from bottega.addons.loras.engine.lora import UNET, LoraAtScale, LoraLayer
 from bottega.addons.loras.engine.lora_set import expanded_bytes, make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES, UnmergedLoras
+from bottega.device.device import Span
 from bottega.device.memory_plan import MemoryPlan
-from bottega.device.span import Span
 from bottega.errors import LoraUnusable, TooLarge
 from bottega.model.backbone import RowSpans
 from bottega.model.model import Model

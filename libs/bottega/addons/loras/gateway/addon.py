@@ -14,6 +14,8 @@ from bottega.addons.interface.gateway_addon import (
     AddOnContext,
     AddOnMetrics,
     FleetView,
+    JobCosts,
+    PrefetchReason,
     RequiredModel,
     Resolution,
     WorkerCosts,
@@ -51,7 +53,7 @@ _LoraSetKey = tuple[tuple[str, float], ...]
 
 def create(context: AddOnContext) -> LoraAddOn:
     """Return the add-on for a gateway."""
-    return LoraAddOn(context.fleet, context.metrics, context.channels)
+    return LoraAddOn(context.fleet, context.metrics, context.channels, live_jobs=context.live_jobs)
 
 
 class LoraAddOn(AddOn):
@@ -62,8 +64,17 @@ class LoraAddOn(AddOn):
     # Another worker would not get the LoRAs either.
     final_errors = (NoLora,)
 
-    def __init__(self, fleet: FleetView, metrics: AddOnMetrics, channels: Channels = PLAINTEXT) -> None:
-        self._resolver = LoraResolver(fleet, channels)
+    def __init__(
+        self,
+        fleet: FleetView,
+        metrics: AddOnMetrics,
+        channels: Channels = PLAINTEXT,
+        *,
+        live_jobs: Callable[[], Iterable[AddOnJob]] = tuple,
+    ) -> None:
+        self._resolver = LoraResolver(
+            fleet, channels, needed=lambda: (digest for job in live_jobs() for digest in job.loras)
+        )
         self._prefetcher = ServicePrefetcher(
             kinds.LORAS, functools.partial(GrpcLoraClient, channels=channels), metrics.prefetches
         )
@@ -86,7 +97,9 @@ class LoraAddOn(AddOn):
         """Look up the LoRAs in the stores. Raise LoraNotFound, LoraUnusable or NoLora if that fails."""
         stored = await self._resolver.resolve(spec.loras, access)
         self._sizes.record(stored)
-        return ResolvedLoras(stored=stored)
+        # All LoRAs of a request must have the same base model.
+        required = RequiredModel(name=stored[0].base, needed_by=stored[0].name)
+        return ResolvedLoras(stored=stored, required_model=required)
 
     async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[Adapter]:
         """Return the LoRAs that the caller may name. A tenant's own LoRA hides a shared one of the same name."""
@@ -104,31 +117,31 @@ class LoraAddOn(AddOn):
             if name not in hidden
         ]
 
-    def cost_key(self, job: AddOnJob) -> _LoraSetKey:
-        """Return the job's set of LoRAs, also if it is empty: restoring a worker's merged weights costs time, too."""
-        return job.lora_set
+    def costs(self, job: AddOnJob) -> JobCosts:
+        """Return the costs of a job's set of LoRAs, also if it is empty: restoring merged weights costs time, too."""
+        return JobCosts(key=job.lora_set, at=functools.partial(self.worker_costs, job))
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the seconds that workers need to fetch LoRAs and to change their weights."""
         return WorkerCosts(load_s=lora_costs(job.lora_set, workers, self._sizes))
 
-    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Ask the stores to load the LoRAs that a worker will soon fetch."""
-        for store in self._resolver.stores() if job.loras and admitted else ():
-            self._prefetcher.request(store, job.loras)
+    def prefetch(self, jobs: Sequence[AddOnJob], reason: PrefetchReason) -> None:
+        """Ask the stores to load the LoRAs of a job that has arrived, because a worker will soon fetch them."""
+        loras = [lora for job in jobs for lora in job.loras] if reason is PrefetchReason.ARRIVED else []
+        for store in self._resolver.stores() if loras else ():
+            self._prefetcher.request(store, loras)
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
         """Write the first step that used each LoRA into the provenance's parameters."""
         for lora, use in zip(provenance.parameters.loras, provenance.loras, strict=False):
             lora.from_step = use.from_step
 
-    def start(self, live_jobs: Callable[[], Iterable[AddOnJob]]) -> None:
-        """Start to protect the LoRAs of live jobs from deletion in the stores."""
-        self._resolver.start(lambda: (digest for job in live_jobs() for digest in job.loras))
-
-    def member_lost(self, member: Member) -> None:
-        """End prefetching from a lost store."""
-        self._prefetcher.remove(member)
+    def member_changed(self, member: Member, *, lost: bool = False) -> None:
+        """Protect the LoRAs of live jobs from deletion as soon as there is a store. End prefetching from a lost one."""
+        if lost:
+            self._prefetcher.remove(member)
+        elif member.kind == kinds.LORAS:
+            self._resolver.start()
 
     async def close(self) -> None:
         await self._prefetcher.close()
@@ -140,11 +153,7 @@ class ResolvedLoras(Resolution):
     """The LoRAs of a request, as stores describe them."""
 
     stored: Sequence[StoredLora]
-
-    @property
-    def required_model(self) -> RequiredModel | None:
-        """The base model of the first LoRA. All LoRAs of a request must have the same."""
-        return RequiredModel(name=self.stored[0].base, needed_by=self.stored[0].name)
+    required_model: RequiredModel | None = None
 
     def check_model(self, model: image_pb2.Model) -> None:
         """Raise LoraUnusable for a LoRA that was made for another base model."""

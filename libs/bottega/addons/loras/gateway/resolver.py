@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from bottega import kinds
 from bottega.addons.interface.access import Access
-from bottega.addons.interface.gateway_addon import FleetView
+from bottega.addons.interface.gateway_addon import (
+    FleetView,
+)
 from bottega.addons.interface.member import Member
 from bottega.addons.loras.gateway.client import GrpcLoraClient
 from bottega.background_tasks import BackgroundTasks
@@ -40,20 +42,25 @@ class LoraResolver:
     Args:
         fleet: The connected services.
         channels: Channels of the gateway's process.
+        needed: Returns the digests of the LoRAs of all jobs that have not ended.
     """
 
-    def __init__(self, fleet: FleetView, channels: Channels) -> None:
+    def __init__(self, fleet: FleetView, channels: Channels, *, needed: Callable[[], Iterable[str]]) -> None:
         self._fleet = fleet
         self._channels = channels
         self._clients: dict[str, GrpcLoraClient] = {}
         self._calls = BackgroundTasks("calls of LoRA stores")
+        self._needed = needed
+        self._started = False
         self._listing = asyncio.Lock()
         self._listed: Sequence[StoredLora] | NoLora = ()
         self._listed_at = -math.inf
 
-    def start(self, needed: Callable[[], Iterable[str]]) -> None:
-        """Begin to protect LoRAs from deletion. `needed` returns the digests of all jobs that have not ended."""
-        self._calls.start(self._protect_all(needed))
+    def start(self) -> None:
+        """Begin to protect the needed LoRAs from deletion. Later calls do nothing."""
+        if not self._started:
+            self._started = True
+            self._calls.start(self._protect_all())
 
     async def resolve(self, loras: Sequence[Lora], access: Access) -> list[StoredLora]:
         """Return the stored LoRA for each LoRA of a request. A tenant's own LoRA takes precedence over a shared one.
@@ -155,9 +162,9 @@ class LoraResolver:
             client = self._clients[address] = GrpcLoraClient(store.target, self._channels)
         return client
 
-    async def _protect_all(self, needed: Callable[[], Iterable[str]]) -> None:
+    async def _protect_all(self) -> None:
         while True:
-            digests = sorted(set(needed()))
+            digests = sorted(set(self._needed()))
             for store in self.stores() if digests else ():
                 self._calls.start(self._protect(store, digests))
             await asyncio.sleep(_PROTECT_S)

@@ -90,7 +90,7 @@ def lora_layout(lora: CanonicalLora) -> Layout:
 
 
 def piece_layout(size_bytes: int) -> Layout:
-    """Return the layout of a piece: the number of the fetch, and bytes of the UNet's section."""
+    """Return the layout of a message: the number of its fetch, and the next bytes of a LoRA's layers for the UNet."""
     return Layout.of(number_spec(LoraMessageKind.PIECE), _bytes("bytes", size_bytes), headers=1)
 
 

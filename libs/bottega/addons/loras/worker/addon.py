@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from bottega import kinds
-from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.addons.loras.config import LorasConfig
 from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.worker.download import DownloadHandle, LoraDownload
 from bottega.addons.loras.worker.store_link import LoraLinkSettings, LoraStoreLink
 from bottega.caching import LruCache
+from bottega.engine.addon import EngineAddOnContext
 from bottega.errors import BottegaError, DataLoss, LoraNotFound
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.engine_pb2 import EngineBeat

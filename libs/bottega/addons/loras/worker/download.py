@@ -21,7 +21,7 @@ from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, SCALE, CanonicalLora, Module, is_low_rank
 from bottega.device.device import Device
 from bottega.device.pick import open_device
-from bottega.engine.store_work import StoreWork
+from bottega.engine.spans import StoreWork
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, TensorEntry, header_bytes
 from bottega.v1.trace_pb2 import StoreTimes
@@ -163,7 +163,7 @@ class LoraDownload:
         self._complete(self._lora)
 
     def take_piece(self, piece: memoryview) -> None:
-        """Read the next bytes of the second section.
+        """Read the next bytes of the layers for the UNet, which arrive after those for the text encoders.
 
         Raises:
             DataLoss: The LoRA is complete but does not have the requested digest.

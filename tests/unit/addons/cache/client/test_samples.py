@@ -22,7 +22,7 @@ from bottega.addons.cache.client.samples import (
     use_of,
 )
 from bottega.addons.cache.client.types import profile_from, profile_to_wire
-from bottega.addons.cache.planning.skip_profile import count_words
+from bottega.addons.cache.skip_profile import count_words
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.errors import InvalidRequest
 from bottega.miniature.scenes import read_caption

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.controlnets.engine.addon import JobControlNets
-from bottega.addons.controlnets.engine.provider import ControlInput
-from bottega.addons.controlnets.engine.similarity import SimilarityMeter
+from bottega.addons.controlnets.engine.provider import ControlInput, SimilarityMeter
 from bottega.engine.encode import encode_prompts
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits

@@ -119,7 +119,7 @@ async def test_what_was_given_out_counts_before_it_is_reported_and_not_after_the
     for job in (other, third):
         await shop.complete(job)
     assert not shop.controlnets._sessions
-    assert not shop.controlnets._assigned
+    assert not shop.controlnets._nets
 
 
 async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_first_of_them(shop: Shop) -> None:

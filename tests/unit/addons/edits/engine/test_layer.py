@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.edits.engine.masked.packing import adjacent
+from bottega.addons.edits.engine.masked.tokens import adjacent
 from bottega.addons.edits.engine.sparse import layer as norms
 from bottega.addons.edits.engine.sparse.layer import RecordedStatistics, Statistics, moments, of_tiles, scale_and_shift
-from bottega.addons.edits.engine.sparse.rectangles import Rectangle
+from bottega.addons.edits.engine.sparse.pieces import Rectangle
 
 GROUPS, CHANNELS, SIZE = 4, 12, 16
 FIRST = (Rectangle(top=2, left=3, height=5, width=4), Rectangle(top=9, left=9, height=7, width=3))

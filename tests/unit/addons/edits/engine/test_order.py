@@ -11,8 +11,8 @@ from bottega import kinds
 from bottega.addons.edits.engine.recordings.source import MemoryActivations, TemplateQuery
 from bottega.engine.events import JobStarted
 from bottega.engine.job import EngineOrder
+from bottega.engine.spans import StoreWork
 from bottega.engine.spec import ResolvedSpec
-from bottega.engine.store_work import StoreWork
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
 from bottega.v1.activations_pb2 import ActivationsOrder, EditDecision

@@ -10,10 +10,10 @@ import torch
 
 from bottega.addons.edits.engine.loading.planner import Coming, ComingRow, LoadPlanner, LoadPolicy
 from bottega.addons.edits.engine.loading.times import BlockTimes
-from bottega.addons.edits.engine.recordings.keys import StepKey
+from bottega.addons.edits.engine.recordings.recording import StepKey
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.addons.edits.engine.recordings.step_access import StepLoads
-from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, plan_steps
+from bottega.addons.edits.planning import BlockCost, StepPlan, plan_steps
 from bottega.model.rows import Half
 from tests.samples.activations_elsewhere import ActivationsElsewhere, StepElsewhere
 from tests.samples.masked_networks import box, small_unet

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bottega import kinds, rules
 from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines
-from bottega.addons.edits.engine.recordings.keys import rounded
+from bottega.addons.edits.engine.recordings.recording import rounded
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.engine.addon import EngineAddOn, JobAddOn
 from bottega.engine.events import ControlUse, EngineRecord, JobAdvanced, JobCheckpointed, JobFailed

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bottega.addons.edits.engine.recordings.image_reader import whole_cells
-from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step_access import StepCompleter, StepReader, StepRecorder, level_of
 from bottega.model.rows import Half

@@ -19,7 +19,7 @@ from bottega.addons.edits.engine.masked.tokens import MaskTokens, dilate, finest
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.edits.engine.sparse import layer as norms
 from bottega.addons.edits.engine.sparse.layer import Statistics
-from bottega.addons.edits.engine.sparse.rectangles import Rectangle, cover, pays
+from bottega.addons.edits.engine.sparse.pieces import Rectangle, cover, pays
 from bottega.addons.loras.engine.unmerged import UnmergedLoras
 from bottega.engine.encode import encode_prompts
 from bottega.engine.forward import stack

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from bottega.addons.edits.engine.activations import Projections
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.recording import Recording
+from bottega.addons.edits.engine.recordings.recording import Recording, RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep, ProjectionsRoom, StepProjections
 from bottega.addons.edits.engine.sparse import SparseMaps

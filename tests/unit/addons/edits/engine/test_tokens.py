@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.addons.edits.engine.masked.packing import pack_rows
 from bottega.addons.edits.engine.masked.tokens import (
     MaskTokens,
     TokenCache,
     dilate,
     finest_stride,
+    pack_rows,
     share,
 )
 from tests.samples.masked_networks import box, small_unet

@@ -11,7 +11,7 @@ from bottega import kinds
 from bottega.addons.edits.gateway import addon as activations_addon
 from bottega.addons.edits.gateway.addon import ActivationsAddOn, Residences
 from bottega.addons.interface.access import ANYTHING
-from bottega.addons.interface.gateway_addon import AddOnMetrics
+from bottega.addons.interface.gateway_addon import AddOnMetrics, PrefetchReason
 from bottega.addons.interface.job import JobRequest
 from bottega.addons.interface.member import Member, hosted_by_kind
 from bottega.errors import RecordingNotKept
@@ -116,17 +116,17 @@ async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_
             queue.names.clear()
         return names
 
-    addon.job_arrived(near, admitted=True)
+    addon.prefetch([near], PrefetchReason.ARRIVED)
     assert asked() == [CAT], "nobody knows where it is"
     addon._note_response(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10), (DOG, TEMPLATE_TIER_NOWHERE, 0)))
-    addon.job_arrived(near, admitted=True)
+    addon.prefetch([near], PrefetchReason.ARRIVED)
     assert asked() == [], "those before it would have theirs driven out"
-    addon.job_arrived(far, admitted=True)
+    addon.prefetch([far], PrefetchReason.ARRIVED)
     assert asked() == [DOG], "it may have been recorded meanwhile"
     time.now += 31
-    addon.job_arrived(near, admitted=True)
+    addon.prefetch([near], PrefetchReason.ARRIVED)
     assert asked() == [CAT], "it may have been driven out or dropped meanwhile"
-    addon.prefetch([near])
+    addon.prefetch([near], PrefetchReason.NEXT)
     assert asked() == [CAT]
     addon.prepare_attempt(near, worker, RunAttemptRequest())
     assert asked() == [CAT]
@@ -149,7 +149,7 @@ async def test_a_worker_that_has_dropped_a_template_is_as_good_as_others(shop: S
     assert addon.worker_costs(job, members).shares == {}
     assert addon.expected_savings(job).computed_share == 1.0
     shop.report(other, controlnets=_has(CAT))
-    addon.member_lost(other)
+    addon.member_changed(other, lost=True)
     assert addon.worker_costs(job, members).shares == {}
 
 
@@ -230,7 +230,7 @@ def test_a_worker_that_masks_nothing_computes_all_and_loads_nothing(time: FakeTi
     assert (found.share, dict(found.shares)) == (0.25, {"unable": 1.0})
     assert dict(found.load_s) == pytest.approx({"able": 0.375, "unable": 0.0})
     assert not addon.worker_costs(job, {"able": able}).shares
-    addon.member_lost(unable)
+    addon.member_changed(unable, lost=True)
     assert not addon.worker_costs(job, workers).shares
 
 

@@ -11,8 +11,7 @@ from typing import cast
 import pytest
 import torch
 
-from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.addons.edits.worker.load_meter import LoadMeter
 from bottega.addons.edits.worker.uploads import RecordingUpload, Uploads
 from bottega.model.rows import Half

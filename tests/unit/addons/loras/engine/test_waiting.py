@@ -14,8 +14,8 @@ from bottega.addons.loras.engine.addon import EngineLoras, JobLoras
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
+from bottega.engine.spans import StoreWork
 from bottega.engine.spec import ResolvedSpec
-from bottega.engine.store_work import StoreWork
 from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from bottega.model.model import Model
 from bottega.v1.trace_pb2 import StoreTimes

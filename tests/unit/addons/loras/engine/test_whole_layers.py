@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, LoraLayer, Patcher, WholeLayer, make_layer, make_set
-from bottega.addons.loras.engine.differences import weight_difference
+from bottega.addons.loras.engine.lora import weight_difference
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.limits import EngineLimits
 from bottega.errors import LoraUnusable, TooLarge

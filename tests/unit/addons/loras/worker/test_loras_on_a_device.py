@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.addons.loras.config import LorasConfig
 from bottega.addons.loras.worker import addon as worker_loras
 from bottega.device.heartbeat import Heartbeat
 from bottega.device.memory_plan import MemoryPlan, open_memory_plan
+from bottega.engine.addon import EngineAddOnContext
 from bottega.model.model import Model
 from bottega.transport import LinkCounters, ServiceOffer
 from tests.support.manual_engine import load

@@ -19,11 +19,11 @@ from torch import Tensor
 from bottega.addons.edits.engine.activations import EditActivations
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
 from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMaps, PackedTokens, TokensIn
-from bottega.addons.edits.engine.masked.rows import MaskedActivations
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations
 from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.recordings.step_access import StepRecorder
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.addons.edits.planning.block_loading import BlockValue, choose
+from bottega.addons.edits.planning import BlockValue, choose
 from bottega.engine.encode import encode_prompts
 from bottega.engine.forward import stack
 from bottega.engine.request import Request

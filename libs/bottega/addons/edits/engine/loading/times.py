@@ -11,10 +11,10 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations, edit_activations
+from bottega.addons.edits.engine.loading.work_fit import WorkCost, WorkFit
 from bottega.addons.edits.engine.masked.tokens import MaskTokens, TokenCache
 from bottega.addons.edits.engine.masked.work import BlockKind, BlockWork, blocks_of
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.addons.edits.planning.work_fit import WorkCost, WorkFit
 from bottega.model.rows import Row
 from bottega.planning.cost import MAX_SHAPES
 from bottega.v1.activations_pb2 import BlockProfile

@@ -17,9 +17,8 @@ from torch import Tensor
 from bottega.addons.edits.engine.activations import edit_activations
 from bottega.addons.edits.engine.masked.cross_attention import PromptCache
 from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMaps
-from bottega.addons.edits.engine.masked.rows import MaskedActivations
 from bottega.addons.edits.engine.masked.support import unsupported
-from bottega.addons.edits.engine.masked.tokens import TokenCache
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations, TokenCache
 from bottega.addons.edits.engine.masked.transformer import Caching, MaskedTransformer
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone

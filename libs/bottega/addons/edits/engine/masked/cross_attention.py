@@ -14,7 +14,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from bottega.addons.edits.engine.masked.packing import adjacent
+from bottega.addons.edits.engine.masked.tokens import adjacent
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import PromptOrigin
 

@@ -19,8 +19,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.addons.edits.engine.masked.packing import Packing
-from bottega.addons.edits.engine.masked.rows import MaskedActivations
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations, Packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

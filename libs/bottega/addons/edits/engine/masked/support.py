@@ -1,10 +1,11 @@
-"""Checks that a network has only parts that the masked backbone knows: those of SDXL and its relatives."""
+"""Checks of masked rows: which networks they can be computed with, and whether their operations are exact."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
+import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock
@@ -20,6 +21,12 @@ from diffusers.models.unets.unet_2d_blocks import (
     UpBlock2D,
 )
 from diffusers.models.upsampling import Upsample2D
+from torch import Tensor
+
+from bottega.addons.edits.engine.masked.tokens import MaskTokens, pack_rows
+from bottega.addons.edits.engine.sparse.pieces import Rectangle, Tiles
+from bottega.engine.acceleration.acceleration import Probe
+from bottega.model.model import Model
 
 _DOWN, _MIDDLE, _UP = (CrossAttnDownBlock2D, DownBlock2D), (UNetMidBlock2DCrossAttn,), (CrossAttnUpBlock2D, UpBlock2D)
 _PARTS = {
@@ -96,3 +103,41 @@ def _of_attention(attention: Attention) -> Iterator[str]:
         yield "an attention layer adds its input or scales its output"
     if attention.inner_kv_dim != attention.inner_dim or attention.fused_projections or not attention.scale_qk:
         yield "an attention layer shares or fuses its projections"
+
+
+# Side of the probe's mask, as a share of the picture's: a fifth of the area.
+_MASKED = 0.45
+# Both halves of a guided request.
+_ROWS = 2
+
+
+def masked_probe(model: Model) -> Probe:
+    """Return a probe that packs and merges tokens, and cuts and pastes tiles, for a mask in the middle of two rows."""
+    height, width = model.defaults.height // model.latent_scale, model.defaults.width // model.latent_scale
+    channels = int(model.backbone.unet.config.block_out_channels[0])
+    generator = torch.Generator("cpu").manual_seed(0)
+    maps = torch.randn(_ROWS, channels, height, width, generator=generator).to(model.device, model.dtype)
+    recorded = torch.randn(height * width, channels, generator=generator).to(model.device, torch.float16)
+    box = _middle(height, width)
+    mask = torch.zeros(height, width, dtype=torch.bool)
+    mask[box.rows, box.columns] = True
+    tokens = MaskTokens(mask).at(height, width)
+
+    def run() -> Sequence[Tensor]:
+        moves = model.operations.moves
+        packing = pack_rows([tokens] * _ROWS, height * width, model.device, moves)
+        items = packing.pack(maps.flatten(2).transpose(1, 2))
+        merged = packing.merge(items, [recorded] * _ROWS)
+        rows = tuple(range(_ROWS))
+        tiles = Tiles(rows=rows, rectangles=(box,) * _ROWS, size=(height, width), offsets=(*rows, _ROWS), moves=moves)
+        cut = tiles.take([maps], margin=1)
+        pasted = maps.clone()
+        tiles.paste(pasted, tiles.core(cut, 1) * 2)
+        return items, merged, cut, pasted
+
+    return run
+
+
+def _middle(height: int, width: int) -> Rectangle:
+    size = max(1, round(height * _MASKED)), max(1, round(width * _MASKED))
+    return Rectangle(top=(height - size[0]) // 2, left=(width - size[1]) // 2, height=size[0], width=size[1])

@@ -19,9 +19,7 @@ from torch.nn import functional
 from bottega.addons.edits.engine.activations import KeptProjections, Projections
 from bottega.addons.edits.engine.masked.cross_attention import project
 from bottega.addons.edits.engine.masked.feature_maps import PackedTokens, TokensIn
-from bottega.addons.edits.engine.masked.packing import Packing
-from bottega.addons.edits.engine.masked.rows import MaskedActivations
-from bottega.addons.edits.engine.masked.tokens import TokenSet
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations, Packing, TokenSet
 
 # Rows of a guided request.
 _HALVES = 2

@@ -16,8 +16,14 @@ from torch.nn import functional
 from bottega.addons.edits.engine.activations import EditActivations, KeptProjections
 from bottega.addons.edits.engine.loading.planner import Coming, ComingRow
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, share
-from bottega.addons.edits.engine.recordings.keys import StepKey, begins_with_noise, lacks_loras, prompt_of, step_key
-from bottega.addons.edits.engine.recordings.recording import Recording
+from bottega.addons.edits.engine.recordings.recording import (
+    Recording,
+    StepKey,
+    begins_with_noise,
+    lacks_loras,
+    prompt_of,
+    step_key,
+)
 from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step import ProjectionsRoom, RecordedStep
 from bottega.addons.edits.engine.recordings.step_access import (

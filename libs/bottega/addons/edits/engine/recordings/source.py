@@ -12,10 +12,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
-from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.caching import LruCache
-from bottega.engine.store_work import StoreWork
+from bottega.engine.spans import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 EVENTS = ("hits", "misses", "recorded", "given_up", "evictions", "dropped")

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import Projections
-from bottega.engine.store_work import StoreWork
+from bottega.engine.spans import StoreWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bottega.addons.edits.engine.activations import StepActivations
-from bottega.addons.edits.engine.masked.rows import MaskedActivations
-from bottega.addons.edits.engine.sparse.pieces import Piece, Tiles, Whole, of_rows
-from bottega.addons.edits.engine.sparse.rectangles import Rectangle
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations
+from bottega.addons.edits.engine.sparse.pieces import Piece, Rectangle, Tiles, Whole, of_rows
 from bottega.device.pick import open_device
 
 # Masks per template that are cached. Each takes half a kilobyte for each norm and forward.

@@ -21,11 +21,9 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps, TokensIn, is_plain
-from bottega.addons.edits.engine.masked.rows import MaskedActivations
-from bottega.addons.edits.engine.masked.tokens import MaskTokens
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations, MaskTokens
 from bottega.addons.edits.engine.sparse.layer import Layer, RecordedStatistics
-from bottega.addons.edits.engine.sparse.pieces import Whole, pieces
-from bottega.addons.edits.engine.sparse.rectangles import Rectangle, cover, pays
+from bottega.addons.edits.engine.sparse.pieces import Rectangle, Whole, cover, pays, pieces
 
 # Enough for some tens of running edits, at each level of their networks.
 _KNOWN_COVERS = 256

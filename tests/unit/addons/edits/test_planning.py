@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bottega.addons.edits.planning.block_loading import (
+from bottega.addons.edits.planning import (
     BlockCost,
     BlockValue,
     choose,

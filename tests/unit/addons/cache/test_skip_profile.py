@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.addons.cache.planning.skip_profile import (
+from bottega.addons.cache.skip_profile import (
     NIRVANA_768,
     LengthClass,
     PredictorRates,

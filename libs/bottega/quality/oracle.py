@@ -1,7 +1,11 @@
-"""Parses a picture into words of the grammar, without its caption, and compares the result with scenes.
+"""The oracle: a parser of the embedded model's pictures, which finds shapes, colours, sizes, places and relations.
 
-It finds the picture's background, and the regions that stand out from it, by the grammar's colours.
-It recognises a region's shape by drawing every shape at the region's place and size and comparing.
+It parses a picture into words of the grammar, without its caption, and compares the result with scenes. It finds the
+picture's background, and the regions that stand out from it, by the grammar's colours. It recognises a region's shape
+by drawing every shape at the region's place and size and comparing.
+
+It uses no torch. It is strict about edges: with a blur of .6 pixels it misreads up to a twentieth of the pictures, with
+.8 a third to a half. It reads .89 to .96 of rendered scenes that went through the embedded VAE (four sets of 300).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.addons.cache.gateway.addon import CacheAddOn, HitRates, ResolvedCache, rate_key
+from bottega.addons.cache.gateway import CacheAddOn, HitRates, ResolvedCache, rate_key
 from bottega.addons.interface.access import ANYTHING
 from bottega.addons.interface.gateway_addon import AddOnMetrics
 from bottega.addons.interface.job import JobRequest
@@ -452,7 +452,7 @@ def test_older_pictures_count_less_and_less() -> None:
 
 
 def test_keys_that_nobody_draws_with_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.addons.cache.gateway.addon._MAX_KEYS", 2)
+    monkeypatch.setattr("bottega.addons.cache.gateway._MAX_KEYS", 2)
     rates = HitRates()
     keys = [rate_key(GenerationSpec(model=name), "") for name in "abc"]
     for key in (keys[0], keys[1], keys[0], keys[2]):

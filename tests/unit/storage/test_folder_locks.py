@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.storage.folders import HeldElsewhere, ProcessLock
 
 _PATIENCE_S = 20.0
 _HOLD = """
 import sys
 from pathlib import Path
-from bottega.storage.process_lock import ProcessLock
+from bottega.storage.folders import ProcessLock
 lock = ProcessLock(Path(sys.argv[1]))
 lock.acquire()
 print("taken", flush=True)
@@ -80,6 +80,6 @@ def test_a_lock_is_taken_once_and_let_go_once(tmp_path: Path) -> None:
 def test_a_process_whose_locks_cannot_be_seen_is_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bottega.storage.process_lock._PROCESSES", tmp_path / "nothing")
+    monkeypatch.setattr("bottega.storage.folders._PROCESSES", tmp_path / "nothing")
     with _held(tmp_path), pytest.raises(HeldElsewhere, match="in use by another process"):
         ProcessLock(tmp_path).acquire()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.addons.edits.planning.work_fit import MAX_BATCHES, WorkCost, WorkFit
+from bottega.addons.edits.engine.loading.work_fit import MAX_BATCHES, WorkCost, WorkFit
 
 
 def law(per_flop_s: float = 2e-12, per_byte_s: float = 3e-10, fixed_s: float = 2e-3) -> WorkCost:

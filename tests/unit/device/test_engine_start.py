@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from bottega.controlnet import engine_client as controlnet_engine_front
-from bottega.device.lean_imports import UNUSED
+from bottega.device.engine_start import UNUSED, StartReporter
+from bottega.plain_text import progress_text
 from bottega.worker import engine_client as worker_engine_front
 
 # Runs a module up to where it first imports Diffusers or what that brings, and says how things stand there.
@@ -53,7 +54,7 @@ def test_an_engine_process_finds_neither_peft_nor_scipy_and_looks_for_no_garbage
 def test_what_was_imported_is_not_looked_at_again() -> None:
     code = """
 import gc
-from bottega.device.lean_imports import lean_imports
+from bottega.device.engine_start import lean_imports
 before = len(gc.get_objects())
 with lean_imports():
     import asyncio
@@ -68,7 +69,7 @@ def test_without_a_cuda_device_diffusers_does_not_bring_triton() -> None:
     assert importlib.util.find_spec("triton"), "nothing to see here without it"
     code = """
 import sys
-from bottega.device.lean_imports import lean_imports
+from bottega.device.engine_start import lean_imports
 with lean_imports():
     from diffusers.utils import torch_utils
 print(sys.modules["triton"], "torch._dynamo" in sys.modules)
@@ -79,3 +80,27 @@ print(sys.modules["triton"], "torch._dynamo" in sys.modules)
     )
 
     assert looked.stdout == "None True\n", looked.stderr
+
+
+def test_a_stage_is_reported_as_it_begins_and_at_most_twice_a_second() -> None:
+    sent: list[tuple[str, int, int]] = []
+    now_s = 100.0
+    reporter = StartReporter(lambda *progress: sent.append(progress), clock=lambda: now_s)
+    reporter.begin("loading unet", 1000)
+    for _ in range(10):
+        now_s += 0.25
+        reporter.advance(100)
+    reporter.begin("warming up")
+    reporter.advance()
+    assert sent == [
+        ("loading unet", 0, 1000),
+        *(("loading unet", done, 1000) for done in range(200, 1001, 200)),
+        ("warming up", 0, 0),
+    ]
+
+
+def test_progress_is_said_in_the_unit_of_the_whole() -> None:
+    assert progress_text("loading unet", 3_100_000_000, 5_140_000_000) == "loading unet, 3.1 of 5.1 GB"
+    assert progress_text("loading vae", 5_000_000, 167_000_000) == "loading vae, 5.0 of 167.0 MB"
+    assert progress_text("hashing", 12, 10) == "hashing, 0.0 of 0.0 MB"
+    assert progress_text("warming up", 0, 0) == "warming up"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bottega.addons.cache.planning.eviction import LCBFU
+from bottega.cache.eviction import LCBFU
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
-from bottega.cache.store.entry_table import EntryTable, new_usage
+from bottega.cache.store.contents import EntryTable, new_usage
 from bottega.transport import DType
 from bottega.v1.cache_pb2 import CacheModelStats
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
-from bottega.engine.acceleration.graphs.recorded import (
+from bottega.engine.acceleration.recorded_graphs import (
     Capture,
     CudaCapture,
     Key,

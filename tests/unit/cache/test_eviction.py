@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.addons.cache.planning.eviction import (
+from bottega.cache.eviction import (
     FIFO,
     LCBFU,
     LFU,
