@@ -13,6 +13,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -545,11 +546,11 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def what_is_given_to_servers_is_at_workers(self) -> None:
-        placement = self.wire.controlnets
-        assert placement._assigned.keys() == {
-            job.job_id for job in self.jobs if job.controlnets and job.job_id in self.wire.dispatcher._attempts
-        }
-        assert placement._sessions.total() == sum(map(len, placement._assigned.values()))
+        attempts = self.wire.dispatcher._attempts
+        releases = {job_id: attempt.releases for job_id, attempt in attempts.items() if attempt.releases}
+        assert releases.keys() == {job.job_id for job in self.jobs if job.controlnets and job.job_id in attempts}
+        given = [release.args[0] for each in releases.values() for release in each if isinstance(release, partial)]
+        assert self.wire.controlnets._sessions.total() == sum(map(len, given))
 
     @invariant()
     def quarantined_jobs_are_exclusive(self) -> None:
