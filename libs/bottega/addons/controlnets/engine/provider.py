@@ -1,4 +1,4 @@
-"""The engine's interface to ControlNets: the input of a session, the provider of sessions, and their records.
+"""The engine's interface to ControlNets: the input of a session, the provider of sessions, and what is measured.
 
 `read_hosts` reads where the gateway says that a job's ControlNets are.
 """

@@ -1,4 +1,4 @@
-"""A template's recording: block outputs by step and half of guidance.
+"""A template's recording: block outputs by step and half of guidance, and its keys.
 
 A recording knows neither jobs nor budgets; its source decides who may use it and how long it is kept.
 """
