@@ -45,6 +45,8 @@ _YOUNG_OBJECTS = 10_000
 # seconds must not wait for fresh pages each time.
 _AT_REST = 0.1
 _REST_S = 5.0
+# Share of that time after which it may end early, together with other timers.
+_LEAST_REST = 0.9
 _WORTH_BYTES = 2**20
 # What /proc/PID/clear_refs takes for: the highest resident memory is that of now.
 _RESET_PEAK = "5"
@@ -173,7 +175,7 @@ class _RestDetector:
 
 async def _trim_while_at_rest(rest: _RestDetector) -> None:
     while True:
-        await asyncio.sleep(seconds_until_tick(_REST_S))
+        await asyncio.sleep(seconds_until_tick(_REST_S, least_share=_LEAST_REST))
         if rest.is_at_rest():
             gc.collect()  # garbage that the rare collector has not seen yet
             await asyncio.to_thread(rest.trim)
@@ -182,7 +184,7 @@ async def _trim_while_at_rest(rest: _RestDetector) -> None:
 def _trim_always(rest: _RestDetector) -> None:
     """Return memory when idle, without calling the collector, which runs often in an engine."""
     while True:
-        time.sleep(seconds_until_tick(_REST_S))
+        time.sleep(seconds_until_tick(_REST_S, least_share=_LEAST_REST))
         if rest.is_at_rest():
             rest.trim()
 
