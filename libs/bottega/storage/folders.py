@@ -64,11 +64,22 @@ def resolved_below(path: Path, root: Path) -> Path:
     """
     try:
         resolved = (root / path).resolve()
-    except RuntimeError:  # raised by Path.resolve
-        raise OSError(errno.ELOOP, "its links lead in circles") from None
+        in_circles = _is_in_circles(resolved)
+    except RuntimeError:  # raised by Path.resolve before Python 3.13
+        in_circles = True
+    if in_circles:
+        raise OSError(errno.ELOOP, "its links lead in circles")
     if not resolved.is_relative_to(root):
         raise _outside(root)
     return resolved
+
+
+def _is_in_circles(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def check_below(files: Iterable[Path], root: Path) -> None:
