@@ -66,6 +66,18 @@ def test_controlnets_come_as_they_were_sent_but_never_with_stale_residuals() -> 
     assert not control.may_be_stale
 
 
+def test_the_images_of_a_union_come_with_their_modes_and_scales() -> None:
+    images = (CONTROL.images[0], CONTROL.images[0].flip(0))
+    union = replace(CONTROL, images=images, modes=(1, 5), image_scales=(0.8, 0.3))
+    _, control = read_controls(controls_part([CONTROL, union]), EMBEDS)
+    assert all(torch.equal(image, sent) for image, sent in zip(control.images, images, strict=True))
+    assert (control.modes, control.image_scales) == ((1, 5), (0.8, 0.3))
+    broken = [replace(union, modes=(1,)), replace(union, modes=()), replace(union, image_scales=(1.0,))]
+    for wrong in (*broken, replace(union, modes=(1, 64))):
+        with pytest.raises(ValueError):  # noqa: PT011 - pydantic's
+            read_controls(controls_part([wrong]), EMBEDS)
+
+
 def test_loras_come_as_they_were_sent() -> None:
     lora = LoraSpec(name="outline", digest="abc", scale=-0.5)
     assert read_loras(loras_part([lora])) == (lora,)

@@ -40,6 +40,7 @@ def some_spec(draw: random.Random) -> ResolvedSpec:
             control_guidance_start=draw.uniform(0, 0.4),
             control_guidance_end=draw.uniform(0.6, 1),
             guess_mode=draw.random() < 0.5,
+            control_mode=draw.randrange(8),
         )
         for _ in range(draw.randint(0, 3))
     ]
@@ -88,7 +89,7 @@ SCHEDULES = (
 )
 FIELDS = ["negative_prompt", "negative_prompt_2", "num_inference_steps", "width", "height", "sampler"]
 FIELDS += ["guidance_scale", "guidance_rescale", "use_karras_sigmas", "schedule", "clip_skip"]
-CONTROL_FIELDS = ["image_digest", "digest", "guess_mode"]
+CONTROL_FIELDS = ["image_digest", "digest", "guess_mode", "control_mode"]
 CONTROL_FIELDS += ["controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end"]
 
 

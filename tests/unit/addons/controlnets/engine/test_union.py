@@ -31,8 +31,9 @@ from tests.samples.controlnets import (
     union_latent,
 )
 from tests.samples.small_model import small_model
-from tests.support.controlled_engine import IMAGES, PLAIN
+from tests.support.controlled_engine import IMAGES, PLAIN, Desk, on
 from tests.support.engines import make_engine
+from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine
 from tests.support.stock import assert_close, load_stock
 
@@ -135,6 +136,25 @@ def test_jobs_with_different_modes_share_forward_passes_and_end_as_alone(
     assert len(passes) <= 2 * SHORT.num_inference_steps + 1
     for job in jobs:
         assert_close(drawings[job.key].latents[0], union_latent(stock, unions, job.spec, job.control_images))
+
+
+def test_on_a_server_two_images_end_as_in_the_stock_pipeline(
+    model: Model, stock: Any, unions: Mapping[str, ControlNetUnionModel], folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    job = CASES["two images"]
+    with linked_server("server", folders, tmp_path) as server, Desk.closing():
+        drawing = Desk(model, Offers(server)).draw(on(job, server))
+    assert_close(drawing.latents[0], union_latent(stock, unions, job.spec, job.control_images))
+    assert [use.control_mode for use in drawing.record.controlnets] == [0, 3]
+    assert all(use.servers == ("server",) for use in drawing.record.controlnets)
+
+
+def test_a_server_refuses_a_mode_that_does_not_fit(model: Model, folders: Mapping[str, Path], tmp_path: Path) -> None:
+    job, sentence = REFUSED["an unknown mode"]
+    with linked_server("server", folders, tmp_path) as server, Desk.closing():
+        error = Desk(model, Offers(server)).draw(on(job, server)).error
+    assert isinstance(error, ControlNetUnusable)
+    assert error.message == sentence
 
 
 MODES = (
