@@ -168,7 +168,7 @@ class Layer:
         return made
 
     def add(self, maps: Sequence[Tensor], addends: Tensor) -> list[Tensor]:
-        """Add one row of `addends`, [rows, channels], to each element of that row."""
+        """Add each row of `addends`, [rows, channels], to all elements of the same row of the maps."""
         return [
             each + of_rows(addends, piece.rows)[:, :, None, None] for piece, each in zip(self.pieces, maps, strict=True)
         ]
