@@ -115,18 +115,18 @@ class Schedule:
         for name in _SWITCHES:
             # A switch that is off everywhere asks for nothing.
             if getattr(self, name) and name not in fields:
-                yield _broken(name, f"must be absent with the sampler {sampler}: Diffusers' {class_name} ignores it")
+                yield _broken(name, f"must be absent with the sampler {sampler}: its {class_name} ignores it")
         for name, samplers in CUSTOM_LISTS.items():
             if getattr(self, name) and sampler not in samplers:
-                yield _broken(name, f"must be empty with the sampler {sampler}: Diffusers' {class_name} takes none")
+                yield _broken(name, f"must be empty with the sampler {sampler}: its {class_name} takes none")
         converted = next((name for name in CONVERTED_SIGMAS if name in fields and config.get(name)), "")
         if converted and self.timesteps:
-            yield _broken("timesteps", f"must be empty where {converted} is true: Diffusers takes one of the two")
+            yield _broken("timesteps", f"must be empty where {converted} is true: a schedule has one of the two")
         if converted and self.timestep_spacing and sampler in _SPACING_LOST:
-            why = f"with the sampler {sampler} Diffusers ignores it"
+            why = f"the sampler {sampler} ignores it then"
             yield _broken("timestep_spacing", f"must be absent where {converted} is true: {why}")
         if self.timesteps and from_image and sampler in _COUNTED_TWICE:
-            why = f"with the sampler {sampler} Diffusers counts each of their steps twice, and skips others"
+            why = f"the sampler {sampler} would count each of their steps twice, and skip others"
             yield _broken("timesteps", f"must be empty with image: {why}")
         trained = config.get("num_train_timesteps", _TRAINED_TIMESTEPS if config else None)
         if self.timesteps and isinstance(trained, int) and self.timesteps[0] >= trained:
@@ -180,14 +180,14 @@ def check_schedule(spec: GenerationSpec) -> Iterator[Violation]:
     """Check the fields of a spec's schedule without its sampler. `rules.check_ranges` checks the enums."""
     kinds = [name for name in REQUESTED_SIGMAS if getattr(spec, name)]
     for name in kinds[1:]:
-        yield _broken(name, f"must be absent or false with {kinds[0]}: Diffusers takes one of them")
+        yield _broken(name, f"must be absent or false with {kinds[0]}: a schedule has one of them")
     if spec.timesteps and spec.sigmas:
-        yield _broken("sigmas", "must be empty with timesteps: Diffusers takes one of the two")
+        yield _broken("sigmas", "must be empty with timesteps: a schedule has one of the two")
     for name in ("timesteps", "sigmas"):
         if getattr(spec, name) and spec.timestep_spacing:
             yield _broken("timestep_spacing", f"must be absent with {name}, which take its place")
     if spec.sigmas and kinds:
-        yield _broken(kinds[0], "must be absent or false with sigmas: Diffusers ignores it")
+        yield _broken(kinds[0], "must be absent or false with sigmas, which take its place")
     if spec.sigmas and spec.final_sigmas_type:
         yield _broken("final_sigmas_type", "must be absent with sigmas, whose last one takes its place")
     found = [*_check_timesteps(spec), *_check_sigmas(spec)]

@@ -30,9 +30,9 @@ ZERO = FinalSigmasType.FINAL_SIGMAS_TYPE_ZERO
         (
             {"use_karras_sigmas": True, "use_beta_sigmas": True},
             "use_beta_sigmas",
-            "must be absent or false with use_karras_sigmas: Diffusers takes one of them",
+            "must be absent or false with use_karras_sigmas: a schedule has one of them",
         ),
-        ({"timesteps": [5], "sigmas": [1.0, 0.0]}, "sigmas", "must be empty with timesteps: Diffusers takes one"),
+        ({"timesteps": [5], "sigmas": [1.0, 0.0]}, "sigmas", "must be empty with timesteps: a schedule has one"),
         ({"timesteps": [5], "timestep_spacing": TRAILING}, "timestep_spacing", "must be absent with timesteps"),
         ({"sigmas": [1, 0], "timestep_spacing": TRAILING}, "timestep_spacing", "must be absent with sigmas"),
         ({"sigmas": [1, 0], "final_sigmas_type": ZERO}, "final_sigmas_type", "must be absent with sigmas, whose last"),
@@ -97,16 +97,14 @@ def test_every_value_of_the_contract_has_a_name_and_unknown_ones_are_absent() ->
 def test_a_schedule_that_the_sampler_has_not_is_refused_without_a_model() -> None:
     spec = GenerationSpec(timestep_spacing=TRAILING)
     (violation,) = check_sampler_schedule(spec, Sampler.SAMPLER_DPMPP_2S, False)
-    rule = "must be absent with the sampler dpmpp_2s: Diffusers' DPMSolverSinglestepScheduler ignores it"
+    rule = "must be absent with the sampler dpmpp_2s: its DPMSolverSinglestepScheduler ignores it"
     assert violation == Violation(field="spec.timestep_spacing", description=rule)
     assert not list(check_sampler_schedule(spec, Sampler.SAMPLER_DPMPP_2M, False))
     (violation,) = check_sampler_schedule(spec, Sampler.SAMPLER_DPMPP_2M, True)
     assert violation.description.startswith("must be absent where use_karras_sigmas is true")
     listed = GenerationSpec(timesteps=[9, 5], image=b"x")
     (violation,) = check_sampler_schedule(listed, Sampler.SAMPLER_HEUN, False)
-    rule = (
-        "must be empty with image: with the sampler heun Diffusers counts each of their steps twice, and skips others"
-    )
+    rule = "must be empty with image: the sampler heun would count each of their steps twice, and skip others"
     assert violation == Violation(field="spec.timesteps", description=rule)
     assert not list(check_sampler_schedule(listed, Sampler.SAMPLER_EULER, False))
     assert not list(check_sampler_schedule(spec, 99, False))  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_schedule_begins_again(model: Model, easel: Manu
     [
         (replace(PLAIN, sampler=SamplerKind.DDIM, schedule=LISTS), "timesteps", "DDIMScheduler takes none"),
         (replace(PLAIN, num_inference_steps=5, schedule=LISTS), "num_inference_steps", "must be 6, the steps of its"),
-        (replace(SPECS["of two evaluations"], strength=0.6), "timesteps", "must be empty with image: with the sampler"),
+        (replace(SPECS["of two evaluations"], strength=0.6), "timesteps", "must be empty with image: the sampler heun"),
         (replace(PLAIN, use_karras_sigmas=True, schedule=LISTS), "timesteps", "where use_karras_sigmas is true"),
     ],
 )

@@ -148,58 +148,58 @@ def test_edm_samplers_take_the_last_sigma_alone() -> None:
             {"timestep_spacing": "trailing"},
             (
                 "spec.timestep_spacing: must be absent with the sampler dpmpp_2s: "
-                "Diffusers' DPMSolverSinglestepScheduler ignores it"
+                "its DPMSolverSinglestepScheduler ignores it"
             ),
         ),
         (
             "lcm",
             {},
             {"timestep_spacing": "trailing"},
-            "spec.timestep_spacing: must be absent with the sampler lcm: Diffusers' LCMScheduler ignores it",
+            "spec.timestep_spacing: must be absent with the sampler lcm: its LCMScheduler ignores it",
         ),
         (
             "ddim",
             {},
             {"use_beta_sigmas": True},
-            "spec.use_beta_sigmas: must be absent with the sampler ddim: Diffusers' DDIMScheduler ignores it",
+            "spec.use_beta_sigmas: must be absent with the sampler ddim: its DDIMScheduler ignores it",
         ),
         (
             "heun",
             {},
             {"final_sigmas_type": "zero"},
-            "spec.final_sigmas_type: must be absent with the sampler heun: Diffusers' HeunDiscreteScheduler ignores it",
+            "spec.final_sigmas_type: must be absent with the sampler heun: its HeunDiscreteScheduler ignores it",
         ),
         (
             "pndm",
             {},
             {"timesteps": (9, 3)},
-            "spec.timesteps: must be empty with the sampler pndm: Diffusers' PNDMScheduler takes none",
+            "spec.timesteps: must be empty with the sampler pndm: its PNDMScheduler takes none",
         ),
         (
             "unipc",
             {},
             {"sigmas": (9.0, 0.0)},
-            "spec.sigmas: must be empty with the sampler unipc: Diffusers' UniPCMultistepScheduler takes none",
+            "spec.sigmas: must be empty with the sampler unipc: its UniPCMultistepScheduler takes none",
         ),
         (
             "heun",
             {"use_beta_sigmas": True},
             {"timesteps": (9, 3)},
-            "spec.timesteps: must be empty where use_beta_sigmas is true: Diffusers takes one of the two",
+            "spec.timesteps: must be empty where use_beta_sigmas is true: a schedule has one of the two",
         ),
         (
             "dpmpp_2m",
             {"use_flow_sigmas": True},
             {"timesteps": (9, 3)},
-            "spec.timesteps: must be empty where use_flow_sigmas is true: Diffusers takes one of the two",
+            "spec.timesteps: must be empty where use_flow_sigmas is true: a schedule has one of the two",
         ),
         (
             "dpmpp_2m",
             {"use_exponential_sigmas": True},
             {"timestep_spacing": "trailing"},
             (
-                "spec.timestep_spacing: must be absent where use_exponential_sigmas is true: with the sampler dpmpp_2m "
-                "Diffusers ignores it"
+                "spec.timestep_spacing: must be absent where use_exponential_sigmas is true: "
+                "the sampler dpmpp_2m ignores it then"
             ),
         ),
         (
