@@ -130,36 +130,6 @@ def sd21() -> Mapping[str, Config]:
     }
 
 
-def sd15_controlnet() -> Config:
-    """Return the configuration of a ControlNet of Stable Diffusion 1.5."""
-    return {
-        "_class_name": "ControlNetModel",
-        "_diffusers_version": "0.14.0.dev0",
-        "act_fn": "silu",
-        "attention_head_dim": 8,
-        "block_out_channels": [320, 640, 1280, 1280],
-        "class_embed_type": None,
-        "conditioning_embedding_out_channels": [16, 32, 96, 256],
-        "controlnet_conditioning_channel_order": "rgb",
-        "cross_attention_dim": 768,
-        "down_block_types": _DOWN,
-        "downsample_padding": 1,
-        "flip_sin_to_cos": True,
-        "freq_shift": 0,
-        "in_channels": 4,
-        "layers_per_block": 2,
-        "mid_block_scale_factor": 1,
-        "norm_eps": 1e-05,
-        "norm_num_groups": 32,
-        "num_class_embeds": None,
-        "only_cross_attention": False,
-        "projection_class_embeddings_input_dim": None,
-        "resnet_time_scale_shift": "default",
-        "upcast_attention": False,
-        "use_linear_projection": False,
-    }
-
-
 def _index(scheduler: str, version: str) -> Config:
     return {
         "_class_name": "StableDiffusionPipeline",

@@ -312,13 +312,6 @@ def _hold(reading: threading.Event) -> None:
     reading.wait(EVENTUALLY_S)
 
 
-def _last(store: ScriptedStore) -> object:
-    said: object = None
-    while not store.sent.empty():
-        said = store.sent.get(timeout=EVENTUALLY_S).header
-    return said
-
-
 def test_a_slow_link_carries_a_section_for_longer_than_one_message_may_take(far: ScriptedStore) -> None:
     made = settings(upload_bytes=1 << 24, budget_bytes=1 << 24)
     made = replace(made, link=replace(made.link, send_s=0.3))

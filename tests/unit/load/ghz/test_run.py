@@ -76,17 +76,3 @@ def test_it_ends_as_the_gate_does(commands: Path, tmp_path: Path) -> None:
     done = run(commands, "smoke", "127.0.0.1:7", str(tmp_path / "reports"), FAILING="GetJob")
     assert done.returncode == 1
     assert '"gate": "fail"' in done.stdout
-
-
-def test_without_ghz_it_says_where_that_is_from(commands: Path) -> None:
-    (commands / "ghz").unlink()
-    done = run(commands, "smoke")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "ghz is not on the PATH; load/ghz/README.md says how to get it" in done.stderr
-
-
-@pytest.mark.parametrize("arguments", [(), ("hard",), ("../ghz/smoke/../nothing",)])
-def test_a_profile_that_is_none_is_refused(commands: Path, arguments: tuple[str, ...]) -> None:
-    done = run(commands, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "smoke, steady or step" in done.stderr

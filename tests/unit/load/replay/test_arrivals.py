@@ -48,14 +48,6 @@ def test_in_bursts_ten_times_as_many_come() -> None:
         assert mean(fullest) == pytest.approx(10 * between, rel=0.25), f"in minute {minute}"
 
 
-def test_the_curve_of_a_day_says_how_many_come_by_its_parts() -> None:
-    arrivals = times(ArrivalShape(curve=(1.0, 0.0, 3.0)))
-    by_part = [sum(100 * part <= at_s < 100 * (part + 1) for at_s in arrivals) for part in range(3)]
-    assert by_part[1] == 0
-    assert by_part[0] == pytest.approx(750, rel=0.15)
-    assert sum(by_part) == 3000
-
-
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
@@ -93,13 +85,6 @@ def written(folder: Path, text: str) -> Path:
 )
 def test_a_trace_has_seconds_or_dates(tmp_path: Path, text: str) -> None:
     assert read_times(written(tmp_path, text)) == pytest.approx([0.0, 1.5, 4.0])
-
-
-def test_a_trace_is_replayed_at_the_rate_that_is_asked_for(tmp_path: Path) -> None:
-    path = written(tmp_path, "at_s\n" + "".join(f"{at}\n" for at in (0, 10, 20, 60, 100)))
-    assert times(ArrivalShape(trace=path), rate_per_s=2.0, length_s=60.0) == pytest.approx([0.0, 0.2, 0.4, 1.2, 2.0])
-    some = times(ArrivalShape(trace=path), rate_per_s=2.0, length_s=1.5)
-    assert some == pytest.approx([0.0, 0.5, 1.0]), "the first three, at their own pace"
 
 
 @pytest.mark.parametrize(

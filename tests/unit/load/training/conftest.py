@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from load.miniature.training.corpus import Corpus, draw_corpus
 from load.miniature.training.stages import STEPS
@@ -35,18 +33,3 @@ def corpus() -> Corpus:
 @pytest.fixture
 def training(tmp_path: Path) -> Training:
     return Training(folder=tmp_path / "training", steps=1, rows=2, pictures=4)
-
-
-@pytest.fixture
-def told() -> dict[str, Any]:
-    """What a UNet is called with, for two rows."""
-    generator = torch.Generator().manual_seed(0)
-    noisy, context, pooled = (
-        torch.randn(shape, generator=generator) for shape in ((2, 4, 16, 16), (2, 24, 128), (2, 64))
-    )
-    return {
-        "sample": noisy,
-        "timestep": torch.tensor([5, 700]),
-        "encoder_hidden_states": context,
-        "added_cond_kwargs": {"text_embeds": pooled, "time_ids": torch.full((2, 6), 64.0)},
-    }

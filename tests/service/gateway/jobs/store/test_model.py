@@ -49,7 +49,6 @@ TIMES = st.sampled_from([10.0, 20.5, 30.0])
 BYTES = st.binary(max_size=40)
 STORES = st.integers(0, 1)
 ENDS = st.sampled_from([JOB_STATE_FAILED, JOB_STATE_CANCELLED])
-SIZES = st.integers(0, 4)
 
 
 class Machine(RuleBasedStateMachine):
