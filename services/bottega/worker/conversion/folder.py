@@ -28,7 +28,6 @@ from bottega.model_files.single_file_folder import index_of, scheduler_config, t
 from bottega.process.memory import available_bytes
 from bottega.storage import folders
 from bottega.storage.folders import ProcessLock
-from bottega.worker.conversion.tensors import check_part, convert_part
 
 # The merges of OpenAI's CLIP that its vocabulary of 49,408 tokens uses, under the licence in CLIP_LICENSE.txt.
 _MERGES = Path(__file__).with_name("clip_merges.txt.gz")
@@ -77,11 +76,14 @@ def convert_file(
     try:
         source = read_single_file(path, family, prediction_type, vae)
         configs = configurations_of(source)
-        for part, config in configs.items():
-            check_part(source, part, config)
         if is_there(folder):
             _check_made_of(folder, source)
             return Conversion(folder=folder, source=source, is_new=False)
+        # It imports torch and Diffusers, which takes seconds: only for a file that its header does not rule out.
+        from bottega.worker.conversion.tensors import check_part
+
+        for part, config in configs.items():
+            check_part(source, part, config)
         _check_memory(source)
         with _staged(folder, source.size_bytes + _OTHER_BYTES) as staging:
             _write(source, configs, staging, on_part)
@@ -111,6 +113,8 @@ def _write(
     folder: Path,
     on_part: Callable[[str, int], None],
 ) -> None:
+    from bottega.worker.conversion.tensors import convert_part
+
     whole = source.kind is FileKind.MODEL
     # The VAE comes first: it is the smallest part, and the one that is most often damaged.
     for part in sorted(configs, key=lambda part: (part != "vae", part)):
