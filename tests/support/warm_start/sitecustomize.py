@@ -9,6 +9,7 @@ killed when it is. Where the server refuses or is not there, the process goes on
 import os
 import sys
 
+CONVERSION = "bottega.worker.conversion"
 ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine", "tests.fakes.accelerated_engine")
 SERVER = "TESTS_WARM_ENGINES"
 """Environment variable with the socket of the server."""
@@ -39,7 +40,7 @@ def stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
     import signal
     import socket
 
-    pipe = int(arguments[arguments.index("--fd") + 1])
+    pipe = int(arguments[arguments.index("--fd") + 1]) if "--fd" in arguments else 0  # a conversion has stdin alone
     order = {
         "module": module,
         "arguments": arguments,
@@ -53,14 +54,15 @@ def stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         link.connect(server)
-        socket.send_fds(link, [json.dumps(order).encode()], [0, 1, 2, pipe])
+        socket.send_fds(link, [json.dumps(order).encode()], [0, 1, 2, *([pipe] if pipe else [])])
         forked = link.recv(64) == FORKED
     except OSError:
         forked = False
     if not forked:
         link.close()
         return
-    os.close(pipe)
+    if pipe:
+        os.close(pipe)
     code = int(link.recv(64) or -signal.SIGKILL)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -68,5 +70,5 @@ def stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-if os.environ.get(SERVER) and sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in ENGINES:
+if os.environ.get(SERVER) and sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in (*ENGINES, CONVERSION):
     stand_for_a_fork(os.environ[SERVER], sys.orig_argv[2], sys.orig_argv[3:])
