@@ -5,39 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from bottega.client import Client, JobState
-from bottega.errors import ImageNotFound
+from bottega.client import Client
 from tests.e2e.conftest import Suite
 from tests.support.terminal import run
-from tests.support.waiting import wait_until
 
 PROMPT = "a small green circle on a white background"
 QUICK: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 4.0}
-
-
-def _ended(client: Client, job_id: str) -> JobState:
-    wait_until(lambda: client.job(job_id).status().state.ended, f"{job_id} to end")
-    return client.job(job_id).status().state
-
-
-def test_a_submitted_job_runs_to_its_end_and_keeps_its_picture(client: Client) -> None:
-    job = client.submit(PROMPT, num_images=2, seed=4, **QUICK)
-    assert job.status().state in {JobState.QUEUED, JobState.RUNNING}
-
-    assert _ended(client, job.id) is JobState.COMPLETED
-
-    done = job.status()
-    assert (done.steps_done, done.steps_total, done.image_count) == (8, 8, 2)
-    assert done.started is not None
-    assert done.ended is not None
-    assert done.created <= done.started <= done.ended
-    assert done.provenance is not None
-    alone = client.generate(PROMPT, seed=5, **QUICK)
-    assert job.image(1).data == alone.data
-    with pytest.raises(ImageNotFound):
-        job.image(2)
 
 
 def test_a_job_from_the_terminal_is_found_followed_and_fetched(suite: Suite, client: Client, tmp_path: Path) -> None:

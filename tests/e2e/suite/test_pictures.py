@@ -12,7 +12,7 @@ from bottega.errors import InvalidRequest
 from tests.support.stock import Stock, assert_same_image, pixels_of
 
 PROMPT = "a big red star on the left on a blue background"
-OPTIONS: dict[str, Any] = {"num_inference_steps": 8, "guidance_scale": 5.0}
+OPTIONS: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0}
 
 
 def test_text_to_image_is_the_picture_of_stock_diffusers(client: Client, stock: Stock) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import time
@@ -451,19 +450,6 @@ def test_how_fast_loads_are_is_measured(far: ScriptedStore) -> None:
         assert 500 < measured < 64 / 0.005
         assert here.counts["load_bytes"] == sum(tensor.nbytes for tensor in outputs(0).values())
         assert here.counts["load_ms"] >= 5 * here.counts["load_bytes"] / 64
-
-
-def test_what_is_mapped_says_nothing_of_how_fast_the_rest_is_loaded(tmp_path: Path) -> None:
-    near = ScriptedStore("one", folder=tmp_path)
-    with contextlib.closing(near), worker(near) as here:
-        near.put(RECORDING, section(0), section(1))
-        near.header.sections[0].in_memory = True
-        recording, guessed = here.found(), here.source.load_bytes_per_s
-        assert load(recording, 0).mapped
-        assert here.source.load_bytes_per_s == guessed
-        assert not load(recording, 1).mapped
-        assert here.source.load_bytes_per_s != guessed
-        assert here.counts["loads"] == 2
 
 
 def test_steps_of_one_edit_are_told_from_those_of_another(far: ScriptedStore) -> None:

@@ -23,7 +23,8 @@ from tests.support.schedulers import BASIC
 from tests.support.stock import Stock, assert_close, assert_same_image, deviation
 
 # float16 is slow on a CPU. Three steps are the fewest that show what DPM++ remembers.
-PLAIN = ResolvedSpec(prompt="a big red star on a blue background", num_inference_steps=3, width=64, height=64, seed=1)
+PLAIN = ResolvedSpec(prompt="a big red star on a blue background", num_inference_steps=3, width=32, height=32, seed=1)
+MASK = box_mask((4, 8, 20, 28), 32, 32)
 SAMPLERS = [*((kind, False) for kind in BASIC), *((kind, True) for kind in BASIC if kind in KARRAS)]
 TOGETHER = EngineLimits(max_wait_turns=0)
 # In half precision, how far from stock, as a share of how far stock itself is from float32. A sum over a group of
@@ -61,7 +62,7 @@ def source(whole: Stock) -> PIL.Image.Image:
 @pytest.mark.parametrize(
     ("half", "kind", "karras"),
     [
-        *((torch.bfloat16, kind, karras) for kind, karras in SAMPLERS),
+        *((torch.bfloat16, kind, False) for kind in BASIC),
         (torch.float16, SamplerKind.EULER_ANCESTRAL, False),
         (torch.float16, SamplerKind.DPMPP_2M, True),
     ],
@@ -83,7 +84,7 @@ def test_a_request_from_a_picture_is_equal_to_stock_in_the_same_element_type(
     half: Half, source: PIL.Image.Image
 ) -> None:
     spec = replace(PLAIN, strength=0.7)
-    pixels = torch.frombuffer(bytearray(source.tobytes()), dtype=torch.uint8).reshape(64, 64, 3)
+    pixels = torch.frombuffer(bytearray(source.tobytes()), dtype=torch.uint8).reshape(32, 32, 3)
     drawing = ManualEngine(make_engine(half.model, EngineLimits())).draw(EngineOrder(key=1, spec=spec, image=pixels))
     theirs = half.stock.reference(spec, image=source, layout=torch.contiguous_format)
     assert torch.equal(drawing.latents[0], theirs.latent)
@@ -92,8 +93,8 @@ def test_a_request_from_a_picture_is_equal_to_stock_in_the_same_element_type(
 
 def test_an_edit_is_equal_to_stock_in_the_same_element_type(half: Half, source: PIL.Image.Image) -> None:
     spec = replace(PLAIN, strength=0.9999, sampler=SamplerKind.EULER_ANCESTRAL)
-    drawing = ManualEngine(make_engine(half.model, EngineLimits())).draw(edit_order(spec, source, box_mask()))
-    theirs = half.stock.edit(spec, source, box_mask())
+    drawing = ManualEngine(make_engine(half.model, EngineLimits())).draw(edit_order(spec, source, MASK))
+    theirs = half.stock.edit(spec, source, MASK)
     assert drawing.latents[0].dtype == theirs.latent.dtype == half.model.dtype
     assert torch.equal(drawing.latents[0], theirs.latent)
     assert (drawing.pixels[0] == theirs.pixels).all()
@@ -148,7 +149,7 @@ def test_an_edit_on_a_gpu_is_the_image_of_stock_there(source: PIL.Image.Image) -
     easel, stock = ManualEngine(make_engine(load(device="cuda:0"), EngineLimits())), Stock(device="cuda:0")
     for kind, karras in SAMPLERS:
         spec = replace(PLAIN, num_inference_steps=8, sampler=kind, use_karras_sigmas=karras, strength=0.9999)
-        drawing, theirs = easel.draw(edit_order(spec, source, box_mask())), stock.edit(spec, source, box_mask())
+        drawing, theirs = easel.draw(edit_order(spec, source, MASK)), stock.edit(spec, source, MASK)
         assert_close(drawing.latents[0], theirs.latent)
         assert_same_image(drawing.pixels[0], theirs.pixels)
 

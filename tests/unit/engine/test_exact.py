@@ -26,7 +26,7 @@ from tests.support.torch_threads import torch_threads
 SAMPLERS = [*((kind, False) for kind in WITH_STATE), *((kind, True) for kind in BASIC if kind in KARRAS)]
 NAMES = [f"{kind.name}{'_KARRAS' if karras else ''}" for kind, karras in SAMPLERS]
 PLAIN = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=8, width=64, height=64, seed=1
+    prompt="a big red star on the left on a blue background", num_inference_steps=5, width=64, height=64, seed=1
 )
 PROMPTS = (
     PLAIN.prompt,
@@ -53,7 +53,7 @@ TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SEED = 16
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def two_threads() -> Iterator[None]:
     """As a worker on several cores has: last bits depend on their number."""
     with torch_threads(2):
@@ -125,6 +125,7 @@ def beside_stock(
         yield ours, stock.reference(spec, index=index, **options)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("kind", "karras"), SAMPLERS, ids=NAMES)
 def test_a_request_alone_ends_as_the_stock_pipeline_does(
     easel: ManualEngine, stock: Stock, kind: SamplerKind, karras: bool
@@ -161,24 +162,23 @@ def test_every_option_means_in_a_busy_batch_what_it_means_in_stock(
 
 
 def test_image_i_of_a_job_is_a_single_run_with_the_seed_plus_i(model: Model, stock: Stock) -> None:
-    spec = replace(PLAIN, num_inference_steps=8, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, seed=40)
+    spec = replace(PLAIN, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, seed=40)
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="three", spec=spec))
     assert drawing.record.mean_group_requests == 3
     assert_as_stock(drawing, stock)
 
 
-@pytest.mark.parametrize("index", [0, 3, 5, 7], ids=lambda index: str(OPTIONS[index]))
+@pytest.mark.parametrize("index", [5, 7], ids=lambda index: str(OPTIONS[index]))
 def test_several_prompts_are_drawn_as_stock_draws_a_list_of_them(model: Model, stock: Stock, index: int) -> None:
     prompts = (*PROMPTS[:2], PROMPTS[0])
     spec = replace(PLAIN, prompts=prompts, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, **OPTIONS[index])
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="list", spec=spec))
     assert drawing.record.mean_group_requests == 3
     together = stock.reference_list(spec)
-    for place, prompt in enumerate(prompts):
-        alone = stock.reference(replace(spec, prompt=prompt, prompts=(), num_images=1), index=place)
-        for theirs in (together[place], alone):
-            assert_close(drawing.latents[place], theirs.latent)
-            assert_same_image(drawing.pixels[place], theirs.pixels)
+    last = stock.reference(replace(spec, prompt=prompts[-1], prompts=(), num_images=1), index=2)
+    for place, theirs in (*enumerate(together), (2, last)):
+        assert_close(drawing.latents[place], theirs.latent)
+        assert_same_image(drawing.pixels[place], theirs.pixels)
 
 
 def test_each_of_several_prompts_that_was_cut_is_named(easel: ManualEngine) -> None:
@@ -188,15 +188,16 @@ def test_each_of_several_prompts_that_was_cut_is_named(easel: ManualEngine) -> N
     assert cut.field == "prompts[1]"
 
 
-@pytest.mark.parametrize("strength", [0.3, 0.6, 1.0])
-@pytest.mark.parametrize("kind", WITH_STATE, ids=lambda kind: str(kind.name))
+@pytest.mark.parametrize(
+    ("kind", "strength"),
+    [*((kind, 0.3) for kind in WITH_STATE), (SamplerKind.EULER, 1.0), (SamplerKind.EULER_ANCESTRAL, 1.0)],
+)
 def test_image_to_image_begins_where_stock_does_and_ends_as_it_does(
     easel: ManualEngine, stock: Stock, source: PIL.Image.Image, kind: SamplerKind, strength: float
 ) -> None:
     spec = replace(PLAIN, num_inference_steps=7, sampler=kind, strength=strength)
     drawing = easel.draw(EngineOrder(key="from a picture", spec=spec, image=pixels_tensor(source)))
     assert drawing.record.begin_step == 7 - int(7 * strength)
-    assert_as_stock(drawing, stock, source)
     assert_equal_to_stock(drawing, stock, source)
 
 

@@ -79,6 +79,12 @@ def model_of(family: str) -> Model:
 
 
 @functools.cache
+def other_model_of(family: str) -> Model:
+    """Return the model of another worker."""
+    return load(family_model(family))
+
+
+@functools.cache
 def stock_of(family: str) -> FamilyStock:
     return FamilyStock(family)
 
@@ -136,24 +142,28 @@ def test_mixed_batch(family: str) -> None:
 
 
 @families("LoRA")
-@pytest.mark.parametrize("merged", [False, True], ids=["beside the weights", "in the weights"])
-def test_lora(family: str, merged: bool) -> None:
-    model, stock = load(family_model(family)), FamilyStock(family)
+def test_lora(family: str) -> None:
+    """Beside the weights, and then in them."""
+    stock = FamilyStock(family)
     components = {
         name: random_layers(network, seed, targets=("to_q", "to_v") if name == "unet" else ("q_proj", "fc1"))
-        for seed, (name, network) in enumerate(model.networks.items())
+        for seed, (name, network) in enumerate(model_of(family).networks.items())
     }
     order = order_of(family, loras=(lora_spec("style", 0.8),))
-    engine = make_engine(model, TOGETHER, loras=LorasByHand.of({"style": components}))
-    lora_weights(engine).costs = FixedCosts(pays=merged)
-    drawing = ManualEngine(engine).draw(order)
+    drawings = []
+    for merged in (False, True):
+        engine = make_engine(load(family_model(family)), TOGETHER, loras=LorasByHand.of({"style": components}))
+        lora_weights(engine).costs = FixedCosts(pays=merged)
+        drawings.append(ManualEngine(engine).draw(order))
     for name, layers in components.items():
         network: nn.Module = getattr(stock.text, name)
         for path, layer in layers.items():
             weight: Any = network.get_submodule(path).weight
             weight.data += 0.8 * layer.scale * (layer.up @ layer.down)
     image, mask = (IMAGE, MASK) if reads_mask(family) else (None, None)
-    assert_close(drawing.latents[0], stock.latent(order.spec, image=image, mask=mask))
+    theirs = stock.latent(order.spec, image=image, mask=mask)
+    for drawing in drawings:
+        assert_close(drawing.latents[0], theirs)
 
 
 @families("two ControlNets on servers")
@@ -228,7 +238,7 @@ def test_a_model_that_reads_the_mask_computes_no_masked_blocks(family: str) -> N
 @families("resume on another worker")
 def test_resumed_on_another_worker(family: str) -> None:
     order = order_of(family, sampler=SamplerKind.EULER_ANCESTRAL, num_inference_steps=6)
-    first = ManualEngine(make_engine(load(family_model(family)), ONE_BY_ONE))
+    first = ManualEngine(make_engine(other_model_of(family), ONE_BY_ONE))
     drawing = first.submit(order)
     while not drawing.all(JobCheckpointed):
         first.turn()
@@ -243,7 +253,7 @@ def test_resumed_on_another_worker(family: str) -> None:
 def test_pair(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **_: min(rows - 1, able, 1))
     order = order_of(family)
-    with FollowerThread(make_engine(load(family_model(family)), TOGETHER)) as follower:
+    with FollowerThread(make_engine(other_model_of(family), TOGETHER)) as follower:
         peer = led(follower)
         drawing = ManualEngine(make_engine(model_of(family), TOGETHER, peer=peer)).draw(order)
         peer.stop()

@@ -114,11 +114,11 @@ def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
     assert (during.int() - before.int()).abs().max() <= 1
 
 
-LARGE = replace(SPEC, width=128, height=128)
+LARGE = replace(SPEC, num_inference_steps=3, width=128, height=128)
 # At this size masks leave tokens out of every transformer, and tiles out of every level of convolutions.
 EDITS = [
     masked_order(replace(LARGE, prompt=prompt, seed=seed), LEFT.resize((128, 128)), image=IMAGE.resize((128, 128)))
-    for prompt, seed in (("a small green circle", 5), ("a red star", 6), ("a red star", 7))
+    for prompt, seed in (("a small green circle", 5), ("a red star", 6))
 ]
 
 

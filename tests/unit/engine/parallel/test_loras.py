@@ -20,7 +20,7 @@ from tests.support.stock import assert_close, latent_of, load_stock
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SPEC = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=8, width=SIZE, height=SIZE, seed=15
+    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=SIZE, height=SIZE, seed=15
 )
 FROM_STEP = 3
 

@@ -17,7 +17,7 @@ from load.bench.framework import Bench
 _FOLDER = Path(framework.__file__).parent
 NAMES = sorted(path.stem for path in _FOLDER.glob("*.py") if "\nBENCH = Bench(" in path.read_text(encoding="utf-8"))
 # Each of the others takes more than some seconds.
-QUICK = {"controlnet_cache", "http", "index", "jobs"}
+QUICK = {"controlnet_cache"}
 # They write a sheet of pictures, or a page.
 FILES = {
     "controlnet_follow": "--sheet",

@@ -11,8 +11,8 @@ import torch
 
 from load.miniature.training import loop
 from load.miniature.training.loop import Checkpoint, load_checkpoint, save_checkpoint
+from load.miniature.training.stages import STEPS
 from load.miniature.training.train import Training, train
-from tests.unit.load.training.conftest import every_stage
 
 
 class Watch:
@@ -26,7 +26,8 @@ class Watch:
         return self._now
 
 
-@pytest.mark.parametrize("name", every_stage({"vision"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
 def test_a_stage_that_was_stopped_and_killed_goes_on_to_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

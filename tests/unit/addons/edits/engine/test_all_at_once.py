@@ -204,7 +204,7 @@ def before(asked: Asked, prompt: str) -> Asked:
     return replace(asked, spec=replace(asked.spec, prompt=prompt, seed=asked.spec.seed + 100))
 
 
-@pytest.fixture(scope="module", params=["the same prompt", "another prompt"])
+@pytest.fixture(scope="module", params=["the same prompt", pytest.param("another prompt", marks=pytest.mark.slow)])
 def balanced(
     model: Model, shelf: ControlNetCache, stock: Stock, request: pytest.FixtureRequest
 ) -> tuple[str, Mapping[Hashable, Drawing]]:
