@@ -11,6 +11,6 @@ from tests.chaos.workers import kill_workers
 
 def test_a_worker_killed_in_mid_request_leaves_the_same_picture(tmp_path: Path) -> None:
     with Scene(tmp_path, ("a", "b")) as scene:
-        kill_workers(scene, times=1, rng=random.Random(3))
+        kill_workers(scene, times=1, rng=random.Random(3), seeds=(3,), steps=60)
         scene.count_ends()
         assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)

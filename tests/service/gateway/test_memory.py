@@ -30,8 +30,8 @@ from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Services, gateway_config
 
 ORDERS = 8
-CALLERS = 64
-# Six times max_requests_mib. Without that bound, 64 callers took 3.4 GiB.
+CALLERS = 32
+# Six times max_requests_mib. Without that bound, 64 callers took 3.4 GiB, and 32 half of it.
 MOST_GROWTH_BYTES = 6 * 128 << 20
 READERS = 150
 ANSWERS_MIB = 8
