@@ -28,7 +28,11 @@ hypothesis.settings.load_profile("bottega")
 # Folders whose files share the services of a fixture of their session, which each process of the tests would start.
 _SHARING = frozenset({"tests/e2e/suite"})
 # What takes longest, so that it is not the last to begin.
-_LONGEST = ("tests/chaos/", "tests/e2e/", "tests/fuzz/", "tests/service/client/test_up", "tests/service/controlnet/")
+_LONGEST = (
+    *("tests/chaos/", "tests/e2e/", "tests/fuzz/", "tests/service/controlnet/", "tests/service/deploy/"),
+    *("tests/service/client/test_published_model", "tests/service/client/test_up", "tests/service/gateway/test_memory"),
+    *("tests/unit/engine/test_families", "tests/unit/model/", "tests/unit/model_files/", "tests/unit/worker/"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
