@@ -88,6 +88,8 @@ class ControlNetBody(Body):
     """Whether it steers only the conditional prediction of guidance."""
     measure_similarity: bool = False
     """Whether to measure how similar its residuals of adjacent steps are."""
+    control_mode: str | int | None = None
+    """What the image shows, such as openpose or depth, or the number of that; only for a union."""
 
 
 class BottegaBody(Body):
