@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
@@ -47,6 +47,10 @@ from bottega.errors import BottegaError, DeadlinePassed, InternalError, Violatio
 from bottega.rules import refuse
 from bottega.v1 import image_pb2
 
+ResultT = TypeVar("ResultT")
+
+# Arguments that are or have images.
+_IMAGES = ("image", "mask_image", "controlnets")
 # A page has at most 100 adapters.
 _MAX_ADAPTER_PAGES = 2000
 
@@ -220,10 +224,10 @@ class AsyncGatewayClient:
         deadline = None if request_id else terms.deadline
         if deadline_s is not None:
             deadline = CallDeadline.after(deadline_s, name="deadline_s")
-        spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
+        spec = await _off_loop(options, spec_from, prompt, options, num_images=num_images)
         request = image_pb2.GenerateRequest(spec=spec, priority=priority_to_wire(priority))
         _set_time_left(request, deadline)
-        await asyncio.to_thread(build_message, request, request_id=request_id or uuid.uuid4().hex, preview=preview)
+        await _off_loop(options, build_message, request, request_id=request_id or uuid.uuid4().hex, preview=preview)
         last, over = LastProgress(), False
 
         def attach(left_s: float) -> grpc.aio.UnaryStreamCall[image_pb2.GenerateRequest, image_pb2.GenerateResponse]:
@@ -265,10 +269,10 @@ class AsyncGatewayClient:
             **options: GenerationOptions lists them; stream() documents the other arguments.
         """
         deadline = CallDeadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
-        spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
+        spec = await _off_loop(options, spec_from, prompt, options, num_images=num_images)
         request = image_pb2.SubmitJobRequest(spec=spec, priority=priority_to_wire(priority))
         _set_time_left(request, deadline)
-        await asyncio.to_thread(build_message, request, request_id=request_id or uuid.uuid4().hex)
+        await _off_loop(options, build_message, request, request_id=request_id or uuid.uuid4().hex)
         answer = await self._connection.call(
             self._connection.images.SubmitJob, request, before_try=lambda request: _set_time_left(request, deadline)
         )
@@ -330,6 +334,15 @@ class AsyncGatewayClient:
     async def fleet(self) -> FleetStatus:
         """Return the services that have joined, what they host and how busy they are."""
         return fleet_from(await self._connection.fleet())
+
+
+async def _off_loop(
+    options: GenerationOptions, function: Callable[..., ResultT], *arguments: object, **named: object
+) -> ResultT:
+    """Return what a function returns. It runs in a thread if the request has images, which take long to read and copy."""
+    if any(options.get(name) is not None for name in _IMAGES):
+        return await asyncio.to_thread(function, *arguments, **named)
+    return function(*arguments, **named)
 
 
 def _set_time_left(
