@@ -80,6 +80,7 @@ def application(context: Context, metrics: HttpMetrics, *, keys_only: bool) -> A
         middleware=[cors] if config.origins else [],
         exception_handlers={BottegaError: on_bottega_error, HTTPException: on_http_error, Exception: on_failure},
     )
+    app.router.redirect_slashes = False
     app.state.context = context
     return _Guarded(app, context, metrics, keys_only=keys_only)
 

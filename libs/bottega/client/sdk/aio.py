@@ -339,7 +339,7 @@ class AsyncGatewayClient:
 async def _off_loop(
     options: GenerationOptions, function: Callable[..., ResultT], *arguments: object, **named: object
 ) -> ResultT:
-    """Call a function, and return its result. If the request has images, which take long to copy, it runs in a thread."""
+    """Call a function, and return its result. If the request has images, which take long to copy, use a thread."""
     if any(options.get(name) is not None for name in _IMAGES):
         return await asyncio.to_thread(function, *arguments, **named)
     return function(*arguments, **named)
