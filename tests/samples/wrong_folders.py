@@ -29,7 +29,7 @@ _GIVE = "give the folder of a model in Diffusers' layout"
 _AGAIN = "download the file again"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WrongFolder:
     """Something that somebody may give for a model."""
 
@@ -285,527 +285,420 @@ def _hub_repository(path: Path) -> Path:
 WRONG_FOLDERS: tuple[WrongFolder, ...] = (
     # Other models.
     WrongFolder(
-        name="an upscaler of Stable Diffusion",
-        make=_of_class("StableDiffusionUpscalePipeline", use_linear_projection=False),
-        sentence=(
-            "model_index.json: _class_name is StableDiffusionUpscalePipeline, and only StableDiffusionPipeline, "
-            "StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, LatentConsistencyModelPipeline are "
-            "served: other pipelines draw other pictures; give the folder of a Stable Diffusion 1 base model"
-        ),
+        "an upscaler of Stable Diffusion",
+        _of_class("StableDiffusionUpscalePipeline", use_linear_projection=False),
+        "model_index.json: _class_name is StableDiffusionUpscalePipeline, and only StableDiffusionPipeline, "
+        "StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, LatentConsistencyModelPipeline are "
+        "served: other pipelines draw other pictures; give the folder of a Stable Diffusion 1 base model",
     ),
     WrongFolder(
-        name="Stable Diffusion 3",
-        make=_of_class("StableDiffusion3Pipeline"),
-        sentence=(
-            f"model_index.json: _class_name is StableDiffusion3Pipeline: this is a Stable Diffusion 3 model, and "
-            f"{_ONLY}"
-        ),
+        "Stable Diffusion 3",
+        _of_class("StableDiffusion3Pipeline"),
+        f"model_index.json: _class_name is StableDiffusion3Pipeline: this is a Stable Diffusion 3 model, and {_ONLY}",
     ),
     WrongFolder(
-        name="FLUX",
-        make=_of_class("FluxPipeline"),
-        sentence=f"model_index.json: _class_name is FluxPipeline: this is a FLUX model, and {_ONLY}",
+        "FLUX",
+        _of_class("FluxPipeline"),
+        f"model_index.json: _class_name is FluxPipeline: this is a FLUX model, and {_ONLY}",
     ),
     WrongFolder(
-        name="Kandinsky",
-        make=_of_class("KandinskyV22Pipeline"),
-        sentence=f"model_index.json: _class_name is KandinskyV22Pipeline: this is a Kandinsky model, and {_ONLY}",
+        "Kandinsky",
+        _of_class("KandinskyV22Pipeline"),
+        f"model_index.json: _class_name is KandinskyV22Pipeline: this is a Kandinsky model, and {_ONLY}",
     ),
     WrongFolder(
-        name="an unknown pipeline",
-        make=_of_class("NewPipeline"),
-        sentence=(
-            f"model_index.json: _class_name is NewPipeline: this is a model of a kind that is not known, and {_ONLY}"
-        ),
+        "an unknown pipeline",
+        _of_class("NewPipeline"),
+        f"model_index.json: _class_name is NewPipeline: this is a model of a kind that is not known, and {_ONLY}",
     ),
     WrongFolder(
-        name="a pipeline of its own code",
-        make=_of_class(["pipeline", "OwnPipeline"]),
-        sentence=(
-            "model_index.json: _class_name names a pipeline of its own code, which is never run; give the folder of a "
-            "model with a pipeline of Diffusers"
-        ),
+        "a pipeline of its own code",
+        _of_class(["pipeline", "OwnPipeline"]),
+        "model_index.json: _class_name names a pipeline of its own code, which is never run; give the folder "
+        "of a model with a pipeline of Diffusers",
     ),
     WrongFolder(
-        name="SDXL's refiner",
-        make=_with_index(
+        "SDXL's refiner",
+        _with_index(
             _class_name="StableDiffusionXLImg2ImgPipeline", requires_aesthetics_score=True, text_encoder=[None, None]
         ),
-        sentence=(
-            "model_index.json: this is SDXL's refiner, which has no first text encoder and takes an aesthetic score; "
-            "give "
-            "the folder of an SDXL base model"
-        ),
+        "model_index.json: this is SDXL's refiner, which has no first text encoder and takes an aesthetic "
+        "score; give the folder of an SDXL base model",
     ),
     WrongFolder(
-        name="a UNet that takes another picture",
-        make=_of_class("StableDiffusionXLInpaintPipeline", in_channels=8),
-        sentence=(
-            "unet/config.json: in_channels must be 4, as out_channels is, or 9 for inpainting, with a mask and a "
-            "masked image beside the latent, not 8"
-        ),
+        "a UNet that takes another picture",
+        _of_class("StableDiffusionXLInpaintPipeline", in_channels=8),
+        "unet/config.json: in_channels must be 4, as out_channels is, or 9 for inpainting, with a mask and a "
+        "masked image beside the latent, not 8",
     ),
     WrongFolder(
-        name="a pipeline without a class",
-        make=_with_index(_class_name=None),
-        sentence=(
-            "model_index.json: _class_name is missing, so that the kind of model is not known; download the file again"
-        ),
+        "a pipeline without a class",
+        _with_index(_class_name=None),
+        "model_index.json: _class_name is missing, so that the kind of model is not known; download the file again",
     ),
     WrongFolder(
-        name="tokens of no number",
-        make=_spoiled(lambda path: _change_vocabulary(path, lambda vocab: vocab.update({"more": -1}))),
-        sentence=f"tokenizer/vocab.json: the numbers of its tokens are no whole numbers from 0; {_AGAIN}",
+        "tokens of no number",
+        _spoiled(lambda path: _change_vocabulary(path, lambda vocab: vocab.update({"more": -1}))),
+        f"tokenizer/vocab.json: the numbers of its tokens are no whole numbers from 0; {_AGAIN}",
     ),
     WrongFolder(
-        name="a vocabulary without its end",
-        make=_spoiled(lambda path: _change_vocabulary(path, lambda vocab: vocab.pop("<|endoftext|>"))),
-        sentence=(
-            "tokenizer/vocab.json: the vocabulary lacks <|endoftext|>, the eos_token of tokenizer/"
-            "tokenizer_config.json; download the tokenizer again"
-        ),
+        "a vocabulary without its end",
+        _spoiled(lambda path: _change_vocabulary(path, lambda vocab: vocab.pop("<|endoftext|>"))),
+        "tokenizer/vocab.json: the vocabulary lacks <|endoftext|>, the eos_token of "
+        "tokenizer/tokenizer_config.json; download the tokenizer again",
     ),
     WrongFolder(
-        name="merges of unknown tokens",
-        make=_spoiled(lambda path: _write_merges(path, b"#version: 0.2\nq7 q8\n")),
-        sentence=(
-            "tokenizer/vocab.json: the merge q7 q8 is of tokens that the vocabulary lacks; download the tokenizer again"
-        ),
+        "merges of unknown tokens",
+        _spoiled(lambda path: _write_merges(path, b"#version: 0.2\nq7 q8\n")),
+        "tokenizer/vocab.json: the merge q7 q8 is of tokens that the vocabulary lacks; download the tokenizer again",
     ),
     WrongFolder(
-        name="merges that are no text",
-        make=_spoiled(lambda path: _write_merges(path, b"\xff\xfe")),
-        sentence=f"tokenizer/merges.txt: it is no UTF-8 text; {_AGAIN}",
+        "merges that are no text",
+        _spoiled(lambda path: _write_merges(path, b"\xff\xfe")),
+        f"tokenizer/merges.txt: it is no UTF-8 text; {_AGAIN}",
     ),
     WrongFolder(
-        name="a tokenizer of another kind",
-        make=_spoiled(lambda path: replace(path / "tokenizer" / "tokenizer.json", '{"model": {"type": "Unigram"}}')),
-        sentence=(
-            "tokenizer/tokenizer.json: it is no BPE tokenizer with model and added_tokens; download CLIP's tokenizer"
-        ),
+        "a tokenizer of another kind",
+        _spoiled(lambda path: replace(path / "tokenizer" / "tokenizer.json", '{"model": {"type": "Unigram"}}')),
+        "tokenizer/tokenizer.json: it is no BPE tokenizer with model and added_tokens; download CLIP's tokenizer",
     ),
     # No model's folder.
     WrongFolder(
-        name="a link to no folder",
-        make=lambda path: path.symlink_to(path.with_name("gone")),
-        sentence="it is a link to a folder that is not there; download the model again",
+        "a link to no folder",
+        lambda path: path.symlink_to(path.with_name("gone")),
+        "it is a link to a folder that is not there; download the model again",
     ),
     WrongFolder(
-        name="no folder",
-        make=lambda path: None,
-        sentence=(
-            f"there is no such folder; {_GIVE} (nothing is downloaded from a hub: `hf download REPOSITORY --local-dir "
-            "FOLDER` does that)"
-        ),
+        "no folder",
+        lambda path: None,
+        f"there is no such folder; {_GIVE} (nothing is downloaded from a hub: `hf download REPOSITORY "
+        "--local-dir FOLDER` does that)",
     ),
     WrongFolder(
-        name="an empty folder", make=lambda path: path.mkdir(), sentence=f"it has no model_index.json; {_GIVE}"
+        "an empty folder",
+        lambda path: path.mkdir(),
+        f"it has no model_index.json; {_GIVE}",
     ),
     WrongFolder(
-        name="a single file",
-        make=_single_file,
-        sentence=(
-            "it is a single file, and it has no text_encoder and no vae; give the file of a whole model, with text "
-            "encoders and VAE"
-        ),
+        "a single file",
+        _single_file,
+        "it is a single file, and it has no text_encoder and no vae; give the file of a whole model, with "
+        "text encoders and VAE",
     ),
     WrongFolder(
-        name="a folder of a single file",
-        make=_folder_of_a_single_file,
-        sentence=(
-            "it has no model_index.json, but sd_xl_base_1.0.safetensors: it is a single file, a whole model; "
-            "`bottega models import {given}/sd_xl_base_1.0.safetensors` converts it to a folder"
-        ),
+        "a folder of a single file",
+        _folder_of_a_single_file,
+        "it has no model_index.json, but sd_xl_base_1.0.safetensors: it is a single file, a whole model; "
+        "`bottega models import {given}/sd_xl_base_1.0.safetensors` converts it to a folder",
     ),
     WrongFolder(
-        name="another file",
-        make=lambda path: WEIGHTS / "README.md",
-        sentence=f"it is a single file; {_GIVE}, or a .safetensors file for `bottega models import`",
+        "another file",
+        lambda path: WEIGHTS / "README.md",
+        f"it is a single file; {_GIVE}, or a .safetensors file for `bottega models import`",
     ),
     WrongFolder(
-        name="a ControlNet",
-        make=_controlnet,
-        sentence=(
-            "it is a ControlNet; give the folder of a model, and put the ControlNet into that folder's "
-            "controlnets/ "
-            "or name it in the ControlNet server's configuration"
-        ),
+        "a ControlNet",
+        _controlnet,
+        "it is a ControlNet; give the folder of a model, and put the ControlNet into that folder's "
+        "controlnets/ or name it in the ControlNet server's configuration",
     ),
     WrongFolder(
-        name="a LoRA",
-        make=_lora,
-        sentence="it is a LoRA; give the folder of a model, and add the LoRA with `bottega loras add`",
+        "a LoRA",
+        _lora,
+        "it is a LoRA; give the folder of a model, and add the LoRA with `bottega loras add`",
     ),
     WrongFolder(
-        name="a LoRA's file",
-        make=_lora_file,
-        sentence="it is a LoRA; give the folder of a model, and add the LoRA with `bottega loras add`",
+        "a LoRA's file",
+        _lora_file,
+        "it is a LoRA; give the folder of a model, and add the LoRA with `bottega loras add`",
     ),
     WrongFolder(
-        name="a part",
-        make=lambda path: WEIGHTS / "unet",
-        sentence=(
-            "it is one part of a model (UNet2DConditionModel); give the folder that has model_index.json and all parts"
-        ),
+        "a part",
+        lambda path: WEIGHTS / "unet",
+        "it is one part of a model (UNet2DConditionModel); give the folder that has model_index.json and all parts",
     ),
     WrongFolder(
-        name="a repository in the hub's cache",
-        make=_hub_repository,
-        sentence=(
-            "it is a repository in the hub's cache; give its snapshot: "
-            "{given}/snapshots/462165984030d82259a11f4367a4eed129e94a7b"
-        ),
+        "a repository in the hub's cache",
+        _hub_repository,
+        "it is a repository in the hub's cache; give its snapshot: "
+        "{given}/snapshots/462165984030d82259a11f4367a4eed129e94a7b",
     ),
     # Files that are missing or damaged.
     WrongFolder(
-        name="pickled weights",
-        make=_spoiled(lambda path: (path / UNET).rename(path / "unet" / "diffusion_pytorch_model.bin")),
-        sentence=(
-            "unet has only pickled weights (diffusion_pytorch_model.bin), which are never opened because they may run "
-            "code; download unet/diffusion_pytorch_model.safetensors, or save the model again with "
-            "safe_serialization=True"
-        ),
+        "pickled weights",
+        _spoiled(lambda path: (path / UNET).rename(path / "unet" / "diffusion_pytorch_model.bin")),
+        "unet has only pickled weights (diffusion_pytorch_model.bin), which are never opened because they "
+        "may run code; download unet/diffusion_pytorch_model.safetensors, or save the model again with "
+        "safe_serialization=True",
     ),
     WrongFolder(
-        name="weights of another name",
-        make=_spoiled(lambda path: (path / UNET).rename(path / "unet" / "model.safetensors")),
-        sentence=(
-            "unet has model.safetensors and no diffusion_pytorch_model.safetensors; download the part again, or rename "
-            "the file"
-        ),
+        "weights of another name",
+        _spoiled(lambda path: (path / UNET).rename(path / "unet" / "model.safetensors")),
+        "unet has model.safetensors and no diffusion_pytorch_model.safetensors; download the part again, or "
+        "rename the file",
     ),
     WrongFolder(
-        name="no weights",
-        make=_spoiled(lambda path: (path / UNET).unlink()),
-        sentence=("unet has no diffusion_pytorch_model.safetensors; download the model again, with all of its files"),
+        "no weights",
+        _spoiled(lambda path: (path / UNET).unlink()),
+        "unet has no diffusion_pytorch_model.safetensors; download the model again, with all of its files",
     ),
     WrongFolder(
-        name="no folder of a part",
-        make=_spoiled(lambda path: (path / "vae").rename(path / "vae_of_old")),
-        sentence="the folder vae is missing; download the model again, with all parts",
+        "no folder of a part",
+        _spoiled(lambda path: (path / "vae").rename(path / "vae_of_old")),
+        "the folder vae is missing; download the model again, with all parts",
     ),
     WrongFolder(
-        name="no configuration of a part",
-        make=_spoiled(lambda path: (path / "unet" / "config.json").unlink()),
-        sentence="unet/config.json: there is no such file; download the model again, with all of its files",
+        "no configuration of a part",
+        _spoiled(lambda path: (path / "unet" / "config.json").unlink()),
+        "unet/config.json: there is no such file; download the model again, with all of its files",
     ),
     WrongFolder(
-        name="no shard",
-        make=_spoiled(_lose_a_shard),
-        sentence=(
-            "unet/diffusion_pytorch_model-00002-of-00002.safetensors (named by "
-            "diffusion_pytorch_model.safetensors.index.json): there is no such file; download the model again, with "
-            "all "
-            "of its files"
-        ),
+        "no shard",
+        _spoiled(_lose_a_shard),
+        "unet/diffusion_pytorch_model-00002-of-00002.safetensors (named by "
+        "diffusion_pytorch_model.safetensors.index.json): there is no such file; download the model again, "
+        "with all of its files",
     ),
     WrongFolder(
-        name="shards without an index",
-        make=_spoiled(_lose_the_index),
-        sentence=(
-            "unet has shards and no diffusion_pytorch_model.safetensors.index.json that names them; download the part "
-            "again"
-        ),
+        "shards without an index",
+        _spoiled(_lose_the_index),
+        "unet has shards and no diffusion_pytorch_model.safetensors.index.json that names them; download the "
+        "part again",
     ),
     WrongFolder(
-        name="an index that leads out of the folder",
-        make=_spoiled(_lead_out),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors.index.json: it names ../vae/diffusion_pytorch_model.safetensors, "
-            "which leads out of its folder; shards lie beside their index"
-        ),
+        "an index that leads out of the folder",
+        _spoiled(_lead_out),
+        "unet/diffusion_pytorch_model.safetensors.index.json: it names "
+        "../vae/diffusion_pytorch_model.safetensors, which leads out of its folder; shards lie beside their "
+        "index",
     ),
     WrongFolder(
-        name="an index that names itself",
-        make=_spoiled(_name_the_index_itself),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors.index.json: it names "
-            f"diffusion_pytorch_model.safetensors.index.json, no safetensors file; {_AGAIN}"
-        ),
+        "an index that names itself",
+        _spoiled(_name_the_index_itself),
+        "unet/diffusion_pytorch_model.safetensors.index.json: it names "
+        f"diffusion_pytorch_model.safetensors.index.json, no safetensors file; {_AGAIN}",
     ),
     WrongFolder(
-        name="an index of other files",
-        make=_spoiled(_misplace_a_tensor),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors.index.json: it names "
-            "diffusion_pytorch_model-00001-of-00002.safetensors for the tensor conv_in.weight, which is in "
-            "diffusion_pytorch_model-00002-of-00002.safetensors; download the part unet again"
-        ),
+        "an index of other files",
+        _spoiled(_misplace_a_tensor),
+        "unet/diffusion_pytorch_model.safetensors.index.json: it names "
+        "diffusion_pytorch_model-00001-of-00002.safetensors for the tensor conv_in.weight, which is in "
+        "diffusion_pytorch_model-00002-of-00002.safetensors; download the part unet again",
     ),
     WrongFolder(
-        name="no tensor",
-        make=_spoiled(lambda path: _change_tensors(path / UNET, lambda tensors: tensors.pop("conv_out.bias"))),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: 1 of 308 tensors are missing, such as conv_out.bias; download "
-            "the "
-            "file again, or the config.json that belongs to it"
-        ),
+        "no tensor",
+        _spoiled(lambda path: _change_tensors(path / UNET, lambda tensors: tensors.pop("conv_out.bias"))),
+        "unet/diffusion_pytorch_model.safetensors: 1 of 308 tensors are missing, such as conv_out.bias; "
+        "download the file again, or the config.json that belongs to it",
     ),
     WrongFolder(
-        name="no tensor of a text encoder",
-        make=_spoiled(
+        "no tensor of a text encoder",
+        _spoiled(
             lambda path: _change_tensors(
                 path / "text_encoder_2/model.safetensors", lambda tensors: tensors.pop("text_projection.weight")
             )
         ),
-        sentence=(
-            "text_encoder_2/model.safetensors: 1 of 53 tensors are missing, such as text_projection.weight; download "
-            "the "
-            "file again, or the config.json that belongs to it"
-        ),
+        "text_encoder_2/model.safetensors: 1 of 53 tensors are missing, such as text_projection.weight; "
+        "download the file again, or the config.json that belongs to it",
     ),
     WrongFolder(
-        name="a tensor of another shape",
-        make=_spoiled(
+        "a tensor of another shape",
+        _spoiled(
             lambda path: _change_tensors(path / UNET, lambda tensors: tensors.update({"conv_in.bias": ("F16", (47,))}))
         ),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: the tensor conv_in.bias has the shape [47] and config.json "
-            "asks for "
-            "[48]; download both files from one model"
-        ),
+        "unet/diffusion_pytorch_model.safetensors: the tensor conv_in.bias has the shape [47] and "
+        "config.json asks for [48]; download both files from one model",
     ),
     WrongFolder(
-        name="more tensors",
-        make=_with_unet(transformer_layers_per_block=[1, 0]),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: 120 tensors have no place in the network that config.json "
-            "describes, such as down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k.weight; download both files "
-            "from one model"
-        ),
+        "more tensors",
+        _with_unet(transformer_layers_per_block=[1, 0]),
+        "unet/diffusion_pytorch_model.safetensors: 120 tensors have no place in the network that config.json "
+        "describes, such as down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k.weight; download both "
+        "files from one model",
     ),
     WrongFolder(
-        name="quantized weights",
-        make=_spoiled(
+        "quantized weights",
+        _spoiled(
             lambda path: _change_tensors(path / UNET, lambda tensors: tensors.update({"conv_in.bias": ("I8", (48,))}))
         ),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: the tensor conv_in.bias has elements of I8; quantized weights "
-            "are "
-            "not served, download float32, float16 or bfloat16 ones"
-        ),
+        "unet/diffusion_pytorch_model.safetensors: the tensor conv_in.bias has elements of I8; quantized "
+        "weights are not served, download float32, float16 or bfloat16 ones",
     ),
     WrongFolder(
-        name="a file that is cut off",
-        make=_spoiled(lambda path: replace(path / UNET, (path / UNET).read_bytes()[:-1000])),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: it is damaged or cut off (its tensors take 6717896 bytes, and "
-            f"6716896 are behind its header); {_AGAIN}"
-        ),
+        "a file that is cut off",
+        _spoiled(lambda path: replace(path / UNET, (path / UNET).read_bytes()[:-1000])),
+        "unet/diffusion_pytorch_model.safetensors: it is damaged or cut off (its tensors take 6717896 bytes, "
+        f"and 6716896 are behind its header); {_AGAIN}",
     ),
     WrongFolder(
-        name="a header that lies",
-        make=_spoiled(lambda path: replace(path / VAE, struct.pack("<Q", 1 << 40) + (path / VAE).read_bytes()[8:])),
-        sentence=(
-            "vae/diffusion_pytorch_model.safetensors: it is damaged or cut off (it says that its header has "
-            "1099511627776 "
-            f"bytes; 2 to 8388608 are accepted); {_AGAIN}"
-        ),
+        "a header that lies",
+        _spoiled(lambda path: replace(path / VAE, struct.pack("<Q", 1 << 40) + (path / VAE).read_bytes()[8:])),
+        "vae/diffusion_pytorch_model.safetensors: it is damaged or cut off (it says that its header has "
+        f"1099511627776 bytes; 2 to 8388608 are accepted); {_AGAIN}",
     ),
     WrongFolder(
-        name="a pointer of Git LFS",
-        make=_spoiled(lambda path: replace(path / UNET, _LFS_POINTER)),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: it is a Git LFS pointer in place of the file; run `git lfs "
-            "pull` in "
-            "the model's folder"
-        ),
+        "a pointer of Git LFS",
+        _spoiled(lambda path: replace(path / UNET, _LFS_POINTER)),
+        "unet/diffusion_pytorch_model.safetensors: it is a Git LFS pointer in place of the file; run `git "
+        "lfs pull` in the model's folder",
     ),
     WrongFolder(
-        name="an empty file",
-        make=_spoiled(lambda path: replace(path / UNET, b"")),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: it is damaged or cut off (it is shorter than the length of a "
-            f"header); {_AGAIN}"
-        ),
+        "an empty file",
+        _spoiled(lambda path: replace(path / UNET, b"")),
+        "unet/diffusion_pytorch_model.safetensors: it is damaged or cut off (it is shorter than the length "
+        f"of a header); {_AGAIN}",
     ),
     WrongFolder(
-        name="links in circles",
-        make=_spoiled(_links_in_circles),
-        sentence=("unet/diffusion_pytorch_model.safetensors: its links lead in circles; download the model again"),
+        "links in circles",
+        _spoiled(_links_in_circles),
+        "unet/diffusion_pytorch_model.safetensors: its links lead in circles; download the model again",
     ),
     WrongFolder(
-        name="a link to nothing",
-        make=_spoiled(_link_to_nothing),
-        sentence=(
-            "unet/diffusion_pytorch_model.safetensors: it is a link to a file that is not there; download the model "
-            "again"
-        ),
+        "a link to nothing",
+        _spoiled(_link_to_nothing),
+        "unet/diffusion_pytorch_model.safetensors: it is a link to a file that is not there; download the model again",
     ),
     # Variants.
     WrongFolder(
-        name="parts of different variants",
-        make=_spoiled(_mixed_variants),
-        sentence=(
-            "no variant fits all parts (unet of fp16; vae of bf16); download all parts in one variant, or "
-            "all without one"
-        ),
+        "parts of different variants",
+        _spoiled(_mixed_variants),
+        "no variant fits all parts (unet of fp16; vae of bf16); download all parts in one variant, or all without one",
     ),
     # Tokenizers.
     WrongFolder(
-        name="an empty tokenizer",
-        make=_spoiled(_empty_tokenizer),
-        sentence=(
-            "tokenizer/tokenizer_config.json: there is no such file; download the model again, with all of its files"
-        ),
+        "an empty tokenizer",
+        _spoiled(_empty_tokenizer),
+        "tokenizer/tokenizer_config.json: there is no such file; download the model again, with all of its files",
     ),
     WrongFolder(
-        name="no vocabulary",
-        make=_spoiled(lambda path: (path / "tokenizer" / "tokenizer.json").unlink()),
-        sentence="tokenizer/vocab.json: there is no such file; download the model again, with all of its files",
+        "no vocabulary",
+        _spoiled(lambda path: (path / "tokenizer" / "tokenizer.json").unlink()),
+        "tokenizer/vocab.json: there is no such file; download the model again, with all of its files",
     ),
     WrongFolder(
-        name="an empty vocabulary",
-        make=_spoiled(_no_vocabulary),
-        sentence=f"tokenizer_2/vocab.json: its vocabulary is empty; {_AGAIN}",
+        "an empty vocabulary",
+        _spoiled(_no_vocabulary),
+        f"tokenizer_2/vocab.json: its vocabulary is empty; {_AGAIN}",
     ),
     WrongFolder(
-        name="no merges",
-        make=_spoiled(_no_merges),
-        sentence="tokenizer/merges.txt: there is no such file; download the model again, with all of its files",
+        "no merges",
+        _spoiled(_no_merges),
+        "tokenizer/merges.txt: there is no such file; download the model again, with all of its files",
     ),
     WrongFolder(
-        name="empty merges",
-        make=_spoiled(_empty_merges),
-        sentence=f"tokenizer/merges.txt: it has no merges; {_AGAIN}",
+        "empty merges",
+        _spoiled(_empty_merges),
+        f"tokenizer/merges.txt: it has no merges; {_AGAIN}",
     ),
     WrongFolder(
-        name="another vocabulary",
-        make=_spoiled(_other_vocabulary),
-        sentence=(
-            "tokenizer/vocab.json: it has a token of number 49407 and the text encoder knows 663 tokens (vocab_size); "
-            "download both from one model"
-        ),
+        "another vocabulary",
+        _spoiled(_other_vocabulary),
+        "tokenizer/vocab.json: it has a token of number 49407 and the text encoder knows 663 tokens "
+        "(vocab_size); download both from one model",
     ),
     # Configurations.
     WrongFolder(
-        name="broken JSON",
-        make=_spoiled(lambda path: replace(path / "model_index.json", '{"_class_name": ')),
-        sentence=(f"model_index.json: it is no JSON (EOF while parsing a value at line 1 column 16); {_AGAIN}"),
+        "broken JSON",
+        _spoiled(lambda path: replace(path / "model_index.json", '{"_class_name": ')),
+        f"model_index.json: it is no JSON (EOF while parsing a value at line 1 column 16); {_AGAIN}",
     ),
     WrongFolder(
-        name="deep JSON",
-        make=_spoiled(lambda path: replace(path / "unet" / "config.json", '{"a":' * 1000 + "1" + "}" * 1000)),
-        sentence=(f"unet/config.json: it is no JSON (recursion limit exceeded at line 1 column 1006); {_AGAIN}"),
+        "deep JSON",
+        _spoiled(lambda path: replace(path / "unet" / "config.json", '{"a":' * 1000 + "1" + "}" * 1000)),
+        f"unet/config.json: it is no JSON (recursion limit exceeded at line 1 column 1006); {_AGAIN}",
     ),
     WrongFolder(
-        name="NaN",
-        make=_spoiled(lambda path: replace(path / "unet" / "config.json", '{"sample_size": NaN}')),
-        sentence=(f"unet/config.json: it is no JSON (expected value at line 1 column 17); {_AGAIN}"),
+        "NaN",
+        _spoiled(lambda path: replace(path / "unet" / "config.json", '{"sample_size": NaN}')),
+        f"unet/config.json: it is no JSON (expected value at line 1 column 17); {_AGAIN}",
     ),
     WrongFolder(
-        name="a list",
-        make=_spoiled(lambda path: replace(path / "vae" / "config.json", "[]")),
-        sentence=f"vae/config.json: it is JSON, but no object; {_AGAIN}",
+        "a list",
+        _spoiled(lambda path: replace(path / "vae" / "config.json", "[]")),
+        f"vae/config.json: it is JSON, but no object; {_AGAIN}",
     ),
     WrongFolder(
-        name="a pipe",
-        make=_spoiled(_pipe),
-        sentence=f"vae/config.json: it cannot be read (is no regular file); {_AGAIN}",
+        "a pipe",
+        _spoiled(_pipe),
+        f"vae/config.json: it cannot be read (is no regular file); {_AGAIN}",
     ),
     WrongFolder(
-        name="a tiny autoencoder",
-        make=_with_index(vae=["diffusers", "AutoencoderTiny"]),
-        sentence=(
-            'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not ["diffusers", "AutoencoderTiny"]: no '
-            "other "
-            "class is served"
-        ),
+        "a tiny autoencoder",
+        _with_index(vae=["diffusers", "AutoencoderTiny"]),
+        'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not ["diffusers", "AutoencoderTiny"]: '
+        "no other class is served",
     ),
     WrongFolder(
-        name="no VAE",
-        make=_with_index(vae=[None, None]),
-        sentence=(
-            'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not [null, null]: no other class is served'
-        ),
+        "no VAE",
+        _with_index(vae=[None, None]),
+        'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not [null, null]: no other class is served',
     ),
     WrongFolder(
-        name="a UNet of another class",
-        make=_with_unet(_class_name="UNet3DConditionModel"),
-        sentence=(
-            'unet/config.json: _class_name must be "UNet2DConditionModel", not "UNet3DConditionModel": no other '
-            "class is "
-            "served"
-        ),
+        "a UNet of another class",
+        _with_unet(_class_name="UNet3DConditionModel"),
+        'unet/config.json: _class_name must be "UNet2DConditionModel", not "UNet3DConditionModel": no other '
+        "class is served",
     ),
     WrongFolder(
-        name="a text encoder of another class",
-        make=_with_index(text_encoder_2=["transformers", "T5EncoderModel"]),
-        sentence=(
-            'model_index.json: text_encoder_2 must be ["transformers", "CLIPTextModelWithProjection"], not '
-            '["transformers", "T5EncoderModel"]: no other class is served'
-        ),
+        "a text encoder of another class",
+        _with_index(text_encoder_2=["transformers", "T5EncoderModel"]),
+        'model_index.json: text_encoder_2 must be ["transformers", "CLIPTextModelWithProjection"], not '
+        '["transformers", "T5EncoderModel"]: no other class is served',
     ),
     WrongFolder(
-        name="a text encoder of another kind",
-        make=_spoiled(lambda path: change_json(path / "text_encoder" / "config.json", model_type="t5")),
-        sentence=(
-            'text_encoder/config.json: model_type must be "clip_text_model", not "t5": only CLIP\'s text encoders '
-            "are served"
-        ),
+        "a text encoder of another kind",
+        _spoiled(lambda path: change_json(path / "text_encoder" / "config.json", model_type="t5")),
+        'text_encoder/config.json: model_type must be "clip_text_model", not "t5": only CLIP\'s text encoders '
+        "are served",
     ),
     WrongFolder(
-        name="another width of prompts",
-        make=_with_unet(cross_attention_dim=2048),
-        sentence=(
-            "unet/config.json: cross_attention_dim must be 128, hidden_size of text_encoder and of text_encoder_2 "
-            "together, not 2048"
-        ),
+        "another width of prompts",
+        _with_unet(cross_attention_dim=2048),
+        "unet/config.json: cross_attention_dim must be 128, hidden_size of text_encoder and of "
+        "text_encoder_2 together, not 2048",
     ),
     WrongFolder(
-        name="a preset with wrong values",
-        make=_spoiled(lambda path: replace(path / "bottega.json", '{"guidance_scale": -1, "steps": 4}')),
-        sentence=(
-            "bottega.json: guidance_scale: Input should be greater than or equal to 0 (got -1); steps: unknown key; "
-            "known at the top level: num_inference_steps, guidance_scale, sampler, timestep_spacing, "
-            "use_karras_sigmas, use_exponential_sigmas, use_beta_sigmas, final_sigmas_type, rescale_betas_zero_snr, "
-            "dtype"
-        ),
+        "a preset with wrong values",
+        _spoiled(lambda path: replace(path / "bottega.json", '{"guidance_scale": -1, "steps": 4}')),
+        "bottega.json: guidance_scale: Input should be greater than or equal to 0 (got -1); steps: unknown "
+        "key; known at the top level: num_inference_steps, guidance_scale, sampler, timestep_spacing, "
+        "use_karras_sigmas, use_exponential_sigmas, use_beta_sigmas, final_sigmas_type, "
+        "rescale_betas_zero_snr, dtype",
     ),
     WrongFolder(
-        name="a broken preset",
-        make=_spoiled(lambda path: replace(path / "bottega.json", "[]")),
-        sentence=f"bottega.json: it is JSON, but no object; {_AGAIN}",
+        "a broken preset",
+        _spoiled(lambda path: replace(path / "bottega.json", "[]")),
+        f"bottega.json: it is JSON, but no object; {_AGAIN}",
     ),
     WrongFolder(
-        name="two sizes",
-        make=_with_unet(sample_size=[16, 16]),
-        sentence=(
-            "unet/config.json: sample_size must be a whole number from 1 to 16384, not [16, 16]: it gives the default "
-            "size of pictures"
-        ),
+        "two sizes",
+        _with_unet(sample_size=[16, 16]),
+        "unet/config.json: sample_size must be a whole number from 1 to 16384, not [16, 16]: it gives the "
+        "default size of pictures",
     ),
     WrongFolder(
-        name="an SDXL pipeline that draws other pictures",
-        make=_of_class("StableDiffusionXLPAGPipeline"),
-        sentence=(
-            "model_index.json: _class_name is StableDiffusionXLPAGPipeline, and only StableDiffusionXLPipeline, "
-            "StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline are served: other pipelines draw other "
-            "pictures; give the folder of an SDXL base model"
-        ),
+        "an SDXL pipeline that draws other pictures",
+        _of_class("StableDiffusionXLPAGPipeline"),
+        "model_index.json: _class_name is StableDiffusionXLPAGPipeline, and only StableDiffusionXLPipeline, "
+        "StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline are served: other pipelines draw "
+        "other pictures; give the folder of an SDXL base model",
     ),
     WrongFolder(
-        name="a part that SDXL does not have",
-        make=_with_index(controlnet=["diffusers", "ControlNetModel"]),
-        sentence=(
-            "model_index.json: controlnet is a part that is not served: pictures would be drawn without it; remove it "
-            "from the model"
-        ),
+        "a part that SDXL does not have",
+        _with_index(controlnet=["diffusers", "ControlNetModel"]),
+        "model_index.json: controlnet is a part that is not served: pictures would be drawn without it; "
+        "remove it from the model",
     ),
     WrongFolder(
-        name="a thousand million layers",
-        make=_with_unet(layers_per_block=10**9),
-        sentence=(
-            "unet/config.json: layers_per_block must be a whole number from 1 to 16 or a list of them, one for each "
-            "level, not 1000000000"
-        ),
+        "a thousand million layers",
+        _with_unet(layers_per_block=10**9),
+        "unet/config.json: layers_per_block must be a whole number from 1 to 16 or a list of them, one for "
+        "each level, not 1000000000",
     ),
     WrongFolder(
-        name="a picture of 10**12 pixels a side",
-        make=_with_unet(sample_size=10**12),
-        sentence=(
-            "unet/config.json: sample_size must be a whole number from 1 to 16384, not 1000000000000: it gives the "
-            "default size of pictures"
-        ),
+        "a picture of 10**12 pixels a side",
+        _with_unet(sample_size=10**12),
+        "unet/config.json: sample_size must be a whole number from 1 to 16384, not 1000000000000: it gives "
+        "the default size of pictures",
     ),
 )
