@@ -92,7 +92,9 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     whole = Tally()
-    # Engines that import what they need took most of the time of the parts that kill them.
+    # Engines that import what they need took most of the time of the parts that kill them. A process with more threads
+    # cannot be forked.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with warm_engines(os.environ) as environment:
         os.environ.update(environment)
         for name in dict.fromkeys(options.part or (*PARTS, KILL_PEERS)):
