@@ -87,7 +87,7 @@ def check_modes(nets: Sequence[ControlNet], path: str) -> list[Violation]:
         return wrong + _check_images(nets, path)
     for index, net in enumerate(nets):
         if net.control_mode and any(other.name == net.name and other.control_mode for other in nets[:index]):
-            rule = "several images of one union cannot be combined with another ControlNet: Diffusers does not do it"
+            rule = "several images of one union cannot be combined with another ControlNet"
             wrong.append(Violation(field=f"{path}[{index}].name", description=rule))
     return wrong
 
@@ -100,6 +100,6 @@ def _check_images(nets: Sequence[ControlNet], path: str) -> list[Violation]:
             rule = "must be that of the first image: a union computes its images together"
             wrong.append(Violation(field=f"{path}[{index}].guess_mode", description=rule))
         if net.control_guidance_start > 0 or (net.HasField("control_guidance_end") and net.control_guidance_end < 1):
-            rule = "several images of one union must act in all steps: in Diffusers the union acts on after their end"
+            rule = "several images of one union must act in all steps: the union would act on after their end"
             wrong.append(Violation(field=f"{path}[{index}].control_guidance_start", description=rule))
     return wrong

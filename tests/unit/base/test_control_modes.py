@@ -54,12 +54,12 @@ REFUSED_BY_RULES = {
     "an image of some steps": (
         [_net(), _net(control_guidance_end=0.5)],
         "controlnets[1].control_guidance_start",
-        "several images of one union must act in all steps: in Diffusers the union acts on after their end",
+        "several images of one union must act in all steps: the union would act on after their end",
     ),
     "several images beside another": (
         [_net(), _net(), _net("edges", control_mode="")],
         "controlnets[1].name",
-        "several images of one union cannot be combined with another ControlNet: Diffusers does not do it",
+        "several images of one union cannot be combined with another ControlNet",
     ),
 }
 
