@@ -275,7 +275,7 @@ def test_noise_of_custom_timesteps_is_skipped_as_it_is_drawn() -> None:
 def test_refusals_of_ever_new_schedules_are_not_all_remembered() -> None:
     samplers = samplers_of(**CONFIG)
     euler = SamplerChoice(kind=SamplerKind.EULER)
-    for place in range(600):
+    for place in range(260):
         samplers.refusal(replace(euler, schedule=Schedule(timesteps=(900 - place,))), 1)
     assert len(samplers._refusals_of_schedules) <= 256
     longest = Schedule(timesteps=tuple(range(MAX_STEPS, 0, -1)))
