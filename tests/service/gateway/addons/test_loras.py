@@ -156,7 +156,7 @@ async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> No
 
 
 async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.addons.loras.gateway.addon._PROTECT_S", 0.1)
+    monkeypatch.setattr("bottega.addons.loras.gateway.resolver._PROTECT_S", 0.1)
     async with lora_house(tmp_path, lease_s=1.0) as house:
         worker = await house.gateway.worker()
         worker.script.hold_at = 10
