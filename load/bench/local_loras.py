@@ -48,6 +48,11 @@ class _Handle:
     def work(self) -> None:
         """None, as no store has brought it."""
 
+    @property
+    def ignored(self) -> int:
+        """Number of layers that were left out; benches have whole LoRAs."""
+        return 0
+
     def layers(self, component: str) -> Layers:
         return self.load.result()[0].get(component, {})
 

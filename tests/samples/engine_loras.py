@@ -175,6 +175,10 @@ class _Handle:
     def work(self) -> StoreWork | None:
         return self.source.works.get(self.ref.name)
 
+    @property
+    def ignored(self) -> int:
+        return 0
+
     def layers(self, component: str) -> Layers:
         assert not self.closed
         layers = self.source.loras[self.ref.digest].get(component, {})

@@ -34,6 +34,8 @@ from bottega.v1.engine_pb2 import EngineBeat, EngineCount
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
     from bottega.device.heartbeat import Heartbeat
     from bottega.engine.acceleration.acceleration import Probe
     from bottega.engine.encode import Conditions
@@ -57,6 +59,8 @@ class JobAddOn:
     """Whether the add-on changed the encoding of the prompt."""
     offloadable: bool = True
     """Whether the other worker of a pair may compute rows of the job."""
+    tokenizers: tuple[CLIPTokenizer, ...] | None = None
+    """Tokenizers that read the job's prompts in place of the model's own; None for these."""
     decision: bytes | None = None
     """A choice that later attempts must repeat to draw the same picture, as a serialized message of this add-on.
 

@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bottega import rules
 from bottega.device.device import HostCopy, run_pieces
 from bottega.engine.events import CutText
 from bottega.engine.prompt_chunks import Chunk, emphasise, empty_chunk, plain_chunk, weighted_chunks
 from bottega.engine.spec import ResolvedSpec
+from bottega.errors import Violation
 from bottega.model.backbone import TIMESTEP_COND
 from bottega.model.family import EncodedText, guidance_embedding
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
 from bottega.model.vae import encode_in_pieces
+from bottega.prompt_syntax import MalformedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -206,7 +209,10 @@ def _read(model: Model, spec: ResolvedSpec, texts: tuple[str, str], fields: tupl
     # Families with one text encoder have no second prompt.
     sources = list(zip(texts, model.tokenizers, strict=False))
     if spec.weighted:
-        return _Prompts(chunks=[weighted_chunks(text, tokenizer) for text, tokenizer in sources])
+        try:
+            return _Prompts(chunks=[weighted_chunks(text, tokenizer) for text, tokenizer in sources])
+        except MalformedPrompt as error:  # Checked before, but tokens of an add-on may have made it longer.
+            rules.refuse([Violation(field=f"spec.{fields[0]}", description=str(error))])
     chunks: list[list[Chunk]] = []
     encoders_of: dict[tuple[str, str], list[str]] = {}
     for (text, tokenizer), field, part in zip(sources, fields, model.family.text_encoders, strict=False):

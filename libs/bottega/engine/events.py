@@ -115,6 +115,8 @@ class LoraRecord:
     scale: float
     from_step: int
     """First step in which the UNet used it."""
+    token: str = ""
+    """The token in prompts, if it is a textual inversion embedding."""
     load_s: float
     """Seconds until its data had arrived."""
     wait_s: float
@@ -129,6 +131,8 @@ class LoraRecord:
     """The keys that `left_out_by_stock` returns, of all components."""
     similarities: tuple[float, ...] = ()
     """Similarity of latents after each step, see `LatentMeter`; empty if not measured."""
+    ignored_layers: int = 0
+    """Number of layers of its file that match nothing in the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -318,7 +318,8 @@ def open_job(
     Raises:
         BottegaError: An add-on cannot serve the job, or an input has NaN or infinity.
     """
-    conditions = encode_all_prompts(model, order.spec)
+    tokenizers = next((part.tokenizers for part in addons.values() if part.tokenizers), model.tokenizers)
+    conditions = encode_all_prompts(replace(model, tokenizers=tokenizers), order.spec)
     yield
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
     if state is None:

@@ -13,7 +13,7 @@ from bottega.engine.spec import ResolvedSpec, undrawable
 from bottega.errors import TooLarge, Violation
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers
-from bottega.prompt_syntax import MAX_PROMPT_CHUNKS, MalformedPrompt
+from bottega.prompt_syntax import MalformedPrompt
 
 # At a few times the size that it was trained for, a model draws nonsense, and the cost of attention grows with the
 # square of the size. One such request would hold up all other turns for minutes.
@@ -109,14 +109,10 @@ def _unreadable(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     texts |= {name: getattr(spec, name) or "" for name in ("prompt_2", "negative_prompt", "negative_prompt_2")}
     for name, text in texts.items():
         try:
-            chunks = max(len(weighted_chunks(text, tokenizer)) for tokenizer in model.tokenizers)
+            for tokenizer in model.tokenizers:
+                weighted_chunks(text, tokenizer)
         except MalformedPrompt as error:
             yield Violation(field=f"spec.{name}", description=str(error))
-        else:
-            if chunks > MAX_PROMPT_CHUNKS:
-                size = model.tokenizers[0].model_max_length - 2
-                rule = f"has {chunks} chunks of {size} tokens: at most {MAX_PROMPT_CHUNKS} are drawn"
-                yield Violation(field=f"spec.{name}", description=rule)
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

@@ -16,9 +16,10 @@ from diffusers.loaders import TextualInversionLoaderMixin
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from bottega.prompt_syntax import parse_weighted
+from bottega.prompt_syntax import MAX_PROMPT_CHUNKS, MalformedPrompt, parse_weighted
 
-_COMMA = ",</w>"
+_WORD_END = "</w>"
+_COMMA = f",{_WORD_END}"
 # So many tokens behind a comma are divided between two chunks; fewer move to the next one together.
 _COMMA_TOKENS = 20
 _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
@@ -40,11 +41,12 @@ def plain_chunk(prompt: str, tokenizer: CLIPTokenizer) -> tuple[Chunk, str]:
     ids = tokenizer(prompt, padding="max_length", max_length=length, truncation=True).input_ids
     whole = tokenizer(prompt).input_ids
     lost = tokenizer.decode(whole[length - 1 : -1]) if len(whole) > length else ""
-    return Chunk(ids=tuple(ids)), lost
+    # Copies of CLIP's tokenizers do not remove the marks of words' ends.
+    return Chunk(ids=tuple(ids)), lost.replace(_WORD_END, " ").strip()
 
 
 def weighted_chunks(prompt: str, tokenizer: CLIPTokenizer) -> list[Chunk]:
-    """Return the chunks of a weighted prompt. Raise MalformedPrompt if it cannot be read."""
+    """Return the chunks of a weighted prompt. Raise MalformedPrompt if it cannot be read, or has too many."""
     writer = _ChunkWriter(tokenizer)
     for place, section in enumerate(parse_weighted(prompt)):
         if place:
@@ -55,7 +57,11 @@ def weighted_chunks(prompt: str, tokenizer: CLIPTokenizer) -> list[Chunk]:
         for part, ids in zip(parts, tokens, strict=True):
             for token in ids:
                 writer.add(token, part.weight)
-    return writer.finish()
+    chunks = writer.finish()
+    if len(chunks) > MAX_PROMPT_CHUNKS:
+        size = tokenizer.model_max_length - 2
+        raise MalformedPrompt(f"has {len(chunks)} chunks of {size} tokens: at most {MAX_PROMPT_CHUNKS} are drawn")
+    return chunks
 
 
 def empty_chunk(tokenizer: CLIPTokenizer) -> Chunk:

@@ -48,6 +48,17 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSpec:
+    """A textual inversion embedding of a job."""
+
+    name: str
+    digest: str
+    """SHA-256 of its canonical file, hex."""
+    token: str
+    """The text in prompts that its vectors replace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EditSpec:
     """The mask of a job that edits its image. A checkpoint is valid only for the same fields."""
 
@@ -103,6 +114,8 @@ class ResolvedSpec:
     """Whether residuals may be one step old."""
     loras: tuple[LoraSpec, ...] = ()
     """LoRAs, which are summed and all applied at one step: the smallest `bound` of them holds."""
+    embeddings: tuple[EmbeddingSpec, ...] = ()
+    """Textual inversion embeddings, in the order in which tokenizers learn their tokens."""
     edit: EditSpec | None = None
     """The mask of an edit, which also needs image and strength; None if the job is no edit."""
     keep_for_editing: bool = False

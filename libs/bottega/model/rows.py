@@ -78,6 +78,8 @@ class LoraSet:
     """Factors by component and module path; the set owns the tensors."""
     differences: Mapping[str, Mapping[str, Difference]] = field(default_factory=dict, repr=False)
     """Changes without a low-rank form, by component and module path. A module may have factors and a difference."""
+    changes_norms: bool = False
+    """Whether it changes normalisation layers. Its rows then run in groups of their own."""
 
     def of(self, component: str) -> Mapping[str, Factors]:
         """Return the factors of one component by module path; empty if no LoRA touches it."""

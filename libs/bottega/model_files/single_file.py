@@ -236,7 +236,7 @@ def _lora(entries: Mapping[str, TensorEntry]) -> str:
 def _embedding(entries: Mapping[str, TensorEntry]) -> str:
     count = max(entry.shape[0] if len(entry.shape) == 2 else 1 for entry in entries.values())
     tokens = f"{count} token{'s' if count != 1 else ''}"
-    return f"it is a textual inversion embedding of {tokens}; embeddings are not served yet"
+    return f"it is a textual inversion embedding of {tokens}; add it with `bottega loras add NAME FILE`"
 
 
 def _other(entries: Mapping[str, TensorEntry]) -> str:

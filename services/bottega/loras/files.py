@@ -249,6 +249,11 @@ class LoraFolder:
         self._used_bytes += lora.file_bytes - before_bytes
         return digest, lora
 
+    def read(self, digest: str) -> CanonicalLora:
+        """Return the parsed header of complete weights. Raises BadLora, OSError."""
+        with self.path(digest).open("rb") as file:
+            return canonical.read(file)
+
     def bring_back(self, digest: str) -> None:
         """If the weights with this digest are in quarantine, move them back to their path."""
         with os_errors.translated():

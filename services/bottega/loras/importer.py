@@ -25,7 +25,7 @@ from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import ImportConfig, OwnLora
 from bottega.loras.files import LoraFolder, Reservation
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
-from bottega.loras.records import CatalogueRecord
+from bottega.loras.records import PARTIAL, CatalogueRecord
 from bottega.loras.upload import Upload, UploadLimits, check_upload, receive
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
@@ -55,6 +55,10 @@ class ImportRequest:
     """Name of its base model."""
     trigger_words: tuple[str, ...]
     """Trigger words. If empty, a LoRA in the store keeps its words, and a new one gets the phrase in its file."""
+    base_model: str = ""
+    """The base model that its model card names, if the caller sent it."""
+    allow_partial: bool = False
+    """Whether layers that match nothing are ignored instead of refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +191,14 @@ class LoraImporter:
                 return room.size_bytes - beside_bytes
 
             job = ImportJob(
-                sources=tuple(sources), size_bytes=size_bytes, base=self._bases[request.base], output=output
+                sources=tuple(sources),
+                size_bytes=size_bytes,
+                base=self._bases[request.base],
+                output=output,
+                name=request.name,
+                trigger_words=request.trigger_words,
+                base_model=request.base_model,
+                allow_partial=request.allow_partial,
             )
             answer = await self._processes.run(job, take_room=take_room)
             async with self.write_lock:
@@ -219,11 +230,11 @@ class LoraImporter:
             digest=digest,
             base=request.base,
             rank=lora.rank,
-            modules=len(lora.modules),
+            modules=lora.size,
             size_bytes=lora.file_bytes,
             text_bytes=lora.text_bytes,
-            trigger_words=request.trigger_words or ((trigger,) if trigger else ()),
-            format=kind,
+            trigger_words=(lora.token,) if lora.token else request.trigger_words or ((trigger,) if trigger else ()),
+            format=f"{kind}{PARTIAL}" if lora.ignored else kind,
             added_s=time.time(),
         )
         try:
@@ -245,6 +256,9 @@ class LoraImporter:
         if request.base not in self._bases:
             listed = ", ".join(sorted(self._bases)) or "none"
             violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))
+        if len(request.base_model) > _MAX_WORD_CHARACTERS:
+            rule = f"must have at most {_MAX_WORD_CHARACTERS} characters"
+            violations.append(Violation(field="base_model", description=rule))
         words = request.trigger_words
         if len(words) > _MAX_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
             rule = f"must be at most {_MAX_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"

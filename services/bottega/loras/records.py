@@ -17,11 +17,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from bottega.addons.loras.wire.canonical import EMBEDDING_KIND
 from bottega.blobstore import RecordTable, StoredRow
 from bottega.blobstore.records import Values
 from bottega.errors import DataLoss
 from bottega.storage.content_reader import Value, checksum
 
+PARTIAL = ", in part"
+"""What follows the format of a LoRA with ignored layers."""
 DESCRIPTION = ".json"
 """Suffix of description files."""
 _FORMAT = "bottega.lora.description/2"
@@ -48,6 +51,16 @@ class CatalogueRecord:
     """Pairs of a number of steps and the latest step at which the LoRA may be applied."""
     pinned: bool = False
     added_s: float
+
+    @property
+    def token(self) -> str:
+        """Token of a textual inversion embedding, its only trigger word; "" for a LoRA."""
+        return self.trigger_words[0] if self.format == EMBEDDING_KIND else ""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether layers of its file were ignored."""
+        return self.format.endswith(PARTIAL)
 
 
 LORAS = RecordTable(

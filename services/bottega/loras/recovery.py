@@ -14,14 +14,14 @@ from pathlib import Path
 
 from bottega import rules
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.canonical import CanonicalLora, Module
+from bottega.addons.loras.wire.canonical import EMBEDDING_KIND, VECTORS, CanonicalLora, Module
 from bottega.background_tasks import run_to_end
 from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, Violation
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.files import FolderScan, LoraFolder
 from bottega.loras.importing.base import Base, read_base
 from bottega.loras.quarantine import QuarantinedLora, QuarantineFolder, is_id, is_intact
-from bottega.loras.records import CatalogueRecord
+from bottega.loras.records import PARTIAL, CatalogueRecord
 from bottega.storage import os_errors
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class LoraRecovery:
                 record = await run_to_end(self._restore(found, _record(found, lora, name=name, base=base)))
         facts = {"lora": record.name, "digest": record.digest, "base": record.base}
         _log.info("a LoRA was restored from quarantine", extra=facts)
-        return RestoredLora(record=record, unknown=tuple(_unknown(found, name)))
+        return RestoredLora(record=record, unknown=tuple(_unknown(found, name, lora)))
 
     async def discard(self, id: str) -> int:
         """Delete a LoRA in quarantine permanently, and return how many bytes that freed.
@@ -189,6 +189,9 @@ class LoraRecovery:
             model = read_base(self._bases[base])
         except ConfigError as error:
             return error.message
+        if lora.token:
+            widths = {module.component: module.parts[VECTORS].shape[1] for module in lora.modules}
+            return None if widths == model.token_widths else "its text encoders read vectors of other sizes"
         wrong = next((module for module in lora.modules if not _fits(module, model)), None)
         return None if wrong is None else f"the model has no {wrong.component}.{wrong.path}, or one of another shape"
 
@@ -210,11 +213,11 @@ def _record(found: QuarantinedLora, lora: CanonicalLora, *, name: str, base: str
         digest=found.digest,
         base=base or (old.base if old else ""),
         rank=lora.rank,
-        modules=len(lora.modules),
+        modules=lora.size,
         size_bytes=lora.file_bytes,
         text_bytes=lora.text_bytes,
-        trigger_words=old.trigger_words if old else (),
-        format=old.format if old else "",
+        trigger_words=(lora.token,) if lora.token else old.trigger_words if old else (),
+        format=EMBEDDING_KIND if lora.token else old.format if old else PARTIAL if lora.ignored else "",
         bounds=old.bounds if old and base in ("", old.base) else (),
         pinned=old.pinned if old else False,
         added_s=old.added_s if old else time.time(),
@@ -231,11 +234,13 @@ def _merged(present: CatalogueRecord, restored: CatalogueRecord) -> CatalogueRec
     )
 
 
-def _unknown(found: QuarantinedLora, name: str) -> Iterator[str]:
+def _unknown(found: QuarantinedLora, name: str, lora: CanonicalLora) -> Iterator[str]:
     if found.record is None:
         if not name:
             yield "its name"
-        yield from ("its format", "its trigger words", "its profile", "when it was added")
+        if not lora.token:
+            yield from ("its format", "its trigger words", "its profile")
+        yield "when it was added"
 
 
 def _fits(module: Module, base: Base) -> bool:

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from bottega import kinds, rules
 from bottega.caching import Tier, TieredCache
-from bottega.errors import DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
+from bottega.errors import BadLora, DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig, check_configured
 from bottega.loras.files import LoraFolder
@@ -107,6 +107,15 @@ class LoraStore(StoreServer):
     def state(self, record: CatalogueRecord) -> bool | None:
         """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on disk."""
         return self._cache.state(record.digest)
+
+    async def ignored(self, record: CatalogueRecord) -> Sequence[str]:
+        """Return the layers of a LoRA's file that were ignored; () if its weights are gone or damaged."""
+        if not record.is_partial:
+            return ()
+        try:
+            return (await asyncio.to_thread(self._files.read, record.digest)).ignored
+        except (BadLora, OSError):
+            return ()
 
     async def remove(self, name: str) -> None:
         """Delete a LoRA. Raises LoraNotFound, and LoraInUse while it is being sent or a job needs it."""

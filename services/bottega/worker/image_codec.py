@@ -198,8 +198,10 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
     Without a negative prompt its line is absent. Line breaks are removed from prompts, so that a prompt cannot imitate
     another line.
     """
-    tags = [f"<lora:{lora.name}:{_lora_scale(lora):g}>" for lora in spec.loras]
-    hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.digest)
+    loras = [lora for lora in spec.loras if not lora.token]
+    tags = [f"<lora:{lora.name}:{_lora_scale(lora):g}>" for lora in loras]
+    hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in loras if lora.digest)
+    embeddings = ", ".join(f"{lora.token}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.token)
     settings = {
         "Steps": str(spec.num_inference_steps),
         "Sampler": SAMPLER_TITLES.get(spec.sampler, ""),
@@ -212,6 +214,7 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
         "Denoising strength": f"{spec.strength:g}" if spec.HasField("strength") else "",
         "Clip skip": str(spec.clip_skip + 1) if spec.clip_skip else "",
         "Lora hashes": hashes,
+        "TI hashes": embeddings,
     }
     lines = [" ".join([*spec.prompt.split(), *tags])]
     if spec.negative_prompt:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from safetensors.torch import load_file
 
 from bottega import errors
 from bottega.addons.loras.client.stores import read_lora
@@ -251,3 +252,36 @@ async def test_a_difference_has_no_rank_and_what_contradicts_it_is_said(house: H
         "the layers count.\n"
     ) in added.stderr
     assert "none (whole differences)" in (await _run(house, "show", "whole")).stdout
+
+
+async def test_the_command_adds_a_lora_in_part_if_it_is_told_to(
+    house: House, client: AsyncClient, tmp_path: Path
+) -> None:
+    tensors = load_file(lora_file(tmp_path, seed=2))
+    other = {f"lora_unet_elsewhere.lora_{part}.weight": torch.ones(2, 2) for part in ("up", "down")}
+    path = save({**tensors, **other}, tmp_path / "partial.safetensors")
+    refused = await _run(house, "add", "pastel", path, "--base", "miniature")
+    assert "match nothing in the base model" in refused.stderr
+    added = await _run(house, "add", "pastel", path, "--base", "miniature", "--allow-partial")
+    says = "1 layer of its file matches nothing in the model and is ignored: lora_unet_elsewhere\n"
+    assert says in added.stderr
+    assert "LoRA, in part" in (await _run(house)).stdout
+    assert "lora_unet_elsewhere" in (await _run(house, "show", "pastel")).stdout
+    assert (await client.lora("pastel")).ignored == ("lora_unet_elsewhere",)
+
+
+async def test_the_command_adds_lists_and_shows_an_embedding(house: House, tmp_path: Path) -> None:
+    tensors = {name: torch.ones(3, 64) for name in ("clip_l", "clip_g")}
+    path = save(tensors, tmp_path / "toy.safetensors")
+    added = await _run(house, "add", "toy", path, "--base", "miniature", "--trigger", "<toy>")
+    assert added.stdout == "toy is ready for miniature: an embedding of 3 vectors, which <toy> stands for in prompts\n"
+    assert 'Draw with it: bottega generate "... <toy> ..." --lora toy\n' in added.stderr
+    assert next(line.split() for line in (await _run(house)).stdout.splitlines() if "toy" in line)[:3] == [
+        "toy",
+        "miniature",
+        "embedding",
+    ]
+    shown = (await _run(house, "show", "toy")).stdout
+    for fact in ("kind", "embedding", "token", "<toy>", "vectors"):
+        assert fact in shown
+    assert "may be late" not in shown

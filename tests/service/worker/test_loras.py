@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from bottega.addons.loras.engine import LoraHandle, LoraRef
+from bottega.addons.loras.engine import LoraHandle, LoraRef, WholeLayer
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.worker.addon import LoraCache
 from bottega.addons.loras.worker.store_link import LoraLinkSettings
@@ -331,3 +331,23 @@ async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_
         assert store.server.address != first
         worker.know(store)
         assert await worker.wait(handle)
+
+
+async def test_an_embedding_comes_with_its_vectors_and_a_partial_lora_with_what_it_lacks(
+    store: Running, worker: _Worker, tmp_path: Path
+) -> None:
+    worker.know(store)
+    vectors = {name: torch.randn(2, 64) for name in ("clip_l", "clip_g")}
+    toy = await store.upload("toy", save(vectors, tmp_path / "toy.safetensors"))
+    tensors, _ = kohya({("unet", MODULE): Part(rank=2, alpha=1.0)})
+    tensors |= {f"lora_unet_elsewhere.lora_{part}.weight": torch.ones(2, 2) for part in ("up", "down")}
+    part = await store.upload("part", save(tensors, tmp_path / "part.safetensors"), allow_partial=True)
+    handles = [worker.begin(lora) for lora in (toy, part)]
+    for handle in handles:
+        assert await worker.wait(handle)
+    for component, rows in zip(("text_encoder", "text_encoder_2"), vectors.values(), strict=True):
+        (layer,) = handles[0].layers(component).values()
+        assert isinstance(layer, WholeLayer)
+        assert layer.vectors is not None
+        assert torch.equal(layer.vectors, rows)
+    assert [handle.ignored for handle in handles] == [0, 1]

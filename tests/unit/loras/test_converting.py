@@ -394,7 +394,7 @@ _SHAPES = (("down", (2, 96)), ("up", (96, 2)))
         ("diff", "full differences of weights"),
         ("diff_b", "full differences of weights"),
         ("set_weight", "full differences of weights"),
-        ("w_norm", "weights of normalisation layers"),
+        ("w_norm", "a difference of a normalisation layer"),
         ("lora_embedding_A", "factors of embeddings"),
         ("lora_B.bias", "biases"),
         ("bias", "biases"),
@@ -701,3 +701,25 @@ def test_a_trigger_phrase_of_the_file_is_told(base: Base, tmp_path: Path) -> Non
 def test_a_base_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         read_base(tmp_path)
+
+
+def test_a_lora_in_part_keeps_what_matches_and_lists_the_rest(base: Base, tmp_path: Path) -> None:
+    tensors, expected = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    other = {
+        f"lora_unet_elsewhere_{index}.lora_{part}.weight": torch.ones(2, 2)
+        for index in (0, 1)
+        for part in ("up", "down")
+    }
+    path = save({**tensors, **other, "what.else": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(BadLora, match="match nothing in the base model"):
+        convert(sources(path), base=base)
+    converted = convert(sources(path), base=base, allow_partial=True)
+    assert [f"{module.component}.{module.path}" for module in converted.modules] == list(expected)
+    assert set(converted.ignored) == {"lora_unet_elsewhere_0", "lora_unet_elsewhere_1", "what.else"}
+    with (tmp_path / "canonical").open("w+b") as file:
+        canonical.write(file, converted.modules, ignored=converted.ignored)
+        file.seek(0)
+        assert canonical.read(file).ignored == converted.ignored
+    nothing = save(other, tmp_path / "b.safetensors")
+    with pytest.raises(BadLora, match="nothing in the file matches the base model"):
+        convert(sources(nothing), base=base, allow_partial=True)

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega.addons.loras.wire.messages import card_base_model
 from bottega.errors import BadLora
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.loras.importing.naming import base_family, family_by_metadata
+from bottega.loras.importing.process import _answer
 from bottega.miniature import WEIGHTS
+from bottega.v1.lora_import_pb2 import LoraImportCall, LoraImportSource
 from tests.samples.family_models import family_model
 from tests.samples.lora_files import Part, kohya, save
 
@@ -32,6 +35,37 @@ def _lora(module: str, inputs: int, outputs: int = 96) -> dict[str, Tensor]:
 _K = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k"
 _ELSEWHERE = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
 _UNMATCHED = "nothing in the file matches the base model; it has"
+
+
+def test_a_model_card_names_the_family_where_the_file_does_not(tmp_path: Path) -> None:
+    """The process of an import reads the card beside a file of the store's machine; uploads bring what theirs names."""
+    path = save(_lora("lora_unet_somewhere", 7), tmp_path / "a.safetensors")
+    (tmp_path / "README.md").write_text(
+        "---\ntags:\n- lora\nbase_model:\n- runwayml/stable-diffusion-v1-5\n---\n# Ink\n"
+    )
+    call = LoraImportCall(base=str(WEIGHTS), output=str(tmp_path / "out"), sources=[LoraImportSource(path=str(path))])
+    says = "the LoRA is for Stable Diffusion 1, and the base model is SDXL: nothing in the file matches"
+    assert _answer(call).refusal.startswith(says)
+    call.base_model = "stabilityai/stable-diffusion-2-1"
+    assert _answer(call).refusal.startswith("the LoRA is for Stable Diffusion 2, ")
+    # The file's own word counts for more.
+    save(_lora("lora_unet_somewhere", 7), path, {"ss_base_model_version": "sdxl_base_v1-0"})
+    assert _answer(call).refusal.startswith("nothing in the file matches")
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        (b"---\nbase_model: a/b\n---\n", "a/b"),
+        (b"---\r\nbase_model:\r\n  - 'a/b'\r\n---\r\n", "a/b"),
+        (b'---\nlicense: mit\nbase_model: ["a/b"]\n---\nbase_model: c/d', "a/b"),
+        (b"# Ink\nbase_model: a/b\n", ""),
+        (b"---\nbase_model:\n---\n", ""),
+        (b"\xff\x00" * 100_000, ""),
+    ],
+)
+def test_the_front_matter_of_a_card_names_the_base_model(card: bytes, expected: str) -> None:
+    assert card_base_model(card) == expected
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,52 @@ def _kron(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
     return np.kron(first.reshape(*first.shape, *[1] * (second.ndim - 2)), second)
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.7])
+def test_differences_of_norms_are_added_to_weights_and_biases(
+    base: Base, unet: Any, tmp_path: Path, strength: float
+) -> None:
+    """LyCORIS' NormModule: the weight plus w_norm, and the bias plus b_norm. Others write them as diff and diff_b."""
+    names = {
+        "lora_unet_down_blocks_0_resnets_0_norm1": "down_blocks.0.resnets.0.norm1",
+        "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_norm3": (
+            "down_blocks.1.attentions.0.transformer_blocks.0.norm3"
+        ),
+        "lora_unet_conv_norm_out": "conv_norm_out",
+    }
+    tensors, expected = {}, {}
+    for seed, (name, path) in enumerate(names.items()):
+        for kind, ours, theirs in (("weight", "w_norm", "diff"), ("bias", "b_norm", "diff_b")):
+            drawn = _draw(*unet.get_submodule(path).weight.shape, seed=2 * seed + len(kind))
+            tensors[f"{name}.{theirs if path == 'conv_norm_out' else ours}"] = drawn
+            expected[f"{path}.{kind}"] = strength * drawn
+    _assert_same(_changes(save(tensors, tmp_path / "a.safetensors"), base, unet, strength), expected)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"lora_unet_conv_norm_out.w_norm": (5,)}, "its full difference, [5], does not fit it"),
+        ({"lora_unet_conv_norm_out.b_norm": (5,)}, "lora_unet_conv_norm_out.b_norm has the shape [5]"),
+        (
+            {"lora_unet_conv_norm_out.lora_down.weight": (2, 4), "lora_unet_conv_norm_out.lora_up.weight": (4, 2)},
+            "unet.conv_norm_out is a normalisation layer, and cannot have factors of LoRA",
+        ),
+        (
+            {"lora_unet_conv_norm_out.w_norm": (32,), "lora_unet_conv_norm_out.diff": (32,)},
+            "lora_unet_conv_norm_out.diff and lora_unet_conv_norm_out.w_norm are the same part",
+        ),
+        ({f"{_NAME}.w_norm": (96,)}, f"{_NAME}.w_norm is a difference of a normalisation layer, and unet.{_Q} is"),
+    ],
+)
+def test_differences_of_norms_that_do_not_fit_are_refused(
+    base: Base, tmp_path: Path, tensors: dict[str, tuple[int, ...]], says: str
+) -> None:
+    path = save({name: torch.ones(shape) for name, shape in tensors.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(BadLora) as refused:
+        convert(sources(path), base=base)
+    assert says in refused.value.message
+
+
 _CONVOLUTIONS = ("LoCon with mid", "LoHa with Tucker", "LoKr with Tucker")
 _CASES = [
     (path, kind)

@@ -43,6 +43,8 @@ def test_other_tools_read_prompt_negative_prompt_and_settings() -> None:
     drawn.sampler, drawn.use_karras_sigmas, drawn.strength = Sampler.SAMPLER_DPMPP_2M, True, 0.6
     drawn.loras.add(name="ink", scale=0.5, digest="5a" * 32)
     drawn.loras.add(name="dots", digest="6b" * 32)
+    drawn.loras.add(name="toy", digest="7c" * 32, token="<toy>")
+    drawn.loras.add(name="ugly@shop", digest="8d" * 32, token="ugly")
     text = summary(drawn, "0123456789abcdef")
     assert len(text.split("\n")) == 3
     assert read(text) == {
@@ -58,6 +60,7 @@ def test_other_tools_read_prompt_negative_prompt_and_settings() -> None:
         "Model": "shapes",
         "Denoising strength": "0.6",
         "Lora hashes": "ink: 5a5a5a5a5a5a, dots: 6b6b6b6b6b6b",
+        "TI hashes": "<toy>: 7c7c7c7c7c7c, ugly: 8d8d8d8d8d8d",
     }
 
 

@@ -167,10 +167,13 @@ def _add_controlnet(message: generation_pb2.ControlNet, net: ControlNet, path: s
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A LoRA to draw with: `Lora("outline", 0.8)`. A tuple of name and scale, or the name alone, means the same."""
+    """A LoRA to draw with: `Lora("outline", 0.8)`. A tuple of name and scale, or the name alone, means the same.
+
+    `Lora("cat")` may also be a textual inversion embedding, whose token stands in a prompt. It has no scale.
+    """
 
     name: str
-    """Name of the LoRA, as loras() and adapters() list it."""
+    """Name of the LoRA or embedding, as loras() and adapters() list it."""
     scale: float = 1.0
     """Strength."""
     from_step: int | None = None

@@ -138,7 +138,7 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraUse:
-    """A LoRA as it was used."""
+    """A LoRA or a textual inversion embedding as it was used."""
 
     name: str = ""
     digest: str = ""
@@ -161,6 +161,10 @@ class LoraUse:
     """Modules of the LoRA that stock Diffusers' loader ignores."""
     rounded_otherwise: bool = False
     """Whether the LoRA was merged into half precision weights, which rounds differently from stock Diffusers."""
+    token: str = ""
+    """Token of a textual inversion embedding, which is in the prompts from the first step on; empty for a LoRA."""
+    ignored_layers: int = 0
+    """Number of layers of the LoRA's file that match nothing in the model and are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bottega.engine.acceleration.acceleration import Forwards
 from bottega.model.model import Model
@@ -140,6 +141,8 @@ def _norm_forward(norm: nn.GroupNorm, norm_silu: _Norm) -> Callable[..., Tensor]
 
 
 def _normed(norm: Any, x: Tensor, norm_silu: _Norm, *, activate: bool) -> Tensor:
+    if activate and norm._forward_hooks:  # LoRAs beside the weights change what is activated
+        return functional.silu(norm(x))
     return norm_silu(x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, activate=activate)
 
 

@@ -97,7 +97,7 @@ class AddOnCosts:
 
     def slowdown(self, job: Job) -> float:
         """Return how many times as long a job takes as without its add-ons; at least 1, and 1 if none was measured."""
-        own = self._ratios.get(_kind(job)) if job.controlnets or job.loras else None
+        own = self._ratios.get(_kind(job)) if job.controlnets or job.lora_set else None
         if own is None:
             return 1.0
         plain = self._ratios.get((job.request.tenant, job.bare.model, (), 0), _Ratio(log=0.0, turns=0.0))
@@ -116,7 +116,7 @@ class _Ratio:
 
 
 def _kind(job: Job) -> Hashable:
-    return job.request.tenant, job.bare.model, tuple(sorted(job.controlnets)), len(job.loras)
+    return job.request.tenant, job.bare.model, tuple(sorted(job.controlnets)), len(job.lora_set)
 
 
 class FleetSnapshot:

@@ -16,7 +16,7 @@ from typing import Any
 
 from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, spellings
 from bottega.errors import BadLora, ConfigError
-from bottega.safetensors_header import read_header
+from bottega.safetensors_header import Header, read_header
 
 # Names of a module in Stability's code, by its name in Diffusers.
 _RESNET = {
@@ -33,6 +33,7 @@ _OUTSIDE = {
     "time_embedding.linear_2": "time_embed_2",
     "add_embedding.linear_1": "label_emb_0_0",
     "add_embedding.linear_2": "label_emb_0_2",
+    "conv_norm_out": "out_0",
     "conv_out": "out_2",
 }
 # Modules of one transformer block, which have the same names in both.
@@ -40,23 +41,30 @@ _BLOCK = (
     *(f"attn{place}.{name}" for place in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
     "ff.net.0.proj",
     "ff.net.2",
+    *(f"norm{place}" for place in (1, 2, 3)),
 )
 _CROSS = "CrossAttn"
 
 _WEIGHT, _BIAS = ".weight", ".bias"
 # Not supported: embedding tables are looked up by row instead of multiplied, so a LoRA cannot be added.
 _TABLES = ("token_embedding", "position_embedding")
+_TOKENS = "token_embedding.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModule:
-    """A linear layer or a convolution of a base model."""
+    """A linear layer, a convolution or a normalisation layer of a base model."""
 
     component: str
     path: str
     shape: tuple[int, ...]
-    """Shape of its weight, [out, in] or [out, in, height, width]."""
+    """Shape of its weight, [out, in] or [out, in, height, width]; [channels] of a normalisation layer."""
     has_bias: bool = False
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a normalisation layer."""
+        return len(self.shape) == 1
 
     @property
     def name(self) -> str:
@@ -70,9 +78,18 @@ class Base:
     Args:
         modules: The modules.
         sgm: Paths in the UNet, by their names in Stability's code with underscores in place of dots.
+        token_widths: See the attribute.
     """
 
-    def __init__(self, modules: Iterator[BaseModule], *, sgm: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        modules: Iterator[BaseModule],
+        *,
+        sgm: Mapping[str, str],
+        token_widths: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.token_widths = token_widths
+        """Number of values that a token's vector has, for each text encoder."""
         self._dotted: dict[tuple[str, str], BaseModule] = {}
         self._flat: dict[tuple[str, str], BaseModule | None] = {}
         for module in modules:
@@ -98,7 +115,13 @@ def read_base(folder: Path) -> Base:
     """Read the base model in a folder of Diffusers' layout. Raises ConfigError if the folder is not a model."""
     try:
         config = json.loads((folder / BACKBONE / "config.json").read_text(encoding="utf-8"))
-        return Base(_modules(folder), sgm=MappingProxyType(sgm_names(config)))
+        widths = {
+            component: entry.shape[1]
+            for component, header in _headers(folder)
+            for entry in header.tensors
+            if entry.name.endswith(_TOKENS) and len(entry.shape) == 2
+        }
+        return Base(_modules(folder), sgm=MappingProxyType(sgm_names(config)), token_widths=widths)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadLora) as error:
         raise ConfigError(f"base model {folder} cannot be used: {error}") from None
 
@@ -106,20 +129,25 @@ def read_base(folder: Path) -> Base:
 def _modules(folder: Path) -> Iterator[BaseModule]:
     """Yield each module once. A component may have several files, or the same modules in several data types."""
     seen: set[tuple[str, str]] = set()
+    for component, header in _headers(folder):
+        biases = {entry.name for entry in header.tensors if entry.name.endswith(_BIAS)}
+        for entry in header.tensors:
+            module = entry.name.removesuffix(_WEIGHT)
+            if module == entry.name or len(entry.shape) not in {1, 2, 4} or module.rpartition(".")[2] in _TABLES:
+                continue
+            if any((component, path) in seen for path in spellings(component, module)):
+                continue
+            seen.add((component, module))
+            has_bias = f"{module}{_BIAS}" in biases
+            yield BaseModule(component=component, path=module, shape=entry.shape, has_bias=has_bias)
+
+
+def _headers(folder: Path) -> Iterator[tuple[str, Header]]:
+    """Yield the headers of a model's files, each with its component."""
     for component in COMPONENTS:
         for path in sorted((folder / component).glob("*.safetensors")):
             with path.open("rb") as file:
-                header = read_header(file)
-            biases = {entry.name for entry in header.tensors if entry.name.endswith(_BIAS)}
-            for entry in header.tensors:
-                module = entry.name.removesuffix(_WEIGHT)
-                if module == entry.name or len(entry.shape) not in {2, 4} or module.rpartition(".")[2] in _TABLES:
-                    continue
-                if any((component, path) in seen for path in spellings(component, module)):
-                    continue
-                seen.add((component, module))
-                has_bias = f"{module}{_BIAS}" in biases
-                yield BaseModule(component=component, path=module, shape=entry.shape, has_bias=has_bias)
+                yield component, read_header(file)
 
 
 def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
@@ -174,7 +202,12 @@ def _resnet(theirs: str, ours: str) -> dict[str, str]:
 
 
 def _transformer(theirs: str, ours: str, depth: int) -> dict[str, str]:
-    paths = ["proj_in", "proj_out", *(f"transformer_blocks.{n}.{path}" for n in range(depth) for path in _BLOCK)]
+    paths = [
+        "norm",
+        "proj_in",
+        "proj_out",
+        *(f"transformer_blocks.{n}.{path}" for n in range(depth) for path in _BLOCK),
+    ]
     return {f"{theirs}_{path.replace('.', '_')}": f"{ours}.{path}" for path in paths}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bottega.addons.loras.wire.canonical import COMPONENTS, ModuleWeights, headers_of_loras
+from bottega.addons.loras.wire.canonical import COMPONENTS, MAX_IGNORED, ModuleWeights, headers_of_loras
 from bottega.addons.loras.wire.messages import PEFT_CONFIG, LoraFile, find_weights
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base
@@ -105,61 +105,98 @@ class ConvertedLora:
     """The trigger phrase that the trainer wrote into the file, or ""."""
     note: str
     """A contradiction between its metadata and its shapes, in a sentence; "" without one."""
+    token: str = ""
+    """The token, if it is a textual inversion embedding."""
+    ignored: tuple[str, ...] = ()
+    """Layers of its files that match nothing in the base model."""
 
 
-def convert(sources: Iterable[LoraSourceFile], *, base: Base, family: str = "") -> ConvertedLora:
+def convert(
+    sources: Iterable[LoraSourceFile],
+    *,
+    base: Base,
+    family: str = "",
+    card: str = "",
+    allow_partial: bool = False,
+) -> ConvertedLora:
     """Convert the LoRA in some files to canonical modules. Raises BadLora, which names the problem, and OSError.
 
     Args:
         sources: The files.
         base: The base model.
         family: Display name of the base model's family; "" if unknown.
+        card: The base model that the LoRA's model card names; "" if unknown. The file's metadata count for more.
+        allow_partial: Whether layers that match nothing are ignored instead of refused. At least one layer must match.
     """
     with ExitStack() as stack:
         found: dict[str, ModuleParts] = {}
         headers = []
+        ignored = list[str]()
         for source in sources:
             file = stack.enter_context(open_below(source.path, source.root))
             with headers_of_loras():
                 headers.append(read_header(file))
-            _collect(file, headers[-1], source, base=base, found=found, family=family)
+            _collect(
+                file,
+                headers[-1],
+                source,
+                base=base,
+                found=found,
+                families=(family, card),
+                ignored=ignored if allow_partial else None,
+            )
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
         try:
             modules = tuple(assemble(parts) for parts in found.values())
         except BadLora as error:
             shaped = family_by_shapes((entry, parse_name(entry.name)) for header in headers for entry in header.tensors)
-            raise _of_another_family(error.message, shaped, family) from None
+            named = (family_by_metadata(header.metadata, card)[0] for header in headers)
+            stated = next(filter(None, named), "")
+            raise of_another_family(error.message, shaped or stated, family) from None
         return ConvertedLora(
             modules=modules,
             format=next(parts.format for parts in found.values()),
             trigger_phrase=_trigger(headers),
-            note=_contradiction(headers, family),
+            note=_contradiction(headers, family, card),
+            ignored=tuple(ignored),
         )
 
 
-def _of_another_family(reason: str, family: str, base_family: str) -> BadLora:
-    """Return the error for a LoRA that does not fit, which names both families if they differ."""
+def of_another_family(reason: str, family: str, base_family: str, *, what: str = "LoRA") -> BadLora:
+    """Return the error for a LoRA or an embedding that does not fit, which names both families if they differ."""
     if not family or not base_family or family == base_family:
         return BadLora(reason)
-    return BadLora(f"the LoRA is for {family}, and the base model is {base_family}: {reason}")
+    return BadLora(f"the {what} is for {family}, and the base model is {base_family}: {reason}")
 
 
-def _contradiction(headers: Iterable[Header], base_family: str) -> str:
+def _contradiction(headers: Iterable[Header], base_family: str, card: str) -> str:
     for header in headers:
-        family, value = family_by_metadata(header.metadata)
+        family, value = family_by_metadata(header.metadata, card)
         if family and base_family and family != base_family:
+            where = "metadata says" if family_by_metadata(header.metadata)[0] else "model card says"
             return (
-                f"its metadata says that it was made for {family} ({value}), but its layers fit {base_family}: "
+                f"its {where} that it was made for {family} ({value}), but its layers fit {base_family}: "
                 "the layers count"
             )
     return ""
 
 
 def _collect(
-    file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, ModuleParts], family: str
+    file: BinaryIO,
+    header: Header,
+    source: LoraSourceFile,
+    *,
+    base: Base,
+    found: dict[str, ModuleParts],
+    families: tuple[str, str],
+    ignored: list[str] | None,
 ) -> None:
-    """Add the tensors of a file to `found`, by module. Raises BadLora, which lists tensors without a module."""
+    """Add the tensors of a file to `found`, by module. Raises BadLora, which lists tensors without a module.
+
+    `families` are the display name of the base model's family, and the base model that the model card names. If
+    `ignored` is a list, it gets the layers without a module, unless no tensor of the file has one.
+    """
     refuse_unserved([entry.name for entry in header.tensors])
     names = [(entry, parse_name(entry.name)) for entry in header.tensors]
     known = [(entry, name) for entry, name in names if name is not None]
@@ -186,11 +223,26 @@ def _collect(
         if name.part in collected.parts:
             raise BadLora(f"{entry.name} and {collected.parts[name.part][2].name} are the same part of {module.name}")
         collected.parts[name.part] = (file, header, entry)
-    if unmatched:
-        stated, _ = family_by_metadata(header.metadata)
-        raise _of_another_family(_unmatched(unmatched, header), family_by_shapes(names) or stated, family)
+    if unmatched and ignored is not None and in_file:
+        ignored += dict.fromkeys(_layer(name) for name in unmatched)
+        if len(ignored) > MAX_IGNORED:
+            raise BadLora(
+                f"{len(ignored)} layers match nothing in the base model; at most {MAX_IGNORED} can be ignored"
+            )
+    elif unmatched:
+        family, card = families
+        stated, _ = family_by_metadata(header.metadata, card)
+        raise of_another_family(_unmatched(unmatched, header), family_by_shapes(names) or stated, family)
     _check_configs(configs, in_file.values())
     _check_kohya_alpha(header.metadata, in_file.values())
+
+
+def _layer(tensor: str) -> str:
+    """Return the layer of a tensor, as the file names it."""
+    name = parse_name(tensor)
+    if name is None:
+        return excerpt(tensor, 120)
+    return excerpt(tensor[: tensor.index(name.path) + len(name.path)] if name.path in tensor else tensor, 120)
 
 
 def _only_component(known: Sequence[tuple[TensorEntry, Name]], base: Base) -> str | None:
@@ -218,8 +270,8 @@ def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
     module = module_of(name, base, component)
     if module is None or name.part is Part.ALPHA:
         return module is not None
-    if len(entry.shape) == 1:  # magnitudes of DoRA, and differences of biases
-        return entry.shape[0] == module.shape[0]
+    if len(entry.shape) == 1 or module.is_norm:  # magnitudes of DoRA, and differences of biases and norms
+        return entry.shape[:1] == module.shape[:1]
     if len(entry.shape) < len(module.shape[:2]):
         return False
     match name.part:

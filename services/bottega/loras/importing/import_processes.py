@@ -49,6 +49,14 @@ class ImportJob:
     """Folder of the base model."""
     output: Path
     """An empty file, which receives the canonical form."""
+    name: str = ""
+    """Its name in the store."""
+    trigger_words: tuple[str, ...] = ()
+    """Trigger words that the caller gave."""
+    base_model: str = ""
+    """The base model that the caller's model card names."""
+    allow_partial: bool = False
+    """Whether layers that match nothing are ignored instead of refused."""
 
 
 class ImportProcesses(ProcessPool):
@@ -122,7 +130,14 @@ class ImportProcesses(ProcessPool):
 
 
 def _frame(job: ImportJob) -> bytes:
-    call = LoraImportCall(base=str(job.base), output=str(job.output))
+    call = LoraImportCall(
+        base=str(job.base),
+        output=str(job.output),
+        name=job.name,
+        trigger_words=job.trigger_words,
+        base_model=job.base_model,
+        allow_partial=job.allow_partial,
+    )
     for source in job.sources:
         call.sources.add(
             path=str(source.path),

@@ -1,5 +1,7 @@
 """Assembles a module's tensors into its canonical parts: LoRA, LoHa, LoKr or a full difference, perhaps with DoRA.
 
+LyCORIS' differences of normalisation layers are full differences of their weights and biases.
+
 Source: PEFT's layers of the same names; LyCORIS' modules. LyCORIS' LoKr ignores alpha if both factors are whole.
 """
 
@@ -19,6 +21,7 @@ from bottega.addons.loras.wire.canonical import (
     KRON,
     MAGNITUDE,
     MAX_RANK,
+    NORM,
     UP,
     UP2,
     ModuleWeights,
@@ -48,7 +51,7 @@ _KINDS: Mapping[str, frozenset[Part]] = {
     "factors of LoRA": frozenset({Part.DOWN, Part.UP, Part.MID}),
     "factors of LoHa": frozenset(part for part in Part if part.startswith("hada_")),
     "factors of LoKr": frozenset(part for part in Part if part.startswith("lokr_")),
-    "full differences of weights": frozenset({Part.DIFF}),
+    "full differences of weights": frozenset({Part.DIFF, Part.W_NORM}),
 }
 # Factors whose first dimension is the rank. A module has one of them, or LoKr's two, of which the first counts.
 _RANKED = (Part.DOWN, Part.HADA_W1_B, Part.LOKR_W2_B, Part.LOKR_W1_B)
@@ -87,6 +90,7 @@ class ModuleParts:
 
 def assemble(found: ModuleParts) -> ModuleWeights:
     """Return a module's canonical parts. Raises BadLora, which names the module, and OSError."""
+    _check_norm(found)
     kind = _kind(found)
     rank = found.rank
     if rank == 0:
@@ -119,7 +123,7 @@ def _kind(found: ModuleParts) -> str:
     if len(kinds) > 1:
         listed = " and ".join(f"{kind} ({name})" for kind, name in kinds.items())
         raise BadLora(f"{found.module.name} has {listed}: save each in a file of its own")
-    if not kinds and Part.DIFF_B not in found.parts:
+    if not kinds and not found.parts.keys() & {Part.DIFF_B, Part.B_NORM}:
         lacking = next((part for part in (Part.MAGNITUDE, Part.DORA_SCALE) if part in found.parts), None)
         beside = f", beside its magnitudes of DoRA ({found.parts[lacking][2].name})" if lacking else ""
         raise BadLora(f"{found.module.name} lacks down and up{beside}")
@@ -128,6 +132,20 @@ def _kind(found: ModuleParts) -> str:
         where = f"{found.config.where} says peft_type {found.config.peft_type}"
         raise BadLora(f"{where}, but {found.module.name} has {kind}")
     return kind
+
+
+def _check_norm(found: ModuleParts) -> None:
+    """Raise BadLora for differences of a normalisation layer on another layer, and for others on such a layer."""
+    norms = [found.parts[part][2].name for part in (Part.W_NORM, Part.B_NORM) if part in found.parts]
+    if norms and not found.module.is_norm:
+        raise BadLora(f"{norms[0]} is a difference of a normalisation layer, and {found.module.name} is another layer")
+    factor = next((part for part in found.parts if part in _KIND_OF and part not in {Part.DIFF, Part.W_NORM}), None)
+    if found.module.is_norm and factor is not None:
+        raise BadLora(f"{found.module.name} is a normalisation layer, and cannot have {_KIND_OF[factor]}")
+    for one, other in ((Part.DIFF, Part.W_NORM), (Part.DIFF_B, Part.B_NORM)):
+        if one in found.parts and other in found.parts:
+            names = " and ".join(found.parts[part][2].name for part in (one, other))
+            raise BadLora(f"{names} are the same part of {found.module.name}")
 
 
 def _require(found: ModuleParts, *parts: Part) -> None:
@@ -223,14 +241,14 @@ def _product(
 def _full(found: ModuleParts) -> tuple[dict[str, TensorData], float]:
     if Part.ALPHA in found.parts:
         raise BadLora(f"{found.module.name} has a full difference and an alpha, which has no meaning there")
-    weights = found.read(Part.DIFF)
+    weights = found.read(Part.DIFF if Part.DIFF in found.parts else Part.W_NORM)
     full = reshaped(weights, found.module.shape)
     if full is None:
         raise BadLora(
             f"{found.module.name} has the shape {list(found.module.shape)} in the base model; "
             f"its full difference, {list(weights.shape)}, does not fit it"
         )
-    return {FULL: full}, largest(full)
+    return {NORM if found.module.is_norm else FULL: full}, largest(full)
 
 
 def _magnitude(found: ModuleParts, has_change: bool) -> dict[str, TensorData]:
@@ -258,9 +276,10 @@ def _magnitude(found: ModuleParts, has_change: bool) -> dict[str, TensorData]:
 
 
 def _bias(found: ModuleParts) -> dict[str, TensorData]:
-    if Part.DIFF_B not in found.parts:
+    part = next((part for part in (Part.DIFF_B, Part.B_NORM) if part in found.parts), None)
+    if part is None:
         return {}
-    weights, name = found.read(Part.DIFF_B), found.parts[Part.DIFF_B][2].name
+    weights, name = found.read(part), found.parts[part][2].name
     if not found.module.has_bias:
         raise BadLora(
             f"{name} is one of the full differences of weights for a bias, which {found.module.name} does not have"

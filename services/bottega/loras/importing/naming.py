@@ -4,7 +4,7 @@ Diffusers    unet.mid_block.attentions.0.(...).to_q.lora_A.weight, (...).to_q.lo
 (...).attn1.processor.to_q_lora.down.weight; text_encoder.(...).q_proj.lora_linear_layer.down.weight
 PEFT         base_model.model.(...).to_q.lora_A.weight
 kohya        lora_unet_(path with underscores).lora_down.weight, lora_te1_(...), with one .alpha for each module
-LyCORIS      kohya's or PEFT's names with .hada_w1_a, .lokr_w1, .diff and others in place of .lora_down.weight
+LyCORIS      kohya's or PEFT's names with .hada_w1_a, .lokr_w1, .diff, .w_norm and others in place of .lora_down.weight
 
 Names without a component are allowed if all tensors of the file belong to one component.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, spellings
+from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, EMBEDDING_KIND, spellings
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.model_files.families import family_of
@@ -54,6 +54,10 @@ class Part(StrEnum):
     DIFF = "diff"
     DIFF_B = "diff_b"
     """A full difference of the bias."""
+    W_NORM = "w_norm"
+    """A difference of a normalisation layer's weight."""
+    B_NORM = "b_norm"
+    """A difference of a normalisation layer's bias."""
     MAGNITUDE = "lora_magnitude_vector"
     """PEFT's magnitudes of DoRA."""
     DORA_SCALE = "dora_scale"
@@ -61,11 +65,13 @@ class Part(StrEnum):
 
 
 class Format(StrEnum):
-    """A naming convention of LoRA files."""
+    """A kind of file, by the names of its tensors."""
 
     DIFFUSERS = "Diffusers"
     PEFT = "PEFT"
     KOHYA = "kohya"
+    EMBEDDING = EMBEDDING_KIND
+    """Vectors of a token, which have no module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +101,8 @@ _UNSERVED = (
     ("diagonals of KaSA", re.compile(r"\.lora_diag\b")),
     ("scalars of LyCORIS", re.compile(r"\.scalar$")),
     ("full differences of weights", re.compile(r"\.(set_weight|reshape_weight)$")),
-    ("weights of normalisation layers", re.compile(r"\.[wb]_norm$")),
     ("factors of embeddings", re.compile(r"lora_embedding_[AB]")),
-    ("embeddings of words", re.compile(r"^bundle_emb\.|^emb_params$|trainable_tokens_|\bstring_to_param\b")),
+    ("embeddings of words", re.compile(r"^bundle_emb\.|^(emb_params|clip_[lg])$|trainable_tokens_|\bstring_to_")),
     ("whole modules", re.compile(r"\.modules_to_save\.|\.base_layer\.")),
     ("biases", re.compile(r"\.bias$")),
 )
@@ -106,7 +111,7 @@ _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.lora_(?P<part>[AB])(\.(?P<adapter>[A-Za-z0-9_]+))?\.weight$"), {"A": "down", "B": "up"}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)\.(?P<part>down|up)\.weight$"), {}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)?\.(?P<part>alpha)$"), {}),
-    (re.compile(r"\.(?P<part>hada_(w[12]_[ab]|t[12])|lokr_(w[12](_[ab])?|t2)|diff(_b)?|dora_scale)$"), {}),
+    (re.compile(r"\.(?P<part>hada_(w[12]_[ab]|t[12])|lokr_(w[12](_[ab])?|t2)|diff(_b)?|[wb]_norm|dora_scale)$"), {}),
     (re.compile(r"\.(?P<part>lora_magnitude_vector)(\.(?!weight$)(?P<adapter>[A-Za-z0-9_]+))?(\.weight)?$"), {}),
 )
 _KOHYA = (
@@ -224,7 +229,7 @@ def _modern(path: str) -> str:
 
 _FLUX, _SD3 = "FLUX", "Stable Diffusion 3"
 # Features of the prompt embeddings that cross-attention reads.
-_WIDTHS = {768: TITLES[SD15], 1024: TITLES[SD21], 2048: TITLES[SDXL]}
+FAMILY_OF_WIDTH = {768: TITLES[SD15], 1024: TITLES[SD21], 2048: TITLES[SDXL]}
 _BLOCKS = (
     (re.compile(r"single_transformer_blocks|(^|[._])(double|single)_blocks[._]"), _FLUX),
     (re.compile(r"joint_(transformer_)?blocks"), _SD3),
@@ -262,8 +267,8 @@ def family_by_shapes(entries: Iterable[tuple[TensorEntry, Name | None]]) -> str:
         if name.component == "text_encoder_2":
             return TITLES[SDXL]
         is_cross_attention = name.component in {BACKBONE, None} and _CROSS_ATTENTION.search(name.path)
-        if is_cross_attention and name.part is Part.DOWN and len(entry.shape) > 1 and entry.shape[1] in _WIDTHS:
-            return _WIDTHS[entry.shape[1]]
+        if is_cross_attention and name.part is Part.DOWN and len(entry.shape) > 1 and entry.shape[1] in FAMILY_OF_WIDTH:
+            return FAMILY_OF_WIDTH[entry.shape[1]]
     return ""
 
 
@@ -272,7 +277,7 @@ def family_by_metadata(metadata: Mapping[str, str], base_model: str = "") -> tup
 
     Args:
         metadata: Metadata of a LoRA's file.
-        base_model: The base model in PEFT's configuration.
+        base_model: The base model that the LoRA's model card names.
     """
     for value in (*(metadata.get(key, "") for key in _KEYS), base_model):
         plain = _PUNCTUATION.sub("", value[:1000].lower())

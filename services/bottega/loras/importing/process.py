@@ -12,11 +12,14 @@ import os
 from pathlib import Path
 
 from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.messages import MAX_CARD_BYTES, card_base_model, model_card
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
+from bottega.loras.importing.embedding import convert_embedding
 from bottega.loras.importing.naming import base_family
 from bottega.process import FramedPipe
+from bottega.storage.folders import open_below
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
 
@@ -42,8 +45,14 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
                 root=Path(source.root) if source.root else None,
             )
         ]
-        family = base_family(Path(call.base))
-        converted = convert(files, base=read_base(Path(call.base)), family=family)
+        folder = Path(call.base)
+        family, base = base_family(folder), read_base(folder)
+        token = call.trigger_words[0] if call.trigger_words else ""
+        converted = convert_embedding(files, base=base, folder=folder, family=family, token=token, name=call.name)
+        if converted is not None and len(call.trigger_words) > 1:
+            raise BadLora("an embedding has one trigger word, its token")
+        card = call.base_model or _card_base_model(Path(call.sources[0].path), call.sources[0].root)
+        converted = converted or convert(files, base=base, family=family, card=card, allow_partial=call.allow_partial)
         return _written(converted, Path(call.output), family)
     except (BadLora, ConfigError) as error:
         return LoraImportAnswer(refusal=error.message)
@@ -53,10 +62,19 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
         return LoraImportAnswer(refusal="the file needs more memory than an import may have")
 
 
+def _card_base_model(path: Path, root: str) -> str:
+    """Return the base model that the model card beside a LoRA names; "" without a card that can be read."""
+    try:
+        with open_below(model_card(path), Path(root) if root else None) as card:
+            return card_base_model(card.read(MAX_CARD_BYTES))
+    except OSError:
+        return ""
+
+
 def _written(converted: ConvertedLora, path: Path, family: str) -> LoraImportAnswer:
     try:
         with path.open("r+b") as output:
-            canonical.write(output, converted.modules)
+            canonical.write(output, converted.modules, token=converted.token, ignored=converted.ignored)
             output.flush()
             os.fsync(output.fileno())
     except OSError as error:

@@ -273,6 +273,8 @@ def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
         stock_may_leave_out=lora.stock_may_leave_out,
         similarities=lora.similarities,
         rounded_otherwise=lora.rounded_otherwise,
+        token=lora.token,
+        ignored_layers=lora.ignored_layers,
     )
 
 

@@ -15,7 +15,7 @@ from bottega import kinds
 from bottega.addons.controlnets.engine.provider import ControlHosts, read_hosts
 from bottega.control_modes import mode_number
 from bottega.engine.job import EngineOrder
-from bottega.engine.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, EditSpec, EmbeddingSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
@@ -106,7 +106,10 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
         schedule=schedule_of(spec),
         controlnets=tuple(_controls(start)),
         stale_residuals=_may_approximate(spec, "stale_residuals"),
-        loras=tuple(map(_lora, spec.loras)),
+        loras=tuple(_lora(lora) for lora in spec.loras if not lora.token),
+        embeddings=tuple(
+            EmbeddingSpec(name=lora.name, digest=lora.digest, token=lora.token) for lora in spec.loras if lora.token
+        ),
         edit=_edit(start) if start.HasField("mask") else None,
         keep_for_editing=spec.keep_for_editing,
         **present,

@@ -229,7 +229,7 @@ HOSTILE = (
     Hostile(
         name="an embedding of ten thousand tokens",
         write=lambda path: _zeros(path, "emb_params", shape=(10_000, 768)),
-        sentence="it is a textual inversion embedding of 10000 tokens; embeddings are not served yet",
+        sentence="it is a textual inversion embedding of 10000 tokens; add it with `bottega loras add NAME FILE`",
     ),
     Hostile(
         name="a LoRA",

@@ -197,7 +197,10 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
         final_sigmas_type=LAST_SIGMAS[last]
         if (last := spec.schedule.final_sigmas_type)
         else pb.FINAL_SIGMAS_TYPE_UNSPECIFIED,
-        loras=[pb.Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in spec.loras],
+        loras=[
+            *(pb.Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in spec.loras),
+            *(pb.Lora(name=each.name, digest=each.digest, scale=1.0, token=each.token) for each in spec.embeddings),
+        ],
         controlnets=[
             pb.ControlNet(
                 name=control.name,

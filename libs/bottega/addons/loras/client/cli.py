@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -38,12 +38,13 @@ from bottega.errors import BottegaError, InvalidRequest, LoraNotFound
 
 # LoRAs of GiB take some seconds; after that the command tells what is so by then.
 _LOAD_S, _POLL_S = 15.0, 0.05
+_SHOWN_LAYERS = 8
 
 
 @click.group("loras", cls=ListGroup)
 @with_examples("""
     bottega loras                      lists them, and the models they fit
-    bottega loras add outline FILE     uploads one of kohya, Diffusers or PEFT
+    bottega loras add outline FILE     uploads a LoRA or an embedding
     bottega loras show outline         shows all about one
     bottega loras pin outline          keeps it in the store's memory
     bottega loras profile outline      measures how late it may arrive
@@ -52,7 +53,7 @@ _LOAD_S, _POLL_S = 15.0, 0.05
     bottega generate "a red star" --lora outline:0.8
 """)
 def command() -> None:
-    """List, add, measure and remove LoRAs."""
+    """List, add, measure and remove LoRAs and textual inversion embeddings."""
 
 
 @command.command("list")
@@ -73,10 +74,12 @@ def list_command(*, address: str) -> None:
     if not loras:
         note("There are no LoRAs yet: bottega loras add NAME FILE.")
         return
-    table = PlainTable("lora", "base", ">rank", ">size", "pinned", "trigger words", optional=("pinned", "rank"))
+    columns = ("lora", "base", "kind", ">rank", ">size", "pinned", "trigger words")
+    table = PlainTable(*columns, optional=("pinned", "rank", "kind"))
     for lora in loras:
         facts = (str(lora.rank or ""), size_text(lora.size_bytes), "yes" if lora.pinned else "")
-        table.add_row(lora.name, lora.base, *facts, ", ".join(lora.trigger_words))
+        kind = f"{lora.kind}, in part" if lora.ignored else lora.kind
+        table.add_row(lora.name, lora.base, kind, *facts, ", ".join(lora.trigger_words))
     print_table(table)
 
 
@@ -102,14 +105,20 @@ def show(*, name: str, address: str) -> None:
     metavar="WORDS",
     help="Trigger words, which make the model use its style; repeatable.",
 )
+@click.option(
+    "--allow-partial", is_flag=True, help="Ignore layers of the file that match nothing in the model; they are listed."
+)
 @address_option
 @fleet_option
-def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:
-    """Add a LoRA as NAME.
+def add(
+    *, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], allow_partial: bool, address: str
+) -> None:
+    """Add a LoRA, or a textual inversion embedding, as NAME.
 
     A LoRA NAME@TENANT belongs to that tenant alone, which calls it NAME.
 
-    PATH is a .safetensors file, or a folder of Diffusers or PEFT, which may have a subfolder for each component. It is
+    PATH is a .safetensors file, or a folder of Diffusers or PEFT, which may have a subfolder for each component. The
+    trigger word of an embedding is its token; without one it is that of its file, or NAME, in small letters. PATH is
     uploaded from this machine. If it is not here, the store looks for it on its own machine, below the root folder that
     its configuration allows. If the same LoRA exists, its trigger words are replaced.
     """
@@ -117,13 +126,27 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
     with connect(address) as client:
         before = _trigger_words(client, name) if trigger_words else None
         if here:
-            lora = client.add_lora(name, Path(path), base=base, trigger_words=trigger_words)
+            lora = client.add_lora(
+                name, Path(path), base=base, trigger_words=trigger_words, allow_partial=allow_partial
+            )
         else:
-            lora = _register_at_store(client, name, path, base=base, trigger_words=trigger_words)
+            lora = _register_at_store(
+                client, name, path, base=base, trigger_words=trigger_words, allow_partial=allow_partial
+            )
+    if lora.token:
+        count = f"{lora.modules} vector{'s' if lora.modules > 1 else ''}"
+        say(f"{lora.name} is ready for {lora.base}: an embedding of {count}, which {lora.token} stands for in prompts")
+        note(f'Draw with it: bottega generate "... {lora.token} ..." --lora {lora.name}')
+        return
     rank = f" of rank {lora.rank}" if lora.rank else ""
     modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''}{rank}"
     say(f"{lora.name} is ready for {lora.base}: {modules}, {size_text(lora.size_bytes)}")
-    if lora.family:
+    if lora.ignored:
+        many = len(lora.ignored) > 1
+        what = f"{len(lora.ignored)} layers of its file match" if many else "1 layer of its file matches"
+        verb = "are" if many else "is"
+        note(f"{what} nothing in the model and {verb} ignored: {_listed(lora.ignored)}")
+    elif lora.family:
         layers = f"all {lora.modules} layers of its file match" if lora.modules > 1 else "the layer of its file matches"
         note(f"It is for {lora.family}: {layers} the model, and none is ignored.")
     if lora.note:
@@ -199,13 +222,13 @@ def _trigger_words(client: Client, name: str) -> list[str] | None:
 
 
 def _register_at_store(
-    client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]
+    client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...], allow_partial: bool
 ) -> StoredLora:
     """Make the store import a LoRA from its own machine. Errors also say that the path is missing on this machine."""
     from bottega.client.cli.error_help import exit_status
 
     try:
-        return client.register_lora(name, path, base=base, trigger_words=trigger_words)
+        return client.register_lora(name, path, base=base, trigger_words=trigger_words, allow_partial=allow_partial)
     except InvalidRequest as error:
         rules = [item.description for item in error.violations if item.field == "path"]
         if not rules:
@@ -214,18 +237,29 @@ def _register_at_store(
         fail(f"there is no file or folder {path} on this machine", store, status=exit_status(error))
 
 
+def _listed(layers: Sequence[str]) -> str:
+    more = f" and {len(layers) - _SHOWN_LAYERS} more" if len(layers) > _SHOWN_LAYERS else ""
+    return ", ".join(layers[:_SHOWN_LAYERS]) + more
+
+
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:
     bounds = ", ".join(f"step {bound.max_step} of {bound.num_inference_steps}" for bound in lora.bounds)
-    return [
-        ("name", lora.name),
-        ("base", lora.base),
+    own = [
         ("rank", str(lora.rank or "none (whole differences)")),
         ("modules", str(lora.modules)),
+        *([("ignored layers", _listed(lora.ignored))] if lora.ignored else []),
         ("size", size_text(lora.size_bytes)),
         *([("text encoders' part", size_text(lora.text_bytes))] if lora.text_bytes else []),
         ("format", lora.format),
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "a fifth of the steps (not measured)"),
+    ]
+    embedding = [("token", lora.token), ("vectors", str(lora.modules)), ("size", size_text(lora.size_bytes))]
+    return [
+        ("name", lora.name),
+        ("base", lora.base),
+        ("kind", lora.kind),
+        *(embedding if lora.token else own),
         ("in the store's memory", _memory_state(lora)),
         ("added", moment_text(lora.added)),
         ("hash", short_hash(lora.digest)),
@@ -316,9 +350,14 @@ class LoraType(click.ParamType[Lora]):
 
 def _describe(provenance: Provenance) -> Iterator[str]:
     for use in provenance.loras:
+        if use.token:
+            yield f"embedding {use.name}: its token is {use.token}, loaded after {use.load_s:.3f} s"
+            continue
         yield f"LoRA {use.name}: scale {use.scale:g}, used from step {use.from_step}, loaded after {use.load_s:.3f} s"
         if use.mixed_alphas:
             yield f"LoRA {use.name}: its modules have different alphas, which stock Diffusers may ignore"
+        if use.ignored_layers:
+            yield f"LoRA {use.name}: {use.ignored_layers} layers of its file match nothing in the model and are ignored"
         if use.stock_may_leave_out:
             yield f"LoRA {use.name}: stock Diffusers may leave out its {', '.join(use.stock_may_leave_out)}"
 
@@ -331,7 +370,7 @@ PART = GenerationPart(
             type=LoraType(),
             multiple=True,
             metavar="NAME[:SCALE]",
-            help="Draw with the LoRA NAME; repeatable. bottega loras lists them.",
+            help="Draw with the LoRA or embedding NAME; repeatable. bottega loras lists them.",
         ),
         click.option(
             "--late-loras/--no-late-loras",

@@ -78,24 +78,38 @@ class AsyncLoraMethods(AsyncGatewayClient):
         return stored_from((await self._call_owner(name, lambda stub: stub.GetLora(request, timeout=CALL_S))).lora)
 
     async def add_lora(
-        self, name: str, path: Path, *, base: str | None = None, trigger_words: Sequence[str] = ()
+        self,
+        name: str,
+        path: Path,
+        *,
+        base: str | None = None,
+        trigger_words: Sequence[str] = (),
+        allow_partial: bool = False,
     ) -> StoredLora:
-        """Upload a LoRA.
+        """Upload a LoRA, or a textual inversion embedding.
 
         Args:
             name: Name of the LoRA in requests.
             path: A safetensors file, or a folder of PEFT or Diffusers.
             base: Name of the model that it was made for; None if the stores have only one base model.
             trigger_words: Words in a prompt that invoke its style. If the LoRA exists, they replace its trigger words.
+                An embedding has one, its token; by default that of its file, or its name in small letters.
+            allow_partial: Whether layers of its file that match nothing in the model are ignored instead of refused.
         """
         build_message(lora_pb2.UploadLoraHead(), name=name, trigger_words=trigger_words)  # before anything is read
         files, head = await asyncio.to_thread(read_lora, path)
         store, base = await choose_store(await self._lora_stores(), name, base)
-        build_message(head, name=name, base=base, trigger_words=trigger_words)
+        build_message(head, name=name, base=base, trigger_words=trigger_words, allow_partial=allow_partial)
         return stored_from(await upload(store, head, files))
 
     async def register_lora(
-        self, name: str, path: str, *, base: str | None = None, trigger_words: Sequence[str] = ()
+        self,
+        name: str,
+        path: str,
+        *,
+        base: str | None = None,
+        trigger_words: Sequence[str] = (),
+        allow_partial: bool = False,
     ) -> StoredLora:
         """Make a store import a LoRA from the store's own machine.
 
@@ -104,8 +118,15 @@ class AsyncLoraMethods(AsyncGatewayClient):
             path: A file or folder on the store's machine, below the root that its configuration allows.
             base: As in add_lora().
             trigger_words: As in add_lora().
+            allow_partial: As in add_lora().
         """
-        request = build_message(lora_pb2.RegisterLoraRequest(), name=name, path=path, trigger_words=trigger_words)
+        request = build_message(
+            lora_pb2.RegisterLoraRequest(),
+            name=name,
+            path=path,
+            trigger_words=trigger_words,
+            allow_partial=allow_partial,
+        )
         store, base = await choose_store(await self._lora_stores(), name, base)
         build_message(request, base=base)
         async with STORES.open(store) as stub:

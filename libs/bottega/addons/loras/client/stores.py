@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from bottega import kinds, rules
-from bottega.addons.loras.wire.messages import LoraFile, find_weights
+from bottega.addons.loras.wire.messages import MAX_CARD_BYTES, LoraFile, card_base_model, find_weights, model_card
 from bottega.client.addons.addon import ServiceCalls
 from bottega.client.transport.connection import service_channels
 from bottega.client.types.fleet import FleetMember
@@ -92,7 +92,10 @@ def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
     place = Path(cast("str | os.PathLike[str]", path))
     with _readable(place):
         files = [_lora_file(file) for file in _found(place)]
-        return files, _head(files, _sha256(files))
+        head = _head(files, _sha256(files))
+        with suppress(OSError), model_card(place).open("rb") as card:
+            head.base_model = card_base_model(card.read(MAX_CARD_BYTES))
+        return files, head
 
 
 async def upload(store: FleetMember, head: UploadLoraHead, files: Sequence[LocalLoraFile]) -> StoredLora:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal
 
 from bottega.client.types.fleet import Readiness
 from bottega.client.types.messages import moment_from, value_from
@@ -27,7 +28,7 @@ class LoraBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLora:
-    """A LoRA that a store has."""
+    """A LoRA, or a textual inversion embedding, that a store has."""
 
     name: str
     digest: str
@@ -35,9 +36,9 @@ class StoredLora:
     base: str
     """Name of the model that the LoRA was made for."""
     rank: int
-    """Highest rank among the LoRA's modules; 0 if it has only whole differences."""
+    """Highest rank among the LoRA's modules; 0 if it has only whole differences, and for an embedding."""
     modules: int
-    """Number of the model's modules that the LoRA changes."""
+    """Number of the model's modules that the LoRA changes; number of vectors of an embedding."""
     size_bytes: int
     """Bytes of the LoRA in canonical form."""
     text_bytes: int
@@ -45,7 +46,7 @@ class StoredLora:
     trigger_words: tuple[str, ...]
     """Words that invoke the LoRA's style when they are in the prompt."""
     format: str
-    """Format of the imported files: "Diffusers", "PEFT" or "kohya"; empty if that is not known."""
+    """Format of the imported files: "Diffusers", "PEFT" or "kohya", or "textual inversion"; empty if it is unknown."""
     bounds: tuple[LoraBound, ...]
     """The LoRA's profile, one bound for each measured number of steps; empty if it was not measured."""
     pinned: bool
@@ -53,10 +54,20 @@ class StoredLora:
     added: datetime
     readiness: Readiness
     """Whether the store has the weights in memory, is loading them, or has them on disk."""
+    token: str = ""
+    """Token that stands for the vectors of a textual inversion embedding in prompts; empty for a LoRA."""
+    ignored: tuple[str, ...] = ()
+    """Layers of the LoRA's file that match nothing in the model and are ignored; loras() has the first four. See
+    add_lora()."""
     family: str = ""
     """Family of the model, such as SDXL, of a LoRA that was just added; empty for others."""
     note: str = ""
     """A contradiction between the metadata and the layers of a LoRA that was just added; empty without one."""
+
+    @property
+    def kind(self) -> Literal["LoRA", "embedding"]:
+        """Kind of the item."""
+        return "embedding" if self.token else "LoRA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +136,8 @@ def stored_from(message: lora_pb2.StoredLora) -> StoredLora:
         pinned=message.pinned,
         added=moment_from(message.added_s),
         readiness=_READINESS.get(message.state, Readiness.UNKNOWN),
+        token=message.token,
+        ignored=tuple(message.ignored),
         family=message.family,
         note=message.note,
     )

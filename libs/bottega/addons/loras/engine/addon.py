@@ -19,14 +19,18 @@ from bottega.addons.loras.engine import (
     LoraSet,
     LoraSource,
     LoraWeights,
+    SetKey,
+    WholeLayer,
     has_mixed_alphas,
     is_only_low_rank,
     left_out_by_stock,
 )
+from bottega.addons.loras.engine.embeddings import PromptEmbeddings, TokenVectors
 from bottega.addons.loras.engine.lora_set import RemoteLoras, loras_part, read_loras
 from bottega.addons.loras.engine.patching import patch_probe
 from bottega.addons.loras.engine.similarity import LatentMeter
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES
+from bottega.addons.loras.wire.canonical import TOKEN_EMBEDDING
 from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions
 from bottega.engine.events import EngineRecord, LoraRecord
@@ -34,8 +38,8 @@ from bottega.engine.job import EngineJob, EngineOrder, new_requests
 from bottega.engine.parallel.offload import OffloadedPart
 from bottega.engine.request import Request
 from bottega.engine.spans import MAX_SPANS, StoreWork, TracedSpan
-from bottega.engine.spec import LoraSpec, ResolvedSpec
-from bottega.errors import BottegaError, InvalidRequest, NoLora, Unavailable, Violation
+from bottega.engine.spec import EmbeddingSpec, LoraSpec, ResolvedSpec
+from bottega.errors import BottegaError, InvalidRequest, LoraUnusable, NoLora, Unavailable, Violation
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
 from bottega.v1.engine_pb2 import EngineBeat
@@ -80,6 +84,7 @@ class EngineLoras(EngineAddOn):
         )
         self.row_weights = self.weights
         self.probes = {"patch": patch_probe}
+        self.embeddings = PromptEmbeddings(model)
         self._model = model
         self._source = source
         self._timeout_s = timeout_s
@@ -117,24 +122,33 @@ class EngineLoras(EngineAddOn):
     def open(self, order: EngineOrder) -> JobAddOn | None:
         """Request the LoRAs of a job. Raise Unavailable if this worker has no source of LoRAs."""
         spec = order.spec
-        return self.ask(spec.loras, bound=spec.lora_bound, step=spec.lora_step)
+        return self.ask(spec.loras, spec.embeddings, bound=spec.lora_bound, step=spec.lora_step)
 
-    def ask(self, specs: Sequence[LoraSpec], *, bound: int = 0, step: int | None = None) -> JobLoras | None:
-        """Request the LoRAs of a job, or return None if `specs` is empty.
+    def ask(
+        self,
+        specs: Sequence[LoraSpec],
+        embeddings: Sequence[EmbeddingSpec] = (),
+        *,
+        bound: int = 0,
+        step: int | None = None,
+    ) -> JobLoras | None:
+        """Request the LoRAs and embeddings of a job, or return None if it has none.
 
         Raises Unavailable if this worker has no source of LoRAs.
 
         Args:
             specs: The LoRAs.
+            embeddings: The embeddings.
             bound: The first step that must not be made without the LoRAs.
             step: The step from which they are used, if an earlier attempt has decided it; else None.
         """
-        if not specs:
+        if not specs and not embeddings:
             return None
         if self._source is None:
             raise Unavailable("this worker has no LoRAs")
         since_s = self._clock()
         refs = [LoraRef(name=spec.name, digest=spec.digest) for spec in specs]
+        refs += [LoraRef(name=spec.name, digest=spec.digest) for spec in embeddings]
         handles = tuple(self._source.begin(ref) for ref in refs)
         for handle in handles:
             self._events["hits" if _is_ready(handle) else "misses"] += 1
@@ -142,6 +156,8 @@ class EngineLoras(EngineAddOn):
             addon=self,
             source=self._source,
             specs=tuple(specs),
+            embeddings=tuple(embeddings),
+            refs=tuple(refs),
             handles=handles,
             since_s=since_s,
             timeout_s=self._timeout_s,
@@ -159,11 +175,15 @@ class EngineLoras(EngineAddOn):
         return RemoteLoras(loras)
 
     def before_prompt(self, part: JobAddOn | None) -> None:
-        """Make the text encoders use this job's LoRAs, or none. Raise LoraUnusable if a layer does not fit."""
+        """Make the text encoders use this job's LoRAs and embeddings. Raise LoraUnusable if one does not fit."""
+        self.embeddings.restore()
         text = part.text_set() if isinstance(part, JobLoras) else None
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
             part.note_patch("into the text encoders", seconds)
+            part.changes_prompt = True
+        if isinstance(part, JobLoras) and part.embeddings:
+            part.tokenizers = self.embeddings.put(part.token_vectors())
             part.changes_prompt = True
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
@@ -186,8 +206,13 @@ class EngineLoras(EngineAddOn):
         for part in {self._parts[request] for request in requests if request.loras_now is not None}:
             if part.loras is patched and seconds:
                 part.note_patch("into the weights", seconds)
-        moved = [request for request in requests if request.share_weights(self.weights.patched_key)]
+        moved = [request for request in requests if request.share_weights(self._weights_of(request))]
         return bool(moved)
+
+    def _weights_of(self, request: Request) -> SetKey:
+        """Return what `GroupKey.weights` of a request is: for changed norms, its own set, even beside the weights."""
+        loras = request.loras_now
+        return loras.key if loras is not None and loras.changes_norms else self.weights.patched_key
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
         """Measure the cost of unmerged LoRAs from the time of a forward pass without masked rows."""
@@ -230,16 +255,22 @@ class _UnlikeStock:
     left_out: tuple[str, ...]
     low_rank: bool
     """Whether it has low-rank factors and nothing else."""
+    ignored: int
+    """Number of layers that were left out when it was added."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class JobLoras(JobAddOn):
-    """The LoRAs of one job."""
+    """The LoRAs and embeddings of one job."""
 
     addon: EngineLoras
     source: LoraSource
     specs: tuple[LoraSpec, ...]
+    embeddings: tuple[EmbeddingSpec, ...] = ()
+    refs: tuple[LoraRef, ...]
+    """Names and digests of the LoRAs, then of the embeddings."""
     handles: tuple[LoraHandle, ...]
+    """Handles in the order of `refs`; empty once all have been used."""
     since_s: float
     """Time at which the LoRAs were requested."""
     timeout_s: float
@@ -248,8 +279,10 @@ class JobLoras(JobAddOn):
     """The first step that must not be made without the LoRAs."""
     step: int | None = None
     """The step from which the LoRAs are used; None until it is decided."""
+    arrived: bool = False
+    """Whether all have arrived."""
     loras: LoraSet | None = None
-    """The LoRAs as one set of factors; None until all have arrived."""
+    """The LoRAs as one set of factors; None until all have arrived, and for a job of embeddings alone."""
     wait_s: float = 0.0
     """Seconds that the job waited for its LoRAs."""
     patch_s: float = 0.0
@@ -278,8 +311,24 @@ class JobLoras(JobAddOn):
         made = self.addon.weights.text_set(self._scaled(TEXT_ENCODERS))
         return made if any(made.changes(name) for name in TEXT_ENCODERS) else None
 
+    def token_vectors(self) -> list[TokenVectors]:
+        """Return the vectors of the embeddings. Raise LoraUnusable for a LoRA in the place of an embedding."""
+        found = []
+        for spec, handle in zip(self.embeddings, self.handles[len(self.specs) :], strict=True):
+            layers = {name: handle.layers(name).get(TOKEN_EMBEDDING) for name in TEXT_ENCODERS}
+            vectors = {
+                name: layer.vectors
+                for name, layer in layers.items()
+                if isinstance(layer, WholeLayer) and layer.vectors is not None
+            }
+            if not vectors:
+                raise LoraUnusable(f"{spec.name} is no embedding", metadata={"lora": spec.name})
+            found.append(TokenVectors(token=spec.token, vectors=vectors))
+        return found
+
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Set the job's requests, and the step that an earlier attempt decided. Raise InvalidRequest."""
+        self.addon.embeddings.restore()
         self._requests = job.requests
         if kinds.LORAS in job.pinned:
             self.step = _pinned_step(job.pinned[kinds.LORAS], job.order.spec)
@@ -293,16 +342,17 @@ class JobLoras(JobAddOn):
         All images use them from the same step: the one that an earlier attempt decided, or the first that none of them
         has begun. Raises the BottegaError of LoRAs that cannot be fetched or used, such as LoraUnusable or NoLora.
         """
-        if self.loras is not None:
+        if self.arrived:
             return
         if self._all_arrived([handle.ready for handle in self.handles], now_s):
-            self.loras = self.addon.weights.unet_set(self._scaled((UNET,)))
+            self.arrived = True
+            self.loras = self.addon.weights.unet_set(self._scaled((UNET,))) if self.specs else None
             if self.step is None:
                 self.step = max(request.next_step for request in self._requests)
             for request in self._requests:
                 request.loras, request.loras_from = self.loras, self.step
             self.decision = LoraDecision(step=self.step).SerializeToString()
-            self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles)
+            self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles[: len(self.specs)])
             self._release()
         under_way = [request for request in self._requests if not request.done]
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
@@ -313,7 +363,7 @@ class JobLoras(JobAddOn):
         The request's present step counts, because a cached latent may have moved it since the last update.
         """
         last = self.bound if self.step is None else self.step
-        return self.loras is None and (request.step >= last or request in self._meter.shadows)
+        return not self.arrived and (request.step >= last or request in self._meter.shadows)
 
     def note_patch(self, what: str, seconds: float) -> None:
         """Record that merging the LoRAs took `seconds` and has just ended. `what` names the weights, for the trace."""
@@ -324,9 +374,9 @@ class JobLoras(JobAddOn):
 
     def spans(self) -> Iterator[TracedSpan]:
         """Yield trace spans of loading each LoRA, of the stores' work for it, of merging, and of waiting."""
-        for spec, load_s, work in zip(self.specs, self._load_s, self._works, strict=False):
-            track = f"LoRA {spec.name}"
-            yield TracedSpan(name=f"load {spec.name}", track=track, begin_s=self.since_s, seconds=load_s)
+        for ref, load_s, work in zip(self.refs, self._load_s, self._works, strict=False):
+            track = f"LoRA {ref.name}"
+            yield TracedSpan(name=f"load {ref.name}", track=track, begin_s=self.since_s, seconds=load_s)
             if work is not None:
                 yield from (span for span in work.spans(track) if span.begin_s >= self.since_s)
         yield from self._patches
@@ -338,7 +388,7 @@ class JobLoras(JobAddOn):
 
     def offload(self) -> OffloadedPart | None:
         """Return the message with which a second worker fetches the LoRAs itself."""
-        return loras_part(self.specs)
+        return loras_part(self.specs) if self.specs else None
 
     def active_in(self, row: Row) -> int:
         """Return 1 if the batch row uses the LoRAs, else 0."""
@@ -347,7 +397,7 @@ class JobLoras(JobAddOn):
     def report(self, record: EngineRecord) -> EngineRecord:
         """Add the use of each LoRA to the record, if the LoRAs were used."""
         record = replace(record, seconds={**record.seconds, LORAS: self.wait_s + self.patch_s})
-        if self.step is None or self.loras is None:
+        if self.step is None or not self.arrived:
             return record
         rounds = [self.addon.weights.rounds_as_stock(low_rank=unlike.low_rank) for unlike in self._unlike_stock]
         loras = tuple(
@@ -362,17 +412,32 @@ class JobLoras(JobAddOn):
                 mixed_alphas=unlike.mixed_alphas,
                 stock_may_leave_out=unlike.left_out,
                 rounded_otherwise=not rounds_as_stock,
+                ignored_layers=unlike.ignored,
                 similarities=self._meter.similarities if spec.measured else (),
             )
             for spec, load_s, unlike, rounds_as_stock in zip(
-                self.specs, self._load_s, self._unlike_stock, rounds, strict=True
+                self.specs, self._load_s[: len(self.specs)], self._unlike_stock, rounds, strict=True
             )
         )
+        embeddings = tuple(
+            LoraRecord(
+                name=spec.name,
+                digest=spec.digest,
+                scale=1.0,
+                from_step=self.step,
+                token=spec.token,
+                load_s=load_s,
+                wait_s=self.wait_s,
+                patch_s=0.0,
+            )
+            for spec, load_s in zip(self.embeddings, self._load_s[len(self.specs) :], strict=True)
+        )
         exact = self.step <= record.begin_step and all(rounds)
-        return replace(record, loras=loras, exact=record.exact and exact)
+        return replace(record, loras=(*loras, *embeddings), exact=record.exact and exact)
 
     def close(self) -> None:
         """Release the handles and drop the requests."""
+        self.addon.embeddings.restore()  # if the prompt could not be encoded
         self._release()
         self.addon.detach(self._requests)
 
@@ -386,14 +451,14 @@ class JobLoras(JobAddOn):
     def _scaled(self, components: Sequence[str]) -> list[LoraAtScale]:
         return [
             LoraAtScale(digest=spec.digest, scale=spec.scale, layers={name: handle.layers(name) for name in components})
-            for spec, handle in zip(self.specs, self.handles, strict=True)
+            for spec, handle in zip(self.specs, self.handles, strict=False)
         ]
 
     def _all_arrived(self, arrived: Sequence[bool], now_s: float) -> bool:
         if all(arrived):
             return True
         if now_s - self.since_s > self.timeout_s:
-            late = [spec.name for spec, ready in zip(self.specs, arrived, strict=True) if not ready]
+            late = [ref.name for ref, ready in zip(self.refs, arrived, strict=True) if not ready]
             raise NoLora(
                 f"LoRA {', '.join(late)} did not arrive within {self.timeout_s:g} s; is the LoRA store slow, or down?",
                 metadata={"loras": ",".join(late)},
@@ -419,6 +484,7 @@ def _unlike_stock(handle: LoraHandle) -> _UnlikeStock:
         mixed_alphas=any(has_mixed_alphas(layers) for layers in components.values()),
         left_out=tuple(what for name, layers in components.items() for what in left_out_by_stock(name, layers)),
         low_rank=all(is_only_low_rank(layers) for layers in components.values()),
+        ignored=handle.ignored,
     )
 
 

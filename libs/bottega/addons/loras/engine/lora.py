@@ -18,9 +18,11 @@ from bottega.addons.loras.wire.canonical import (
     FULL,
     KRON,
     MAGNITUDE,
+    NORM,
     SCALE,
     UP,
     UP2,
+    VECTORS,
     is_low_rank,
 )
 from bottega.engine.spans import StoreWork
@@ -53,6 +55,11 @@ class WholeLayer:
     """Its tensors by their names in the canonical file, without the scale."""
     scale: float
     """Factor of the change, without that of a request."""
+
+    @property
+    def vectors(self) -> Tensor | None:
+        """Vectors of a token, [vectors, features]; None unless it belongs to an embedding."""
+        return self.parts.get(VECTORS)
 
 
 Layers = Mapping[str, LoraLayer | WholeLayer]
@@ -140,6 +147,11 @@ class LoraHandle(Protocol):
         """Time that the store spent on sending the LoRA, perhaps for an earlier job; None if it was in memory."""
         ...
 
+    @property
+    def ignored(self) -> int:
+        """Number of layers of the LoRA's file that were left out when it was added; 0 before it has arrived."""
+        ...
+
     def layers(self, component: str) -> Layers:
         """Return the layers of one component. Those of the UNet need `ready`, those of the text encoders `text_ready`.
 
@@ -201,7 +213,9 @@ def _change(layer: WholeLayer) -> Tensor | None:
     Source: LyCORIS' functional.loha and functional.lokr.
     """
     parts = {name: tensor.float() for name, tensor in layer.parts.items()}
-    if FULL in parts:
+    if NORM in parts:
+        change = parts[NORM]
+    elif FULL in parts:
         change = parts[FULL]
     elif DOWN in parts:
         change = _product(parts[DOWN], parts[UP])

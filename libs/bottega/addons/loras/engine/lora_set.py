@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer, WholeLayer, weight_difference
+from bottega.addons.loras.engine.unmerged import NORMS
 from bottega.addons.loras.wire.canonical import BIAS, spellings, weight_shape
 from bottega.engine.addon import JobAddOn
 from bottega.engine.parallel.offload import OffloadedPart
@@ -70,7 +71,11 @@ def make_set(
             for change in changes
             if change.has_difference
         }
-    return LoraSet(key=set_key(uses, as_peft=as_peft), components=factors, differences=differences)
+    changes_norms = any(
+        isinstance(networks[name].get_submodule(path), NORMS) for name in components for path in differences[name]
+    )
+    key = set_key(uses, as_peft=as_peft)
+    return LoraSet(key=key, components=factors, differences=differences, changes_norms=changes_norms)
 
 
 def expanded_bytes(uses: Sequence[LoraAtScale], network: nn.Module, component: str) -> int:
@@ -132,17 +137,24 @@ def _module_changes(uses: Sequence[LoraAtScale], component: str, network: nn.Mod
         )
 
 
-def _module(module: nn.Module | None, path: str) -> nn.Linear | nn.Conv2d:
+_Module = nn.Linear | nn.Conv2d | nn.LayerNorm | nn.GroupNorm
+
+
+def _module(module: nn.Module | None, path: str) -> _Module:
     if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1):
         return module
-    raise LoraUnusable(f"the model has no linear or plain convolution layer {path}, which a LoRA changes")
+    if isinstance(module, NORMS) and module.weight is not None:
+        return module
+    raise LoraUnusable(
+        f"the model has no linear, plain convolution or normalisation layer {path}, which a LoRA changes"
+    )
 
 
 def _bias(layer: LoraLayer | WholeLayer) -> Tensor | None:
     return layer.bias if isinstance(layer, LoraLayer) else layer.parts.get(BIAS)
 
 
-def _misfits(layer: LoraLayer | WholeLayer, module: nn.Linear | nn.Conv2d) -> Iterator[str]:
+def _misfits(layer: LoraLayer | WholeLayer, module: _Module) -> Iterator[str]:
     """Yield the reasons why a layer cannot be added to a module."""
     weight, bias = module.weight, _bias(layer)
     if bias is not None and (module.bias is None or bias.shape != module.bias.shape):
@@ -155,7 +167,9 @@ def _misfits(layer: LoraLayer | WholeLayer, module: nn.Linear | nn.Conv2d) -> It
     rank = layer.down.shape[0]
     if layer.down.shape[1:] != weight.shape[1:]:
         yield f"down has the shape {tuple(layer.down.shape)}, and the weight {tuple(weight.shape)}"
-    if tuple(layer.up.shape) != (weight.shape[0], rank, *[1] * (weight.ndim - 2)):
+    if isinstance(module, NORMS):
+        yield "it is a normalisation layer"
+    elif tuple(layer.up.shape) != (weight.shape[0], rank, *[1] * (weight.ndim - 2)):
         yield f"up has the shape {tuple(layer.up.shape)} with rank {rank}, and the weight {tuple(weight.shape)}"
 
 

@@ -26,6 +26,9 @@ STACKED_BYTES = 512 << 20
 """Maximum bytes of plans that are kept for batches that alternate. A plan holds the factors, or a stacked copy of
 them."""
 
+NORMS = (nn.LayerNorm, nn.GroupNorm)
+"""Normalisation layers, whose output is linear in their weight and bias."""
+
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 _Offsets = Callable[[], tuple[int, ...] | None]
 _Bounds = Callable[[], tuple[int, int]]
@@ -357,6 +360,12 @@ def _add_difference(module: nn.Module, x: Tensor, output: Tensor, difference: Di
             output += functional.conv2d(x, weight, bias, module.stride, module.padding, module.dilation)
         elif bias is not None:
             output += bias[:, None, None]
+    elif isinstance(module, nn.GroupNorm) and weight is not None:
+        output += functional.group_norm(x, module.num_groups, weight, bias, module.eps)
+    elif isinstance(module, nn.GroupNorm) and bias is not None:
+        output += bias.view(-1, *[1] * (output.ndim - 2))
+    elif isinstance(module, nn.LayerNorm) and weight is not None:
+        output += functional.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
     elif weight is not None:
         output += functional.linear(x, weight, bias)
     elif bias is not None:

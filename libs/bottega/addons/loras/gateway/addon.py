@@ -28,7 +28,7 @@ from bottega.addons.loras.gateway.resolver import LoraResolver
 from bottega.errors import LoraUnusable, NoLora, Violation
 from bottega.planning import steps_to_run
 from bottega.rpc.channel import PLAINTEXT, Channels
-from bottega.rules import check_lateness, check_lora_steps, check_loras, waits_for_loras
+from bottega.rules import check_lateness, check_lora_steps, check_loras, refuse, waits_for_loras
 from bottega.schedules import lists_steps
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance
@@ -96,6 +96,7 @@ class LoraAddOn(AddOn):
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Look up the LoRAs in the stores. Raise LoraNotFound, LoraUnusable or NoLora if that fails."""
         stored = await self._resolver.resolve(spec.loras, access)
+        refuse(list(_check_embeddings(spec, stored)))
         self._sizes.record(stored)
         # All LoRAs of a request must have the same base model.
         required = RequiredModel(name=stored[0].base, needed_by=stored[0].name)
@@ -170,7 +171,9 @@ class ResolvedLoras(Resolution):
         first = full.num_inference_steps - steps
         # LoRAs were profiled with the model's own steps, not with listed ones.
         late = _may_be_late(full) and not lists_steps(full)
-        some_may_be_late = any(_is_late(lora, first) for lora in full.loras)
+        some_may_be_late = any(
+            _is_late(lora, first) for lora, stored in zip(full.loras, self.stored, strict=True) if not stored.token
+        )
         for lora, stored in zip(full.loras, self.stored, strict=True):
             _complete(lora, stored, latest_step=_latest_step(stored, steps) if late else 0)
         if some_may_be_late and not _may_be_late(full):
@@ -178,11 +181,45 @@ class ResolvedLoras(Resolution):
             full.techniques.bounded_lora_loading = True
 
 
+# Tokens that the embeddings of a request may add up to: those of the longest prompt.
+_MAX_TOKENS = 1500
+_TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
+
+
+def _check_embeddings(spec: GenerationSpec, stored: Sequence[StoredLora]) -> Iterator[Violation]:
+    """Yield violations for embeddings that would have no effect, or another one than in stock Diffusers."""
+    texts = [*spec.prompts, *(getattr(spec, name) for name in _TEXTS)]
+    tokens = dict[str, int]()
+    for index, (lora, found) in enumerate(zip(spec.loras, stored, strict=True)):
+        if not found.token:
+            continue
+        field, token = f"spec.loras[{index}]", found.token
+        if lora.HasField("scale") and lora.scale != 1.0:
+            rule = f"must be 1 for an embedding: weigh its token in a weighted prompt, such as ({token}:1.2)"
+            yield Violation(field=f"{field}.scale", description=rule)
+        if lora.measure_similarity:
+            yield Violation(field=f"{field}.measure_similarity", description="must be false for an embedding")
+        # As in Diffusers, capitals are read as the first vector alone.
+        count = max((text if found.modules > 1 else text.lower()).count(token) for text in texts)
+        if not count:
+            rule = f"is an embedding whose token {token} is in no prompt: write it there, in small letters"
+            yield Violation(field=f"{field}.name", description=rule)
+        if other := next((known for known in tokens if known in token or token in known), None):
+            rule = f"is an embedding whose token {token} cannot be told from {other}, that of another embedding"
+            yield Violation(field=f"{field}.name", description=rule)
+        tokens[token] = count * found.modules
+    if sum(tokens.values()) > _MAX_TOKENS:
+        rule = f"have {sum(tokens.values())} vectors in a prompt: at most {_MAX_TOKENS} are drawn"
+        yield Violation(field="spec.loras", description=rule)
+
+
 def _complete(lora: Lora, stored: StoredLora, *, latest_step: int) -> None:
-    lora.name, lora.digest = stored.name, stored.digest
+    lora.name, lora.digest, lora.token = stored.name, stored.digest, stored.token
     if not lora.HasField("scale"):
         lora.scale = 1.0
-    if not lora.HasField("max_step"):
+    if stored.token:
+        lora.max_step = 0
+    elif not lora.HasField("max_step"):
         lora.max_step = latest_step
 
 

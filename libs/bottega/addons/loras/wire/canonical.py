@@ -1,7 +1,8 @@
 """The canonical form of a LoRA: one safetensors file, whose SHA-256 is the LoRA's digest.
 
     __metadata__  {"format": "bottega.lora/1"}, and nothing else; "bottega.lora/2" if a module has other tensors than
-                  the first three
+                  the first three; {"format": "bottega.lora/3", "token": "<cat>"} for a textual inversion embedding
+                  "ignored" beside the format has the layers of the LoRA's file that matched nothing, each in a line
     tensors       of each module, as <component>.<module path>.<part>:
                   scale       F32, []: alpha / rank
                   down, up    low-rank factors: [rank, in] or [rank, in, height, width], and [out, rank] or
@@ -11,7 +12,10 @@
                   kron        [a, b], whose Kronecker product with the former is the change (LoKr)
                   magnitude   norms of the changed weight, [out, 1, ...], as PEFT defines DoRA
                   dora_scale  norms of the changed weight, [out, 1, ...] or [1, in, ...], as LyCORIS defines DoRA
+                  norm        [channels], added to the weight of a normalisation layer
                   bias        [out], added to the module's bias
+                  vectors     [vectors, features]: embeddings of the token, one after the other, of the only module
+                              of a text encoder, token_embedding; the scale is 1
     data          two sections without gaps: the text encoders' tensors, then the UNet's. A prompt is encoded once
                   the first has arrived. Within a section: scales, then larger items first, then by name
 
@@ -25,6 +29,7 @@ import json
 import math
 import re
 import struct
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,11 +51,17 @@ from bottega.safetensors_header import (
 FORMAT = "bottega.lora/1"
 EXPANDED_FORMAT = "bottega.lora/2"
 """Format of a file with modules that are not only low-rank factors."""
+EMBEDDING_FORMAT = "bottega.lora/3"
+"""Format of a textual inversion embedding."""
+EMBEDDING_KIND = "textual inversion"
+"""What an embedding has in place of the format of a LoRA's file."""
 COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
 BACKBONE = "unet"
 DTYPES = frozenset({"F32", "F16", "BF16"})
 # LoRAs that were extracted from fine-tuned models have ranks of some hundreds. Higher ranks save hardly anything.
 MAX_RANK = 512
+MAX_IGNORED = 256
+"""Upper bound on the layers of a file that match nothing, of a LoRA that is stored in part."""
 # SDXL's UNet has about 800 modules with weights, its text encoders 264.
 MAX_MODULES = 4096
 # A LoRA of rank 512 on all of SDXL would take some GiB.
@@ -58,12 +69,24 @@ MAX_FILE_BYTES = 8 << 30
 # All weights of SDXL take 13 GiB in F32.
 MAX_EXPANDED_BYTES = 16 << 30
 SCALE, DOWN, UP, DOWN2, UP2, FULL, KRON = "scale", "down", "up", "down2", "up2", "full", "kron"
-MAGNITUDE, DORA_SCALE, BIAS = "magnitude", "dora_scale", "bias"
-_PARTS = (SCALE, DOWN, UP, DOWN2, UP2, FULL, KRON, MAGNITUDE, DORA_SCALE, BIAS)
+MAGNITUDE, DORA_SCALE, NORM, BIAS = "magnitude", "dora_scale", "norm", "bias"
+TOKEN_EMBEDDING, VECTORS = "token_embedding", "vectors"
+_PARTS = (SCALE, DOWN, UP, DOWN2, UP2, FULL, KRON, MAGNITUDE, DORA_SCALE, NORM, BIAS, VECTORS)
+# Vectors of an embedding. A prompt that is not divided into chunks has room for 75 tokens.
+MAX_VECTORS = 75
+MAX_TOKEN_CHARACTERS = 200
+# Characters that a weighted prompt, or the list of embeddings in a picture's file, reads in another way.
+_NOT_IN_TOKENS = frozenset("()[]\\,:")
+TOKEN_RULE = (
+    f"must have 1 to {MAX_TOKEN_CHARACTERS} printable characters, without spaces, capitals and any of "
+    f"{' '.join(sorted(_NOT_IN_TOKENS))}"
+)
+"""Rule of `is_token`, for messages."""
 _PLAIN = frozenset({SCALE, DOWN, UP})
 # The parts that together are the change of a weight.
 _KINDS = frozenset(
-    frozenset(kind) for kind in ((), (DOWN, UP), (DOWN, UP, DOWN2, UP2), (FULL,), (KRON, FULL), (KRON, DOWN, UP))
+    frozenset(kind)
+    for kind in ((), (DOWN, UP), (DOWN, UP, DOWN2, UP2), (FULL,), (KRON, FULL), (KRON, DOWN, UP), (NORM,))
 )
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 # Sections begin at whole cache lines.
@@ -132,6 +155,10 @@ class CanonicalLora:
     """Bytes of the UNet's section."""
     modules: tuple[Module, ...]
     """The modules, in the order of their scales in the file."""
+    token: str = ""
+    """Token of a textual inversion embedding; "" for a LoRA."""
+    ignored: tuple[str, ...] = ()
+    """Layers of the LoRA's file that matched nothing in the base model."""
 
     @property
     def file_bytes(self) -> int:
@@ -142,6 +169,13 @@ class CanonicalLora:
     def rank(self) -> int:
         """The highest rank among the modules."""
         return max(module.rank for module in self.modules)
+
+    @property
+    def size(self) -> int:
+        """Number of modules; of an embedding, the largest number of vectors for a text encoder."""
+        if not self.token:
+            return len(self.modules)
+        return max(module.parts[VECTORS].shape[0] for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,6 +212,24 @@ def spellings(component: str, path: str) -> tuple[str, ...]:
     return (path, _TEXT_MODEL + path)
 
 
+def is_token(text: str) -> bool:
+    """Return whether a text may be the token of an embedding; see `TOKEN_RULE`.
+
+    Tokenizers change capitals and the composition of characters before they look for tokens.
+    """
+    return (
+        0 < len(text) <= MAX_TOKEN_CHARACTERS
+        and text.isprintable()
+        and not any(character.isspace() or character in _NOT_IN_TOKENS for character in text)
+        and text == normalised_token(text)
+    )
+
+
+def normalised_token(text: str) -> str:
+    """Return a token as CLIP's tokenizers read it."""
+    return unicodedata.normalize("NFC", text).lower()
+
+
 def is_low_rank(parts: Collection[str]) -> bool:
     """Return whether a module's parts are the factors of one low-rank product, perhaps with a bias."""
     return {part for part in parts if part != BIAS} == _PLAIN
@@ -189,6 +241,8 @@ def weight_shape(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | None:
     Args:
         shapes: Shapes by part, which match each other.
     """
+    if NORM in shapes:
+        return tuple(shapes[NORM])
     if FULL in shapes:
         inner = tuple(shapes[FULL])
     elif DOWN in shapes:
@@ -225,15 +279,26 @@ def parse(head: bytes, *, file_bytes: int) -> CanonicalLora:
         return _checked(parse_header(head, file_bytes=file_bytes))
 
 
-def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
+def write(file: BinaryIO, modules: Iterable[ModuleWeights], *, token: str = "", ignored: Sequence[str] = ()) -> None:
     """Write a LoRA from the beginning of the file. The same modules give the same bytes, whatever their order.
 
     Raises BadLora for content that `read` would refuse, or OSError.
+
+    Args:
+        file: Where it is written.
+        modules: Its modules.
+        token: Token of an embedding; "" for a LoRA.
+        ignored: Layers of the LoRA's file that matched nothing in the base model.
     """
     written = list(modules)
     pieces = sorted(_pieces(written), key=lambda piece: _order(piece.name, piece.weights.dtype))
     plain = all(module.parts.keys() == _PLAIN - {SCALE} for module in written)
-    head = _head(pieces, FORMAT if plain else EXPANDED_FORMAT)
+    metadata = {"format": FORMAT if plain else EXPANDED_FORMAT}
+    if token:
+        metadata = {"format": EMBEDDING_FORMAT, "token": token}
+    if ignored:
+        metadata["ignored"] = "\n".join(ignored)
+    head = _head(pieces, metadata)
     with headers_of_loras():
         _checked(parse_header(head, file_bytes=len(head) + sum(len(piece.weights.data) for piece in pieces)))
     file.write(head)
@@ -254,8 +319,8 @@ def _pieces(modules: Iterable[ModuleWeights]) -> Iterator[_Piece]:
             yield _Piece(name=f"{prefix}.{part}", weights=weights)
 
 
-def _head(pieces: Sequence[_Piece], format_name: str) -> bytes:
-    fields: dict[str, object] = {"__metadata__": {"format": format_name}}
+def _head(pieces: Sequence[_Piece], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for piece in pieces:
         begin, end = end, end + len(piece.weights.data)
@@ -268,8 +333,14 @@ def _head(pieces: Sequence[_Piece], format_name: str) -> bytes:
 
 def _checked(header: Header) -> CanonicalLora:
     metadata, plain = dict(header.metadata), {"format": FORMAT}
-    if metadata not in (plain, {"format": EXPANDED_FORMAT}):
-        _refuse(f"its metadata is not {plain}, or the same with {EXPANDED_FORMAT}")
+    ignored = tuple(metadata.pop("ignored", "").splitlines())
+    if len(ignored) > MAX_IGNORED or not all(
+        0 < len(name) <= MAX_NAME_BYTES and name.isprintable() for name in ignored
+    ):
+        _refuse(f"ignored is not a list of at most {MAX_IGNORED} layers")
+    token = metadata.pop("token", "") if metadata.get("format") == EMBEDDING_FORMAT else ""
+    if metadata not in (plain, {"format": EXPANDED_FORMAT}) and not (is_token(token) and len(metadata) == 1):
+        _refuse(f"its metadata is not {plain}, the same with {EXPANDED_FORMAT}, or that of an embedding with its token")
     if not header.tensors:
         _refuse("it has no tensors")
     if header.size_bytes + header.data_bytes > MAX_FILE_BYTES:
@@ -282,7 +353,9 @@ def _checked(header: Header) -> CanonicalLora:
     modules = tuple(_modules(header.tensors, text_bytes))
     if len(modules) > MAX_MODULES:
         _refuse(f"it has {len(modules)} modules; at most {MAX_MODULES} are accepted")
-    if (metadata == plain) != all(module.parts.keys() == _PLAIN for module in modules):
+    kinds = {module.parts.keys() == _PLAIN for module in modules}
+    embeddings = {VECTORS in module.parts for module in modules}
+    if (metadata == plain) != (kinds == {True}) or embeddings != {bool(token)}:
         _refuse("its format does not go with its tensors")
     expanded_bytes = sum(module.expanded_bytes for module in modules)
     if expanded_bytes > MAX_EXPANDED_BYTES:
@@ -292,6 +365,8 @@ def _checked(header: Header) -> CanonicalLora:
         text_bytes=text_bytes,
         unet_bytes=header.data_bytes - text_bytes,
         modules=modules,
+        token=token,
+        ignored=ignored,
     )
 
 
@@ -309,9 +384,21 @@ def _modules(tensors: Sequence[TensorEntry], text_bytes: int) -> Iterator[Module
         )
     for (component, path), found in parts.items():
         name = f"{component}.{path}"[:80]
-        _check_parts(name, found)
+        if VECTORS in found:
+            _check_vectors(component, path, found)
+        else:
+            _check_parts(name, found)
         _check_shapes(name, found)
         yield Module(component=component, path=path, parts=MappingProxyType(found))
+
+
+def _check_vectors(component: str, path: str, parts: Mapping[str, TensorEntry]) -> None:
+    """Refuse an embedding in another place than a text encoder's tokens, or with too many vectors."""
+    if component == BACKBONE or path != TOKEN_EMBEDDING or parts.keys() != {SCALE, VECTORS}:
+        _refuse(f"{component}.{path[:80]} has vectors, which only {TOKEN_EMBEDDING} of a text encoder may have")
+    shape = parts[VECTORS].shape
+    if len(shape) != 2 or shape[0] > MAX_VECTORS:
+        _refuse(f"vectors has the shape {list(shape)}; at most [{MAX_VECTORS}, features] is accepted")
 
 
 def _check_parts(name: str, parts: Mapping[str, TensorEntry]) -> None:
@@ -319,6 +406,8 @@ def _check_parts(name: str, parts: Mapping[str, TensorEntry]) -> None:
     kind = frozenset(parts) - {SCALE, BIAS, MAGNITUDE, DORA_SCALE}
     if SCALE in parts and kind in _KINDS and (kind or parts.keys() == {SCALE, BIAS}):
         if not {MAGNITUDE, DORA_SCALE} <= parts.keys():
+            if NORM in parts and not parts.keys() <= {SCALE, NORM, BIAS}:
+                _refuse(f"{name} is a normalisation layer with norms of its weight")
             return
         _refuse(f"{name} has both {MAGNITUDE} and {DORA_SCALE}")
     wanted = next((known for known in sorted(_KINDS, key=len) if kind and kind < known), frozenset({DOWN, UP}))
@@ -339,6 +428,8 @@ def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
             _check_product(name, parts[down], parts[up])
     if FULL in parts and len(parts[FULL].shape) not in {2, 4}:
         _refuse(f"full of {name} has the shape {list(parts[FULL].shape)}; [out, in] or a convolution's is accepted")
+    if NORM in parts and len(parts[NORM].shape) != 1:
+        _refuse(f"norm of {name} has the shape {list(parts[NORM].shape)}; [channels] is accepted")
     if KRON in parts and len(parts[KRON].shape) != 2:
         _refuse(f"kron of {name} has the shape {list(parts[KRON].shape)}; [rows, columns] is accepted")
     _check_weight(name, {part: entry.shape for part, entry in parts.items()})
@@ -346,6 +437,8 @@ def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
 
 def _check_weight(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse parts that do not change the same weight."""
+    if VECTORS in shapes:
+        return
     shape = weight_shape(shapes)
     if DOWN2 in shapes and shape != weight_shape({DOWN: shapes[DOWN2], UP: shapes[UP2]}):
         _refuse(f"{name} has two products of different shapes")

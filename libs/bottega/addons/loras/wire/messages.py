@@ -15,6 +15,7 @@ not need. If a LoRA is refused after its first messages, those are discarded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -165,6 +166,25 @@ def _bytes(name: str, size_bytes: int) -> TensorSpec:
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+
+
+MODEL_CARD = "README.md"
+MAX_CARD_BYTES = 64 << 10
+_BASE_MODEL = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?(\S.*)$", re.MULTILINE)
+_MAX_BASE_MODEL_CHARACTERS = 200
+
+
+def card_base_model(card: bytes) -> str:
+    """Return the base model that a model card's front matter names; "" if it names none."""
+    text = card[:MAX_CARD_BYTES].decode(errors="replace").replace("\r\n", "\n")
+    front = text.partition("\n---")[0] if text.startswith("---\n") else ""
+    found = _BASE_MODEL.search(front)
+    return found[1].strip().strip("'\"[]")[:_MAX_BASE_MODEL_CHARACTERS] if found else ""
+
+
+def model_card(path: Path) -> Path:
+    """Return where the model card of the LoRA at a path would be: in its folder."""
+    return (path if path.is_dir() else path.parent) / MODEL_CARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,8 @@ class LoraDownload:
         self._hash = hashlib.sha256()
         # While it is incomplete: its header, its second section, and how many bytes of that are here.
         self._lora: CanonicalLora | None = None
+        self.ignored = 0
+        """Number of layers of the LoRA's file that were left out when it was added."""
         self._unet = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
         self._layers: dict[str, Layers] = {}
@@ -184,6 +186,7 @@ class LoraDownload:
         self._layers = self._read(lora, text, [c for c in COMPONENTS if c != BACKBONE])
         self.beginning = self._hash.hexdigest()  # last: a thread that has seen it sees no earlier layers
         self._lora = lora
+        self.ignored = len(lora.ignored)
 
     def _complete(self, lora: CanonicalLora) -> None:
         if self._hash.hexdigest() != self.ref.digest:
@@ -263,6 +266,10 @@ class DownloadHandle:
     @property
     def work(self) -> StoreWork | None:
         return self.download.work
+
+    @property
+    def ignored(self) -> int:
+        return self.download.ignored
 
     def layers(self, component: str) -> Layers:
         self._check()

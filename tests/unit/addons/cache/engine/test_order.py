@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from bottega.addons.cache.engine.order import has_key, start_key
-from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, EmbeddingSpec, LoraSpec, ResolvedSpec
 from bottega.model.schedulers import SamplerKind
 from bottega.schedules import Schedule
 
 PAIRS = 10_000
 SPEC = ResolvedSpec(prompt="a star")
 CONTROL = ControlSpec(name="edges", image_digest="a" * 64, digest="b" * 64)
+EMBEDDING = EmbeddingSpec(name="toy", digest="e" * 64, token="<toy>")
 LORA = LoraSpec(name="ink", digest="c" * 64)
 
 
@@ -107,11 +108,13 @@ def changed_part(parts: tuple[Any, ...], fields: list[str], new: Any, draw: rand
 
 def changed(spec: ResolvedSpec, draw: random.Random) -> ResolvedSpec:
     """The same but for one field."""
-    field = draw.choice([*FIELDS, "controlnets", "loras"])
+    field = draw.choice([*FIELDS, "controlnets", "loras", "embeddings"])
     if field == "controlnets":
         return replace(spec, controlnets=changed_part(spec.controlnets, CONTROL_FIELDS, CONTROL, draw))
     if field == "loras":
         return replace(spec, loras=changed_part(spec.loras, ["digest", "scale"], LORA, draw))
+    if field == "embeddings":
+        return replace(spec, embeddings=changed_part(spec.embeddings, ["digest"], EMBEDDING, draw))
     return replace(spec, **{field: another(getattr(spec, field), draw)})
 
 
@@ -132,14 +135,17 @@ NO_KEY = {
     },
     ControlSpec: {"name", "measured"},
     LoraSpec: {"name", "measured", "bound", "from_step"},
+    # The digest is of the token, too.
+    EmbeddingSpec: {"name", "token"},
 }
 
 
 def test_every_field_of_a_job_is_in_the_key_or_known_to_be_out_of_it() -> None:
     varied = {
-        ResolvedSpec: {*FIELDS, "controlnets", "loras"},
+        ResolvedSpec: {*FIELDS, "controlnets", "loras", "embeddings"},
         ControlSpec: set(CONTROL_FIELDS),
         LoraSpec: {"digest", "scale"},
+        EmbeddingSpec: {"digest"},
     }
     for kind, names in varied.items():
         assert {field.name for field in fields(kind)} == names | NO_KEY[kind]

@@ -125,6 +125,42 @@ def test_a_set_draws_what_stock_draws_with_the_changed_weights(
     assert all(torch.equal(value, before[name]) for name, value in model.backbone.unet.state_dict().items())
 
 
+@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
+def test_changed_norms_draw_what_stock_draws_and_share_steps_among_themselves(model: Model, patches: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    targets = {UNET: ("norm1", "norm3", ".norm", "conv_norm_out"), "text_encoder": ("layer_norm1",)}
+    components: dict[str, Layers] = {}
+    for name, endings in targets.items():
+        norms = {path: norm for path, norm in model.networks[name].named_modules() if path.endswith(endings)}
+        components[name] = {
+            path: make_layer(
+                {part: torch.randn(norm.weight.shape, generator=generator) * 0.2 for part in ("norm", "bias")}, 1.0
+            )
+            for path, norm in norms.items()
+        }
+    stock = load_stock(small_model())
+    engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"norms": components}))
+    weights = lora_weights(engine)
+    weights.costs = FixedCosts(pays=patches)
+    changed = _changed(stock, components, 0.7)
+    try:
+        easel = ManualEngine(engine)
+        drawing = easel.draw(styled_order({"norms": 0.7}))
+        assert_close(drawing.latents[0], latent_of(changed, SPEC))
+        assert (drawing.latents[0] - latent_of(stock, SPEC)).abs().max() > 0.05
+        mixed = [
+            styled_order({"norms": 0.7}, key="a"),
+            styled_order({"norms": 0.7}, replace(SPEC, seed=2), key="b"),
+            styled_order({}, replace(SPEC, seed=3), key="c"),
+        ]
+        drawn = easel.run({0: mixed})
+        for order, pipeline in zip(mixed, (changed, changed, stock), strict=True):
+            assert_close(drawn[order.key].latents[0], latent_of(pipeline, order.spec))
+        assert drawn["b"].record.mean_group_requests > 1
+    finally:
+        weights.restore()
+
+
 def test_in_half_precision_a_set_says_that_it_is_not_exact(components: dict[str, Layers]) -> None:
     model = load(small_model(), dtype=torch.bfloat16)
     engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"whole": components}))

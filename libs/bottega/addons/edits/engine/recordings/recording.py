@@ -105,6 +105,7 @@ def prompt_of(spec: ResolvedSpec, half: Half) -> str:
     if spec.weighted:
         # Both halves are as long as the longer one.
         facts += [*prompts, *negative_prompts]
+    facts += [embedding.digest for embedding in spec.embeddings]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -127,8 +128,11 @@ def rounded(noise_level: float) -> float:
 
 
 def lacks_loras(request: Request) -> bool:
-    """Return whether the next step runs without the request's LoRAs, because they have not arrived."""
-    return bool(request.spec.loras) and request.loras_now is None
+    """Return whether the next step cannot be one of a recording, because of the request's LoRAs.
+
+    They have not arrived, or change norms, whose statistics masked blocks take from recordings.
+    """
+    return bool(request.spec.loras) and (request.loras_now is None or request.loras_now.changes_norms)
 
 
 def begins_with_noise(request: Request, turn: int = 0) -> bool:

@@ -304,7 +304,8 @@ class ImageRecorder:
     def row(self, half: Half) -> EditActivations | None:
         """Return the activations of a row of the next step. A step that is retried may call this again."""
         if not self.lost and lacks_loras(self.request):
-            self.give_up("a LoRA arrived only after the first step")
+            norms = self.request.loras_now is not None
+            self.give_up("a LoRA changes normalisation layers" if norms else "a LoRA arrived only after the first step")
         if not self.lost and self._kept is not None and not self._kept:
             self.give_up("its activations do not fit into memory")
         if self.lost or begins_with_noise(self.request):
