@@ -24,14 +24,14 @@ _NOT_NEEDED = re.compile(r", 2( virtual)? cores$|\(R\)| Processor")
 
 def table(folder: Path = RESULTS) -> str:
     """Return the newest results as Markdown: the figures that have a bar, or all of a bench that has no bar."""
-    lines = ["| bench | figure | measured | wanted |\n", "|---|---|---|---|\n"]
+    lines = ["| bench and figures | measured | wanted |\n", "|---|---|---|\n"]
     for path in sorted(folder.glob("*.json")):
         run = json.loads(path.read_text())
         with_bars = [row for row in run["rows"] if row["wanted"]]
         machine = _NOT_NEEDED.sub("", run["machine"])
-        lines.append(f"| **{run['bench']}** | {run['date']}, {machine}; {run['conditions']} | | |\n")
+        lines.append(f"| **{run['bench']}**: {run['date']}, {machine}; {run['conditions']} | | |\n")
         lines += [
-            f"| | {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in with_bars or run["rows"]
+            f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in with_bars or run["rows"]
         ]
     return "".join(lines)
 
