@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import from_json
 
 from bottega.client.types.inputs import ControlNet, Lora
 from bottega.client.types.jobs import Priority
@@ -19,13 +20,19 @@ from bottega.client.types.options import OTHER_NAMES, FidelityName, GenerationOp
 from bottega.errors import Violation
 from bottega.http.errors import FieldsRefused
 from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName
-from bottega.rules import SamplerName, refuse
+from bottega.rules import MAX_ADAPTERS, MAX_STEPS, SamplerName, refuse
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 _DATA_URL = re.compile(r"data:[a-z0-9/+.-]*;base64,", re.ASCII | re.IGNORECASE)
 _MOST_NAMED = 32
+# Errors beyond this number are only counted: each that is listed takes about a KiB.
+_MOST_LISTED = 256
+# A value takes some hundred bytes in memory, and at least 2 in JSON.
+_MOST_VALUES = 1 << 15
+# Characters of an unknown field's name that are compared with the known ones.
+_MOST_COMPARED = 64
 
 
 def _decoded(value: object) -> object:
@@ -110,8 +117,8 @@ class BottegaBody(Body):
     use_beta_sigmas: bool | None = None
     timestep_spacing: TimestepSpacingName | None = None
     final_sigmas_type: FinalSigmasTypeName | None = None
-    timesteps: list[int] | None = None
-    sigmas: list[float] | None = None
+    timesteps: Annotated[list[int], Field(max_length=MAX_STEPS)] | None = None
+    sigmas: Annotated[list[float], Field(max_length=MAX_STEPS + 1)] | None = None
     strength: float | None = None
     padding_mask_crop: int | None = None
     keep_unmasked: bool | None = None
@@ -127,9 +134,9 @@ class BottegaBody(Body):
     recording: str | None = None
     identical_results: bool | None = None
     fidelity: FidelityName | None = None
-    loras: list[LoraBody] | None = None
+    loras: Annotated[list[LoraBody], Field(max_length=MAX_ADAPTERS)] | None = None
     """LoRAs to draw with; they are summed."""
-    controlnets: list[ControlNetBody] | None = None
+    controlnets: Annotated[list[ControlNetBody], Field(max_length=MAX_ADAPTERS)] | None = None
     """ControlNets to draw with; their residuals are summed."""
     deadline_s: float | None = None
     """Seconds after which the pictures are of no use: a request that cannot be done by then is refused at once."""
@@ -283,6 +290,7 @@ def _unserved(body: PictureBody) -> Iterator[Violation]:
 
 def parse_json(kind: type[BodyT], data: bytes) -> BodyT:
     """Parse a body of JSON. Raise InvalidRequest that names every field that breaks a rule."""
+    _check_size("body", data)
     try:
         return kind.model_validate_json(data, strict=True)
     except ValidationError as error:
@@ -299,16 +307,40 @@ def parse_fields(kind: type[BodyT], fields: Mapping[str, object]) -> BodyT:
         raise
 
 
+def parse_edit(fields: Mapping[str, object]) -> EditBody:
+    """Parse the fields of a form, of which `bottega` may be in JSON. Raise InvalidRequest as parse_json does."""
+    own = fields.get("bottega")
+    if not isinstance(own, str):
+        return parse_fields(EditBody, fields)
+    _check_size("bottega", own.encode())
+    try:
+        given = from_json(own)
+    except ValueError:
+        refuse([Violation(field="bottega", description="must be an object in JSON")], FieldsRefused)
+        raise
+    return parse_fields(EditBody, {**fields, "bottega": given})
+
+
+def _check_size(name: str, data: bytes) -> None:
+    """Raise InvalidRequest if JSON may have too many values. Images in base64 have neither commas nor brackets."""
+    if sum(data.count(mark) for mark in (b",", b"{", b"[")) > _MOST_VALUES:
+        rule = f"has more than {_MOST_VALUES} commas and opening brackets"
+        refuse([Violation(field=name, description=rule)], FieldsRefused)
+
+
 def _violations(kind: type[BaseModel], error: ValidationError) -> Iterator[Violation]:
-    found = error.errors(include_url=False, include_input=False)
+    count = error.error_count()
+    found = error.errors(include_url=False, include_input=False) if count <= _MOST_LISTED else []
     for item in found[:_MOST_NAMED]:
         path, name = _path(item["loc"]), str(item["loc"][-1] if item["loc"] else "")
         if item["type"] == "extra_forbidden":
             yield Violation(field=path, description=_unknown(kind, item["loc"], name))
         else:
             yield Violation(field=path or "body", description=_rule(item["msg"]))
-    if len(found) > _MOST_NAMED:
-        yield Violation(field="body", description=f"breaks {len(found) - _MOST_NAMED} rules more")
+    if not found:
+        yield Violation(field="body", description=f"breaks {count} rules")
+    elif count > _MOST_NAMED:
+        yield Violation(field="body", description=f"breaks {count - _MOST_NAMED} rules more")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -317,10 +349,12 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _rule(message: str) -> str:
-    return message.removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    return message.replace("List should have", "must have").replace(" after validation", "")
 
 
 def _unknown(kind: type[BaseModel], location: tuple[int | str, ...], name: str) -> str:
+    name = name[:_MOST_COMPARED]
     model = _model_at(kind, location[:-1])
     near = nearest_name(name, [*model.model_fields])
     if "bottega" in model.model_fields and (not near or OTHER_NAMES.get(name) in BottegaBody.model_fields):

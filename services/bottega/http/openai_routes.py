@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -18,7 +18,7 @@ from bottega.client.types.jobs import Completed, Event, Progress
 from bottega.client.types.models import ServedModel
 from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError, ModelNotFound, Violation
-from bottega.http.bodies import Drawing, EditBody, GenerationBody, drawing_of, parse_fields
+from bottega.http.bodies import Drawing, GenerationBody, drawing_of, parse_edit
 from bottega.http.context import Context, context_of, unless_client_leaves
 from bottega.http.errors import FieldsRefused, error_object
 from bottega.http.events import event, event_stream, with_pings
@@ -80,9 +80,7 @@ async def create_pictures(request: Request) -> Response:
 async def edit_picture(request: Request) -> Response:
     """Draw an image anew where its mask is transparent, or all of it without a mask."""
     fields, files = await context_of(request).bodies.read_form(request)
-    if isinstance(given := fields.get("bottega"), str):
-        fields["bottega"] = _json_object(given)
-    body = parse_fields(EditBody, fields)
+    body = await asyncio.to_thread(parse_edit, fields)
     drawing = drawing_of(body, **_files(files))
     return await _draw(request, _Request(body=body, drawing=drawing, kind="image_edit", images=1))
 
@@ -259,14 +257,6 @@ def _files(files: Mapping[str, list[bytes]]) -> dict[str, bytes]:
         FieldsRefused,
     )
     return {"image": images[0], **({"mask": masks[0]} if masks else {})}
-
-
-def _json_object(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        rule = "must be an object in JSON"
-        raise FieldsRefused(f"bottega: {rule}", violations=[Violation(field="bottega", description=rule)]) from None
 
 
 def _model_object(model: ServedModel) -> dict[str, object]:
