@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -34,12 +34,19 @@ _FILES: Mapping[str, object] = {
     "mask": {"type": "string", "format": "binary", "description": "Mask: what is transparent is drawn anew."},
 }
 _STREAM = "text/event-stream"
+_PICTURES = ("image/png", "image/jpeg", "image/webp")
+_OF_PICTURES = ("Range", "If-Range", "If-None-Match")
+_STATUSES_OF_PICTURES = {
+    206: "The range of the picture.",
+    304: "The client has the picture.",
+    416: "The picture has no such range.",
+}
 _KEY = "Idempotency-Key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A method of a route, with what the document says of it."""
+    """A method of a route, and its description for /openapi.json."""
 
     method: str
     path: str
@@ -53,7 +60,11 @@ class Operation:
     answer: type[BaseModel] | None = None
     """Model of the answer in JSON."""
     media_types: tuple[str, ...] = ()
-    """Other media types of the answer."""
+    """Media types of answers that `answer` does not describe."""
+    headers: tuple[str, ...] = ()
+    """Headers of requests that the operation reads."""
+    other_statuses: Mapping[int, str] = field(default_factory=dict)
+    """Descriptions of further answers by their status; 206 has the same media types."""
 
     @property
     def route(self) -> str:
@@ -95,7 +106,9 @@ OPERATIONS = (
         method="GET",
         path=openai_routes.IMAGE_PATH + "/{token}",
         handler=openai_routes.get_file,
-        media_types=("image/png", "image/jpeg", "image/webp"),
+        media_types=_PICTURES,
+        headers=_OF_PICTURES,
+        other_statuses=_STATUSES_OF_PICTURES,
     ),
     Operation(method="POST", path="/v1/jobs", handler=job_routes.start_job, body=JobBody, status=202, answer=JobAnswer),
     Operation(method="GET", path="/v1/jobs", handler=job_routes.list_jobs, query=JobQuery, answer=JobsAnswer),
@@ -108,12 +121,16 @@ OPERATIONS = (
         handler=job_routes.watch_job,
         query=EventsQuery,
         media_types=(_STREAM,),
+        headers=("Last-Event-ID",),
+        other_statuses={204: "The client has the last event."},
     ),
     Operation(
         method="GET",
         path="/v1/jobs/{job_id}/images/{index}",
         handler=job_routes.get_picture,
-        media_types=("image/png", "image/jpeg", "image/webp"),
+        media_types=_PICTURES,
+        headers=_OF_PICTURES,
+        other_statuses=_STATUSES_OF_PICTURES,
     ),
     Operation(method="GET", path="/v1/jobs/{job_id}/trace", handler=job_routes.get_trace, answer=TraceAnswer),
 )
@@ -134,6 +151,9 @@ def openapi() -> dict[str, object]:
         [(model, "validation") for model in ordered], ref_template="#/components/schemas/{model}"
     )
     schemas["$defs"][BottegaBody.__name__]["properties"] = _described(schemas["$defs"][BottegaBody.__name__])
+    form = schemas["$defs"][EditBody.__name__]
+    form["properties"] = {**form["properties"], **_FILES}
+    form["required"] = [*form["required"], "image"]
     of_model = {model: references[model, "validation"] for model in ordered}
     paths: dict[str, dict[str, object]] = {}
     for found in OPERATIONS:
@@ -166,6 +186,10 @@ def _operation(found: Operation, of_model: Mapping[type[BaseModel], object], sch
         "parameters": [*_parameters(found, schemas)],
         "responses": {
             str(found.status): answer | ({"content": content} if content else {}),
+            **{
+                str(status): {"description": text} | ({"content": content} if status == 206 else {})
+                for status, text in found.other_statuses.items()
+            },
             "default": {
                 "description": "An error in OpenAI's form.",
                 "content": {"application/json": {"schema": of_model[ErrorAnswer]}},
@@ -175,8 +199,8 @@ def _operation(found: Operation, of_model: Mapping[type[BaseModel], object], sch
     if description:
         operation["description"] = " ".join(description.split())
     if found.body is EditBody:
-        form = {"allOf": [of_model[EditBody], {"type": "object", "properties": _FILES, "required": ["image"]}]}
-        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+        form = {"multipart/form-data": {"schema": of_model[EditBody]}}
+        operation["requestBody"] = {"required": True, "content": form}
     elif found.body is not None:
         json_body = {"application/json": {"schema": of_model[found.body]}}
         operation["requestBody"] = {"required": True, "content": json_body}
@@ -185,12 +209,13 @@ def _operation(found: Operation, of_model: Mapping[type[BaseModel], object], sch
 
 def _parameters(found: Operation, schemas: Mapping[str, object]) -> list[object]:
     parameters: list[object] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        {"name": name, "in": "path", "required": True, "schema": {"type": "integer" if name == "index" else "string"}}
         for name in re.findall(r"\{(\w+)\}", found.path)
     ]
     if found.draws:
         text = "Id of the request: the same id with the same body gives the same pictures, drawn once."
         parameters.append({"name": _KEY, "in": "header", "schema": {"type": "string"}, "description": text})
+    parameters += [{"name": name, "in": "header", "schema": {"type": "string"}} for name in found.headers]
     if found.query is not None:
         properties = found.query.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
         for name, schema in properties.items():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
+from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
 from bottega.client.types.inputs import ControlNet, Lora
 from bottega.client.types.options import GenerationOptions
-from bottega.http.bodies import BottegaBody, ControlNetBody, LoraBody
-from bottega.http.operations import OPERATIONS, openapi
+from bottega.http.bodies import BottegaBody, ControlNetBody, EditBody, LoraBody
+from bottega.http.operations import OPERATIONS, Operation, openapi
 
 # Parameters of the SDK that a body has under another name, beside `bottega`.
 _ELSEWHERE = {"model", "width", "height", "format", "quality", "image", "mask_image", "mask_alpha", "lora"}
@@ -31,3 +33,28 @@ def test_every_parameter_of_the_sdk_is_in_the_body_and_described() -> None:
     schemas = openapi()["components"]["schemas"]  # type: ignore[index]
     described = schemas["BottegaBody"]["properties"]
     assert not [name for name, schema in described.items() if not schema["description"]]
+
+
+@pytest.mark.parametrize("found", [found for found in OPERATIONS if found.body], ids=lambda found: found.path)
+def test_a_valid_body_has_the_form_that_the_document_describes(found: Operation) -> None:
+    document = json.loads(json.dumps(openapi()))
+    (content,) = document["paths"][found.path]["post"]["requestBody"]["content"].values()
+    validator = Draft202012Validator({**document, **content["schema"]})
+    body = {"prompt": "a star", "n": 2, "bottega": {"seed": 7}}
+    if found.body is EditBody:
+        assert not validator.is_valid(body), "the image is missing"
+        body |= {"image": "png", "mask": "png"}
+    validator.validate(body)
+    assert not validator.is_valid({**body, "steps": 4})
+
+
+def test_the_document_has_what_clients_of_files_and_streams_need() -> None:
+    paths = openapi()["paths"]
+    picture = paths["/v1/jobs/{job_id}/images/{index}"]["get"]  # type: ignore[index]
+    assert {"206", "304", "416"} <= picture["responses"].keys()
+    kinds = {found["name"]: found["schema"]["type"] for found in picture["parameters"]}
+    assert kinds["index"] == "integer"
+    assert "Range" in kinds
+    events = paths["/v1/jobs/{job_id}/events"]["get"]  # type: ignore[index]
+    assert "204" in events["responses"]
+    assert "Last-Event-ID" in {found["name"] for found in events["parameters"]}
