@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.types.jobs import Completed, Event, Interrupted, JobState, JobStatus, Progress, Queued
-from bottega.errors import BottegaError, DeadlinePassed
+from bottega.errors import BottegaError, JobNotFound
 from bottega.http.bodies import Body, JobBody, drawing_of, parse_fields
 from bottega.http.context import context_of
 from bottega.http.errors import error_object
@@ -33,7 +33,7 @@ class JobQuery(Body):
     """Largest number of jobs in the answer, 1 to 100."""
     page_token: str = ""
     """`next_page_token` of the page before."""
-    states: list[JobState] = Field(default_factory=list)
+    states: list[JobState] = Field(default_factory=list, max_length=len(JobState))
     """Only jobs in these states; empty for all."""
     created_after: datetime | None = None
     """Only newer jobs."""
@@ -102,7 +102,7 @@ async def delete_job(request: Request) -> Response:
 
 async def get_picture(request: Request) -> Response:
     """Return a picture of a completed job as a file."""
-    return file_response(request, await _job(request).image(request.path_params["index"]))
+    return await file_response(request, _job(request), request.path_params["index"])
 
 
 async def get_trace(request: Request) -> Response:
@@ -124,33 +124,36 @@ async def watch_job(request: Request) -> Response:
     if status.state.ended and seen == _END_ID:
         return Response(None, _NO_CONTENT)
     events = job.stream(preview=query.preview, timeout_s=_WATCH_S, fetch=False)
-    return event_stream(with_pings(_event_parts(job.id, events, seen), context_of(request).draining))
+    return event_stream(with_pings(_event_parts(job, events, seen), context_of(request).draining))
 
 
-async def _event_parts(job_id: str, events: AsyncGenerator[Event, None], seen: str) -> AsyncGenerator[bytes, None]:
+async def _event_parts(job: AsyncJob, events: AsyncGenerator[Event, None], seen: str) -> AsyncGenerator[bytes, None]:
     first = True
     async with aclosing(events):
         try:
             async for item in events:
                 name, event_id, facts = _facts(item)
                 if name and not (first and event_id == seen):
-                    yield event(name, {"type": name, "job_id": job_id, **facts}, event_id=event_id)
+                    yield event(name, {"type": name, "job_id": job.id, **facts}, event_id=event_id)
                 first = first and not name
-        except DeadlinePassed as error:
-            if error.metadata.get("job_id"):
-                return  # the stream's own time has passed; the client attaches again
-            yield _failed(job_id, error)
-        except BottegaError as error:
-            yield _failed(job_id, error)
+        except BottegaError:
+            if (failure := await _failure_of(job)) is not None:
+                facts = {"type": "job.failed", "job_id": job.id, "error": error_object(failure)}
+                yield event("job.failed", facts, event_id=_END_ID)
 
 
-def _failed(job_id: str, error: BottegaError) -> bytes:
-    facts = {"type": "job.failed", "job_id": job_id, "error": error_object(error)}
-    return event("job.failed", facts, event_id=_END_ID)
+async def _failure_of(job: AsyncJob) -> BottegaError | None:
+    """Return why a job has failed, was cancelled or does not exist any more; None if a client has to attach again."""
+    try:
+        return (await job.status()).error
+    except JobNotFound as error:
+        return error
+    except BottegaError:
+        return None
 
 
 def _facts(item: Event) -> tuple[str, str, Mapping[str, object]]:
-    """Return the name, the id and the data of an event; an empty name if clients are not told."""
+    """Return the name, the id and the data of an event; an empty name for events that are not sent."""
     match item:
         case Queued():
             return "job.queued", f"queued-{item.place}", {"place": item.place, "estimate_s": item.estimate_s}

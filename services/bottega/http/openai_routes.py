@@ -90,7 +90,7 @@ async def get_file(request: Request) -> Response:
     context = context_of(request)
     job_id, index, key = context.urls.open(request.path_params["token"])
     bind_key(authorization_of(key))
-    return file_response(request, await context.client.job(job_id).image(index))
+    return await file_response(request, context.client.job(job_id), index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.types.picture import Picture
 from bottega.errors import ImageNotFound
 from bottega.rpc.security.api_keys import bearer
@@ -79,21 +80,25 @@ async def _iterate(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield part
 
 
-def file_response(request: Request, picture: Picture) -> Response:
-    """Return a picture as a file, or the range of it that the request asks for."""
+async def file_response(request: Request, job: AsyncJob, index: int) -> Response:
+    """Return a picture of a job as a file, or the range of it that the request asks for.
+
+    A picture that the client has is not fetched.
+    """
     headers = {
-        "etag": f'"{picture.digest}"',
+        "etag": f'"{hashlib.sha256(f"{job.id}/{index}".encode()).hexdigest()}"',
         "cache-control": "private, max-age=3600, immutable",
         "accept-ranges": "bytes",
         "x-content-type-options": "nosniff",
     }
-    if _is_known(request.headers.get("if-none-match", ""), headers["etag"]):
+    is_known = _is_known(request.headers.get("if-none-match", ""), headers["etag"])
+    if is_known and index < (await job.status()).image_count:
         return Response(None, 304, headers)
+    picture = await job.image(index)
     data, status = memoryview(picture.data), 200
-    match = _RANGE.fullmatch(request.headers.get("range", ""))
     wanted = request.headers.get("if-range", headers["etag"]) == headers["etag"]
-    if match and wanted and (match[1] or match[2]):
-        begin, end = _bounds(match[1], match[2], len(data))
+    if wanted and (bounds := _bounds(request.headers.get("range", ""), len(data))):
+        begin, end = bounds
         if begin >= end:
             return Response(None, 416, {**headers, "content-range": f"bytes */{len(data)}"})
         headers["content-range"] = f"bytes {begin}-{end - 1}/{len(data)}"
@@ -108,10 +113,15 @@ def _is_known(header: str, etag: str) -> bool:
     return etag in tags or tags == ["*"]
 
 
-def _bounds(first: str, last: str, size: int) -> tuple[int, int]:
-    if not first:
-        return max(0, size - int(last)), size
-    return int(first), min(int(last) + 1, size) if last else size
+def _bounds(header: str, size: int) -> tuple[int, int] | None:
+    """Return the begin and the end of a range; None if the header is invalid, asks for several ranges or is absent."""
+    match = _RANGE.fullmatch(header)
+    if match is None or not (match[1] or match[2]):
+        return None
+    if not match[1]:
+        return max(0, size - int(match[2])), size
+    first, last = int(match[1]), int(match[2] or size)
+    return (first, min(last + 1, size)) if first <= last or not match[2] else None
 
 
 class UrlSeal:

@@ -6,11 +6,13 @@ import asyncio
 import json
 from typing import Any
 
-from bottega.errors import NotFinite
+from bottega.errors import Forbidden, NotFinite
 from bottega.http.answers import JobAnswer, JobsAnswer, TraceAnswer
+from bottega.v1 import image_pb2
+from tests.fakes.scripted_gateway import ScriptedGateway, job, progress, serving
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running
-from tests.support.running_http import Door
+from tests.support.running_http import Door, running_http
 
 
 async def _start(door: Door, **body: Any) -> str:
@@ -57,12 +59,14 @@ async def test_a_part_of_a_picture_and_a_known_one(door: Door, worker: ScriptedW
         ("bytes=-1", 206, b"0"),
         ("bytes=90-", 416, b""),
         ("bytes=0-1,3-4", 200, b"picture 0"),
+        ("bytes=5-3", 200, b"picture 0"),
     ):
         answer = await door.http.get(path, headers={"range": wanted})
         assert (answer.status_code, answer.content) == (status, content), wanted
     other = await door.http.get(path, headers={"range": "bytes=0-3", "if-range": '"other"'})
     assert (other.status_code, other.content) == (200, b"picture 0")
-    assert (await door.http.get(f"/v1/jobs/{job_id}/images/7")).status_code == 404
+    for headers in ({}, {"if-none-match": "*"}):
+        assert (await door.http.get(f"/v1/jobs/{job_id}/images/7", headers=headers)).status_code == 404
 
 
 async def test_events_go_on_after_the_last_one_that_a_client_got(door: Door, house: Running) -> None:
@@ -131,6 +135,18 @@ async def test_a_failed_job_says_why(door: Door, worker: ScriptedWorker) -> None
     assert (await _events(door, job_id))[-1]["error"]["message"] == "the latent has NaN"
     job = (await door.http.get(f"/v1/jobs/{job_id}")).json()
     assert (job["status"], job["error"]["code"]) == ("failed", "not_finite")
+
+
+async def test_a_stream_that_breaks_ends_without_a_result_of_the_job() -> None:
+    running, ended = job(image_pb2.JOB_STATE_RUNNING), job(image_pb2.JOB_STATE_FAILED)
+    ended.error.message = "the latent has NaN"
+    gateway = ScriptedGateway(
+        scripts=[[progress(3), Forbidden("no more")]] * 2, looks=[running, running, running, ended]
+    )
+    with serving(gateway) as address:
+        async with running_http(address) as door:
+            assert [found["type"] for found in await _events(door, "job-1")] == ["job.progress"]
+            assert [found["type"] for found in await _events(door, "job-1")] == ["job.progress", "job.failed"]
 
 
 async def test_an_unknown_job_is_not_found(door: Door) -> None:
