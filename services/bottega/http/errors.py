@@ -19,6 +19,7 @@ from bottega.errors import (
     InternalError,
     InvalidRequest,
     TooLarge,
+    Unavailable,
 )
 
 CLIENT_LEFT = 499
@@ -55,12 +56,26 @@ _PUBLIC_FIELDS: Mapping[str, str] = {
     "request_id": "Idempotency-Key",
 }
 _SAME_FIELDS = frozenset(
-    {"created_after", "created_before", "image", "job_id", "model", "page_size", "page_token", "prompt", "states"}
+    {
+        "created_after",
+        "created_before",
+        "image",
+        "index",
+        "job_id",
+        "model",
+        "page_size",
+        "page_token",
+        "prompt",
+        "states",
+    }
 )
 
 
 class FieldsRefused(InvalidRequest):
-    """The error of a request that this service refuses by itself. Its violations have the HTTP API's names already."""
+    """The error of a request that is refused without a call to the gateway.
+
+    Its violations have the HTTP API's names of fields.
+    """
 
 
 def status_of(error: BottegaError) -> int:
@@ -96,9 +111,10 @@ def error_response(error: BottegaError) -> Response:
     """Return the answer to a request that failed with this error."""
     status = status_of(error)
     # Otherwise OpenAI's clients repeat requests that get 409 or 5xx, whether that can help or not.
-    helps = error.retry_after_s is not None or error.code is Code.UNAVAILABLE
+    retry_after_s = _retry_after_s(error)
+    helps = retry_after_s is not None or error.code is Code.UNAVAILABLE
     headers = {"x-should-retry": "true" if helps else "false"}
-    if (retry_after_s := _retry_after_s(error)) is not None:
+    if retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(retry_after_s))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -106,7 +122,7 @@ def error_response(error: BottegaError) -> Response:
 
 
 def refusal(status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the answer to a request that the service refuses by itself."""
+    """Return the answer to a request that is refused without a call to the gateway."""
     error = {
         "message": message,
         "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
@@ -155,6 +171,8 @@ def _json(value: object, *, status: int, headers: Mapping[str, str]) -> Response
 
 
 def _message(error: BottegaError, violations: list[dict[str, str]]) -> str:
+    if isinstance(error, Unavailable) and not error.reason:
+        return "the service is away; retry"  # the SDK's text has the gateway's address, and advice for an operator
     if not violations:
         return error.message
     return "; ".join(f"{violation['field']}: {violation['description']}" for violation in violations)

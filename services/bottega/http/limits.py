@@ -24,6 +24,8 @@ class PeerLimit:
     def take(self, address: str, amount: int = 1) -> bool:
         """Count what a client takes. Return False if there is no room."""
         host = host_of_address(address)
+        if not amount:
+            return True  # an entry of a host that takes nothing would stay
         if self.used + amount > self._most or self._by_host[host] + amount > self._most_of_host:
             return False
         self.used += amount
