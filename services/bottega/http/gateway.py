@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from contextvars import ContextVar
 
 import grpc
@@ -20,6 +22,9 @@ from bottega.rpc.security.caller import Role
 from bottega.rpc.security.tls import TlsFiles
 
 _HEALTH_S = 2.0
+# Seconds for which a key that the gateway has accepted is not checked again, and an upper bound on such keys.
+_ACCEPTED_S = 5.0
+_MOST_ACCEPTED = 4096
 
 _key: ContextVar[str] = ContextVar("API key of a request", default="")
 
@@ -61,6 +66,7 @@ class ForwardingClient(AsyncGatewayClient):
         )
         self._cancel_on_exit = CancelOnExit(self._connection.images)
         self._asks_for_keys = False
+        self._accepted_until: dict[bytes, float] = {}  # by hash of the key, the oldest first
         self._channel = self._connection.channels.open(Target(address=config.gateway, role=Role.GATEWAY))
 
     async def is_serving(self) -> bool:
@@ -79,7 +85,7 @@ class ForwardingClient(AsyncGatewayClient):
     async def check_keys(self) -> None:
         """Raise GatewayOpen if the gateway serves callers without a key, Unavailable if it is away.
 
-        The gateway is asked until it has refused such a caller once.
+        Calls the gateway each time until it has refused such a call once.
         """
         if self._asks_for_keys:
             return
@@ -95,6 +101,17 @@ class ForwardingClient(AsyncGatewayClient):
             "server.listen can be reached from the network, and the gateway asks its callers for no API key: give it"
             " tenants (bottega tenants), or set server.insecure: true if the network is trusted"
         )
+
+    async def check_key(self) -> None:
+        """Raise the gateway's error if it refuses the bound API key. Keys that it has just accepted are not sent."""
+        digest, now = hashlib.sha256(bound_key().encode()).digest(), time.monotonic()
+        if now < self._accepted_until.get(digest, 0.0):
+            return
+        await self.models()
+        self._accepted_until.pop(digest, None)
+        self._accepted_until[digest] = now + _ACCEPTED_S
+        if len(self._accepted_until) > _MOST_ACCEPTED:
+            del self._accepted_until[next(iter(self._accepted_until))]
 
     async def close(self) -> None:
         """Cancel unfinished requests, then close the connections."""

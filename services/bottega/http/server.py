@@ -88,7 +88,7 @@ class HttpServer:
         for refusal in refused_ports(self._context.config):
             raise ConfigError(refusal)
         if not is_loopback(self.config.listen) and self.config.insecure:
-            _log.warning("a port that may not be encrypted or ask for keys is open to the network")
+            _log.warning("server.insecure opens the port to the network, even without HTTPS or API keys")
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # warnings repeat what strangers send
         self._metrics.start()
         self._uvicorn.load()
@@ -101,11 +101,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         context = _Certificate(self.config).context if self.config.encrypted else None
         self._listener = await loop.create_server(
-            lambda: LimitedProtocol(self._uvicorn, self._state, self._guard),
-            sock=bound,
-            backlog=_BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=_HANDSHAKE_S if context else None,
+            lambda: LimitedProtocol(self._uvicorn, self._state, self._guard, context), sock=bound, backlog=_BACKLOG
         )
         self.address = f"{host}:{bound.getsockname()[1]}"
 
@@ -138,7 +134,8 @@ class HttpServer:
         await self.stop()
 
     async def stop(self) -> None:
-        """End now, and cancel running requests. A second call does nothing."""
+        """End now: running requests are cancelled and get 503. A second call does nothing."""
+        await self.set_serving(False)
         self._stop_listening()
         tasks = set(self._state.tasks)
         for task in tasks:
@@ -196,27 +193,62 @@ class ConnectionLimits:
 class LimitedProtocol(H11Protocol):
     """A connection of uvicorn that is closed if its client sends a head, or reads an answer, too slowly."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, limits: ConnectionLimits) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, limits: ConnectionLimits, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(config, state, {})
         self._limits = limits
+        self._tls = tls
         self._address: str | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        self._early = b""
+        """Data that came with the end of the handshake."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Admit the connection, and start to wait for the first head."""
-        super().connection_made(transport)
-        address = self.client[0] if self.client else ""
+        """Admit the connection before its handshake, and start to wait for the first head."""
+        peer = transport.get_extra_info("peername")
+        address = peer[0] if peer else ""
         if not self._limits.admit(address):
             transport.abort()
             return
-        self._address = address
+        self._address, self.transport = address, transport
+        if self._tls is None:
+            self._begin(transport)
+            return
+        self.connections.add(self)
+        transport.pause_reading()  # the handshake resumes it
+        self._handshake = self.loop.create_task(self._secure(transport, self._tls))
+
+    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        try:
+            secured = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=_HANDSHAKE_S
+            )
+        except OSError:  # ssl.SSLError is one
+            secured = None
+        if secured is None:
+            self._forget()
+        else:
+            self._begin(secured)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._handshake = None
+        if self._early:
+            self.data_received(self._early)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()
+        if self.flow is not None:  # it is None until the connection is admitted and secure
+            super().connection_lost(exc)
+            self._unset_keepalive_if_required()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.connections.discard(self)
         self._head_timer = _cancelled(self._head_timer)
         self._answer_timer = _cancelled(self._answer_timer)
         if self._address is not None:
@@ -225,18 +257,39 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handle data, and wait for the rest of a head."""
+        if self._handshake is not None:
+            self._early += data
+            return
         super().data_received(data)
         self._await_head()
+        self._await_close()
 
     def pause_writing(self) -> None:
         """Start to wait for the client to read."""
         super().pause_writing()
+        self._answer_timer = _cancelled(self._answer_timer)
         self._answer_timer = self.loop.call_later(self._limits.answer_wait_s, self._abort, "answer")
 
     def resume_writing(self) -> None:
         """Stop waiting for the client to read."""
         super().resume_writing()
         self._answer_timer = _cancelled(self._answer_timer)
+        self._await_close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the idle connection."""
+        super().timeout_keep_alive_handler()
+        self._await_close()
+
+    def shutdown(self) -> None:
+        """Close the connection, after the answer to its current request if it has one."""
+        super().shutdown()
+        self._await_close()
+
+    def _await_close(self) -> None:
+        """Start to wait for the client to read the rest of what was sent to it, if the connection is being closed."""
+        if self.transport.is_closing() and self._answer_timer is None and self._address is not None:
+            self._answer_timer = self.loop.call_later(self._limits.answer_wait_s, self._abort, "answer")
 
     def _await_head(self) -> None:
         if bool(self.cycle) and not self.cycle.response_complete:
@@ -248,6 +301,7 @@ class LimitedProtocol(H11Protocol):
         """Wait for the next request."""
         self._head_timer = _cancelled(self._head_timer)
         super().on_response_complete()
+        self._await_close()
 
     def _abort(self, limit: str) -> None:
         self._limits.note_cut(limit)

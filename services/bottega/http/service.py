@@ -1,7 +1,8 @@
-"""The application: its routes, and what holds for all of them: hosts and origins, limits, metrics and the log."""
+"""The application: its routes, and the checks, limits, metrics and log lines that all requests share."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import time
@@ -12,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -31,7 +31,7 @@ from bottega.rpc.security.api_keys import parse_key, shown_key
 # In seconds, from a health check to the longest request that draws.
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-_BUSY_S = "1"
+_RETRY = {"retry-after": "1", "x-should-retry": "true"}
 
 _log = logging.getLogger(__name__)
 
@@ -62,22 +62,12 @@ def application(context: Context, metrics: HttpMetrics, *, keys_only: bool) -> A
     Args:
         keys_only: Whether requests without an API key are refused here already.
     """
-    config = context.config
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=config.origins,
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["authorization", "content-type", "idempotency-key", "last-event-id"],
-        expose_headers=["retry-after"],
-        max_age=600,
-    )
     app = Starlette(
         routes=[
             Route("/healthz", _healthz, methods=["GET"]),
             Route("/readyz", _readyz, methods=["GET"]),
             *(Route(found.route, found.handler, methods=[found.method]) for found in OPERATIONS),
         ],
-        middleware=[cors] if config.origins else [],
         exception_handlers={BottegaError: on_bottega_error, HTTPException: on_http_error, Exception: on_failure},
     )
     app.router.redirect_slashes = False
@@ -108,6 +98,17 @@ class _Guarded:
         self._metrics = metrics
         self._keys_only = keys_only
         self._requests = PeerLimit(context.config.server.max_requests, context.config.server.peer_share)
+        # Around the checks: a preflight has no key, and a page can only read answers that allow its origin.
+        self._checked: ASGIApp = self._answer
+        if self._config.origins:
+            self._checked = CORSMiddleware(
+                self._answer,
+                allow_origins=self._config.origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["etag", "location", "retry-after", "x-should-retry"],
+                max_age=600,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -123,7 +124,13 @@ class _Guarded:
 
         self._metrics.in_flight.inc()
         try:
-            await self._answer(scope, receive, send_and_note)
+            await self._checked(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            if not self._context.draining.is_set():
+                raise
+            if status == CLIENT_LEFT:
+                stopping = refusal(503, "the service stops; retry", code="stopping", headers=_RETRY)
+                await stopping(scope, receive, send_and_note)
         finally:
             self._record(scope, status, time.monotonic() - began_s)
 
@@ -134,13 +141,11 @@ class _Guarded:
             return
         if not self._requests.take(host):
             busy = "the service serves as many requests as it may; retry"
-            await refusal(429, busy, code="queue_full", headers={"retry-after": _BUSY_S, "x-should-retry": "true"})(
-                scope, receive, send
-            )
+            await refusal(429, busy, code="queue_full", headers=_RETRY)(scope, receive, send)
             return
         try:
             is_closed = self._keys_only and scope["path"] not in _OPEN_PATHS
-            app = (await self._check_gateway() if is_closed else None) or self._app
+            app = (await self._check_callers(scope) if is_closed else None) or self._app
             await app(scope, receive, send)
         finally:
             self._requests.give(host)
@@ -168,10 +173,16 @@ class _Guarded:
         path = scope["path"]
         return self._keys_only and path not in _OPEN_PATHS and not path.startswith(f"{IMAGE_PATH}/")
 
-    async def _check_gateway(self) -> Response | None:
-        """Return the answer to all requests while a gateway that serves anyone must not be reached from here."""
+    async def _check_callers(self, scope: Scope) -> Response | None:
+        """Return the answer to a request whose key the gateway refuses, or to all if it serves anyone without a key.
+
+        Otherwise strangers with invented keys could use the memory for bodies, which are read before the gateway is
+        called.
+        """
         try:
             await self._context.client.check_keys()
+            if scope["method"] == "POST":
+                await self._context.client.check_key()
         except GatewayOpen:
             return refusal(
                 503, "the gateway asks its callers for no API key, so this port is closed", code="open_gateway"

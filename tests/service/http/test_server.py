@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from bottega.client.suite.plan import free_ports
 from bottega.errors import ConfigError, Unavailable
 from bottega.http.config import HttpConfig
-from bottega.http.server import HttpServer
+from bottega.http.server import ConnectionLimits, HttpServer, LimitedProtocol
+from bottega.rpc.operation.metrics import MetricsEndpoint
 from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.server_config import HttpsConfig, HttpServerConfig
 from tests.fakes.scripted_worker import ScriptedWorker
@@ -46,6 +51,56 @@ async def test_pages_of_other_origins_are_refused_unless_they_are_allowed(house:
         answer = await door.http.get("/v1/models", headers={"origin": "https://app.example"})
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
         assert (await door.http.get("/v1/models", headers={"origin": "https://evil.example"})).status_code == 403
+
+
+async def test_preflights_of_allowed_pages_need_no_key_and_pages_read_refusals(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    add_tenant(file, "ours")
+    page = {"origin": "https://app.example"}
+    server = {"listen": "0.0.0.0:0", "https": _https(tmp_path)}
+    async with (
+        running_gateway(tenants=str(file)) as house,
+        running_http(house.address, server=server, origins=[page["origin"]]) as door,
+        _caller(door) as client,
+    ):
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-stainless-os"}
+        preflight = await client.options("/v1/images/generations", headers={**page, **asked})
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, page["origin"])
+        assert preflight.headers["access-control-allow-headers"] == "x-stainless-os"
+        refused = await client.get("/v1/models", headers=page)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page["origin"])
+        assert "retry-after" in refused.headers["access-control-expose-headers"]
+        other = {**asked, "origin": "https://evil.example"}
+        assert "access-control-allow-origin" not in (await client.options("/v1/models", headers=other)).headers
+
+
+def _caller(door: Door, **options: Any) -> httpx.AsyncClient:
+    """Return a client of a door whose certificate it does not check."""
+    return httpx.AsyncClient(base_url=f"https://127.0.0.1:{_port(door)}", verify=_unchecked(), **options)
+
+
+def _port(door: Door) -> int:
+    return int(door.server.address.rpartition(":")[2])
+
+
+def _unchecked() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+async def test_a_key_that_the_gateway_refuses_is_refused_before_the_body_comes(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    key = add_tenant(file, "ours")
+    server = {"listen": "0.0.0.0:0", "https": _https(tmp_path), "body_wait_s": 0.2}
+    async with running_gateway(tenants=str(file)) as house, running_http(house.address, server=server) as door:
+        for shown, status in ((new_key()[0], b"401"), (key, b"408"), (key, b"408")):
+            head = f"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {shown}\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", _port(door), ssl=_unchecked())
+            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{{".encode())
+            async with asyncio.timeout(10):
+                assert status in await reader.readline()
+            writer.close()
 
 
 async def test_a_body_that_is_too_large_is_refused_before_it_is_read(house: Running) -> None:
@@ -140,6 +195,58 @@ async def test_connections_beyond_a_hosts_share_are_closed(house: Running) -> No
             other.close()
 
 
+async def test_connections_in_their_handshake_count(house: Running, tmp_path: Path) -> None:
+    limits = {"max_connections": 4, "peer_share": 1.0, "https": _https(tmp_path)}
+    async with running_http(house.address, server=limits) as door:
+        address = door.server.address.split(":")
+        silent = [await asyncio.open_connection(*address) for _ in range(6)]
+        await eventually(lambda: _has(door, 'bottega_http_connections_cut_total{limit="max_connections"} 2.0'))
+        for _, writer in silent[:2]:
+            writer.close()
+        await eventually(lambda: _has(door, "bottega_http_connections 2.0"))
+        async with _caller(door) as client:
+            assert (await client.get("/healthz")).status_code == 200
+        await door.server.stop()
+        async with asyncio.timeout(5):
+            assert [await _is_ended(reader) for reader, _ in silent] == [True] * 6
+        for _, writer in silent:
+            writer.close()
+
+
+async def _is_ended(reader: asyncio.StreamReader) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return await reader.read(1) == b""
+    return True
+
+
+async def test_an_idle_client_that_does_not_read_the_rest_is_cut() -> None:
+    limits = ConnectionLimits(HttpServerConfig(answer_wait_s=0.05), MetricsEndpoint("127.0.0.1:0"))
+    connection = LimitedProtocol(uvicorn.Config(lambda: None), ServerState(), limits, None)
+    transport = _FullTransport()
+    connection.connection_made(transport)
+    connection.timeout_keep_alive_handler()
+    await asyncio.wait_for(transport.aborted.wait(), 10)
+    connection.connection_lost(None)
+
+
+class _FullTransport(asyncio.Transport):
+    """A transport whose client reads nothing, so that closing it does not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted = asyncio.Event()
+        self.close_called = False
+
+    def close(self) -> None:
+        self.close_called = True
+
+    def is_closing(self) -> bool:
+        return self.close_called
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
 async def test_health_and_readiness(house: Running) -> None:
     async with running_http(house.address) as door:
         assert (await door.http.get("/healthz")).text == "ok\n"
@@ -151,6 +258,7 @@ async def test_health_and_readiness(house: Running) -> None:
         assert (await door.http.get("/readyz")).status_code == 503
         answer = await door.http.get("/v1/models")
         assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+        assert "127.0.0.1" not in answer.text, "the gateway's address is not for strangers"
 
 
 async def test_metrics_are_by_route_and_status(door: Door, worker: ScriptedWorker) -> None:
@@ -198,28 +306,27 @@ async def test_https_with_tenants_and_a_certificate_that_is_renewed(tmp_path: Pa
     file = tmp_path / "tenants.json"
     key = add_tenant(file, "ours")
     server = {"listen": "0.0.0.0:0", "https": _https(tmp_path)}
-    async with running_gateway(tenants=str(file)) as house, running_http(house.address, server=server) as door:
-        url = f"https://127.0.0.1:{door.server.address.rpartition(':')[2]}"
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        async with httpx.AsyncClient(base_url=url, verify=context) as client:
-            assert (await client.get("/v1/models")).status_code == 401
-            assert (await client.get("/healthz")).status_code == 200
-            shown = {"authorization": f"Bearer {key}"}
-            assert (await client.get("/v1/models", headers=shown)).status_code == 200
-            await house.worker()
-            body = {"prompt": "a star", "response_format": "url"}
-            drawn = (await client.post("/v1/images/generations", json=body, headers=shown)).json()
-            assert (await client.get(drawn["data"][0]["url"])).content == b"picture 0", "its URL needs no key"
+    async with (
+        running_gateway(tenants=str(file)) as house,
+        running_http(house.address, server=server) as door,
+        _caller(door) as client,
+    ):
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/healthz")).status_code == 200
+        shown = {"authorization": f"Bearer {key}"}
+        assert (await client.get("/v1/models", headers=shown)).status_code == 200
+        await house.worker()
+        body = {"prompt": "a star", "response_format": "url"}
+        drawn = (await client.post("/v1/images/generations", json=body, headers=shown)).json()
+        assert (await client.get(drawn["data"][0]["url"])).content == b"picture 0", "its URL needs no key"
 
 
 async def test_a_gateway_that_asks_for_no_keys_and_came_later_is_not_reached(tmp_path: Path) -> None:
     server = {"listen": "0.0.0.0:0", "https": _https(tmp_path)}
     (port,) = free_ports(1)
     async with running_http(f"127.0.0.1:{port}", server=server, gateway_wait_s=0.1) as door:
-        url = f"https://127.0.0.1:{door.server.address.rpartition(':')[2]}"
         shown = {"authorization": f"Bearer {new_key()[0]}"}
-        async with httpx.AsyncClient(base_url=url, verify=False, headers=shown) as client:
+        async with _caller(door, headers=shown) as client:
             assert (await client.get("/v1/models")).json()["error"]["code"] == "unavailable"
             async with running_gateway(listen=f"127.0.0.1:{port}") as house:
                 await house.until_serving()
@@ -269,3 +376,15 @@ async def test_a_drain_lets_pictures_finish_and_ends_streams_of_events(door: Doo
     worker.script.release.set()
     assert (await drawing).status_code == 200
     await draining
+
+
+async def test_requests_that_are_cancelled_at_the_end_get_503(house: Running, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await house.worker(hold_at=1)
+    async with running_http(house.address, server={"drain_grace_s": 0.1}) as door:
+        drawing = asyncio.create_task(door.http.post("/v1/images/generations", json={"prompt": "a"}))
+        await worker.arrived.wait()
+        await door.server.drain()
+        answer = await drawing
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "stopping"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
