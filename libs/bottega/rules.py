@@ -50,12 +50,32 @@ SamplerName = Literal[
     "kdpm2_ancestral",
 ]
 """The samplers by the names that callers and models' presets use."""
+TimestepSpacingName = Literal["leading", "trailing", "linspace"]
+"""How steps are spread over the timesteps of training, by Diffusers' names."""
+FinalSigmasTypeName = Literal["zero", "sigma_min"]
+"""The noise level after the last step, by Diffusers' names."""
+
+SPACINGS: Mapping[TimestepSpacingName, TimestepSpacing.ValueType] = MappingProxyType(
+    {
+        "leading": TimestepSpacing.TIMESTEP_SPACING_LEADING,
+        "trailing": TimestepSpacing.TIMESTEP_SPACING_TRAILING,
+        "linspace": TimestepSpacing.TIMESTEP_SPACING_LINSPACE,
+    }
+)
+LAST_SIGMAS: Mapping[FinalSigmasTypeName, FinalSigmasType.ValueType] = MappingProxyType(
+    {
+        "zero": FinalSigmasType.FINAL_SIGMAS_TYPE_ZERO,
+        "sigma_min": FinalSigmasType.FINAL_SIGMAS_TYPE_SIGMA_MIN,
+    }
+)
 
 MAX_ADAPTERS = 8
 # Profiles of one ControlNet, one per base model.
 MAX_PROFILES = 16
 MAX_IMAGES = 8
 MAX_STEPS = 200
+# Of a LoRA's trigger word or an embedding's token.
+MAX_TRIGGER_CHARACTERS = 200
 # More than the layers of any text encoder.
 MAX_CLIP_SKIP = 100
 # Files below a ControlNet's folder; a repository of a hub has some tens.
@@ -420,6 +440,8 @@ def _check_lora(path: str, lora: Lora) -> Iterator[Violation]:
         yield Violation(field=f"{path}.scale", description="must be a finite number")
     if lora.HasField("digest") and not is_digest(lora.digest):
         yield Violation(field=f"{path}.digest", description="must be 64 hexadecimal digits, in lower case")
+    if len(lora.token) > MAX_TRIGGER_CHARACTERS:
+        yield Violation(field=f"{path}.token", description=f"must have at most {MAX_TRIGGER_CHARACTERS} characters")
     for name in ("from_step", "max_step"):
         if lora.HasField(name) and not 0 <= getattr(lora, name) <= MAX_STEPS:
             yield Violation(field=f"{path}.{name}", description=f"must be 0 to {MAX_STEPS}")

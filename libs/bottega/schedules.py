@@ -20,28 +20,11 @@ from bottega.model_files.scheduler_rules import (
     REQUESTED_SIGMAS,
     SAMPLER_CLASSES,
     SCHEDULER_RULES,
-    FinalSigmasTypeName,
-    TimestepSpacingName,
     one_conversion,
     takes_karras_sigmas,
 )
-from bottega.rules import MAX_STEPS
-from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import FinalSigmasType, GenerationSpec, Sampler, TimestepSpacing
-
-SPACINGS: Mapping[TimestepSpacingName, TimestepSpacing.ValueType] = MappingProxyType(
-    {
-        "leading": generation_pb2.TIMESTEP_SPACING_LEADING,
-        "trailing": generation_pb2.TIMESTEP_SPACING_TRAILING,
-        "linspace": generation_pb2.TIMESTEP_SPACING_LINSPACE,
-    }
-)
-LAST_SIGMAS: Mapping[FinalSigmasTypeName, FinalSigmasType.ValueType] = MappingProxyType(
-    {
-        "zero": generation_pb2.FINAL_SIGMAS_TYPE_ZERO,
-        "sigma_min": generation_pb2.FINAL_SIGMAS_TYPE_SIGMA_MIN,
-    }
-)
+from bottega.rules import LAST_SIGMAS, MAX_STEPS, SPACINGS, FinalSigmasTypeName, TimestepSpacingName
+from bottega.v1.generation_pb2 import GenerationSpec, Sampler
 
 # More than the training timesteps of any model that is served, and more than the noise of any.
 _MAX_TIMESTEP = 99_999

@@ -34,7 +34,7 @@ def crowd(
 
 
 def _wrong(house: House, cases: Sequence[Case]) -> Iterator[str]:
-    with calling(*house.services) as caller:
+    with calling(*house.called) as caller:
         for case in cases:
             problem = fault(case.method, case.raw, caller.call(case.method, case.raw))
             if problem:

@@ -146,8 +146,13 @@ class House:
         return [service.name for service in self.services if service.process.poll() is not None]
 
     @property
+    def called(self) -> tuple[Service, ...]:
+        """Those that are called with gRPC."""
+        return self.gateway, self.worker, self.nets, self.store, self.cache, self.activations
+
+    @property
     def services(self) -> tuple[Service, ...]:
-        return self.gateway, self.worker, self.nets, self.store, self.cache, self.activations, self.http
+        return *self.called, self.http
 
     def engines_lost(self) -> int:
         """How often one of them has had to start another engine."""

@@ -81,7 +81,9 @@ def fuzz_http(address: str, requests: int, seed: int) -> Answers:
     """Send so many random requests to every operation of the HTTP API at `address`, and some that are no HTTP."""
     answers, chance = Answers(), random.Random(seed)
     with httpx.Client(base_url=f"http://{address}", timeout=_WAIT_S) as client:
-        job_id = str(client.post("/v1/jobs", json={"prompt": "a circle", "bottega": _STEPS}).json()["id"])
+        kept = client.post("/v1/jobs", json={"prompt": "a circle", "model": "miniature", "bottega": _STEPS})
+        assert kept.is_success, kept.text
+        job_id = str(kept.json()["id"])
         for operation in OPERATIONS:
             for _ in range(requests):
                 _send(client, operation, job_id, chance, answers)

@@ -89,6 +89,7 @@ def _brought() -> Iterator[Case]:
         yield case_of("RegisterLora", f"{field} {shown(facts[field])}", registered(**facts), INVALID, field)
         yield _upload(f"{field} {shown(facts[field])}", [pb.UploadLoraRequest(head=_head(**facts))], field)
     yield case_of("RegisterLora", "sixteen long words", registered(name="x" * 200, trigger_words=["x" * 200] * 16))
+    yield case_of("RegisterLora", "layers that may be ignored", registered(allow_partial=True))
     yield case_of("RegisterLora", "nothing at all", pb.RegisterLoraRequest(), INVALID, "name", "base", "path")
 
 
@@ -98,6 +99,7 @@ def _uploads() -> Iterator[Case]:
     yield Case(method="UploadLora", name="a file", raw=tuple(m.SerializeToString() for m in (head, whole)), code=OK)
     peft = _peft_file()
     facts: dict[str, Any] = {"name": "peft", "trigger_words": ["x" * 200] * 16, "adapter_config": b"{}".ljust(1 << 20)}
+    facts |= {"base_model": "x" * 200, "allow_partial": True}
     said = pb.UploadLoraRequest(head=_head(peft, **facts))
     raw = (said.SerializeToString(), pb.UploadLoraRequest(chunk=peft).SerializeToString())
     yield Case(method="UploadLora", name="a file with all that may be said of it", raw=raw, code=OK)
@@ -113,6 +115,7 @@ def _uploads() -> Iterator[Case]:
         *(("sha256", {"sha256": text}) for text in BAD_DIGESTS),
         *(("size_bytes", {"size_bytes": size}) for size in (0, -1, (4 << 30) + 1, 2**63 - 1)),
         ("adapter_config", {"adapter_config": b" " * ((1 << 20) + 1)}),
+        ("base_model", {"base_model": "x" * 201}),
     ]
     for field, facts in wrong:
         yield _upload(f"{field} {shown(facts[field])}", [pb.UploadLoraRequest(head=_head(**facts)), whole], field)

@@ -40,7 +40,15 @@ def lora_drawings(case: Any) -> Iterator[Case]:
         return made
 
     yield case("eight LoRAs, and no store", UNAVAILABLE, loras=[Lora(name="ink")] * 8)
-    whole = Lora(name="x" * 200, scale=-1e300, from_step=0, max_step=200, digest="a" * 64, measure_similarity=True)
+    whole = Lora(
+        name="x" * 200,
+        scale=-1e300,
+        from_step=0,
+        max_step=200,
+        digest="a" * 64,
+        measure_similarity=True,
+        token="x" * 200,
+    )
     yield case("a LoRA with everything, and no store", UNAVAILABLE, loras=[whole], num_inference_steps=200)
     yield case("a LoRA at the last step, and no store", UNAVAILABLE, loras=[Lora(name="ink", from_step=29)])
     yield bad("after the last step", "[0].from_step", Lora(name="ink", from_step=30))
@@ -65,6 +73,7 @@ def lora_drawings(case: Any) -> Iterator[Case]:
         yield bad(f"from {step}", "[0].from_step", Lora(name="ink", from_step=step))
     for text in BAD_DIGESTS:
         yield bad(f"of digest {shown(text)}", "[0].digest", Lora(name="ink", digest=text))
+    yield bad("with a long token", "[0].token", Lora(name="ink", token="x" * 201))
     for name in BAD_NAMES:
         yield bad(f"called {shown(name)}", "[0].name", Lora(name=name))
     for scale in (NAN, INF, -INF):
@@ -130,6 +139,8 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     yield case("LoRAs that went in at the last step", [whole], decisions=AttemptDecisions(by_kind=loras_at(steps - 1)))
     yield case("a LoRA from the last step", [_ordered(from_step=steps - 1)])
     yield case("a measured LoRA", [_ordered(measure_similarity=True)])
+    yield case("an embedding", [_ordered(token="<" + "x" * 199)])
+    yield case("an embedding of a long token", [_ordered(token="x" * 201)], "spec.loras[0].token")
     lacking = [f"spec.loras[0].{name}" for name in ("scale", "digest", "max_step")]
     yield case("a bare LoRA", [Lora(name="ink")], *lacking)
     yield case("nine LoRAs", [whole] * 9, "spec.loras")

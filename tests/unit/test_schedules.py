@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from bottega.errors import Violation
-from bottega.rules import MAX_STEPS
+from bottega.rules import LAST_SIGMAS, MAX_STEPS, SPACINGS
 from bottega.schedules import (
-    LAST_SIGMAS,
-    SPACINGS,
     Schedule,
     check_sampler_schedule,
     check_schedule,

@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field
 from bottega import config
 from bottega.errors import ConfigError
 from bottega.model_files.json_files import read_json_object
-from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName, one_conversion
-from bottega.rules import MAX_GUIDANCE_SCALE, MAX_STEPS, SamplerName
+from bottega.model_files.scheduler_rules import one_conversion
+from bottega.rules import MAX_GUIDANCE_SCALE, MAX_STEPS, FinalSigmasTypeName, SamplerName, TimestepSpacingName
 from bottega.strict import STRICT
 
 PRESET_FILE = "bottega.json"

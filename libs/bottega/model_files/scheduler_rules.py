@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from bottega.model_files.field_rules import (
     ANY,
@@ -72,8 +72,6 @@ UNSERVED_CLASSES: Mapping[str, str] = MappingProxyType(
 _MOST_TRAIN_TIMESTEPS = 100_000
 _SPACINGS = only("linspace", "leading", "trailing")
 _SHARE = number("a number between 0 and 1", lambda value: 0 < value < 1)
-TimestepSpacingName = Literal["leading", "trailing", "linspace"]
-FinalSigmasTypeName = Literal["zero", "sigma_min"]
 REQUESTED_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 """Fields with which a request chooses another kind of sigmas; at most one of them is true."""
 CONVERTED_SIGMAS = (*REQUESTED_SIGMAS, "use_lu_lambdas", "use_flow_sigmas")

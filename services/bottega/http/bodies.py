@@ -19,8 +19,14 @@ from bottega.client.types.jobs import Priority
 from bottega.client.types.options import OTHER_NAMES, FidelityName, GenerationOptions, PromptSyntaxName, nearest_name
 from bottega.errors import Violation
 from bottega.http.errors import FieldsRefused
-from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName
-from bottega.rules import MAX_ADAPTERS, MAX_STEPS, SamplerName, refuse
+from bottega.rules import (
+    MAX_ADAPTERS,
+    MAX_STEPS,
+    FinalSigmasTypeName,
+    SamplerName,
+    TimestepSpacingName,
+    refuse,
+)
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 

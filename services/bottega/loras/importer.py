@@ -36,7 +36,6 @@ _log = logging.getLogger(__name__)
 # Paths that a configuration may use for the embedded model's LoRAs, wherever the model is installed.
 _EMBEDDED = {f"miniature/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
 _MAX_WORDS = 16
-_MAX_WORD_CHARACTERS = 200
 _MAX_PATH_CHARACTERS = 4096
 # Extra bytes of a canonical file: its header may be longer than its source's. Folding makes convolutions larger.
 _MAX_HEADER_BYTES, _MIN_HEADER_BYTES = 1 << 20, 4 << 10
@@ -256,12 +255,14 @@ class LoraImporter:
         if request.base not in self._bases:
             listed = ", ".join(sorted(self._bases)) or "none"
             violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))
-        if len(request.base_model) > _MAX_WORD_CHARACTERS:
-            rule = f"must have at most {_MAX_WORD_CHARACTERS} characters"
+        if len(request.base_model) > rules.MAX_TRIGGER_CHARACTERS:
+            rule = f"must have at most {rules.MAX_TRIGGER_CHARACTERS} characters"
             violations.append(Violation(field="base_model", description=rule))
         words = request.trigger_words
-        if len(words) > _MAX_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
-            rule = f"must be at most {_MAX_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
+        if len(words) > _MAX_WORDS or not all(
+            0 < len(w) <= rules.MAX_TRIGGER_CHARACTERS and w.isprintable() for w in words
+        ):
+            rule = f"must be at most {_MAX_WORDS}, each of 1 to {rules.MAX_TRIGGER_CHARACTERS} printable characters"
             violations.append(Violation(field="trigger_words", description=rule))
         return violations
 

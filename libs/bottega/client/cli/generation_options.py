@@ -11,7 +11,7 @@ import click
 from bottega.client.cli.addons import generation_parts
 from bottega.client.types.options import FIDELITIES, PROMPT_SYNTAXES, SAMPLERS, GenerationOptions
 from bottega.client.types.picture import FORMATS
-from bottega.schedules import LAST_SIGMAS, SPACINGS
+from bottega.rules import LAST_SIGMAS, SPACINGS
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 

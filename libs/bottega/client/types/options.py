@@ -24,9 +24,7 @@ from bottega.client.types.inputs import (
 from bottega.client.types.messages import describe, set_field
 from bottega.client.types.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
-from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName
-from bottega.rules import SamplerName, refuse
-from bottega.schedules import LAST_SIGMAS, SPACINGS
+from bottega.rules import LAST_SIGMAS, SPACINGS, FinalSigmasTypeName, SamplerName, TimestepSpacingName, refuse
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, PromptSyntax, Sampler
 

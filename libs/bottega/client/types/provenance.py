@@ -23,9 +23,7 @@ from bottega.client.types.options import (
     PromptSyntaxName,
 )
 from bottega.client.types.picture import FORMATS, Format
-from bottega.model_files.scheduler_rules import FinalSigmasTypeName, TimestepSpacingName
-from bottega.rules import SamplerName
-from bottega.schedules import LAST_SIGMAS, SPACINGS
+from bottega.rules import LAST_SIGMAS, SPACINGS, FinalSigmasTypeName, SamplerName, TimestepSpacingName
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 

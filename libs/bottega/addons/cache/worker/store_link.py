@@ -24,7 +24,7 @@ from bottega.device_links.tensor_messages import DTYPES, tensor_at
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
 from bottega.model.schedulers import KARRAS
-from bottega.schedules import LAST_SIGMAS, SPACINGS
+from bottega.rules import LAST_SIGMAS, SPACINGS
 from bottega.store_times import check_times
 from bottega.transport import (
     Connection,

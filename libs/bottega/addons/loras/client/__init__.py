@@ -2,5 +2,5 @@
 
 COMMAND = "loras"
 """Name of the subcommand of `bottega`."""
-HELP = "List, add, measure and remove LoRAs."
+HELP = "List, add, measure and remove LoRAs and embeddings."
 """Help text of the subcommand. It is here so that `bottega --help` need not import the subcommand's module."""

@@ -53,7 +53,7 @@ _SHOWN_LAYERS = 8
     bottega generate "a red star" --lora outline:0.8
 """)
 def command() -> None:
-    """List, add, measure and remove LoRAs and textual inversion embeddings."""
+    """List, add, measure and remove LoRAs and embeddings."""
 
 
 @command.command("list")
