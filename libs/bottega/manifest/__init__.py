@@ -126,6 +126,8 @@ class ServiceSpec:
     """Names of folders in the state folder that the service uses besides its own."""
     requires: tuple[str, ...] = ()
     """Distributions that the service imports, and that machines without the service need not have."""
+    optional: bool = False
+    """Whether `bottega up` starts the suite without the service if a distribution in `requires` is missing."""
     install: str = ""
     """Requirement for `pip install` that installs all of `requires`."""
     add_on: str = ""

@@ -19,5 +19,6 @@ SPEC = ServiceSpec(
     config_check="bottega.http.config:read_url_key",
     joins=False,
     requires=("python-multipart", "sse-starlette", "starlette", "uvicorn"),
+    optional=True,
     install="bottega-services[http]",
 )

@@ -129,6 +129,19 @@ def test_services_that_lack_packages_are_named_before_anything_starts(
     )
 
 
+def test_a_suite_starts_without_an_optional_service_that_lacks_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "bottega.client.suite.plan.missing_packages",
+        lambda service: [name for name in service.requires if name == "uvicorn"],
+    )
+    plan = plan_suite(SuiteOptions(port=0), held(tmp_path))
+    assert "http" not in {process.name for process in plan.processes}
+    assert plan.http_address == ""
+    assert plan.left_out == "the HTTP API needs uvicorn, not installed here: pip install 'bottega-services[http]'"
+
+
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
     state = held(tmp_path)
     plan = plan_suite(SuiteOptions(services={"controlnet_servers": 2}, port=0, dtype="bfloat16"), state)

@@ -217,6 +217,8 @@ def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: boo
         plan = plan_suite(options, state)
         if others := state.others():
             note(f"The state folder {state.root} {others}.")
+        if plan.left_out:
+            note(f"Starting without it: {plan.left_out}")
         say(f"Bottega: {_described(plan)}; logs in {state.logs}")
         if not in_background:
             say("Ctrl-C stops it.")
@@ -293,7 +295,7 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
         def on_ready(fleet: FleetStatus, seconds: float) -> None:
             for thing in left_out_of(fleet):
                 listener.left_out(thing)
-            say_ready(settings.address, settings.fleet_address, settings.http_address, seconds, state)
+            say_ready(settings.address, settings.fleet_address, plan.http_address, seconds, state)
 
         asyncio.run(_run(Supervisor(plan, state, listener), on_ready))
 

@@ -67,6 +67,13 @@ class SuitePlan:
     processes: tuple[ProcessPlan, ...]
     counts: tuple[tuple[ServiceSpec, int], ...]
     """The number of processes of each service."""
+    left_out: str = ""
+    """Which optional services are not started, and what to install for them; "" for none."""
+
+    @property
+    def http_address(self) -> str:
+        """The host:port of the HTTP API; "" if it is not started."""
+        return self.settings.http_address if any(process.name == "http" for process in self.processes) else ""
 
 
 def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:
@@ -74,25 +81,29 @@ def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:
 
     Raises:
         PortTaken: Another process uses a port.
-        ConfigError: A package that a service needs is not installed.
+        ConfigError: A package that a service needs is not installed, and the service is not optional.
     """
     services = read_services()
     settings = _settings(options, services, state)
     named = [(service, service.names(settings.options)) for service in services]
-    _check_packages([service for service, names in named if names])
+    lacking = [service for service, names in named if names and missing_packages(service)]
+    if needed := [service for service in lacking if not service.optional]:
+        raise ConfigError(_lacking_text(needed))
+    named = [(service, names) for service, names in named if service not in lacking]
     return SuitePlan(
         settings=settings,
         processes=tuple(_process(name, service, settings, state.config) for service, names in named for name in names),
         counts=tuple((service, len(names)) for service, names in named),
+        left_out=_lacking_text(lacking),
     )
 
 
-def _check_packages(services: list[ServiceSpec]) -> None:
-    lacking = [(service, missing) for service in services if (missing := missing_packages(service))]
-    if lacking:
-        needs = "; ".join(f"the {service.title} needs {', '.join(missing)}" for service, missing in lacking)
-        install = " ".join(f"'{service.install}'" for service, _ in lacking)
-        raise ConfigError(f"{needs}, not installed here: pip install {install}")
+def _lacking_text(services: list[ServiceSpec]) -> str:
+    if not services:
+        return ""
+    needs = "; ".join(f"the {service.title} needs {', '.join(missing_packages(service))}" for service in services)
+    install = " ".join(f"'{service.install}'" for service in services)
+    return f"{needs}, not installed here: pip install {install}"
 
 
 def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: StateFolder) -> SuiteSettings:

@@ -265,7 +265,7 @@ class Supervisor:
             pid=os.getpid(),
             address=self._plan.settings.address,
             fleet_address=self._plan.settings.fleet_address,
-            http_address=self._plan.settings.http_address,
+            http_address=self._plan.http_address,
             ready=ready,
             starting=", ".join(
                 f"{process.name}: {process.progress}" for process in self._processes if process.progress
