@@ -89,6 +89,8 @@ class HttpServer:
             raise ConfigError(refusal)
         if not is_loopback(self.config.listen) and self.config.insecure:
             _log.warning("server.insecure opens the port to the network, even without HTTPS or API keys")
+        if self._is_open:
+            _log.info("all calls to the gateway come from this host, so its server.peer_share should be 1.0")
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # warnings repeat what strangers send
         self._metrics.start()
         self._uvicorn.load()

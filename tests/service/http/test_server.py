@@ -388,3 +388,19 @@ async def test_requests_that_are_cancelled_at_the_end_get_503(house: Running, ca
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["error"]["code"] == "stopping"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_keys_that_strangers_invent_do_not_ban_the_door_from_the_gateway(tmp_path: Path) -> None:
+    file, authority = tmp_path / "tenants.json", Authority(tmp_path / "certificates")
+    add_tenant(file, "ours")
+    door_files, gateway_files = authority.issue("http/door"), authority.issue("gateway/main")
+    channels = authority.channels("operator/test")
+    async with (
+        running_gateway(tenants=str(file), tls=gateway_files, channels=channels) as house,
+        running_http(house.address, server={"tls": door_files}) as door,
+        _caller(door, headers={"authorization": f"Bearer {new_key()[0]}"}) as client,
+    ):
+        assert (await client.get("/v1/models")).status_code == 401
+        ledger = house.gateway.server._connections._ledger
+        assert ledger.knows("127.0.0.1")
+        assert not ledger._refused

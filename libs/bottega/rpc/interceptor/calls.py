@@ -22,7 +22,7 @@ from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.audit import AuditLog, about
 from bottega.rpc.operation.metrics import CallMetrics
-from bottega.rpc.security.caller import AUDITED, CallAuthenticator, Caller, bind_caller, check_method
+from bottega.rpc.security.caller import AUDITED, CallAuthenticator, Caller, Role, bind_caller, caller_in, check_method
 from bottega.rpc.status import to_grpc_status
 from bottega.sampled_log import SampledLog
 
@@ -163,11 +163,16 @@ class CallGuard:
 
         Raises Unauthenticated, Forbidden if the caller may not call the method, or QuotaExceeded.
         """
-        metadata = tuple(self._context.invocation_metadata() or ())
+        metadata, identities = tuple(self._context.invocation_metadata() or ()), _identities(self._context)
         try:
-            known = self._known = await authenticator.authenticate(_identities(self._context), metadata)
+            known = self._known = await authenticator.authenticate(identities, metadata)
         except Unauthenticated:
-            self._calls.ledger.refused(self.peer)
+            relay = caller_in(identities)
+            if relay is not None and relay.role is Role.HTTP:
+                # A door passes on calls of strangers and of tenants over one connection, which is not a flood's.
+                self._calls.ledger.recognized(self.peer)
+            else:
+                self._calls.ledger.refused(self.peer)
             raise
         self._calls.ledger.recognized(self.peer)
         if known.tenant:
