@@ -2,13 +2,14 @@
 
 A plain prompt is one chunk, which is cut at the tokenizer's length as in Diffusers. A weighted prompt has as many
 chunks as it needs. Chunks and weights are those of AUTOMATIC1111's web UI with its default settings (sd_hijack_clip.py
-and sd_emphasis.py there): a chunk has 75 tokens between its first and its last one, and words behind a comma move to
-the next chunk together if they have fewer than 20 tokens.
+and sd_emphasis.py there): a chunk has 75 tokens between its first and its last one, words behind a comma move to the
+next chunk together if they have fewer than 20 tokens, and an embedding that does not fit into a chunk begins the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,8 @@ _WORD_END = "</w>"
 _COMMA = f",{_WORD_END}"
 # So many tokens behind a comma are divided between two chunks; fewer move to the next one together.
 _COMMA_TOKENS = 20
+# Texts that are tokenized at once: a prompt may have thousands, of which 1,500 fill all chunks.
+_TEXTS_AT_ONCE = 100
 _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
 
@@ -48,20 +51,22 @@ def plain_chunk(prompt: str, tokenizer: CLIPTokenizer) -> tuple[Chunk, str]:
 def weighted_chunks(prompt: str, tokenizer: CLIPTokenizer) -> list[Chunk]:
     """Return the chunks of a weighted prompt. Raise MalformedPrompt if it cannot be read, or has too many."""
     writer = _ChunkWriter(tokenizer)
+    embeddings = _tokens_of_embeddings(tokenizer)
     for place, section in enumerate(parse_weighted(prompt)):
         if place:
             writer.end_chunk()
         parts = [part for part in section if not part.text.isspace()]
-        texts = [_with_all_vectors(part.text, tokenizer) for part in parts]
-        tokens = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
-        for part, ids in zip(parts, tokens, strict=True):
-            for token in ids:
-                writer.add(token, part.weight)
-    chunks = writer.finish()
-    if len(chunks) > MAX_PROMPT_CHUNKS:
-        size = tokenizer.model_max_length - 2
-        raise MalformedPrompt(f"has {len(chunks)} chunks of {size} tokens: at most {MAX_PROMPT_CHUNKS} are drawn")
-    return chunks
+        for first in range(0, len(parts), _TEXTS_AT_ONCE):
+            some = parts[first : first + _TEXTS_AT_ONCE]
+            texts = [
+                _with_all_vectors(part.text, tokenizer) if any(name in part.text for name in embeddings) else part.text
+                for part in some
+            ]
+            tokens = tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
+            for part, ids in zip(some, tokens, strict=True):
+                for inseparable in _inseparable(ids, embeddings.values()):
+                    writer.add(inseparable, part.weight)
+    return writer.finish()
 
 
 def empty_chunk(tokenizer: CLIPTokenizer) -> Chunk:
@@ -85,7 +90,7 @@ def emphasise(states: Tensor, chunk: Chunk) -> Tensor:
 
 
 class _ChunkWriter:
-    """Divides weighted tokens into chunks."""
+    """Divides weighted tokens into chunks as the web UI does. Raises MalformedPrompt if there are too many."""
 
     def __init__(self, tokenizer: CLIPTokenizer) -> None:
         self._begin, self._end, self._pad = _special_tokens(tokenizer)
@@ -97,23 +102,29 @@ class _ChunkWriter:
         self._after_comma: int | None = None
         """Number of tokens of the current chunk up to its last comma; None without one."""
 
-    def add(self, token: int, weight: float) -> None:
+    def add(self, tokens: Sequence[int], weight: float) -> None:
+        """Add a token, or the tokens of an embedding, which stay in one chunk unless they are more than fit into it."""
         full = len(self._tokens) == self._size
-        if full and token != self._comma and self._after_comma is not None:
+        if full and tokens[0] != self._comma and self._after_comma is not None:
             kept = self._after_comma
             moved = self._tokens[kept:]
             if len(moved) < _COMMA_TOKENS:
                 del self._tokens[kept:]
                 self.end_chunk()
                 self._tokens = moved
-        if len(self._tokens) == self._size:
+        if self._tokens and len(self._tokens) + len(tokens) > self._size:
             self.end_chunk()
-        self._tokens.append((token, weight))
-        if token == self._comma:
+        for token in tokens:
+            if len(self._tokens) == self._size:
+                self.end_chunk()
+            self._tokens.append((token, weight))
+        if tokens[0] == self._comma:
             self._after_comma = len(self._tokens)
 
     def end_chunk(self) -> None:
         """End the current chunk, which may be empty, and begin the next one."""
+        if len(self._chunks) == MAX_PROMPT_CHUNKS:
+            raise MalformedPrompt(f"has over {MAX_PROMPT_CHUNKS} chunks of {self._size} tokens, which is the maximum")
         missing = self._size - len(self._tokens)
         ids = [self._begin, *(token for token, _ in self._tokens), *[self._end] * (missing + 1)]
         first_end = ids.index(self._end)
@@ -132,6 +143,28 @@ def _with_all_vectors(prompt: str, tokenizer: CLIPTokenizer) -> str:
     """Return a prompt in which a word with several embeddings (textual inversion) is as many tokens."""
     converted: str = _TEXTUAL_INVERSION.maybe_convert_prompt(prompt, tokenizer)
     return converted
+
+
+def _tokens_of_embeddings(tokenizer: CLIPTokenizer) -> Mapping[str, tuple[int, ...]]:
+    """Return the tokens of each embedding with several vectors, by the name of the first token."""
+    known = tokenizer.added_tokens_encoder
+    found = {}
+    for name, token in known.items():
+        others = itertools.takewhile(known.__contains__, (f"{name}_{index}" for index in itertools.count(1)))
+        if len(tokens := (token, *(known[other] for other in others))) > 1:
+            found[name] = tokens
+    return found
+
+
+def _inseparable(ids: Sequence[int], embeddings: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """Yield the tokens of a text in order: those of a whole embedding together, and any other token alone."""
+    by_first = {tokens[0]: tokens for tokens in embeddings}
+    place = 0
+    while place < len(ids):
+        whole = by_first.get(ids[place], ())
+        count = len(whole) if whole and tuple(ids[place : place + len(whole)]) == whole else 1
+        yield ids[place : place + count]
+        place += count
 
 
 def _special_tokens(tokenizer: CLIPTokenizer) -> Iterator[int]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CLIPTextModel
+from transformers import CLIPTextModel, CLIPTokenizer
 
 from bottega.engine.encode import encode_all_prompts, encode_prompts
 from bottega.engine.events import JobCheckpointed
@@ -29,6 +29,7 @@ from bottega.engine.prompt_chunks import empty_chunk, plain_chunk, weighted_chun
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
+from bottega.prompt_syntax import MalformedPrompt
 from tests.samples.controlnets import control_image, control_spec, save
 from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.family_models import (
@@ -176,6 +177,43 @@ def test_a_text_without_weights_is_encoded_as_a_plain_one(family: str) -> None:
         assert ours is not None
         assert theirs is not None
         assert all(torch.equal(tensor, theirs.tensors[name]) for name, tensor in ours.tensors.items())
+
+
+VECTORS = [("<toy>" if index == 0 else f"<toy>_{index}", 1.5) for index in range(8)]
+EMBEDDED: dict[str, tuple[str, list[Words]]] = {
+    "it fits": ("star " * 14 + "(<toy>:1.5)", [[*words("star " * 14), *VECTORS]]),
+    "longer by one": ("star " * 15 + "(<toy>:1.5) red", [words("star " * 15), [*VECTORS, ("red", 1.0)]]),
+    "behind a full chunk": ("star " * 22 + "(<toy>:1.5)", [words("star " * 22), VECTORS]),
+    "a comma in a chunk with room": (
+        "a, star (<toy>:1.5)" + " red" * 12,
+        [[*words("a , star"), *VECTORS, *words("red " * 11)], words("red")],
+    ),
+    "a chunk that is full but for one": (
+        "a, " + "star " * 17 + "red left (<toy>:1.5)",
+        [words("a , " + "star " * 17 + "red left"), VECTORS],
+    ),
+    "19 words behind a comma": (
+        "a big, " + "star " * 19 + "(<toy>:1.5)",
+        [words("a big ,"), words("star " * 19), VECTORS],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EMBEDDED)
+def test_an_embedding_is_in_one_chunk_as_in_the_web_ui(case: str) -> None:
+    """Its tokenize_line begins a chunk with an embedding for which the chunk before has no room."""
+    prompt, chunks = EMBEDDED[case]
+    tokenizer = copy.deepcopy(model_of("SD 1").tokenizers[0])
+    tokenizer.add_tokens([token for token, _ in VECTORS])
+    read = [
+        [
+            (tokenizer.convert_ids_to_tokens(token).removesuffix("</w>"), weight)
+            for token, weight in zip(chunk.ids, chunk.weights or [1.0] * len(chunk.ids), strict=True)
+            if token not in tokenizer.all_special_ids
+        ]
+        for chunk in weighted_chunks(prompt, tokenizer)
+    ]
+    assert read == chunks
 
 
 def test_chunks_are_padded_as_diffusers_pads_them() -> None:
@@ -359,16 +397,13 @@ def test_clip_skip_of_plain_prompts_is_that_of_stock(
     assert_close(drawing.latents[0], stock_of(family).latent(spec))
 
 
-TOO_LONG = "has 546 chunks of 22 tokens: at most 20 are drawn"
+TOO_LONG = "has over 20 chunks of 22 tokens, which is the maximum"
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "twelve thousand tokens": ({"prompt": "a " * 12_000}, f"spec.prompt: {TOO_LONG}"),
     "a negative prompt": ({"negative_prompt": "a " * 12_000}, f"spec.negative_prompt: {TOO_LONG}"),
     "a list": ({"prompts": ("a", "a " * 12_000), "num_images": 2}, f"spec.prompts[1]: {TOO_LONG}"),
     "eight thousand weights": ({"prompt": "(a)b" * 4000}, "spec.prompt: has over 3000 texts between"),
-    "as many as are read": (
-        {"prompt": "(a) b " * 749},
-        "spec.prompt: has 69 chunks of 22 tokens: at most 20 are drawn",
-    ),
+    "as many as are read": ({"prompt": "(a) b " * 749}, f"spec.prompt: {TOO_LONG}"),
     "a wrong number": ({"prompt": "(a:.)"}, "spec.prompt: has the weight ., which is not a number"),
     "clip_skip": (
         {"clip_skip": 99},
@@ -386,6 +421,19 @@ def test_what_cannot_be_encoded_is_refused_before_it_is_drawn(refusal: str) -> N
         check_drawable(replace(WEIGHTED, **changes), EngineLimits(), model)
     assert message in str(caught.value)
     assert time.process_time() - began_s < 2.0
+
+
+def test_a_prompt_that_is_too_long_is_not_tokenized_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenize, texts = CLIPTokenizer.__call__, list[str]()
+
+    def counted(tokenizer: CLIPTokenizer, parts: list[str], **options: Any) -> Any:
+        texts.extend(parts)
+        return tokenize(tokenizer, parts, **options)
+
+    monkeypatch.setattr(CLIPTokenizer, "__call__", counted)
+    with pytest.raises(MalformedPrompt):
+        weighted_chunks("(a) b " * 749, model_of("SD 1").tokenizers[0])
+    assert len(texts) < 20 * CHUNK + 200
 
 
 def test_the_longest_prompt_is_served() -> None:
