@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bottega.device.memory_plan import is_out_of_memory
-from bottega.engine.spec import ControlSpec, LoraSpec
+from bottega.engine.spec import ControlSpec, EmbeddingSpec, LoraSpec
 from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 
 _log = logging.getLogger(__name__)
@@ -25,27 +25,32 @@ def to_job_failure(error: Exception) -> BottegaError:
     return InternalError("the engine failed; its log says more")
 
 
-def not_finite(loras: Sequence[LoraSpec], controlnets: Sequence[ControlSpec] = ()) -> NotFinite:
-    """Return the error of a job whose latents have NaN or infinity.
+def not_finite(
+    loras: Sequence[LoraSpec], controlnets: Sequence[ControlSpec] = (), embeddings: Sequence[EmbeddingSpec] = ()
+) -> NotFinite:
+    """Return the error of a job whose latents, or states of its prompts, have NaN or infinity.
 
     Args:
         loras: LoRAs of the job that affected these values and are a likely cause.
         controlnets: ControlNets, likewise.
+        embeddings: Textual inversion embeddings, likewise.
     """
     what = "the model computed values that are not numbers"
     scales = {
-        "LoRAs": [(lora.name, lora.scale) for lora in loras],
-        "ControlNets": [(net.name, net.controlnet_conditioning_scale) for net in controlnets],
+        "LoRAs": {lora.name: f" at scale {lora.scale:g}" for lora in loras},
+        "ControlNets": {net.name: f" at scale {net.controlnet_conditioning_scale:g}" for net in controlnets},
+        "embeddings": {embedding.name: "" for embedding in embeddings},
     }
     causes = {kind: uses for kind, uses in scales.items() if uses}
     if not causes:
         return NotFinite(f"{what}; another seed or more steps may help")
     listed = " or its ".join(
-        f"{kind} ({', '.join(f'{name} at scale {scale:g}' for name, scale in uses)})" for kind, uses in causes.items()
+        f"{kind} ({', '.join(name + scale for name, scale in uses.items())})" for kind, uses in causes.items()
     )
+    nearer = "scales nearer to 0, or " if loras or controlnets else ""
     return NotFinite(
-        f"{what}, most likely because of its {listed}; try scales nearer to 0, or other {' or '.join(causes)}",
-        metadata={kind.lower(): ",".join(name for name, _ in uses) for kind, uses in causes.items()},
+        f"{what}, most likely because of its {listed}; try {nearer}other {' or '.join(causes)}",
+        metadata={kind.lower(): ",".join(uses) for kind, uses in causes.items()},
     )
 
 

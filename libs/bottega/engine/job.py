@@ -361,7 +361,9 @@ def open_job(
 def _input_checks(
     model: Model, spec: ResolvedSpec, conditions: Sequence[Conditions], requests: Sequence[Request]
 ) -> list[InputCheck]:
-    of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[-1].dtype)
+    of_prompt = prompt_not_finite(model.text_encoders[-1].dtype)
+    if spec.loras or spec.embeddings:
+        of_prompt = not_finite(spec.loras, embeddings=spec.embeddings)
     distinct = {id(single): single for single in conditions}
     checks = [InputCheck(finite=single.finite, error=of_prompt) for single in distinct.values()]
     # All images of a job have the same sources.

@@ -102,6 +102,13 @@ def test_each_layout_keeps_its_vectors_and_gets_a_token(
             ),
         ),
         ({"<toy>": torch.full((1, 32), torch.nan)}, "SD 1", "", "<toy> has elements that are not finite"),
+        (
+            {"<toy>": torch.full((1, 32), -1e30)},
+            "SD 1",
+            "",
+            "<toy> has elements up to 1e+30; float16 holds at most 65504",
+        ),
+        ({"<toy>": torch.full((32,), 7e4, dtype=torch.bfloat16)}, "SD 1", "", "<toy> has elements up to 7.01e+04"),
         ({"<toy>": torch.zeros(1, 32, dtype=torch.int64)}, "SD 1", "", "<toy> has elements of I64"),
         ({"<toy>": torch.zeros(76, 32)}, "SD 1", "", "<toy> has the shape [76, 32]; an embedding has 1 to 75 vectors"),
         ({"<toy>": torch.zeros(0, 32)}, "SD 1", "", "<toy> has the shape [0, 32]; an embedding has 1 to 75 vectors"),

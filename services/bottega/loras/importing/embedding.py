@@ -23,7 +23,7 @@ from bottega.addons.loras.wire.canonical import (
     normalised_token,
 )
 from bottega.errors import BadLora, ConfigError
-from bottega.loras.importing.arrays import read_weights
+from bottega.loras.importing.arrays import largest, read_weights
 from bottega.loras.importing.base import Base
 from bottega.loras.importing.converting import ConvertedLora, LoraSourceFile, of_another_family
 from bottega.loras.importing.naming import FAMILY_OF_WIDTH, Format, parse_name
@@ -37,6 +37,8 @@ _FIRST, _SECOND = "text_encoder", "text_encoder_2"
 _ENCODERS = {"clip_l": _FIRST, "clip_g": _SECOND, "text_encoders_0": _FIRST, "text_encoders_1": _SECOND}
 # Names of A1111's that are not the token.
 _UNNAMED = frozenset({"emb_params", "string_to_param", "string_to_param.*", "*"})
+# Workers may run text encoders in float16.
+_MAX_F16 = 65504.0
 # CLIP's tokenizer.json has some 4 MB.
 _MAX_VOCABULARY_BYTES = 64 << 20
 _LAYER = re.compile(r"\.(weight|bias|alpha)$")
@@ -76,6 +78,7 @@ def convert_embedding(
             rows = read_weights(file, header, entry)
             shape = (1, *rows.shape) if len(rows.shape) == 1 else rows.shape
             vectors = TensorData(dtype=rows.dtype, shape=shape, data=rows.data)
+            _check_magnitude(entry, vectors)
             parts = {VECTORS: vectors}
             modules.append(ModuleWeights(component=component, path=TOKEN_EMBEDDING, scale=1.0, parts=parts))
     return ConvertedLora(modules=tuple(modules), format=Format.EMBEDDING, trigger_phrase=chosen, note="", token=chosen)
@@ -111,6 +114,11 @@ def _width(entry: TensorEntry) -> int:
             f"{excerpt(entry.name, 80)} has the shape {list(entry.shape)}; an embedding has 1 to {MAX_VECTORS} vectors"
         )
     return entry.shape[-1]
+
+
+def _check_magnitude(entry: TensorEntry, vectors: TensorData) -> None:
+    if (found := largest(vectors)) > _MAX_F16:
+        raise BadLora(f"{excerpt(entry.name, 80)} has elements up to {found:.3g}; float16 holds at most {_MAX_F16:g}")
 
 
 def _check_token(token: str, folder: Path) -> None:

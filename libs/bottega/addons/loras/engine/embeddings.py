@@ -1,25 +1,23 @@
 """Textual inversion: tokens of prompts that stand for vectors, as Diffusers' load_textual_inversion adds them.
 
-Diffusers adds tokens to the tokenizers and rows to the text encoders, for all prompts from then on. Here the tokenizers
-are copies, and the rows are beside the text encoders' own while the prompts of one job are encoded.
+Diffusers adds tokens to the tokenizers and rows to the text encoders, for all prompts from then on. Here the tokens are
+added to other tokenizers, which share the model's vocabulary, and the rows are beside the text encoders' own while the
+prompts of one job are encoded.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from bottega.errors import LoraUnusable
 from bottega.model.model import Model
-
-# Tokenizers that are kept. A copy of CLIP's takes some 20 MB and tens of milliseconds.
-_MAX_TOKENIZERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +61,6 @@ class PromptEmbeddings:
         self._model = model
         self._tables: dict[CLIPTextModel | CLIPTextModelWithProjection, nn.Module] = {}
         """Own tables of the text encoders that have another one now."""
-        self._knowing = functools.lru_cache(maxsize=_MAX_TOKENIZERS)(_knowing)
 
     def put(self, added: Sequence[TokenVectors]) -> tuple[CLIPTokenizer, ...]:
         """Add tokens until `restore`, and return the tokenizers that know them. Raise LoraUnusable for a misfit."""
@@ -79,7 +76,7 @@ class PromptEmbeddings:
             if not tokens:
                 tokenizers.append(tokenizer)
                 continue
-            tokenizers.append(self._knowing(tokenizer, tokens))
+            tokenizers.append(_extended(tokenizer, tokens))
             first = int(tokenizers[-1].convert_tokens_to_ids(tokens[0]))
             table = encoder.get_input_embeddings()
             joined = torch.cat([rows.to(table.weight.device, table.weight.dtype) for rows in vectors.values()])
@@ -94,15 +91,25 @@ class PromptEmbeddings:
             encoder.set_input_embeddings(table)
 
 
-def _knowing(tokenizer: CLIPTokenizer, tokens: tuple[str, ...]) -> CLIPTokenizer:
-    """Return a copy of a tokenizer that knows these tokens as well. Raise LoraUnusable if it knows one already."""
-    vocabulary = tokenizer.get_vocab()
+def _extended(tokenizer: CLIPTokenizer, tokens: tuple[str, ...]) -> CLIPTokenizer:
+    """Return a tokenizer that knows these tokens as well. Raise LoraUnusable if the given one knows one already.
+
+    It shares the vocabulary, because copying that of CLIP takes 100 ms.
+    """
+    own: Tokenizer = tokenizer.backend_tokenizer
     for token in tokens:
-        if token in vocabulary or tokens.count(token) > 1:
+        if own.token_to_id(token) is not None or tokens.count(token) > 1:
             raise LoraUnusable(f"the token {token} of an embedding is known already: add it with another token")
-    copied = copy.deepcopy(tokenizer)
-    copied.add_tokens(list(tokens))
-    return copied
+    backend = Tokenizer(own.model)
+    backend.normalizer, backend.pre_tokenizer = own.normalizer, own.pre_tokenizer
+    backend.post_processor, backend.decoder = own.post_processor, own.decoder
+    backend.add_tokens([added for _, added in sorted(own.get_added_tokens_decoder().items())])
+    if backend.get_added_tokens_decoder() != own.get_added_tokens_decoder():
+        backend = copy.deepcopy(own)  # Its added tokens have gaps between their numbers, which only a copy keeps.
+    extended = copy.copy(tokenizer)
+    extended._tokenizer = backend
+    extended.add_tokens(list(tokens))
+    return extended
 
 
 def _parts(token: str, count: int) -> list[str]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import CLIPTokenizer
 
 from bottega.addons.loras.engine import Layers, WholeLayer
+from bottega.addons.loras.engine.embeddings import PromptEmbeddings, TokenVectors
 from bottega.addons.loras.wire.canonical import TOKEN_EMBEDDING, VECTORS
 from bottega.engine.engine import Engine
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
-from bottega.errors import InvalidRequest, LoraUnusable
+from bottega.errors import InvalidRequest, LoraUnusable, NotFinite
 from bottega.model.model import Model
 from tests.samples.engine_loras import LorasByHand, digest_of, lora_spec, random_layers
 from tests.samples.family_models import SIZE, FamilyStock, family_model
@@ -149,7 +153,40 @@ def test_a_weighted_prompt_that_vectors_make_too_long_is_refused() -> None:
     error = easel.draw(order(prompt="<it> " * 30, weighted=True, embeddings=(spec,))).error
     assert isinstance(error, InvalidRequest)
     size = model_of("SD 1").tokenizers[0].model_max_length - 2
-    assert error.message == f"spec.prompt: has {-(-600 // size)} chunks of {size} tokens: at most 20 are drawn"
+    assert error.message == f"spec.prompt: has over 20 chunks of {size} tokens, which is the maximum"
+
+
+def test_vectors_that_are_too_large_are_named_as_the_cause() -> None:
+    vectors = {"text_encoder": torch.full((1, 32), 3e38)}
+    easel = ManualEngine(make_engine(model_of("SD 1"), TOGETHER, loras=LorasByHand.of({"it": layers(vectors)})))
+    spec = EmbeddingSpec(name="it", digest=digest_of("it"), token="<it>")
+    error = easel.draw(order(prompt="a <it>", embeddings=(spec,))).error
+    assert isinstance(error, NotFinite)
+    assert error.message.endswith("most likely because of its embeddings (it); try other embeddings")
+    assert error.metadata == {"embeddings": "it"}
+
+
+def test_tokens_of_a_request_take_far_less_time_than_a_copy_of_the_vocabulary() -> None:
+    model = model_of("SD 1")
+    special = {"<|startoftext|>": 0, "<|endoftext|>": 1}
+    vocabulary = special | {f"word{index}</w>": 2 + index for index in range(50_000)}
+    tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[])
+    embeddings = PromptEmbeddings(replace(model, tokenizers=(tokenizer,)))
+    copying_s = _processor_s(lambda: copy.deepcopy(tokenizer))
+    for index in range(3):
+        tokens = [TokenVectors(token=f"<{index}>", vectors={"text_encoder": torch.zeros(2, 32)})]
+        known = functools.partial(embeddings.put, tokens)
+        assert _processor_s(known) < copying_s / 5
+        (extended,) = known()
+        assert extended(f"<{index}> <{index}>_1", add_special_tokens=False).input_ids == [50_002, 50_003]
+    embeddings.restore()
+    assert len(tokenizer) == 50_002
+
+
+def _processor_s(run: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    run()
+    return time.process_time() - began_s
 
 
 @FAMILIES
