@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -32,7 +32,7 @@ from bottega.engine.events import (
 )
 from bottega.engine.forward import Network
 from bottega.engine.job import EngineJob, EngineOrder, open_job
-from bottega.engine.limits import EngineLimits, check_drawable, check_fixed_rows, max_pixels
+from bottega.engine.limits import EngineLimits, check_drawable, check_fixed_rows, max_pixels, try_steps
 from bottega.engine.parallel.offload import OffloadTarget
 from bottega.engine.parallel.pair import Pair
 from bottega.engine.parallel.remote_rows import RemoteJobs
@@ -291,14 +291,14 @@ class Engine:
     def _open(self, waiting: WaitingOrder, now_s: float) -> Iterator[Event]:
         try:
             if waiting.encoding is None:
-                for addon in self.addons:
-                    addon.before_prompt(waiting.addons.get(addon))
                 if not self._jobs:
                     self._device_clock.set()
-                pieces = open_job(self.model, waiting.order, waiting.addons, now_s, self._device_clock)
-                waiting.encoding = PausableWork(self.model.runtime, pieces)
+                waiting.encoding = PausableWork(self.model.runtime, self._open_in_pieces(waiting, now_s))
             waiting.encoding.run(self._is_long)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+            for span in waiting.encoding.spans[-1:] if waiting.encoding is not None else ():
+                if span.ready:
+                    self._batcher.charge(waiting.order.share, span.seconds)
             yield waiting.refuse(self._named(error, waiting.order.spec))
             return
         *earlier, last = waiting.encoding.spans
@@ -311,6 +311,13 @@ class Engine:
         job.device_s = sum(span.seconds for span in earlier)
         self._jobs[job.key] = job
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
+
+    def _open_in_pieces(self, waiting: WaitingOrder, now_s: float) -> Generator[None, None, EngineJob]:
+        yield from try_steps(waiting.order.spec, self.model.samplers)
+        # Nothing may pause between this and the encoding of the prompt, for which add-ons change the text encoders.
+        for addon in self.addons:
+            addon.before_prompt(waiting.addons.get(addon))
+        return (yield from open_job(self.model, waiting.order, waiting.addons, now_s, self._device_clock))
 
     def _update_readiness(self) -> Iterator[Event]:
         """Give requests whose add-ons are ready to the batcher. Fail jobs whose add-ons never will be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ def max_pixels(limits: EngineLimits, model: Model) -> int:
 
 
 def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> None:
-    """Refuse a spec that cannot be drawn.
+    """Refuse a spec that cannot be drawn; `try_steps` finds the rest.
 
     Raises:
         InvalidRequest: No worker can draw it with this model.
@@ -70,6 +70,12 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
     model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=at_once)
 
 
+def try_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Generator[None, None, None]:
+    """Try the steps of a spec, and yield after each evaluation. Raise InvalidRequest if they cannot be made."""
+    if reason := (yield from samplers.refusal_in_pieces(spec.sampling, spec.num_inference_steps)):
+        rules.refuse([Violation(field="spec.num_inference_steps", description=reason)])
+
+
 def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[Violation]:
     """Yield a violation if the scheduler configuration cannot run this sampler, or this number of steps."""
     if spec.num_inference_steps < 1:
@@ -78,7 +84,7 @@ def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[V
         yield from found
     elif reason := samplers.refusals.get(spec.sampling):
         yield Violation(field="spec.sampler", description=reason)
-    elif reason := samplers.refusal(spec.sampling, spec.num_inference_steps):
+    elif reason := samplers.refusal_before_trial(spec.sampling, spec.num_inference_steps):
         yield Violation(field="spec.num_inference_steps", description=reason)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bottega.device.device import run_pieces
 from bottega.errors import Violation
 from bottega.model.samplers import Sampler
 from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise, make_scheduler, pace_of
@@ -115,14 +116,30 @@ class ModelSamplers:
 
     def refusal(self, choice: SamplerChoice, steps: int) -> str:
         """Return the reason why a choice cannot make `steps` steps; empty if it can."""
-        key, known = (choice, steps), self._refusals
-        if choice.schedule != AS_CONFIGURED:
-            known = self._refusals_of_schedules
-            if len(known) >= _MAX_REMEMBERED:
-                known.clear()
+        return run_pieces(self.refusal_in_pieces(choice, steps))
+
+    def refusal_in_pieces(self, choice: SamplerChoice, steps: int) -> Generator[None, None, str]:
+        """Return the same as `refusal`, and yield after each evaluation that is tried.
+
+        200 steps take up to 300 ms, and each new list of timesteps or sigmas is tried.
+        """
+        known, key = self._known(choice), (choice, steps)
         if key not in known:
-            known[key] = next(self._problems(choice, steps), "")
+            reason = yield from self._try(choice, steps)
+            if choice.schedule != AS_CONFIGURED and len(known) >= _MAX_REMEMBERED:
+                known.pop(next(iter(known)))
+            known[key] = reason
+        else:
+            known[key] = known.pop(key)  # the last that is forgotten
         return known[key]
+
+    def refusal_before_trial(self, choice: SamplerChoice, steps: int) -> str:
+        """Return the reason why a choice cannot make `steps` steps; empty if none is found without a trial."""
+        reason = self._known(choice).get((choice, steps))
+        if reason is None:
+            opened = self._open_for_trial(choice, steps)
+            reason = opened if isinstance(opened, str) else ""
+        return reason
 
     def refused_steps(self, choice: SamplerChoice) -> Mapping[int, str]:
         """Return which numbers of steps, up to MAX_STEPS, a choice cannot make, each with its reason.
@@ -146,17 +163,33 @@ class ModelSamplers:
                     refused[steps] = reason
         return refused
 
-    def _problems(self, choice: SamplerChoice, steps: int) -> Iterator[str]:
-        yield from (f"{problem.field}: {problem.description}" for problem in self.schedule_problems(choice))
-        yield from sampler_problems(choice.kind.value, {**self.config, **choice.overrides})
+    def _known(self, choice: SamplerChoice) -> dict[tuple[SamplerChoice, int], str]:
+        """Return the known refusals among which those of a choice are."""
+        return self._refusals if choice.schedule == AS_CONFIGURED else self._refusals_of_schedules
+
+    def _try(self, choice: SamplerChoice, steps: int) -> Generator[None, None, str]:
+        sampler = self._open_for_trial(choice, steps)
+        if isinstance(sampler, str):
+            return sampler
+        try:
+            finite = yield from _stays_finite(sampler)
+        except Exception as error:  # noqa: BLE001 - the boundary of a trial: it may be anything that Diffusers raises
+            return _impossible(choice.kind, steps, error)
+        return (
+            "" if finite else f"{steps} steps with the model's scheduler configuration give values that are not finite"
+        )
+
+    def _open_for_trial(self, choice: SamplerChoice, steps: int) -> Sampler | str:
+        """Return a sampler, or the reason why there is none."""
+        problems = [f"{problem.field}: {problem.description}" for problem in self.schedule_problems(choice)]
+        problems += sampler_problems(choice.kind.value, {**self.config, **choice.overrides})
+        if problems:
+            return problems[0]
         try:
             sampler = self.open(choice, steps=steps)
-            if reason := _miscounted(sampler.evaluations, steps, self.pace(choice.kind)):
-                yield reason
-            if not _stays_finite(sampler):
-                yield f"{steps} steps with the model's scheduler configuration give values that are not finite"
-        except Exception as error:  # noqa: BLE001 - the boundary of a trial: it may be anything that Diffusers raises
-            yield _impossible(choice.kind, steps, error)
+            return _miscounted(sampler.evaluations, steps, self.pace(choice.kind)) or sampler
+        except Exception as error:  # noqa: BLE001 - as in a trial
+            return _impossible(choice.kind, steps, error)
 
 
 @functools.lru_cache(maxsize=64)
@@ -185,8 +218,11 @@ def _impossible(kind: SamplerKind, steps: int, error: Exception) -> str:
 
 
 @torch.inference_mode()
-def _stays_finite(sampler: Sampler) -> bool:
-    """Return whether all evaluations of a sampler map finite values to finite values. Raise what Diffusers raises."""
+def _stays_finite(sampler: Sampler) -> Generator[None, None, bool]:
+    """Return whether all evaluations of a sampler map finite values to finite values, and yield after each.
+
+    Raises what Diffusers raises.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     latent = torch.randn(_TRIED_SHAPE, generator=generator) * sampler.init_noise_sigma
     for evaluation in range(sampler.evaluations):
@@ -195,4 +231,5 @@ def _stays_finite(sampler: Sampler) -> bool:
         latent, estimate = sampler.step(predicted, evaluation, latent, generator)
         if not math.isfinite(float(latent.sum() + estimate.sum())):
             return False
+        yield
     return True

@@ -19,8 +19,13 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.step import RequestCost, seconds_by_request
+from bottega.errors import InvalidRequest
 from bottega.fair_order import Share
+from bottega.model import sampler_choices
 from bottega.model.model import Model
+from bottega.model.samplers import Sampler
+from bottega.model.schedulers import SamplerKind
+from bottega.schedules import Schedule
 from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
@@ -187,6 +192,60 @@ def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_encoding
     assert len([span for span in heavy.trace.spans if span.track == "encode"]) > 1
     used_s = sum(span.seconds for span in heavy.trace.spans if span.track in {"encode", "denoise", "decode"})
     assert heavy.record.device_s == pytest.approx(used_s)
+
+
+@pytest.fixture
+def slow_trials(paced: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation that is tried takes a second."""
+    model_input = Sampler.model_input
+
+    def slow(sampler: Sampler, latent: Tensor, evaluation: int) -> Tensor:
+        if latent.shape == sampler_choices._TRIED_SHAPE:
+            paced.time.now += 1.0
+        return model_input(sampler, latent, evaluation)
+
+    monkeypatch.setattr(Sampler, "model_input", slow)
+
+
+@pytest.mark.usefixtures("slow_trials")
+def test_a_light_tenants_picture_is_drawn_between_the_steps_of_anothers_trial(model: Model, paced: Paced) -> None:
+    easel = after_a_light_tenant(model)
+    easel.draw(EngineOrder(key="visit", spec=LARGE, share=HEAVY))
+    listed = replace(
+        SMALL,
+        sampler=SamplerKind.DPMPP_2M,
+        schedule=Schedule(timesteps=tuple(range(900, 880, -1))),
+        num_inference_steps=20,
+    )
+    began_s = paced.time.now
+    heavy = easel.submit(EngineOrder(key="heavy", spec=listed, share=HEAVY))
+    assert paced.time.now == began_s, "a command tries nothing"
+    easel.turn()
+    assert paced.time.now - began_s == pytest.approx(1.0)
+    light = easel.submit(EngineOrder(key="light", spec=SMALL, share=LIGHT))
+    while not light.ended:
+        easel.turn()
+    assert not heavy.all(JobStarted)
+    easel.run()
+    assert heavy.all(ImageDrawn)
+    tried_s = paced.time.now
+    easel.turn()
+    easel.draw(EngineOrder(key="again", spec=listed, share=HEAVY))
+    assert paced.time.now - tried_s < 20.0, "its result is known"
+
+
+@pytest.mark.usefixtures("slow_trials")
+def test_a_trial_is_charged_to_its_tenant_even_if_it_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    easel = after_a_light_tenant(model)
+    monkeypatch.setattr(Sampler, "step", lambda _, noise, *__: (noise * float("inf"), noise))
+    used_s = easel.engine._batcher.used("heavy")
+    listed = replace(
+        SMALL, sampler=SamplerKind.DPMPP_2M, schedule=Schedule(timesteps=(801, 400)), num_inference_steps=2
+    )
+    error = easel.draw(EngineOrder(key="heavy", spec=listed, share=HEAVY)).error
+    assert isinstance(error, InvalidRequest)
+    assert error.message.startswith("spec.num_inference_steps: 2 steps with the model's scheduler configuration give")
+    assert easel.engine._batcher.used("heavy") > used_s
 
 
 def test_a_job_that_is_cancelled_between_the_layers_of_its_decoding_runs_no_more_of_them(
