@@ -20,7 +20,7 @@ from bottega.addons.edits.engine.recordings.recording import (
     Recording,
     StepKey,
     begins_with_noise,
-    lacks_loras,
+    loras_rule_out_recordings,
     prompt_of,
     step_key,
 )
@@ -103,7 +103,7 @@ class ImageReader:
 
     def row(self, half: Half) -> EditActivations | None:
         """Return the activations of a row of the next step. A step that is retried may call this again."""
-        if lacks_loras(self._request):
+        if loras_rule_out_recordings(self._request):
             return None  # The recording was made with other weights.
         if begins_with_noise(self._request):
             self.computed_all_because = "at strength 1 it begins with noise alone"
@@ -163,7 +163,7 @@ class ImageReader:
     @property
     def next_share(self) -> float:
         """Share of the tokens that the next step computes, at the finest attention level."""
-        if self._request.done or lacks_loras(self._request) or begins_with_noise(self._request):
+        if self._request.done or loras_rule_out_recordings(self._request) or begins_with_noise(self._request):
             return 1.0
         halves = tuple(Half) if self._request.spec.guided else (Half.CONDITIONAL,)
         steps = [self._step(step_key(self._request, half)) for half in halves]
@@ -181,7 +181,7 @@ class ImageReader:
             return (), 0
         halves = tuple(Half) if request.spec.guided else (Half.CONDITIONAL,)
         rows = []
-        for half in halves if not (lacks_loras(request) or begins_with_noise(request, turn)) else ():
+        for half in halves if not (loras_rule_out_recordings(request) or begins_with_noise(request, turn)) else ():
             key = step_key(request, half, turn)
             step = self._step(key)
             plan = self._plans.plan(step.valid) if step is not None else None

@@ -127,7 +127,7 @@ def rounded(noise_level: float) -> float:
     return float(f"{noise_level:.{_DIGITS}g}")
 
 
-def lacks_loras(request: Request) -> bool:
+def loras_rule_out_recordings(request: Request) -> bool:
     """Return whether the next step cannot be one of a recording, because of the request's LoRAs.
 
     They have not arrived, or change norms, whose statistics masked blocks take from recordings.

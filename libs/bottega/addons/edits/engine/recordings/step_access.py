@@ -17,7 +17,7 @@ from bottega.addons.edits.engine.recordings.recording import (
     Recording,
     StepKey,
     begins_with_noise,
-    lacks_loras,
+    loras_rule_out_recordings,
     prompt_of,
     step_key,
 )
@@ -303,7 +303,7 @@ class ImageRecorder:
 
     def row(self, half: Half) -> EditActivations | None:
         """Return the activations of a row of the next step. A step that is retried may call this again."""
-        if not self.lost and lacks_loras(self.request):
+        if not self.lost and loras_rule_out_recordings(self.request):
             norms = self.request.loras_now is not None
             self.give_up("a LoRA changes normalisation layers" if norms else "a LoRA arrived only after the first step")
         if not self.lost and self._kept is not None and not self._kept:
