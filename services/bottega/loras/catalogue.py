@@ -22,7 +22,7 @@ SCHEMA = SqliteSchema(
     what="the catalogue of LoRAs",
     # "BtLo".
     application_id=0x42744C6F,
-    version=3,
+    version=4,
     tables=(LORAS.statement, "CREATE INDEX loras_digest ON loras (digest)"),
     remedy="restore it from the LoRAs' files with bottega loras rebuild",
 )

@@ -25,7 +25,7 @@ from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import ImportConfig, OwnLora
 from bottega.loras.files import LoraFolder, Reservation
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
-from bottega.loras.records import PARTIAL, CatalogueRecord
+from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord
 from bottega.loras.upload import Upload, UploadLimits, check_upload, receive
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
@@ -233,7 +233,9 @@ class LoraImporter:
             size_bytes=lora.file_bytes,
             text_bytes=lora.text_bytes,
             trigger_words=(lora.token,) if lora.token else request.trigger_words or ((trigger,) if trigger else ()),
-            format=f"{kind}{PARTIAL}" if lora.ignored else kind,
+            format=kind,
+            token=lora.token,
+            ignored=lora.ignored[:MAX_LISTED_IGNORED],
             added_s=time.time(),
         )
         try:

@@ -17,17 +17,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bottega.addons.loras.wire.canonical import EMBEDDING_KIND
 from bottega.blobstore import RecordTable, StoredRow
 from bottega.blobstore.records import Values
 from bottega.errors import DataLoss
 from bottega.storage.content_reader import Value, checksum
 
-PARTIAL = ", in part"
-"""What follows the format of a LoRA with ignored layers."""
+MAX_LISTED_IGNORED = 4
+"""Upper bound on the ignored layers in a record. A LoRA's file has all of them."""
 DESCRIPTION = ".json"
 """Suffix of description files."""
-_FORMAT = "bottega.lora.description/2"
+_FORMAT = "bottega.lora.description/3"
 _NAME_DIGITS = 16
 _DESCRIPTION_STEM = re.compile(rf"([0-9a-f]{{64}})\.[0-9a-f]{{{_NAME_DIGITS}}}")
 # Upper bound on a description. Sixteen trigger words of 200 characters take at most 40 KiB.
@@ -47,20 +46,14 @@ class CatalogueRecord:
     text_bytes: int
     trigger_words: tuple[str, ...]
     format: str
+    token: str = ""
+    """Token of a textual inversion embedding, its only trigger word; "" for a LoRA."""
+    ignored: tuple[str, ...] = ()
+    """The first MAX_LISTED_IGNORED layers of its file that were ignored."""
     bounds: tuple[tuple[int, int], ...] = ()
     """Pairs of a number of steps and the latest step at which the LoRA may be applied."""
     pinned: bool = False
     added_s: float
-
-    @property
-    def token(self) -> str:
-        """Token of a textual inversion embedding, its only trigger word; "" for a LoRA."""
-        return self.trigger_words[0] if self.format == EMBEDDING_KIND else ""
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether layers of its file were ignored."""
-        return self.format.endswith(PARTIAL)
 
 
 LORAS = RecordTable(
@@ -75,6 +68,8 @@ LORAS = RecordTable(
         "text_bytes INTEGER",
         "trigger_words TEXT",
         "format TEXT",
+        "token TEXT",
+        "ignored TEXT",
         "bounds TEXT",
         "pinned INTEGER",
         "added_s REAL",
@@ -102,7 +97,9 @@ def read_row(row: StoredRow) -> CatalogueRecord:
 
 
 def _record(values: Sequence[Any]) -> CatalogueRecord:
-    name, digest, base, rank, modules, size_bytes, text_bytes, words, kind, bounds, pinned, added_s = values
+    name, digest, base, rank, modules, size_bytes, text_bytes, words, kind, token, ignored, bounds, pinned, added_s = (
+        values
+    )
     try:
         return CatalogueRecord(
             name=str(name),
@@ -114,6 +111,8 @@ def _record(values: Sequence[Any]) -> CatalogueRecord:
             text_bytes=int(text_bytes),
             trigger_words=tuple(json.loads(str(words))),
             format=str(kind),
+            token=str(token),
+            ignored=tuple(json.loads(str(ignored))),
             bounds=tuple((int(steps), int(bound)) for steps, bound in json.loads(str(bounds))),
             pinned=bool(pinned),
             added_s=float(added_s),

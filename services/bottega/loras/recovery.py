@@ -21,7 +21,7 @@ from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.files import FolderScan, LoraFolder
 from bottega.loras.importing.base import Base, read_base
 from bottega.loras.quarantine import QuarantinedLora, QuarantineFolder, is_id, is_intact
-from bottega.loras.records import PARTIAL, CatalogueRecord
+from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord
 from bottega.storage import os_errors
 
 _log = logging.getLogger(__name__)
@@ -217,7 +217,9 @@ def _record(found: QuarantinedLora, lora: CanonicalLora, *, name: str, base: str
         size_bytes=lora.file_bytes,
         text_bytes=lora.text_bytes,
         trigger_words=(lora.token,) if lora.token else old.trigger_words if old else (),
-        format=EMBEDDING_KIND if lora.token else old.format if old else PARTIAL if lora.ignored else "",
+        format=EMBEDDING_KIND if lora.token else old.format if old else "",
+        token=lora.token,
+        ignored=lora.ignored[:MAX_LISTED_IGNORED],
         bounds=old.bounds if old and base in ("", old.base) else (),
         pinned=old.pinned if old else False,
         added_s=old.added_s if old else time.time(),

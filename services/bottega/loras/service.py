@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 
 from bottega import rules
-from bottega.addons.loras.wire.canonical import MAX_IGNORED
 from bottega.errors import InvalidRequest, Violation
 from bottega.loras.importer import ImportedLora, ImportRequest
 from bottega.loras.quarantine import QuarantinedLora
@@ -25,8 +24,6 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LoraService"].full_name
 _MAX_DIGESTS = 256
 _MAX_PAGE = 1000
 _DEFAULT_PAGE = 100
-# Ignored layers of a LoRA in a page, whose message is bounded.
-_LISTED_IGNORED = 4
 _MAX_BOUNDS = 16
 _MAX_NAME_CHARACTERS = 200
 
@@ -75,7 +72,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         records = await self._store.catalogue.page(size=size + 1, after=request.page_token, base=request.base)
         shown = records[:size]
         return pb.ListLorasResponse(
-            loras=[await self._stored(record, max_ignored=_LISTED_IGNORED) for record in shown],
+            loras=[self._stored(record, record.ignored) for record in shown],
             next_page_token=shown[-1].name if len(records) > size else "",
             bases=sorted(self._store.bases),
             quarantined=len(self._store.recovery.quarantine),
@@ -84,7 +81,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
 
     async def GetLora(self, request: pb.GetLoraRequest, _context: _Context) -> pb.GetLoraResponse:
         _check_name(request.name)
-        return pb.GetLoraResponse(lora=await self._stored(await self._store.catalogue.get(request.name)))
+        return pb.GetLoraResponse(lora=await self._whole(await self._store.catalogue.get(request.name)))
 
     async def DeleteLora(self, request: pb.DeleteLoraRequest, _context: _Context) -> pb.DeleteLoraResponse:
         _check_name(request.name)
@@ -98,14 +95,14 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
 
     async def PinLora(self, request: pb.PinLoraRequest, _context: _Context) -> pb.PinLoraResponse:
         _check_name(request.name)
-        return pb.PinLoraResponse(lora=await self._stored(await self._store.pin(request.name, request.pinned)))
+        return pb.PinLoraResponse(lora=await self._whole(await self._store.pin(request.name, request.pinned)))
 
     async def SetLoraProfile(self, request: pb.SetLoraProfileRequest, _context: _Context) -> pb.SetLoraProfileResponse:
         _check_name(request.name)
         rules.refuse(list(_check_bounds(request.bounds)))
         bounds = tuple((bound.num_inference_steps, bound.max_step) for bound in request.bounds)
         record = await self._store.set_bounds(request.name, request.digest, bounds)
-        return pb.SetLoraProfileResponse(lora=await self._stored(record))
+        return pb.SetLoraProfileResponse(lora=await self._whole(record))
 
     async def ListQuarantine(self, request: pb.ListQuarantineRequest, _context: _Context) -> pb.ListQuarantineResponse:
         rules.refuse(list(_check_page(request)))
@@ -120,17 +117,21 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
 
     async def RestoreLora(self, request: pb.RestoreLoraRequest, _context: _Context) -> pb.RestoreLoraResponse:
         restored = await self._store.restore(request.id, name=request.name, base=request.base)
-        return pb.RestoreLoraResponse(lora=await self._stored(restored.record), unknown=restored.unknown)
+        return pb.RestoreLoraResponse(lora=await self._whole(restored.record), unknown=restored.unknown)
 
     async def DiscardLora(self, request: pb.DiscardLoraRequest, _context: _Context) -> pb.DiscardLoraResponse:
         return pb.DiscardLoraResponse(freed_bytes=await self._store.recovery.discard(request.id))
 
     async def _imported(self, imported: ImportedLora) -> pb.StoredLora:
-        lora = await self._stored(imported.record)
+        lora = await self._whole(imported.record)
         lora.family, lora.note = imported.family, imported.note
         return lora
 
-    async def _stored(self, record: CatalogueRecord, max_ignored: int = MAX_IGNORED) -> pb.StoredLora:
+    async def _whole(self, record: CatalogueRecord) -> pb.StoredLora:
+        """Return the message of a LoRA with all of its ignored layers."""
+        return self._stored(record, await self._store.ignored(record))
+
+    def _stored(self, record: CatalogueRecord, ignored: Sequence[str]) -> pb.StoredLora:
         return pb.StoredLora(
             name=record.name,
             digest=record.digest,
@@ -146,7 +147,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
             added_s=record.added_s,
             state=_STATES[self._store.state(record)],
             token=record.token,
-            ignored=(await self._store.ignored(record))[:max_ignored],
+            ignored=ignored,
         )
 
 

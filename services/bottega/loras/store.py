@@ -19,7 +19,7 @@ from bottega.loras.config import LoraConfig, check_configured
 from bottega.loras.files import LoraFolder
 from bottega.loras.importer import LoraImporter
 from bottega.loras.importing.import_processes import ImportProcesses
-from bottega.loras.records import CatalogueRecord
+from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.loras.worker_link import LoraLinks
 from bottega.process import open_files
@@ -109,13 +109,13 @@ class LoraStore(StoreServer):
         return self._cache.state(record.digest)
 
     async def ignored(self, record: CatalogueRecord) -> Sequence[str]:
-        """Return the layers of a LoRA's file that were ignored; () if its weights are gone or damaged."""
-        if not record.is_partial:
-            return ()
+        """Return all layers of a LoRA's file that were ignored; those of its record if its weights are gone."""
+        if len(record.ignored) < MAX_LISTED_IGNORED:
+            return record.ignored
         try:
             return (await asyncio.to_thread(self._files.read, record.digest)).ignored
         except (BadLora, OSError):
-            return ()
+            return record.ignored
 
     async def remove(self, name: str) -> None:
         """Delete a LoRA. Raises LoraNotFound, and LoraInUse while it is being sent or a job needs it."""
