@@ -43,8 +43,15 @@ def test_a_model_card_names_the_family_where_the_file_does_not(tmp_path: Path) -
     (tmp_path / "README.md").write_text(
         "---\ntags:\n- lora\nbase_model:\n- runwayml/stable-diffusion-v1-5\n---\n# Ink\n"
     )
-    call = LoraImportCall(base=str(WEIGHTS), output=str(tmp_path / "out"), sources=[LoraImportSource(path=str(path))])
+    folder = LoraImportCall(
+        base=str(WEIGHTS), output=str(tmp_path / "out"), sources=[LoraImportSource(path=str(tmp_path))]
+    )
     says = "the LoRA is for Stable Diffusion 1, and the base model is SDXL: nothing in the file matches"
+    assert _answer(folder).refusal.startswith(says)
+    call = LoraImportCall(base=str(WEIGHTS), output=str(tmp_path / "out"), sources=[LoraImportSource(path=str(path))])
+    assert _answer(call).refusal.startswith("nothing in the file matches"), "the card may be of something else"
+    with (tmp_path / "README.md").open("a") as card:
+        card.write("Download `a.safetensors`.\n")
     assert _answer(call).refusal.startswith(says)
     call.base_model = "stabilityai/stable-diffusion-2-1"
     assert _answer(call).refusal.startswith("the LoRA is for Stable Diffusion 2, ")
@@ -59,6 +66,9 @@ def test_a_model_card_names_the_family_where_the_file_does_not(tmp_path: Path) -
         (b"---\nbase_model: a/b\n---\n", "a/b"),
         (b"---\r\nbase_model:\r\n  - 'a/b'\r\n---\r\n", "a/b"),
         (b'---\nlicense: mit\nbase_model: ["a/b"]\n---\nbase_model: c/d', "a/b"),
+        (b"\xef\xbb\xbf---\nbase_model: a/b\n---\n", "a/b"),
+        (b"---\nbase_model: a/b  # note\n---\n", "a/b"),
+        (b"---\nbase_model: # note\n  - a/b # another\n---\n", "a/b"),
         (b"# Ink\nbase_model: a/b\n", ""),
         (b"---\nbase_model:\n---\n", ""),
         (b"\xff\x00" * 100_000, ""),
@@ -66,6 +76,13 @@ def test_a_model_card_names_the_family_where_the_file_does_not(tmp_path: Path) -
 )
 def test_the_front_matter_of_a_card_names_the_base_model(card: bytes, expected: str) -> None:
     assert card_base_model(card) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"), [("ink.safetensors", "a/b"), ("k.safetensors", ""), ("ink", ""), ("ink.safe", "")]
+)
+def test_a_card_counts_for_a_single_file_only_if_it_names_it(file: str, expected: str) -> None:
+    assert card_base_model(b"---\nbase_model: a/b\n---\nLoad ink.safetensors.", file=file) == expected
 
 
 @pytest.mark.parametrize(

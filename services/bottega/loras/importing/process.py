@@ -63,10 +63,10 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
 
 
 def _card_base_model(path: Path, root: str) -> str:
-    """Return the base model that the model card beside a LoRA names; "" without a card that can be read."""
+    """Return the base model that the model card of a LoRA names; "" without a card that can be read."""
     try:
         with open_below(model_card(path), Path(root) if root else None) as card:
-            return card_base_model(card.read(MAX_CARD_BYTES))
+            return card_base_model(card.read(MAX_CARD_BYTES), file="" if path.is_dir() else path.name)
     except OSError:
         return ""
 

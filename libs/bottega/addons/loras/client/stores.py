@@ -94,7 +94,7 @@ def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
         files = [_lora_file(file) for file in _found(place)]
         head = _head(files, _sha256(files))
         with suppress(OSError), model_card(place).open("rb") as card:
-            head.base_model = card_base_model(card.read(MAX_CARD_BYTES))
+            head.base_model = card_base_model(card.read(MAX_CARD_BYTES), file="" if place.is_dir() else place.name)
         return files, head
 
 

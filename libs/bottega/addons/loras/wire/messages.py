@@ -170,16 +170,25 @@ DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 MODEL_CARD = "README.md"
 MAX_CARD_BYTES = 64 << 10
-_BASE_MODEL = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?(\S.*)$", re.MULTILINE)
+_BASE_MODEL = re.compile(r"^base_model:[ \t]*(?:#.*)?(?:\n[ \t]*-[ \t]*)?([^\s#].*)$", re.MULTILINE)
+_COMMENT = re.compile(r"\s#.*")
 _MAX_BASE_MODEL_CHARACTERS = 200
 
 
-def card_base_model(card: bytes) -> str:
-    """Return the base model that a model card's front matter names; "" if it names none."""
-    text = card[:MAX_CARD_BYTES].decode(errors="replace").replace("\r\n", "\n")
+def card_base_model(card: bytes, *, file: str = "") -> str:
+    """Return the base model that a model card's front matter names; "" if it names none.
+
+    Args:
+        card: The content of the card, or its first MAX_CARD_BYTES.
+        file: Name of a LoRA's file in a folder that may be of other things, so that a card counts only if it has the
+            name; "" for a LoRA's own folder.
+    """
+    text = card[:MAX_CARD_BYTES].decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+    if file and not re.search(rf"(?<![\w.-]){re.escape(file)}(?![\w.-]*\w)", text):
+        return ""
     front = text.partition("\n---")[0] if text.startswith("---\n") else ""
     found = _BASE_MODEL.search(front)
-    return found[1].strip().strip("'\"[]")[:_MAX_BASE_MODEL_CHARACTERS] if found else ""
+    return _COMMENT.sub("", found[1]).strip().strip("'\"[]")[:_MAX_BASE_MODEL_CHARACTERS] if found else ""
 
 
 def model_card(path: Path) -> Path:
