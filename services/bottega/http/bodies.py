@@ -68,12 +68,15 @@ class Body(BaseModel):
 
 
 class LoraBody(Body):
-    """A LoRA to draw with."""
+    """A LoRA, or a textual inversion embedding, to draw with.
+
+    An embedding is used where the prompt has its token. It takes a name and a digest alone.
+    """
 
     name: str
-    """Name of the LoRA."""
+    """Name of the LoRA or embedding."""
     scale: float = 1.0
-    """Strength."""
+    """Strength; 1 for an embedding."""
     from_step: int | None = None
     """First step that uses it, as a provenance has it."""
     digest: str | None = None

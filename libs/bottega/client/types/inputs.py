@@ -169,7 +169,8 @@ def _add_controlnet(message: generation_pb2.ControlNet, net: ControlNet, path: s
 class Lora:
     """A LoRA to draw with: `Lora("outline", 0.8)`. A tuple of name and scale, or the name alone, means the same.
 
-    `Lora("cat")` may also be a textual inversion embedding, whose token stands in a prompt. It has no scale.
+    `Lora("cat")` may also be a textual inversion embedding, whose token stands in a prompt. It has no scale
+    and no `max_step`.
     """
 
     name: str

@@ -45,7 +45,7 @@ async def test_a_request_gets_the_token_and_digest_of_the_embedding_that_it_name
     listed = await house.store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
     assert {lora.name: lora.token for lora in listed.loras} == {"ink": "", "toy": "<toy>", "wash": ""}
     # Lateness is the LoRA's; an embedding is there from the first step on.
-    asked = [Lora(name="ink"), Lora(name="toy", max_step=3, token="<ink>")]
+    asked = [Lora(name="ink"), Lora(name="toy", max_step=0, token="<ink>")]
     await house.gateway.draw(prompt="a <toy> star", loras=asked, techniques={"bounded_lora_loading": True})
     ((ink, drawn),) = [request.spec.loras for request in worker.requests]
     assert (drawn.name, drawn.digest, drawn.token, drawn.scale, drawn.max_step) == ("toy", toy.digest, "<toy>", 1.0, 0)
@@ -53,6 +53,18 @@ async def test_a_request_gets_the_token_and_digest_of_the_embedding_that_it_name
     await eventually(lambda: house.store.store._cache.state(toy.digest) is True)
     error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="toy"), timeout=5))
     assert isinstance(error, errors.LoraInUse)
+
+
+async def test_the_parameters_of_a_picture_with_embeddings_draw_it_again(house: House, tmp_path: Path) -> None:
+    worker = await house.gateway.worker()
+    worker.script.loras_step = 2
+    await house.store.upload("toy", embedding_file(tmp_path), trigger_words=["<toy>"])
+    for loras, step in (([Lora(name="toy")], 0), ([Lora(name="toy"), Lora(name="ink")], 2)):
+        late = {"bounded_lora_loading": True}
+        drawn = await house.gateway.draw(prompt="a <toy>", loras=loras, techniques=late)
+        again = drawn.provenance.parameters.loras
+        assert [(lora.from_step, lora.max_step) for lora in again if lora.token] == [(step, 0)]
+        await house.gateway.draw(prompt="a <toy>", loras=again, techniques=late)
 
 
 async def test_another_token_is_another_embedding(house: House, tmp_path: Path) -> None:
@@ -77,6 +89,8 @@ async def test_another_token_is_another_embedding(house: House, tmp_path: Path) 
     [
         ([Lora(name="toy", scale=0.5)], {}, "scale: must be 1 for an embedding: weigh its token in a weighted prompt"),
         ([Lora(name="toy", measure_similarity=True)], {}, "measure_similarity: must be false for an embedding"),
+        ([Lora(name="toy", max_step=3)], {}, "max_step: must be absent or 0 for an embedding"),
+        ([Lora(name="toy", from_step=3)], {}, "from_step: must be absent or 0 for an embedding"),
         ([Lora(name="toy")], {"prompt": "a star"}, "is an embedding whose token <toy> is in no prompt"),
         ([Lora(name="toy")], {"prompt": "a <TOY>"}, "is an embedding whose token <toy> is in no prompt"),
         ([Lora(name="toy"), Lora(name="toys")], {}, "whose token a<toy>s cannot be told from <toy>"),

@@ -133,9 +133,10 @@ class LoraAddOn(AddOn):
             self._prefetcher.request(store, loras)
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
-        """Write the first step that used each LoRA into the provenance's parameters."""
-        for lora, use in zip(provenance.parameters.loras, provenance.loras, strict=False):
-            lora.from_step = use.from_step
+        """Write the first step that used the LoRAs into the provenance's parameters; 0 for embeddings alone."""
+        loras = provenance.parameters.loras
+        for lora, use in zip(loras, provenance.loras, strict=False):
+            lora.from_step = 0 if all(other.token for other in loras) else use.from_step
 
     def member_changed(self, member: Member, *, lost: bool = False) -> None:
         """Protect the LoRAs of live jobs from deletion as soon as there is a store. End prefetching from a lost one."""
@@ -183,6 +184,7 @@ class ResolvedLoras(Resolution):
 
 # Tokens that the embeddings of a request may add up to: those of the longest prompt.
 _MAX_TOKENS = 1500
+_EARLY = "for an embedding: its vectors are in the prompt, which is encoded before the first step"
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 
 
@@ -199,7 +201,12 @@ def _check_embeddings(spec: GenerationSpec, stored: Sequence[StoredLora]) -> Ite
             yield Violation(field=f"{field}.scale", description=rule)
         if lora.measure_similarity:
             yield Violation(field=f"{field}.measure_similarity", description="must be false for an embedding")
-        # As in Diffusers, capitals are read as the first vector alone.
+        if lora.max_step > 0:
+            yield Violation(field=f"{field}.max_step", description=f"must be absent or 0 {_EARLY}")
+        # With LoRAs, all have the same `from_step`, which is theirs.
+        if lora.from_step > 0 and all(other.token for other in stored):
+            yield Violation(field=f"{field}.from_step", description=f"must be absent or 0 {_EARLY}")
+        # In capitals, Diffusers reads the token of several vectors as its first vector.
         count = max((text if found.modules > 1 else text.lower()).count(token) for text in texts)
         if not count:
             rule = f"is an embedding whose token {token} is in no prompt: write it there, in small letters"
