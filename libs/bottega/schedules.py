@@ -96,7 +96,7 @@ class Schedule:
         class_name = SAMPLER_CLASSES[sampler]
         fields = {rule.name for rule in SCHEDULER_RULES[class_name]} - _UNREAD.get(class_name, frozenset())
         for name in _SWITCHES:
-            # A switch that is off everywhere asks for nothing.
+            # False changes nothing where the class has no such field.
             if getattr(self, name) and name not in fields:
                 yield _broken(name, f"must be absent with the sampler {sampler}: its {class_name} ignores it")
         for name, samplers in CUSTOM_LISTS.items():

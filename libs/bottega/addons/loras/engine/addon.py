@@ -210,7 +210,11 @@ class EngineLoras(EngineAddOn):
         return bool(moved)
 
     def _weights_of(self, request: Request) -> SetKey:
-        """Return what `GroupKey.weights` of a request is: for changed norms, its own set, even beside the weights."""
+        """Return the set of LoRAs for `GroupKey.weights`, with which requests must agree to share a forward pass.
+
+        It is the set that is merged into the weights. A set that changes norms is never computed for some rows alone,
+        so that a request with one has its own set as the key, even where it is not merged.
+        """
         loras = request.loras_now
         return loras.key if loras is not None and loras.changes_norms else self.weights.patched_key
 
