@@ -118,9 +118,10 @@ def write_vae_file(
     prefix: str = "",
     dtype: torch.dtype = torch.float16,
     extra: Mapping[str, Tensor] = MappingProxyType({}),
+    seed: int = 0,
 ) -> Path:
     """Write a VAE and return its file."""
-    save_file(random_tensors([*_below(prefix, vae_tensors())], dtype=dtype) | dict(extra), path)
+    save_file(random_tensors([*_below(prefix, vae_tensors())], dtype=dtype, seed=seed) | dict(extra), path)
     return path
 
 

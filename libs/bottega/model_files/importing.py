@@ -17,6 +17,7 @@ from typing import Any
 from bottega import kinds
 from bottega.errors import ConfigError
 from bottega.manifest import missing_packages, read_services
+from bottega.model_files.digest import file_digest
 from bottega.model_files.json_files import is_there
 from bottega.model_files.single_file_check import refusal_of, vae_refusal
 from bottega.state_folder import make_private
@@ -113,8 +114,8 @@ async def import_for_serving(
 ) -> ImportResult:
     """Convert the single file of a whole model, once, to a folder that a worker can load.
 
-    A file that has changed since gets another folder. What the user has put into the folder of its earlier contents
-    moves there, and the rest of that folder is deleted.
+    A file that has changed since gets another folder, as does each prediction type and VAE. What the user has put into
+    the folder of the file's earlier contents moves to the new one, and the rest of that folder is deleted.
 
     Args:
         state: Folder in which the service or the suite keeps its state.
@@ -127,7 +128,7 @@ async def import_for_serving(
     if refusal := refusal_of(file, prediction_type, vae):
         raise ConfigError(refusal)
     try:
-        folder, prefix = _place(file, state, prediction_type, vae)
+        folder, prefix = await asyncio.to_thread(_place, file, state, prediction_type, vae)
     except OSError as error:
         raise ConfigError(f"{file} cannot be converted: {error.filename or state}: {error.strerror}") from None
     result = await import_file(file, folder, "", prediction_type, vae, on_part=on_part)
@@ -150,7 +151,7 @@ async def import_vae_for_serving(
     if refusal := vae_refusal(file, family):
         raise ConfigError(refusal)
     try:
-        folder, prefix = _place(file, state, family, None)
+        folder, prefix = await asyncio.to_thread(_place, file, state, family, file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be converted: {error.filename or state}: {error.strerror}") from None
     await import_file(file, folder, family, on_part=on_part)
@@ -172,7 +173,12 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _replace_others(folder: Path, prefix: str) -> None:
-    """Delete what earlier imports of a file have made. `prefix` is the beginning of the names of its folders."""
+    """Delete the folders that were made from earlier versions of the same files.
+
+    Args:
+        folder: The folder made from the present version.
+        prefix: Beginning of the names of all these folders.
+    """
     for other in list(folder.parent.iterdir()):
         if other.name.startswith(prefix) and other != folder:
             _replace(other, folder)
@@ -189,13 +195,21 @@ def _replace(old: Path, new: Path) -> None:
         shutil.rmtree(old)
 
 
-def _place(file: Path, state: Path, prediction_type: str, vae: Path | None) -> tuple[Path, str]:
-    """Return the folder that is made from a file, and the beginning of the names of all folders made from it."""
+def _place(file: Path, state: Path, setting: str, vae: Path | None) -> tuple[Path, str]:
+    """Return the folder for a file, and the beginning of the names of the folders for all versions of it.
+
+    A VAE is told apart by its content, because VAEs often have equal sizes, and archives can give them equal times.
+
+    Args:
+        setting: Prediction type or family.
+        vae: File of the VAE that the folder gets, which may be `file`; None if the model has its own.
+    """
     path = file.absolute()
-    facts = [_version(path), prediction_type, _version(vae) if vae is not None else ""]
-    prefix = f"{path.stem}-{_hash(str(path))}-"
+    same = [str(path), setting, str(vae.absolute()) if vae is not None else ""]
+    versions = [_version(path), file_digest(vae) if vae is not None else ""]
+    prefix = f"{path.stem}-{_hash(*same)}-"
     make_private(state / _FOLDER)
-    return state / _FOLDER / f"{prefix}{_hash(' '.join(filter(None, facts)))}", prefix
+    return state / _FOLDER / f"{prefix}{_hash(*versions)}", prefix
 
 
 def _version(file: Path) -> str:
@@ -219,5 +233,5 @@ async def _text(stream: asyncio.StreamReader | None) -> str:
     return (await stream.read()).decode(errors="replace")
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LETTERS]
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:_HASH_LETTERS]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +41,37 @@ def test_a_file_is_converted_once(tmp_path: Path) -> None:
     changed = import_it()
     assert [path.name for path in (tmp_path / "state" / "imported").iterdir()] == [changed.name] != [folder.name]
     assert (changed / "loras").is_dir()
+
+
+_FACTS = dict.fromkeys(("kind", "family", "title", "prediction_type", "prediction_source"), "")
+# Stands in for the interpreter, whose arguments are -m MODULE FILE FOLDER FAMILY PREDICTION_TYPE VAE.
+_QUICK_CONVERSION = f"""#!/bin/sh
+mkdir -p "$4" && cp "$7" "$4/vae"
+echo '{json.dumps({"is_new": True, "prediction_is_guess": False, **_FACTS})}'
+"""
+
+
+def test_each_vae_and_version_of_it_gets_a_folder_that_other_imports_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_single_file(tmp_path / "scenes.safetensors", "sd15")
+    vaes = [write_vae_file(tmp_path / f"{seed}.safetensors", seed=seed) for seed in range(2)]
+    for vae in vaes:
+        os.utime(vae, ns=(0, 0))
+    converter = tmp_path / "converter"
+    converter.write_text(_QUICK_CONVERSION)
+    converter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(converter))
+
+    def import_it(vae: Path) -> Path:
+        return asyncio.run(import_for_serving(file, tmp_path / "state", vae=vae)).folder
+
+    first, second = map(import_it, vaes)
+    assert [(folder / "vae").read_bytes() for folder in (first, second)] == [vae.read_bytes() for vae in vaes]
+    shutil.copy2(vaes[1], vaes[0])
+    third = import_it(vaes[0])
+    assert set((tmp_path / "state" / "imported").iterdir()) == {second, third}
+    assert (third / "vae").read_bytes() == vaes[1].read_bytes()
 
 
 def test_a_refusal_is_the_converters_sentence(tmp_path: Path) -> None:

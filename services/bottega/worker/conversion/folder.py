@@ -176,11 +176,10 @@ def _check_made_of(folder: Path, source: SingleFile) -> None:
 
 def _record(source: SingleFile, digest: str) -> dict[str, object]:
     status = source.path.stat()
-    vae = source.vae.stat() if source.vae is not None else None
     return {
         "family": source.family,
         "prediction_type": source.prediction_type,
-        "vae": None if vae is None else [vae.st_size, vae.st_mtime_ns],
+        "vae_sha256": None if source.vae is None else file_digest(source.vae),
         "size_bytes": status.st_size,
         "modified_ns": status.st_mtime_ns,
         "sha256": digest,

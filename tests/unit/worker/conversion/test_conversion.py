@@ -154,7 +154,12 @@ def test_a_model_without_a_vae_gets_that_of_a_file(tmp_path: Path) -> None:
     alone = convert_file(vae, tmp_path / "vae", "sd15").folder
     weights = "diffusion_pytorch_model.safetensors"
     assert (done.folder / "vae" / weights).read_bytes() == (alone / weights).read_bytes()
+    os.utime(vae, ns=(0, 0))
     assert not convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=vae).is_new
+    other = write_vae_file(tmp_path / "other.safetensors", seed=1)
+    os.utime(other, ns=(0, 0))
+    with pytest.raises(ConfigError, match="imported from another file"):
+        convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=other)
     with pytest.raises(ConfigError, match="was imported from another file or as another family"):
         convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=write_vae_file(vae, prefix="vae."))
 
