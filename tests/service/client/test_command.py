@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import PIL.Image
 import PIL.PngImagePlugin
@@ -122,7 +123,7 @@ def _control(name: str, data: bytes, scale: float | None) -> generation_pb2.Cont
     [
         ("edges=", "NAME=FILE"),
         ("=edges.png", "no name of a ControlNet"),
-        ("ed:ges=edges.png", "'ed:ges' is no name of a ControlNet"),
+        ("ed:ges=edges.png", "'ges' is no control mode of a union"),
         ("../up=edges.png", "no name of a ControlNet"),
         ("edges=nothing.png", "edges: there is no file nothing.png"),
         ("edges=nothing.png:high", "edges: there is no file nothing.png:high"),
@@ -256,6 +257,59 @@ def test_a_picture_is_drawn_again_like_it_was_but_for_what_is_changed(
     spec = gateway.requests[0].spec
     assert (spec.prompt, spec.seed, spec.num_inference_steps) == ("a red star", 7, 50)
     assert spec.format == generation_pb2.IMAGE_FORMAT_JPEG
+
+
+def _spec_like(*options: str, gateway: ScriptedGateway, address: str, **then: Any) -> generation_pb2.GenerationSpec:
+    """Return the spec that `bottega generate --like` sends with these options, for a picture with these fields."""
+    _drawn(Path("then.png"), generation_pb2.GenerationSpec(prompt="a star", **then))
+    gateway.scripts = [[completed()]]
+    drawn = run("generate", "--like", "then.png", *options, "-o", "now.png", address=address)
+    assert drawn.exit_code == 0, drawn.output
+    spec = gateway.requests[-1].spec
+    spec.ClearField("prompt")
+    spec.ClearField("format")
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("then", "options", "now"),
+    [
+        ({"timesteps": [9, 5], "num_inference_steps": 2}, ("--steps", "50"), {"num_inference_steps": 50}),
+        ({"sigmas": [9, 0]}, ("--timestep-spacing", "trailing"), {"timestep_spacing": "TIMESTEP_SPACING_TRAILING"}),
+        ({"sigmas": [9, 0]}, ("--final-sigmas-type", "zero"), {"final_sigmas_type": "FINAL_SIGMAS_TYPE_ZERO"}),
+        ({"timesteps": [9, 5]}, ("--karras",), {"use_karras_sigmas": True}),
+        (
+            {"num_inference_steps": 30, "use_karras_sigmas": True, "timestep_spacing": "TIMESTEP_SPACING_LEADING"},
+            ("--timesteps", "9,5"),
+            {"timesteps": [9, 5], "use_karras_sigmas": False},
+        ),
+        (
+            {"timesteps": [9, 5], "use_karras_sigmas": False, "final_sigmas_type": "FINAL_SIGMAS_TYPE_ZERO"},
+            ("--sigmas", "9,0"),
+            {"sigmas": [9, 0], "use_karras_sigmas": False},
+        ),
+        ({"use_karras_sigmas": True}, ("--beta",), {"use_karras_sigmas": False, "use_beta_sigmas": True}),
+        (
+            {"use_karras_sigmas": True, "num_inference_steps": 30},
+            ("--no-beta", "--timestep-spacing", "trailing"),
+            {
+                "use_karras_sigmas": True,
+                "num_inference_steps": 30,
+                "use_beta_sigmas": False,
+                "timestep_spacing": "TIMESTEP_SPACING_TRAILING",
+            },
+        ),
+    ],
+)
+def test_a_new_schedule_replaces_what_contradicts_it_of_an_earlier_picture(
+    gateway: ScriptedGateway,
+    address: str,
+    own_folder: Path,
+    then: dict[str, Any],
+    options: tuple[str, ...],
+    now: dict[str, Any],
+) -> None:
+    assert _spec_like(*options, gateway=gateway, address=address, **then) == generation_pb2.GenerationSpec(**now)
 
 
 def test_a_suffix_that_is_no_format_of_ours_is_refused_with_those_that_are(

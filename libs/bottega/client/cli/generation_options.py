@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -158,6 +158,18 @@ _OTHERS = (
     click.option("--model", help="Model to draw with; default: the only one that is served."),
 )
 
+_LISTS = ("timesteps", "sigmas")
+_SWITCHES = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+# By option, the parts of an earlier picture's schedule that contradict it.
+_REPLACED: Mapping[str, Sequence[str]] = {
+    "num_inference_steps": _LISTS,
+    "timestep_spacing": _LISTS,
+    "final_sigmas_type": ("sigmas",),
+    "timesteps": ("sigmas", "num_inference_steps", "timestep_spacing", *_SWITCHES),
+    "sigmas": ("timesteps", "num_inference_steps", "timestep_spacing", "final_sigmas_type", *_SWITCHES),
+    **dict.fromkeys(_SWITCHES, (*_LISTS, *_SWITCHES)),
+}
+
 
 def generation_options(command: CommandT) -> CommandT:
     """Add the options of `bottega generate`. Options that are not given are None or empty."""
@@ -177,7 +189,18 @@ def changed(options: GenerationOptions, given: dict[str, Any], like: Path | None
     for part in generation_parts():
         part.merge(options, given, like)
     chosen = {name: value for name, value in given.items() if value is not None and value != ()}
-    return cast("GenerationOptions", options | chosen)
+    return cast("GenerationOptions", _without_replaced(options, chosen) | chosen)
+
+
+def _without_replaced(options: GenerationOptions, chosen: Mapping[str, object]) -> dict[str, Any]:
+    """Return the options of an earlier picture without the parts of its schedule that chosen options replace."""
+    left: dict[str, Any] = {**options}
+    for name in (name for name, value in chosen.items() if value is not False):
+        for replaced in _REPLACED.get(name, ()):
+            # A switch is turned off, because without it the model's own setting would apply.
+            if isinstance(left.pop(replaced, None), bool):
+                left[replaced] = False
+    return left
 
 
 def _add(command: CommandT, options: Sequence[Callable[[CommandT], CommandT]]) -> CommandT:
