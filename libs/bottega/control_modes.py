@@ -40,11 +40,16 @@ def mode_name(number: int) -> str:
     return _NAMES[number][0] if number < len(_NAMES) else str(number)
 
 
+def mode_names(count: int) -> str:
+    """Return the first names of the modes of a union that has `count`, for lists."""
+    names = [mode_name(number) for number in range(min(count, len(_NAMES)))]
+    return ", ".join([*names, *_unnamed(count)])
+
+
 def list_modes(count: int = len(_NAMES)) -> str:
     """Return the names and numbers of the first `count` modes, for errors."""
     named = [f"{number} ({', '.join(names)})" for number, names in enumerate(_NAMES[:count])]
-    others = range(len(_NAMES), count)
-    return ", ".join([*named, *([f"{others[0]} to {others[-1]}"] if len(others) > 1 else map(str, others))])
+    return ", ".join([*named, *_unnamed(count)])
 
 
 def refused_mode(name: str, mode: int | None, modes: int) -> str:
@@ -75,6 +80,9 @@ def share_union(nets: Sequence[ControlNet]) -> bool:
 def check_modes(nets: Sequence[ControlNet], path: str) -> list[Violation]:
     """Return the violations in the modes of a request's ControlNets.
 
+    A union with one image may be combined with other ControlNets. Diffusers' union pipelines do not combine them; here
+    the residuals of all are added, as its MultiControlNetModel does.
+
     Args:
         path: Name of the list in errors.
     """
@@ -92,6 +100,12 @@ def check_modes(nets: Sequence[ControlNet], path: str) -> list[Violation]:
     return wrong
 
 
+def _unnamed(count: int) -> Sequence[str]:
+    """Return the numbers without names among the first `count`, as one range."""
+    numbers = range(len(_NAMES), count)
+    return [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 1 else [str(number) for number in numbers]
+
+
 def _check_images(nets: Sequence[ControlNet], path: str) -> list[Violation]:
     """Return the violations in the images of one union."""
     wrong = []
@@ -99,7 +113,11 @@ def _check_images(nets: Sequence[ControlNet], path: str) -> list[Violation]:
         if net.guess_mode != nets[0].guess_mode:
             rule = "must be that of the first image: a union computes its images together"
             wrong.append(Violation(field=f"{path}[{index}].guess_mode", description=rule))
-        if net.control_guidance_start > 0 or (net.HasField("control_guidance_end") and net.control_guidance_end < 1):
-            rule = "several images of one union must act in all steps: the union would act on after their end"
-            wrong.append(Violation(field=f"{path}[{index}].control_guidance_start", description=rule))
+        rule = "with several images of one union: it computes them together in every step"
+        if net.control_guidance_start > 0:
+            field = f"{path}[{index}].control_guidance_start"
+            wrong.append(Violation(field=field, description=f"must be 0 {rule}"))
+        if net.HasField("control_guidance_end") and net.control_guidance_end < 1:
+            field = f"{path}[{index}].control_guidance_end"
+            wrong.append(Violation(field=field, description=f"must be 1 {rule}"))
     return wrong

@@ -61,6 +61,24 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
         assert "no served model (sdxl)" in rows["pose"]
 
 
+async def test_the_list_shows_the_modes_of_unions_in_80_columns(
+    fleet: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    await fleet.worker()
+    union = hosted("union", size_bytes=2 << 30, control_modes=6)
+    await fleet.controlnets("controlnet-0", union, hosted("edges", size_bytes=2 << 30))
+    assert [net.control_modes for net in await _served(fleet)] == [0, 6]
+    result = await run_at(fleet, "controlnets")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = [line.split() for line in lines if line.strip()]
+    assert words[0][:2] == ["controlnet", "modes"]
+    assert {"openpose,", "depth,", "hed,", "canny,", "normal,", "segment"} <= {word for line in words for word in line}
+    assert next(line for line in words if line[0] == "edges")[1] == "-"
+
+
 async def test_where_a_controlnet_is_and_how_it_stands_there(fleet: Running) -> None:
     server = await fleet.controlnets("s1", hosted("edges", sessions=2, popularity=5))
     await fleet.controlnets("s2", hosted("edges", state=hosted_pb2.HOSTED_STATE_LOADING, digest="f" * 64))

@@ -13,7 +13,7 @@ from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
 from bottega.addons.interface.access import ANYTHING
 from bottega.client import ControlNet
 from bottega.client.types.options import options_from, spec_from
-from bottega.control_modes import mode_name, mode_number
+from bottega.control_modes import mode_name, mode_names, mode_number
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2
 from tests.samples.controlnet_hosts import net
@@ -23,6 +23,7 @@ SIX = (
     "0 (openpose), 1 (depth), 2 (hed, pidi, scribble, ted), 3 (canny, lineart, anime_lineart, mlsd), 4 (normal), "
     "5 (segment)"
 )
+FIRST_NAMES = "openpose, depth, hed, canny, normal, segment, tile, repaint"
 EIGHT = f"{SIX}, 6 (tile), 7 (repaint)"
 
 
@@ -34,6 +35,14 @@ def test_a_mode_is_known_by_name_and_by_number(mode: str, number: int) -> None:
 @pytest.mark.parametrize("mode", ["", "Depth", "64", "-1", "01", "1.0"])
 def test_nothing_else_is_a_mode(mode: str) -> None:
     assert mode_number(mode) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [(0, ""), (2, "openpose, depth"), (9, f"{FIRST_NAMES}, 8"), (64, f"{FIRST_NAMES}, 8 to 63")],
+)
+def test_a_list_names_each_mode_once(count: int, names: str) -> None:
+    assert mode_names(count) == names
 
 
 def test_a_number_without_a_name_is_its_own_name() -> None:
@@ -51,10 +60,15 @@ REFUSED_BY_RULES = {
         "controlnets[1].guess_mode",
         "must be that of the first image: a union computes its images together",
     ),
-    "an image of some steps": (
-        [_net(), _net(control_guidance_end=0.5)],
+    "an image that begins late": (
+        [_net(), _net(control_guidance_start=0.5)],
         "controlnets[1].control_guidance_start",
-        "several images of one union must act in all steps: the union would act on after their end",
+        "must be 0 with several images of one union: it computes them together in every step",
+    ),
+    "an image that ends early": (
+        [_net(), _net(control_guidance_end=0.5)],
+        "controlnets[1].control_guidance_end",
+        "must be 1 with several images of one union: it computes them together in every step",
     ),
     "several images beside another": (
         [_net(), _net(), _net("edges", control_mode="")],

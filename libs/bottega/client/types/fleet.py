@@ -78,6 +78,8 @@ class HostedItem:
     """Strength of a LoRA that is merged into the weights."""
     profiles: tuple[ResidualProfile, ...] = ()
     """Measurements of a ControlNet, one for each base model."""
+    control_modes: int = 0
+    """Number of control modes of a ControlNet; 0 if it is not a union."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,4 +291,5 @@ def _hosted(item: hosted_pb2.Hosted) -> HostedItem:
         sessions=item.sessions,
         scale=item.scale,
         profiles=tuple(value_from(profile, ResidualProfile) for profile in item.profiles),
+        control_modes=item.control_modes,
     )

@@ -22,7 +22,7 @@ from bottega.client.types.inputs import ControlNet
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
-from bottega.control_modes import list_modes, mode_name, mode_number
+from bottega.control_modes import list_modes, mode_name, mode_names, mode_number
 from bottega.errors import BottegaError, Violation
 
 _HUB = "hub:"
@@ -56,19 +56,22 @@ def list_command(*, address: str) -> None:
     if not nets:
         note("No ControlNet is hosted; bottega fleet shows whether a ControlNet server has joined.")
         return
+    unions = ["modes"] if any(net.control_modes for net in nets) else []
     table = PlainTable(
         "controlnet",
+        *unions,
         ">size",
         "for",
         "loaded at",
         ">hosts",
         ">popularity",
         ">similarity",
-        wraps=("for", "loaded at"),
+        wraps=("for", "loaded at", *unions),
         optional=("similarity", "popularity", "size"),
     )
     for net in nets:
-        table.add_row(*_row(net))
+        modes = [mode_names(net.control_modes) or "-"] if unions else []
+        table.add_row(net.name, *modes, *_facts(net))
     print_table(table)
     _note_versions(nets)
 
@@ -145,9 +148,8 @@ def _fetch_from_hub(repo: str, revision: str | None, root: str) -> str:
         fail(error.message, error.todo)
 
 
-def _row(net: ServedControlNet) -> tuple[str, ...]:
+def _facts(net: ServedControlNet) -> tuple[str, ...]:
     return (
-        net.name,
         size_text(net.size_bytes),
         ", ".join(net.models) or f"no served model ({net.base})",
         ", ".join(net.loaded_at) or "-",
@@ -404,7 +406,7 @@ PART = GenerationPart(
             multiple=True,
             metavar="NAME[:MODE]=FILE[:SCALE]",
             help="Steer the picture by this control image with the ControlNet NAME; repeatable. "
-            "A union needs the MODE of the image, such as union:depth. bottega controlnets lists them.",
+            "A union needs the MODE of the image, such as union:depth. bottega controlnets lists both.",
         ),
         click.option(
             "--stale-residuals/--no-stale-residuals",

@@ -295,6 +295,7 @@ def _served(fleet: FleetStatus, hosted: list[tuple[FleetMember, HostedItem]]) ->
         size_bytes=net.size_bytes,
         hosts=tuple(hosts),
         profiles=_profiles(one for _, one in hosted),
+        control_modes=net.control_modes,
     )
 
 

@@ -40,6 +40,8 @@ class ServedControlNet:
     hosts: tuple[ControlNetHost, ...]
     profiles: tuple[ResidualProfile, ...] = ()
     """Measured similarities, one for each base model."""
+    control_modes: int = 0
+    """Number of control modes, which are numbered from 0; 0 if the ControlNet is not a union."""
 
     @property
     def popularity(self) -> int:
