@@ -111,7 +111,8 @@ class Schedule:
         if self.timesteps and from_image and sampler in _COUNTED_TWICE:
             why = f"the sampler {sampler} would count each of their steps twice, and skip others"
             yield _broken("timesteps", f"must be empty with image: {why}")
-        trained = config.get("num_train_timesteps", _TRAINED_TIMESTEPS if config else None)
+        # The values of a request alone say nothing about the model's training.
+        trained = config.get("num_train_timesteps", _TRAINED_TIMESTEPS if "_class_name" in config else None)
         if self.timesteps and isinstance(trained, int) and self.timesteps[0] >= trained:
             yield _broken("timesteps", f"must be below {trained}, the timesteps that the model was trained with")
 
@@ -200,7 +201,7 @@ def check_sampler_schedule(spec: GenerationSpec, sampler: Sampler.ValueType, kar
 
 def _check_timesteps(spec: GenerationSpec) -> Iterator[Violation]:
     if len(spec.timesteps) > MAX_STEPS:
-        yield _broken("timesteps", f"must be at most {MAX_STEPS}")
+        yield _broken("timesteps", f"must have at most {MAX_STEPS} numbers")
     elif not all(0 <= timestep <= _MAX_TIMESTEP for timestep in spec.timesteps):
         yield _broken("timesteps", f"must be 0 to {_MAX_TIMESTEP}")
     elif not all(before > after for before, after in itertools.pairwise(spec.timesteps)):

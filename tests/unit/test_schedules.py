@@ -35,7 +35,7 @@ ZERO = FinalSigmasType.FINAL_SIGMAS_TYPE_ZERO
         ({"sigmas": [1, 0], "timestep_spacing": TRAILING}, "timestep_spacing", "must be absent with sigmas"),
         ({"sigmas": [1, 0], "final_sigmas_type": ZERO}, "final_sigmas_type", "must be absent with sigmas, whose last"),
         ({"sigmas": [1, 0], "use_karras_sigmas": True}, "use_karras_sigmas", "must be absent or false with sigmas"),
-        ({"timesteps": range(MAX_STEPS, -1, -1)}, "timesteps", "must be at most 200"),
+        ({"timesteps": range(MAX_STEPS, -1, -1)}, "timesteps", "must have at most 200 numbers"),
         ({"timesteps": [5, 5]}, "timesteps", "must fall from each to the next"),
         ({"timesteps": [5, 9]}, "timesteps", "must fall from each to the next"),
         ({"timesteps": [5, -1]}, "timesteps", "must be 0 to 99999"),
@@ -74,7 +74,7 @@ def test_a_schedule_on_this_side_of_every_bound_is_none_of_them(fields: dict[str
 def test_a_million_timesteps_are_refused_without_being_looked_at_each() -> None:
     spec = GenerationSpec(timesteps=[7] * 1_000_000)
     (violation,) = check_schedule(spec)
-    assert violation.description == "must be at most 200"
+    assert violation.description == "must have at most 200 numbers"
     assert len(schedule_of(spec).timesteps) == MAX_STEPS + 1
 
 
@@ -106,3 +106,11 @@ def test_a_schedule_that_the_sampler_has_not_is_refused_without_a_model() -> Non
     assert violation == Violation(field="spec.timesteps", description=rule)
     assert not list(check_sampler_schedule(listed, Sampler.SAMPLER_EULER, False))
     assert not list(check_sampler_schedule(spec, 99, False))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampler", [Sampler.SAMPLER_EULER, Sampler.SAMPLER_DPMPP_2M, Sampler.SAMPLER_LCM])
+def test_the_bound_of_timesteps_is_unknown_without_a_model(sampler: Sampler.ValueType) -> None:
+    spec = GenerationSpec(timesteps=[1500, 500])
+    assert not list(check_sampler_schedule(spec, sampler, False))
+    (violation,) = schedule_of(spec).problems("euler", {"_class_name": "EulerDiscreteScheduler"})
+    assert violation.description == "must be below 1000, the timesteps that the model was trained with"
