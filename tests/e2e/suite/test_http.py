@@ -53,9 +53,10 @@ def _png(image: PIL.Image.Image) -> bytes:
 
 
 def test_a_picture_over_http_is_that_of_grpc(caller: OpenAI, client: Client) -> None:
-    answer = caller.images.generate(prompt=_PROMPT, extra_body={"bottega": _OWN})
+    own = {"seed": 7, "timesteps": [999, 599, 299, 99]}
+    answer = caller.images.generate(prompt=_PROMPT, extra_body={"bottega": own})
     assert answer.data
-    picture = client.generate(_PROMPT, seed=7, num_inference_steps=6)
+    picture = client.generate(_PROMPT, seed=7, timesteps=(999, 599, 299, 99))
     assert base64.b64decode(answer.data[0].b64_json or "") == picture.data
 
 

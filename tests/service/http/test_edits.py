@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import PIL.Image
 import pytest
 
+from tests.fakes.scripted_controlnet import hosted
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import Door
@@ -46,6 +47,16 @@ async def test_an_edit_draws_where_its_mask_is_transparent(door: Door, worker: S
     spec = worker.requests[0].spec
     assert (spec.image, spec.mask_image, spec.mask_alpha) == (_png("RGB"), _png("RGBA"), True)
     assert (spec.seed, spec.num_inference_steps, spec.mask_feather) == (5, 3, 2)
+
+
+async def test_the_mode_of_a_control_image_reaches_the_worker(
+    door: Door, house: Running, worker: ScriptedWorker
+) -> None:
+    await house.controlnets("s1", hosted("union", control_modes=8))
+    image = base64.b64encode(_png("RGB")).decode()
+    nets = [{"name": "union", "image": image, "control_mode": mode} for mode in ("depth", 7)]
+    await door.openai.images.generate(prompt="a star", extra_body={"bottega": {"controlnets": nets}})
+    assert [net.control_mode for net in worker.requests[0].spec.controlnets] == ["depth", "7"]
 
 
 async def test_an_edit_streams_its_own_events(door: Door, worker: ScriptedWorker) -> None:

@@ -38,6 +38,8 @@ async def test_parameters_reach_the_worker(door: Door, worker: ScriptedWorker) -
         "guidance_scale": 2.5,
         "sampler": "ddim",
         "negative_prompt": "",
+        "use_beta_sigmas": False,
+        "timestep_spacing": "trailing",
         "latent_parallelism": False,
         "deadline_s": 60,
         "priority": "high",
@@ -48,6 +50,7 @@ async def test_parameters_reach_the_worker(door: Door, worker: ScriptedWorker) -
     spec = worker.requests[0].spec
     assert (spec.num_inference_steps, spec.guidance_scale, spec.quality) == (5, 2.5, 70)
     assert spec.HasField("negative_prompt")
+    assert (spec.HasField("use_beta_sigmas"), spec.timestep_spacing) == (True, generation_pb2.TIMESTEP_SPACING_TRAILING)
     assert spec.techniques.HasField("latent_parallelism")
     assert (spec.format, spec.fidelity) == (generation_pb2.IMAGE_FORMAT_WEBP, generation_pb2.FIDELITY_EXACT)
 
