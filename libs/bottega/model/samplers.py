@@ -121,8 +121,9 @@ class Sampler:
         begin: The first step that is made.
         karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
         schedule: Other changes of the schedule.
-        restarts: Whether a later `begin` is a first step, from a latent that this schedule did not make. Without it LMS
-            counts on earlier steps even if there were none, as Diffusers does in image-to-image.
+        restarts: Whether step `begin` continues from the latent of another picture. LMS then begins with order 1. It
+            otherwise uses the order of that step, although the steps before were skipped, as Diffusers' image-to-image
+            does.
     """
 
     def __init__(

@@ -410,9 +410,9 @@ def _broken_together(class_name: str, config: Mapping[str, Any]) -> Iterator[str
         yield from _broken_sigmas(config)
     match class_name:
         case "DDIMScheduler" | "DDPMScheduler":
-            yield from _broken_zero_snr(config, divides=config["timestep_spacing"] != "leading")
+            yield from _broken_zero_snr(config, has_last_timestep=config["timestep_spacing"] != "leading")
         case "LCMScheduler" | "TCDScheduler":
-            yield from _broken_zero_snr(config, divides=True)
+            yield from _broken_zero_snr(config, has_last_timestep=True)
         case "EulerDiscreteScheduler":
             yield from _broken_continuous(config)
         case "DPMSolverMultistepScheduler" | "DPMSolverSinglestepScheduler":
@@ -423,15 +423,14 @@ def _broken_together(class_name: str, config: Mapping[str, Any]) -> Iterator[str
             yield from _broken_last_step(config)
 
 
-def _broken_zero_snr(config: Mapping[str, Any], *, divides: bool) -> Iterator[str]:
-    """Yield a sentence if the scheduler divides by the signal of the last timestep, which is 0.
+def _broken_zero_snr(config: Mapping[str, Any], *, has_last_timestep: bool) -> Iterator[str]:
+    """Yield a sentence if the scheduler would divide by the signal of the last training timestep, which is 0.
 
     Args:
-        config: The fields.
-        divides: Whether the schedule has the last timestep.
+        has_last_timestep: Whether a schedule begins at that timestep.
     """
-    bounded = config["clip_sample"] or config["thresholding"]
-    if config["rescale_betas_zero_snr"] and config["prediction_type"] == "epsilon" and divides and not bounded:
+    divides = config["rescale_betas_zero_snr"] and config["prediction_type"] == "epsilon" and has_last_timestep
+    if divides and not config["clip_sample"] and not config["thresholding"]:
         yield (
             'rescale_betas_zero_snr must be false with prediction_type "epsilon" and timestep_spacing '
             f"{shown(config['timestep_spacing'])}: Diffusers divides by zero at the last timestep"

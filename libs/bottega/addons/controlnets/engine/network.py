@@ -91,7 +91,7 @@ class LoadedControlNet:
 
         Args:
             image: [3, height, width], 0 to 1, on the CPU.
-            rows: Number of rows of the batch whose rounding is to be reproduced.
+            rows: Number of rows of the batch that will use it. A batch of one row is rounded differently.
         """
         # Measured on the CPU: the last bit differs between one row and several. It is the same for 2, 3, 4, 5, 6 and 8
         # rows.
