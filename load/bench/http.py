@@ -42,7 +42,7 @@ _SETTLE_S = 1.0
 _WAIT_S = 60.0
 # A gateway behind one HTTP API, which is the only host that calls it.
 _SERVER = {**FREE_PORTS, "peer_share": 1.0, "max_streams": 8192, "max_connections": 8192}
-# Connections wait longer between their requests than those of clients that may be slow on purpose.
+# Connections of the bench wait longer for their next request than the limits allow by default.
 _HTTP = {**FREE_PORTS, "peer_share": 1.0, "head_wait_s": 120.0, "answer_wait_s": 120.0, "idle_s": 300.0}
 
 
