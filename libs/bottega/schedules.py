@@ -32,8 +32,6 @@ _MAX_SIGMA = 10_000.0
 _TRAINED_TIMESTEPS = 1000
 
 _SWITCHES = ("use_exponential_sigmas", "use_beta_sigmas", "timestep_spacing", "final_sigmas_type")
-SCHEDULE_FIELDS = (*_SWITCHES, "timesteps", "sigmas")
-"""Fields of a spec that change its schedule, besides use_karras_sigmas."""
 
 # Classes that have a field in their configuration, and do not read it.
 _UNREAD: Mapping[str, frozenset[str]] = {
