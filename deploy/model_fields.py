@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bottega.model_files.configuration_rules import INDEX_RULES, TOKENIZER_RULES
+from bottega.model_files.configuration_rules import INDEX_RULES
 from bottega.model_files.field_rules import ANY, FieldRule, shown
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES, UNSERVED_CLASSES
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES
@@ -25,44 +25,15 @@ TABLES: Mapping[str, Sequence[FieldRule]] = {
     "unet": UNET_RULES,
     "vae": VAE_RULES,
     "text_encoder": TEXT_ENCODER_RULES,
-    "tokenizer": TOKENIZER_RULES,
 }
 """Tables of the page about parts with one class, by the name in their marks."""
 _SUFFIX = "Scheduler"
-_EVERY_VALUE = frozenset(
-    (
-        "anything",
-        "true, false or null",
-        "false, true or null",
-        "false or true",
-        "a text or null",
-        "a number",
-        "a number above 0",
-        "a number other than 0",
-        "a number between 0 and 1",
-        "a number or -Infinity",
-        "null or a number above 0",
-        "null or a list of numbers between 0 and 1",
-        "[] or a list of whole numbers from 0",
-        "true or false",
-        "a number from 0",
-        "a number from 0 to 1",
-        "a number from 0 to 1 or null",
-        "a whole number from 0",
-        "a whole number from 0 or null",
-        "a whole number from 1",
-        "a whole number from 1 or null",
-        "null or a whole number from 0",
-        "null or a list of numbers",
-    )
-)
-"""Descriptions of values that limit no field: every value with which Diffusers or transformers works is among them."""
 
 
 def table(rules: Sequence[FieldRule]) -> str:
-    """Return a table of the rules that limit a field; fields with equal values and the same reason are one row."""
+    """Return a table of the rules that refuse what Diffusers draws with, fields of equal rules in one row."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for rule in filter(_limits, rules):
+    for rule in filter(_refuses_more, rules):
         rows.setdefault((rule.values.text, rule.why), []).append(f"`{rule.name}`{_default(rule)}")
     cells = [("fields (default)", "served", "why"), ("---",) * 3]
     cells += [(", ".join(fields), values, why) for (values, why), fields in rows.items()]
@@ -70,10 +41,10 @@ def table(rules: Sequence[FieldRule]) -> str:
 
 
 def scheduler_table() -> str:
-    """Return a table of the schedulers' rules that limit a field. Samplers are named where they differ."""
+    """Return a table of the schedulers' rules that refuse what Diffusers draws with, by sampler."""
     served: dict[str, dict[tuple[str, str], list[str]]] = {}
     for sampler, name in SAMPLER_CLASSES.items():
-        for rule in filter(_limits, SCHEDULER_RULES[name]):
+        for rule in filter(_refuses_more, SCHEDULER_RULES[name]):
             served.setdefault(rule.name, {}).setdefault((rule.values.text, rule.why), []).append(sampler)
     rows: dict[tuple[str, str, str], list[str]] = {}
     for field, samplers in sorted(served.items()):
@@ -126,9 +97,9 @@ def main() -> None:
     path.write_text(page(path.read_text()))
 
 
-def _limits(rule: FieldRule) -> bool:
-    required = not rule.values.accepts(rule.default)
-    return rule.values is not ANY and (required or bool(rule.why) or rule.values.text not in _EVERY_VALUE)
+def _refuses_more(rule: FieldRule) -> bool:
+    """Return whether a rule refuses values with which stock Diffusers draws: such rules say why."""
+    return rule.values is not ANY and bool(rule.why)
 
 
 def _default(rule: FieldRule) -> str:

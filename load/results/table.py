@@ -23,16 +23,16 @@ _NOT_NEEDED = re.compile(r", 2( virtual)? cores$|\(R\)| Processor")
 
 
 def table(folder: Path = RESULTS) -> str:
-    """Return the newest results as Markdown: the figures that have a bar, or all of a bench that has no bar."""
+    """Return the newest figures that have a bar as Markdown."""
     lines = ["| bench and figures | measured | wanted |\n", "|---|---|---|\n"]
     for path in sorted(folder.glob("*.json")):
         run = json.loads(path.read_text())
-        with_bars = [row for row in run["rows"] if row["wanted"]]
+        rows = [row for row in run["rows"] if row["wanted"]]
+        if not rows:
+            continue
         machine = _NOT_NEEDED.sub("", run["machine"])
         lines.append(f"| **{run['bench']}**: {run['date']}, {machine}; {run['conditions']} | | |\n")
-        lines += [
-            f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in with_bars or run["rows"]
-        ]
+        lines += [f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in rows]
     return "".join(lines)
 
 
