@@ -4,7 +4,7 @@ A class fixes its status code and its reason; the code that raises it adds the m
 these classes, and the client raises the same ones on its side of the wire; bottega.rpc translates between the two.
 By status code, with subclasses in parentheses:
 
-    INVALID_ARGUMENT     InvalidRequest (BadImage, BadLora)
+    INVALID_ARGUMENT     InvalidRequest (BadImage, BadLora, AddressRefused)
     NOT_FOUND            ModelNotFound, ControlNetNotFound, LoraNotFound, CacheEntryNotFound, JobNotFound,
                          ImageNotFound, TraceNotFound
     ALREADY_EXISTS       RequestIdReused, LoraExists, ControlNetExists
@@ -135,6 +135,10 @@ class InvalidRequest(BottegaError, code=Code.INVALID_ARGUMENT, reason=error_pb2.
 
 class BadImage(InvalidRequest, reason=error_pb2.ERROR_REASON_BAD_IMAGE):
     """An input image cannot be decoded, or exceeds a limit."""
+
+
+class AddressRefused(InvalidRequest):
+    """A caller named a URL that leads to an address that the service must not call."""
 
 
 class FieldNotServed(BottegaError, code=Code.UNIMPLEMENTED, reason=error_pb2.ERROR_REASON_FIELD_NOT_SERVED):
