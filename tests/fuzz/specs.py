@@ -113,6 +113,8 @@ def spec_ranges(case: Any) -> Iterator[Case]:
             yield case(f"{bounds.field} {shown(good)}", **{**rest, bounds.field: good})
         for bad in bounds.bad:
             yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{**rest, bounds.field: bad})
+    for number in range(4):
+        yield case(f"format {number} without metadata", format=number, metadata=False)
     yield from _several_prompts(case)
     yield from _weighted_prompts(case)
     for sampler in _KARRAS:

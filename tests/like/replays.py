@@ -188,9 +188,9 @@ def _draw(client: Client, request: RandomRequest) -> tuple[Picture, ...] | Botte
 
 
 def _parameters(request: RandomRequest, picture: Picture, folder: Path) -> tuple[str, GenerationOptions]:
-    """Return what draws the picture again: by its file where it is a PNG, else by its provenance."""
-    if picture.format == "png":
-        prompt, options = parameters_of(picture.save(folder / f"{picture.job_id}-{picture.index}.png"))
+    """Return what draws the picture again: by its file, or by its provenance if it is a WebP."""
+    if picture.format != "webp":
+        prompt, options = parameters_of(picture.save(folder / f"{picture.job_id}-{picture.index}.{picture.format}"))
     else:
         alone = _alone(picture)
         prompt, options = alone.prompt, alone.options()

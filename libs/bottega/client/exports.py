@@ -35,6 +35,7 @@ from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job
 from bottega.client.transport.calls import RetryPolicy
 from bottega.client.transport.credentials import Tls
+from bottega.client.types.file_parameters import parameters_of
 from bottega.client.types.fleet import (
     AccelerationTrial,
     AttemptProgress,
@@ -67,7 +68,6 @@ from bottega.client.types.jobs import (
 from bottega.client.types.models import Adapter, ServedModel, ServedSampler
 from bottega.client.types.options import EditOptions, GenerationOptions
 from bottega.client.types.picture import Picture
-from bottega.client.types.png_parameters import parameters_of
 from bottega.client.types.provenance import (
     CacheUse,
     ControlNetUse,

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from bottega.codec import structure
+from bottega.codec.metadata import exif_with
 from bottega.codec.pixels import DecodedImage, ImageFacts, ImageSize, Pixels
 from bottega.codec.structure import (
     FORMATS,
@@ -93,17 +94,20 @@ def encode_image(
     Args:
         image: RGB or RGBA; JPEG drops the opacity. The colour profile in its `info` is kept.
         quality: Quality of JPEG and WebP, 1 to 100; 100 makes WebP lossless.
-        text: Texts of a PNG by keyword (latin-1, 1 to 79 characters). Other formats cannot contain them.
+        text: Texts to write into the file by keyword; see `bottega.codec.metadata`. JPEG and WebP have room for
+            Bottega's own only, a PNG for any (keywords: latin-1, 1 to 79 characters).
     """
     out, profile = io.BytesIO(), image.info.get("icc_profile")
-    if image_format == generation_pb2.IMAGE_FORMAT_JPEG:
+    is_jpeg = image_format == generation_pb2.IMAGE_FORMAT_JPEG
+    exif = exif_with(text, is_jpeg=is_jpeg) if is_jpeg or image_format == generation_pb2.IMAGE_FORMAT_WEBP else b""
+    if is_jpeg:
         # In full colour resolution: flat colours keep their edges.
-        image.convert("RGB").save(out, "JPEG", quality=quality, subsampling=0, icc_profile=profile)
+        image.convert("RGB").save(out, "JPEG", quality=quality, subsampling=0, icc_profile=profile, exif=exif)
     elif image_format == generation_pb2.IMAGE_FORMAT_WEBP and quality == 100:
         # exact: the colours of transparent pixels stay.
-        image.save(out, "WEBP", lossless=True, method=_WEBP_LOSSLESS_METHOD, exact=True, icc_profile=profile)
+        image.save(out, "WEBP", lossless=True, method=_WEBP_LOSSLESS_METHOD, exact=True, icc_profile=profile, exif=exif)
     elif image_format == generation_pb2.IMAGE_FORMAT_WEBP:
-        image.save(out, "WEBP", quality=quality, exact=True, icc_profile=profile)
+        image.save(out, "WEBP", quality=quality, exact=True, icc_profile=profile, exif=exif)
     else:
         image.save(out, "PNG", compress_level=_PNG_LEVEL, pnginfo=_png_text(text), icc_profile=profile)
     return out.getvalue()

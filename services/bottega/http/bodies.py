@@ -142,6 +142,7 @@ class BottegaBody(Body):
     cache_entry: str | None = None
     recording: str | None = None
     identical_results: bool | None = None
+    metadata: bool | None = None
     fidelity: FidelityName | None = None
     loras: Annotated[list[LoraBody], Field(max_length=MAX_ADAPTERS)] | None = None
     """LoRAs to draw with; they are summed."""

@@ -12,14 +12,11 @@ from google.protobuf import json_format
 
 from bottega.background_tasks import copied
 from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, ImageFacts, MaskOrder, Overlay, Pixels
+from bottega.codec.metadata import PARAMETERS_KEYWORD, SUMMARY_KEYWORD
 from bottega.fair_order import Share
 from bottega.v1 import generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Sampler
 from bottega.v1.tensor_pb2 import Tensor
-
-# The PNG keywords: one that `bottega generate --like` reads, and one that other tools show.
-SPEC_KEYWORD = "bottega"
-SUMMARY_KEYWORD = "parameters"
 
 # The names of samplers in AUTOMATIC1111's web UI, and the lengths of its hashes.
 SAMPLER_TITLES = {
@@ -131,7 +128,9 @@ class ImageCodec:
         overlay: Overlay | None = None,
         icc_profile: bytes = b"",
     ) -> EncodedImage:
-        """Encode image `index` of the spec in the spec's format. Write the parameters that draw it again into the file.
+        """Encode image `index` of the spec in the spec's format.
+
+        The parameters that draw it again are written into the file, unless the spec says no.
 
         Args:
             model_hash: Hash of the model that drew it, in hex.
@@ -140,7 +139,7 @@ class ImageCodec:
         """
         height, width, _channels = tensor.shape
         pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
-        text = inscription(spec, index, model_hash)
+        text = inscription(spec, index, model_hash) if metadata_of(spec) else {}
         return await self._pool.encode(
             pixels,
             spec.format,
@@ -189,7 +188,12 @@ def inscription(spec: GenerationSpec, index: int, model_hash: str) -> Mapping[st
         single.prompt = spec.prompts[index]
         single.ClearField("prompts")
     as_json = json_format.MessageToJson(single, preserving_proto_field_name=True, indent=None, ensure_ascii=False)
-    return {SPEC_KEYWORD: as_json, SUMMARY_KEYWORD: summary(single, model_hash)}
+    return {PARAMETERS_KEYWORD: as_json, SUMMARY_KEYWORD: summary(single, model_hash)}
+
+
+def metadata_of(spec: GenerationSpec) -> bool:
+    """Return whether the pictures of a spec contain their parameters; yes if the spec leaves it open."""
+    return spec.metadata or not spec.HasField("metadata")
 
 
 def summary(spec: GenerationSpec, model_hash: str) -> str:

@@ -16,7 +16,8 @@ import PIL.Image
 import pytest
 from openai import OpenAI
 
-from bottega.client import Client
+from bottega.client import Client, parameters_of
+from bottega.errors import InvalidRequest
 from tests.e2e.conftest import Suite
 from tests.support.services import FREE_PORTS, Service
 
@@ -60,18 +61,27 @@ def test_a_picture_over_http_is_that_of_grpc(caller: OpenAI, client: Client) -> 
     assert base64.b64decode(answer.data[0].b64_json or "") == picture.data
 
 
-@pytest.mark.parametrize("output_format", ["jpeg", "webp"])
-def test_a_picture_comes_in_the_format_that_was_asked_for(
-    caller: OpenAI, output_format: Literal["jpeg", "webp"]
+@pytest.mark.parametrize(
+    ("output_format", "metadata"), [("jpeg", True), ("webp", True), ("jpeg", False), ("png", False)]
+)
+def test_a_picture_comes_in_the_format_and_with_the_metadata_that_were_asked_for(
+    caller: OpenAI, tmp_path: Path, output_format: Literal["jpeg", "webp", "png"], metadata: bool
 ) -> None:
     answer = caller.images.generate(
-        prompt=_PROMPT,
-        output_format=output_format,
-        output_compression=60,
-        extra_body={"bottega": _OWN},
+        prompt=_PROMPT, output_format=output_format, extra_body={"bottega": {**_OWN, "metadata": metadata}}
     )
     assert answer.data
-    assert _image(answer.data[0].b64_json).format == output_format.upper()
+    image = _image(answer.data[0].b64_json)
+    assert image.format == output_format.upper()
+    path = tmp_path / "picture"
+    path.write_bytes(base64.b64decode(answer.data[0].b64_json or ""))
+    if metadata:
+        prompt, options = parameters_of(path)
+        assert (prompt, options.get("seed"), options.get("format")) == (_PROMPT, 7, output_format)
+    else:
+        assert not image.info.keys() & {"bottega", "parameters", "exif"}
+        with pytest.raises(InvalidRequest, match="drawn without metadata"):
+            parameters_of(path)
 
 
 def test_previews_are_pictures_before_the_picture(caller: OpenAI) -> None:

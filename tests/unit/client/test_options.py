@@ -35,6 +35,7 @@ from bottega.client.types.provenance import (
     parameters_from,
     provenance_from,
 )
+from bottega.codec.images import encode_image
 from bottega.errors import InternalError, InvalidRequest
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
@@ -83,6 +84,7 @@ FULL: GenerationOptions = {
     "identical_results": True,
     "format": "webp",
     "quality": 80,
+    "metadata": True,
     "fidelity": "fast",
     "keep_for_editing": True,
 }
@@ -260,6 +262,13 @@ def test_a_picture_tells_how_to_draw_it_again(tmp_path: Path) -> None:
         net.ClearField("image")  # as a picture carries it
     text = json_format.MessageToJson(spec, preserving_proto_field_name=True)
     assert parameters_of(png(tmp_path / "star.png", {"bottega": text})) == ("a red star", FULL)
+    for number, name in (
+        (generation_pb2.IMAGE_FORMAT_JPEG, "star.jpg"),
+        (generation_pb2.IMAGE_FORMAT_WEBP, "star.webp"),
+    ):
+        path = tmp_path / name
+        path.write_bytes(encode_image(PIL.Image.new("RGB", (8, 8)), number, 90, {"bottega": text}))
+        assert parameters_of(path) == ("a red star", FULL)
 
 
 def test_loras_are_said_by_name_by_name_and_scale_or_in_full() -> None:
@@ -326,6 +335,15 @@ def test_the_text_of_another_tool_is_said_to_be_so(tmp_path: Path, keyword: str,
     path = png(tmp_path / "foreign.png", {keyword: "a star\nSteps: 20, Seed: 7, Size: 64x64"})
     with pytest.raises(InvalidRequest, match=rf"foreign\.png was written by another tool \({tool}\)"):
         parameters_of(path)
+
+
+def test_a_jpeg_of_another_tool_or_without_text_is_said_to_be_so(tmp_path: Path) -> None:
+    for texts, rule in (({"parameters": "a star"}, "by another tool"), ({}, "has no parameters")):
+        path = tmp_path / "foreign.jpg"
+        image = PIL.Image.new("RGB", (8, 8))
+        path.write_bytes(encode_image(image, generation_pb2.IMAGE_FORMAT_JPEG, 90, texts))
+        with pytest.raises(InvalidRequest, match=rf"foreign\.jpg .*{rule}"):
+            parameters_of(path)
 
 
 def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:

@@ -222,13 +222,6 @@ def test_the_same_picture_is_the_same_bytes_in_whatever_order_its_text_comes(
     assert images.encode(pixels, image_format, 90, forwards) == images.encode(pixels, image_format, 90, backwards)
 
 
-@pytest.mark.parametrize("image_format", [JPEG, WEBP])
-def test_only_a_png_carries_text(image_format: generation_pb2.ImageFormat.ValueType) -> None:
-    pixels = images.decode(saved(picture()), 0, 0).pixels
-    encoded = images.encode(pixels, image_format, 90, {"bottega": "said"})
-    assert encoded == images.encode(pixels, image_format, 90, {})
-
-
 def test_pixels_must_fit_their_size() -> None:
     with pytest.raises(ValueError, match="2x2"):
         Pixels(width=2, height=2, data=bytes(11))

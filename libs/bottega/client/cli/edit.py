@@ -14,10 +14,10 @@ from bottega.client.cli.drawing import DrawingTerms, draw, drawing_options
 from bottega.client.cli.generation_options import changed, edit_options
 from bottega.client.cli.options import with_examples
 from bottega.client.cli.terminal import fail, note
+from bottega.client.types.file_parameters import parameters_of
 from bottega.client.types.inputs import Box, Ellipse, MaskShape, size_of
 from bottega.client.types.options import EditOptions, GenerationOptions
 from bottega.client.types.picture import Picture
-from bottega.client.types.png_parameters import parameters_of
 from bottega.errors import BadImage, Violation
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import click
 from bottega.client.cli.drawing import DrawingTerms, draw, drawing_options
 from bottega.client.cli.generation_options import changed, generation_options
 from bottega.client.cli.options import with_examples
+from bottega.client.types.file_parameters import parameters_of
 from bottega.client.types.inputs import MASK_OPTIONS
 from bottega.client.types.options import GenerationOptions
-from bottega.client.types.png_parameters import parameters_of
 
 
 @click.command("generate")

@@ -150,6 +150,11 @@ _OTHERS = (
     ),
     click.option("--quality", type=int, help="Quality of JPEG and WebP, 1 to 100."),
     click.option(
+        "--metadata/--no-metadata",
+        default=None,
+        help="Write the parameters into the picture's file (default), or nothing.",
+    ),
+    click.option(
         "--fidelity",
         type=click.Choice(list(FIDELITIES)),
         help="How much may be approximated; default: exact with --seed, else balanced. Half precision is rounded "

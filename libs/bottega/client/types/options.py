@@ -106,6 +106,8 @@ class EditOptions(TypedDict, total=False):
             as the gateway is configured.
         format: "png", "jpeg" or "webp".
         quality: Quality of JPEG and WebP, 1 to 100.
+        metadata: Whether the picture's file contains its parameters; by default yes. Without them, `bottega generate
+            --like` and other tools cannot read how it was drawn.
         fidelity: "exact", "balanced" or "fast": how much may be approximated. The default is exact for a request with a
             seed, else balanced.
     """
@@ -148,6 +150,7 @@ class EditOptions(TypedDict, total=False):
     identical_results: bool | None
     format: Format | None
     quality: int | None
+    metadata: bool | None
     fidelity: FidelityName | None
 
 

@@ -101,6 +101,7 @@ class Parameters:
     identical_results: bool | None = None
     format: Format | None = None
     quality: int = 0
+    metadata: bool | None = None
     fidelity: FidelityName | None = None
 
     def options(self) -> GenerationOptions:

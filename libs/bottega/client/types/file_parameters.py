@@ -1,15 +1,15 @@
-"""Reads the parameters that Bottega writes into the text chunks of its PNG files.
+"""Reads the parameters that Bottega writes into its PNG, JPEG and WebP files.
 
 The file is untrusted: its size is limited, and its parameters are validated like those of a request.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from google.protobuf import json_format
 
@@ -18,9 +18,6 @@ from bottega.client.types.messages import describe
 from bottega.client.types.options import GenerationOptions, options_from
 from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.v1.generation_pb2 import GenerationSpec
-
-TEXT_KEYWORD = "bottega"
-"""Keyword of the PNG text chunk that holds the GenerationSpec as JSON."""
 
 # Keywords of texts with the parameters of a picture, and the tools that write them.
 _OTHER_TOOLS = {
@@ -37,6 +34,8 @@ _LONGEST_TEXT = 256 * 1024
 _LARGEST_FILE_BYTES = 64 * 2**20
 # Pictures are decoded before their text is known. Four times the suite's limit for an input image.
 _MAX_PIXELS = 64 << 20
+# The first bytes of a JPEG and of a WebP file.
+_OTHER_SIGNATURES = (b"\xff\xd8\xff", b"RIFF")
 # Characters of a parser's message, which repeats its input.
 _MOST_LETTERS = 300
 
@@ -87,42 +86,58 @@ def _check(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_loras(spec)
 
 
-def _check_structure(path: str | os.PathLike[str], file: BinaryIO) -> None:
-    """Raise for a file that would take long to decode."""
+def _text(path: str | os.PathLike[str]) -> str:
+    from bottega.codec import metadata
+
+    data = _read(path)
+    texts = metadata.read_exif_texts(data) if data.startswith(_OTHER_SIGNATURES) else _png_texts(path, data)
+    text = texts.get(metadata.PARAMETERS_KEYWORD)
+    if text is None and (other := _other_tool(texts)):
+        raise InvalidRequest(
+            f"{path} was written by another tool ({other}); only pictures of Bottega can be drawn again"
+        )
+    if text is None or len(text) > _LONGEST_TEXT:
+        raise InvalidRequest(
+            f"{path} has no parameters of Bottega: it was not drawn by Bottega, was drawn without metadata, or another"
+            " program has written it again"
+        )
+    return text
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    """Read a file. Raise InvalidRequest if it is too large, or would take long to decode."""
     from bottega.codec import structure
 
-    data = file.read(_LARGEST_FILE_BYTES)
-    if file.read(1):
-        raise InvalidRequest(f"{path} is larger than {_LARGEST_FILE_BYTES} bytes, as no picture of Bottega is")
-    file.seek(0)
+    with Path(path).open("rb") as file:
+        data = file.read(_LARGEST_FILE_BYTES)
+        if file.read(1):
+            raise InvalidRequest(f"{path} is larger than {_LARGEST_FILE_BYTES} bytes, as no picture of Bottega is")
     try:
         structure.check(data)
     except BadImage as error:
         raise InvalidRequest(f"{path} cannot be read: {error.message}") from None
+    return data
 
 
 def _other_tool(texts: Mapping[str, str]) -> str:
-    """Return the tool that may have written a PNG with these texts; empty if none is known."""
+    """Return the tool that may have written a file with these texts; empty if none is known."""
     return next((tool for keyword, tool in _OTHER_TOOLS.items() if keyword in texts), "")
 
 
-def _text(path: str | os.PathLike[str]) -> str:
+def _png_texts(path: str | os.PathLike[str], data: bytes) -> Mapping[str, str]:
     import PIL
     import PIL.Image
 
-    with Path(path).open("rb") as file, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
         try:
-            _check_structure(path, file)
-            with PIL.Image.open(file, formats=["PNG"]) as image:
+            with PIL.Image.open(io.BytesIO(data), formats=["PNG"]) as image:
                 if image.width * image.height > _MAX_PIXELS:
                     raise ValueError("too large")
                 image.load()  # the text may follow the pixels
-                texts = {str(keyword): value for keyword, value in image.info.items() if isinstance(value, str)}
-                text = texts.get(TEXT_KEYWORD)
+                return {str(keyword): value for keyword, value in image.info.items() if isinstance(value, str)}
         except PIL.UnidentifiedImageError:
-            # JPEG and WebP files have no text of Bottega.
-            raise InvalidRequest(f"{path} is no PNG; only PNG files of Bottega contain their parameters") from None
+            raise InvalidRequest(f"{path} is no PNG, JPEG or WebP file") from None
         except (
             PIL.Image.DecompressionBombError,
             PIL.Image.DecompressionBombWarning,
@@ -131,10 +146,3 @@ def _text(path: str | os.PathLike[str]) -> str:
             ValueError,
         ):
             raise InvalidRequest(f"{path} is a PNG that cannot be read: it is damaged or too large") from None
-    if text is None and (other := _other_tool(texts)):
-        raise InvalidRequest(
-            f"{path} was written by another tool ({other}); only PNG files of Bottega can be drawn again"
-        )
-    if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
-        raise InvalidRequest(f"{path} has no parameters of Bottega; only PNG files of Bottega have")
-    return text
