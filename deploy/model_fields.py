@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bottega.model_files.configuration_rules import INDEX_RULES
+from bottega.model_files.configuration_rules import INDEX_RULES, TEXT_ENCODER_RULES
 from bottega.model_files.field_rules import ANY, FieldRule, shown
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES, UNSERVED_CLASSES
-from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from bottega.schedules import Schedule

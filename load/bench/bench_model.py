@@ -25,7 +25,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from transformers.utils import logging as transformers_logging
 
 from bottega.miniature import WEIGHTS
-from bottega.model.dtype import DTYPES
+from bottega.model.weights import DTYPES
 from bottega.model_files.presets import PRESET_FILE, Preset, preset_text
 
 _LATENT_CHANNELS = 4

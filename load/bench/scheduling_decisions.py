@@ -19,8 +19,7 @@ from prometheus_client import CollectorRegistry
 from bottega import kinds
 from bottega.addons.edits.gateway.addon import ActivationsAddOn
 from bottega.addons.interface.gateway_addon import AddOnMetrics
-from bottega.addons.interface.job import JobRequest
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import JobRequest, Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.policy import RunningShares

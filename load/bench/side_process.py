@@ -86,7 +86,7 @@ def _module_of(function: Callable[..., object]) -> str:
 
 def main() -> None:
     """Make the side, say that it is ready, and answer every line of stdin."""
-    from bottega.device.cpu import compute_with
+    from bottega.device.devices import compute_with
 
     name, threads, arguments = sys.argv[1:]
     module, _, function = name.partition(":")

@@ -14,7 +14,7 @@ import torch
 from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec
-from bottega.model.dtype import DTYPES
+from bottega.model.weights import DTYPES
 from bottega.worker.engine.runtime import Runtime
 from load.bench.framework import GUIDANCE_SCALE, PROMPT
 from load.gpu_report.report import Figure

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from bottega.model.dtype import DTYPES
+from bottega.model.weights import DTYPES
 from load.gpu_report.environment import gpu_name
 from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bottega.miniature import WEIGHTS
-from bottega.model.dtype import DTYPES
+from bottega.model.weights import DTYPES
 from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.topology import Topology

@@ -115,7 +115,7 @@ def run_part(part: Part, rig: Rig, setting: Mapping[str, str]) -> Outcome:
     """Measure in this process; an error is the part's outcome."""
     import torch
 
-    from bottega.device.pick import use_device
+    from bottega.device.devices import use_device
 
     began_s = time.perf_counter()
 

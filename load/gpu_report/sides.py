@@ -12,7 +12,7 @@ from bottega.engine.engine import Engine
 from bottega.engine.events import EngineRecord, JobFailed, JobFinished
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
-from bottega.model.dtype import DTYPES
+from bottega.model.weights import DTYPES
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.runtime import LinkRequests, Runtime, load_runtime
 from load.bench import stock

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import grpc
 
 from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, FleetView, PrefetchReason
-from bottega.addons.interface.job import AddOnJob
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import AddOnJob, Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import QueueFull
 from bottega.rpc.channel import open_channel

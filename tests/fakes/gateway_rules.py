@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from bottega import kinds
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
 from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.config import GatewayConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bottega.addons.interface.job import JobRequest
+from bottega.addons.interface.views import JobRequest
 from bottega.gateway.jobs.job import Job
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 from bottega.v1.image_pb2 import PRIORITY_NORMAL, Priority

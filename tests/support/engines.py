@@ -13,7 +13,7 @@ from bottega.device.heartbeat import Heartbeat
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
-from bottega.engine.parallel.offload import OffloadTarget
+from bottega.engine.parallel.remote_rows import OffloadTarget
 from bottega.model.model import Model
 
 # How long a job waits for its LoRAs.

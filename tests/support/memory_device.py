@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from bottega.device.cpu import CpuDevice
+from bottega.device.devices import CpuDevice
 from bottega.model.model import Model
 
 

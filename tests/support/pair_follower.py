@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from bottega.engine.engine import Engine
-from bottega.engine.parallel.offload import OffloadedRow, OffloadResult
+from bottega.engine.parallel.remote_rows import OffloadedRow, OffloadResult
 from bottega.errors import BottegaError, Unavailable
 from bottega.transport import Endpoints, LinkCounters, ServiceOffer
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings

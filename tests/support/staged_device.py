@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bottega.device.cuda import CudaDevice
+from bottega.device.devices import CudaDevice
 
 
 class StagedDevice(CudaDevice):

@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from bottega.kernels.case import TOLERANCES, Case, difference
+from bottega.kernels.kernel import TOLERANCES, Case, difference
 
 # Runs on a CPU, where the times mean nothing.
 _CPU_RUNS = 3

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from bottega.kernels.case import Case
-from bottega.kernels.jit import ceil_div, jit, power_of_two
+from bottega.kernels.kernel import Case, ceil_div, jit, power_of_two
 
 _BLOCK = 1024
 

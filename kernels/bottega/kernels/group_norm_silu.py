@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from bottega.kernels.case import Case
-from bottega.kernels.jit import ceil_div, jit, power_of_two
+from bottega.kernels.kernel import Case, ceil_div, jit, power_of_two
 
 # Elements of a tile: 16 KiB in half precision; a multiprocessor holds several tiles.
 _TILE = 8192

@@ -16,8 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from bottega.kernels.case import Case
-from bottega.kernels.jit import ceil_div, jit
+from bottega.kernels.kernel import Case, ceil_div, jit
 
 _BLOCK = 1024
 

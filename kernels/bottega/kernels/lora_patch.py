@@ -17,8 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from bottega.kernels.case import Case
-from bottega.kernels.jit import ceil_div, jit
+from bottega.kernels.kernel import Case, ceil_div, jit
 
 # Side of the tile of the weight that a program writes, and the part of the rank per product, at least 16.
 _TILE, _RANK = 64, 32

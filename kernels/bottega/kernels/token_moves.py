@@ -16,8 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from bottega.kernels.case import Case
-from bottega.kernels.jit import ceil_div, jit, power_of_two
+from bottega.kernels.kernel import Case, ceil_div, jit, power_of_two
 
 _ITEMS, _CHANNELS = 16, 128
 # Rows per launch, whose addresses are arguments.

@@ -13,7 +13,6 @@ when the link was opened. Otherwise it uses shared host memory or TCP, as links 
 """
 
 from bottega.device_links.devices import device_links
-from bottega.device_links.streams import beside, keep_until_used, mark
-from bottega.device_links.tensors import DeviceTensor
+from bottega.device_links.tensors import DeviceTensor, beside, keep_until_used, mark
 
 __all__ = ["DeviceTensor", "beside", "device_links", "keep_until_used", "mark"]

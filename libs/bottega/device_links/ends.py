@@ -16,8 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bottega.device_links.streams import beside, has_come, mark, reached
-from bottega.device_links.tensors import DeviceSlot, DeviceTensor
+from bottega.device_links.tensors import DeviceSlot, DeviceTensor, beside, has_come, mark, reached
 from bottega.errors import DeadlineExceeded, LinkError, NoSharedMemory, TooLarge
 from bottega.transport import Deadline, Layout, Part, SealedFile
 from bottega.transport.backends.frame_stream import FrameStream, gone

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ErrorType, Store
 
 from bottega.device_links.ends import DeviceReceiver, DeviceSender, Inflow, pieces_of
-from bottega.device_links.streams import beside
-from bottega.device_links.tensors import DeviceTensor
+from bottega.device_links.tensors import DeviceTensor, beside
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, PeerDead
 from bottega.transport import Deadline
 

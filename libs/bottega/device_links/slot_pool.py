@@ -15,8 +15,7 @@ from torch import Tensor
 
 from bottega.device_links.ends import DeviceReceiver, DeviceSender, DeviceSlots, Inflow, Moved
 from bottega.device_links.shared_memory import HANDLE_BYTES, Export, Mapped, SharedMemory, free_when_unmapped
-from bottega.device_links.streams import reached
-from bottega.device_links.tensors import DeviceTensor
+from bottega.device_links.tensors import DeviceTensor, reached
 from bottega.errors import BadFrame, DeadlineExceeded
 from bottega.transport import Deadline, Layout, Limits
 from bottega.transport.channel.frames import Frame, FrameKind

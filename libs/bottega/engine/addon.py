@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bottega.engine.events import EngineRecord
     from bottega.engine.forward import ForwardStrategy, Prediction, ResidualProvider, RowWeights
     from bottega.engine.job import EngineJob, EngineOrder
-    from bottega.engine.parallel.offload import OffloadedPart
+    from bottega.engine.parallel.remote_rows import OffloadedPart
     from bottega.engine.request import Request
     from bottega.engine.spans import TracedSpan
     from bottega.model.model import Model

@@ -33,9 +33,8 @@ from bottega.engine.events import (
 from bottega.engine.forward import Network
 from bottega.engine.job import EngineJob, EngineOrder, open_job
 from bottega.engine.limits import EngineLimits, check_drawable, check_fixed_rows, max_pixels, try_steps
-from bottega.engine.parallel.offload import OffloadTarget
 from bottega.engine.parallel.pair import Pair
-from bottega.engine.parallel.remote_rows import RemoteJobs
+from bottega.engine.parallel.remote_rows import OffloadTarget, RemoteJobs
 from bottega.engine.reporting import Reporter
 from bottega.engine.request import Request
 from bottega.engine.spans import DeviceClock

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bottega.device.device import Device
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.engine.times import ForwardClock, ForwardTimes
 from bottega.errors import Unavailable
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans

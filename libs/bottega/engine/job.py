@@ -23,8 +23,8 @@ from bottega.engine.errors import not_finite, prompt_not_finite, vae_not_finite
 from bottega.engine.events import CutText, Decisions, EngineRecord, PairRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.latent_step import latent_mask
-from bottega.engine.parallel.offload import RemoteJob
 from bottega.engine.parallel.pair import PairPrediction
+from bottega.engine.parallel.remote_rows import RemoteJob
 from bottega.engine.request import Request
 from bottega.engine.spans import DeviceClock, EngineTrace, SpanLog
 from bottega.engine.spec import ResolvedSpec

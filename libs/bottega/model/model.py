@@ -22,19 +22,18 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from transformers.utils import logging as transformers_logging
 
 from bottega.device.device import Device
+from bottega.device.devices import use_device
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory, open_memory_plan
-from bottega.device.pick import use_device
 from bottega.device_names import check_device_name
 from bottega.errors import ConfigError
 from bottega.model.backbone import UNetBackbone
-from bottega.model.dtype import dtype_name
 from bottega.model.family import ModelFamily, family_of
 from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
-from bottega.model.weights import Placement, load_network, load_text_encoder
+from bottega.model.weights import Placement, dtype_name, load_network, load_text_encoder
 from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.digest import model_digest
 from bottega.model_files.presets import Preset, read_preset

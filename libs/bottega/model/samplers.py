@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.model.operations import EulerStep
 from bottega.model.schedulers import (
     RUNGE_KUTTA_STEPS,

@@ -23,7 +23,7 @@ from diffusers.schedulers.scheduling_lms_discrete import LMSDiscreteScheduler
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SAMPLER_OVERRIDES, takes_karras_sigmas
 from bottega.planning import Pace
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from bottega.device.device import run_pieces
 from bottega.device.memory_plan import is_out_of_memory
-from bottega.model.dtype import dtype_name
+from bottega.model.weights import dtype_name
 
 if TYPE_CHECKING:
     from bottega.model.model import Model

@@ -12,7 +12,6 @@ from pathlib import Path
 from bottega import rules
 from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.controlnet_config import FILE
-from bottega.model_files.controlnet_folder import SUFFIX
 from bottega.model_files.presets import Preset
 from bottega.model_files.report import ModelReport
 from bottega.storage.folders import listed, open_below
@@ -89,7 +88,7 @@ def controlnet_digest(folder: Path, root: Path | None = None) -> str:
         OSError: A file cannot be read, or is outside the root.
         ValueError: The files are too large.
     """
-    files = [folder / FILE, *listed(folder, SUFFIX, most=rules.MAX_CONTROLNET_FILES, deep=True)]
+    files = [folder / FILE, *listed(folder, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)]
     left = _MAX_CONTROLNET_BYTES
 
     def hashed(path: Path) -> str:

@@ -9,7 +9,7 @@ messages.
 
 Each operator of a network is split between threads, which then wait for the next operator. Sleeping threads cost
 nothing but take some 50 microseconds to wake. Spinning threads begin at once, but take the core from other processes.
-All threads sleep if a process has more of them than cores, which `bottega.device.cpu` prevents.
+All threads sleep if a process has more of them than cores, which `bottega.device.devices` prevents.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlRow, computes_one_session, run_group
-from bottega.device.cpu import CpuDevice
 from bottega.device.device import Device
+from bottega.device.devices import CpuDevice
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError

@@ -21,7 +21,7 @@ from bottega.addons.controlnets.engine import (
 )
 from bottega.device.heartbeat import call_after_blocks
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
-from bottega.model.dtype import DTYPES, dtype_name
+from bottega.model.weights import DTYPES, dtype_name
 from bottega.model_files.digest import controlnet_digest
 from bottega.process import open_files
 from bottega.v1 import hosted_pb2

@@ -26,7 +26,7 @@ from bottega.errors import (
     InternalError,
     Unavailable,
 )
-from bottega.model_files.controlnet_facts import read_controlnet_facts
+from bottega.model_files.controlnet_folder import read_controlnet_facts
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, StartingServer, registration_of

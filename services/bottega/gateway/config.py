@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.addons.interface.job import MAX_ATTEMPTS
+from bottega.addons.interface.views import MAX_ATTEMPTS
 from bottega.errors import ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.rpc.address import Address

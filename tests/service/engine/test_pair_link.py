@@ -8,7 +8,7 @@ import torch
 
 from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
-from bottega.engine.parallel.offload import RemoteJob
+from bottega.engine.parallel.remote_rows import RemoteJob
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half
 from bottega.transport import Limits, LinkCounters, LinkListener, Offer, ServiceOffer, connect

@@ -10,7 +10,7 @@ import pytest
 from bottega import rules
 from bottega.addons.controlnets.client.cli import ControlArgument, ControlType, merged
 from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
-from bottega.addons.interface.access import ANYTHING
+from bottega.addons.interface.views import ANYTHING
 from bottega.client import ControlNet
 from bottega.client.types.options import options_from, spec_from
 from bottega.control_modes import mode_name, mode_names, mode_number

@@ -14,8 +14,8 @@ import torch
 from bottega.addons.controlnets.engine import ControlNetCache, ControlRow, ControlSession
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
-from bottega.device.cpu import CpuDevice, CpuEvent
 from bottega.device.device import Event
+from bottega.device.devices import CpuDevice, CpuEvent
 from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import BottegaError, InternalError, TooLarge
 from bottega.fair_order import Share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bottega.device.pick import use_device
+from bottega.device.devices import use_device
 from bottega.miniature import WEIGHTS
 from bottega.model.model import load_model, pick_device
 

@@ -7,7 +7,7 @@ import torch
 
 from bottega.addons.loras.worker.download import load_bytes
 from bottega.device.device import Device, Span, SpanSum
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from tests.support.delayed_device import STEPS, DelayedDevice
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bottega.device.cpu import CpuDevice
+from bottega.device.devices import CpuDevice
 from bottega.device.memory_plan import DeviceMemoryMeter, MemoryPlan, is_out_of_memory, open_memory_plan
 from bottega.errors import TooLarge
 from bottega.v1.device_pb2 import DeviceMemory

@@ -12,7 +12,7 @@ _TIMEOUT_S = 120.0
 _BEGIN = """
 import json, os, threading, torch
 from torch import nn
-from bottega.device.cpu import compute_with
+from bottega.device.devices import compute_with
 from bottega.addons.loras.engine.lora import UNET
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.model.rows import Factors, LoraSet

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-from bottega.addons.edits.engine.masked.support import unsupported
+from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.engine.encode import encode_all_prompts
 from bottega.engine.events import JobAdvanced, JobCheckpointed
 from bottega.engine.job import EngineOrder

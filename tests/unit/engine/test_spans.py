@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bottega.device.cpu import CpuDevice
 from bottega.device.device import Span
+from bottega.device.devices import CpuDevice
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spans import MAX_SPANS, DeviceClock, SpanLog, StoreWork, TracedSpan

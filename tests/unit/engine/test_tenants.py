@@ -12,7 +12,7 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
-from bottega.device import cpu
+from bottega.device import devices
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobFinished, JobStarted
 from bottega.engine.job import EngineOrder
@@ -122,7 +122,7 @@ class Paced:
 def paced(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Paced]:
     """How long work takes depends on its size alone, not on the machine."""
     paced = Paced(FakeTime())
-    monkeypatch.setattr(cpu, "perf_counter", paced.time.monotonic)
+    monkeypatch.setattr(devices, "perf_counter", paced.time.monotonic)
     blocks = [module for module in model.vae.modules() if isinstance(module, ResnetBlock2D)]
     hooks = [block.register_forward_pre_hook(paced.layer) for block in blocks]
     hooks.append(model.backbone.unet.conv_in.register_forward_pre_hook(paced.step))

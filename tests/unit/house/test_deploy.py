@@ -24,7 +24,7 @@ from bottega.loras.config import LoraConfig
 from bottega.manifest import ServiceSpec, load_object, read_services
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
-from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES
+from bottega.model_files.configuration_rules import TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from bottega.process import open_files

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bottega.kernels import geglu, guided_euler
 from bottega.kernels.bench import main, measure
-from bottega.kernels.case import difference
+from bottega.kernels.kernel import difference
 
 KERNELS = (
     "group_norm_silu",

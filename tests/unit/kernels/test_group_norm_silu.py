@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bottega.kernels import group_norm_silu as module
-from bottega.kernels.case import TOLERANCES
 from bottega.kernels.group_norm_silu import group_norm_silu, reference
+from bottega.kernels.kernel import TOLERANCES
 from tests.support.poisoned import Poisoned
 
 # rows, channels, height, width, groups: channels of a group that are no power of two, groups that fill no block, maps

@@ -35,7 +35,7 @@ from transformers.activations import ACT2FN
 
 from bottega.addons.controlnets.engine import base_layout
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-from bottega.addons.edits.engine.masked.support import unsupported
+from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.addons.edits.engine.masked.work import blocks_of
 from bottega.addons.edits.engine.sparse.maps import SparseMaps
 from bottega.engine.denoiser import Denoiser
@@ -51,10 +51,9 @@ from bottega.model.model import Model
 from bottega.model.rows import Embeds, Row
 from bottega.model.vae import VaeSettings, make_decoder
 from bottega.model_files import check_model_folder
-from bottega.model_files.configuration_rules import check_configurations, filled_config
+from bottega.model_files.configuration_rules import ACTIVATIONS, TEXT_ENCODER_RULES, check_configurations, filled_config
 from bottega.model_files.field_rules import FieldRule
 from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
-from bottega.model_files.text_encoder_rules import ACTIVATIONS, TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from tests.samples import published_configs as published

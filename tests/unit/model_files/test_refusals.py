@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from bottega.model_files.configuration_rules import check_index, check_parts_together, check_tokenizer_config
+from bottega.model_files.configuration_rules import (
+    check_index,
+    check_parts_together,
+    check_text_encoder_config,
+    check_tokenizer_config,
+)
 from bottega.model_files.controlnet_folder import check_controlnet
-from bottega.model_files.text_encoder_rules import check_text_encoder_config
 from bottega.model_files.unet_rules import check_unet_config
 from bottega.model_files.vae_rules import check_vae_config
 from tests.samples import published_configs

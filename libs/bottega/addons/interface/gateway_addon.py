@@ -15,9 +15,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter
 
 from bottega import kinds
-from bottega.addons.interface.access import Access
-from bottega.addons.interface.job import AddOnJob
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, Violation
 from bottega.rpc.channel import Channels

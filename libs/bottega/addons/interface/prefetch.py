@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import grpc
 from prometheus_client import Counter
 
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
-from bottega.rpc.channel import Target
+from bottega.rpc.channel import Channels, Target
+from bottega.rpc.status import from_rpc_error
 
 # A service responds at once, and loads afterwards.
 _DEADLINE_S = 2.0
@@ -36,6 +38,27 @@ class PrefetchClient(Protocol):
 
     async def close(self) -> None:
         """End all calls."""
+
+
+Call = Callable[[grpc.aio.Channel, Sequence[str], float], Awaitable[object]]
+"""Asks a service over its channel to load items, within a deadline in seconds."""
+
+
+class GrpcPrefetchClient:
+    """The PrefetchClient of a service over gRPC, which connects and reconnects the channel."""
+
+    def __init__(self, target: Target, channels: Channels, call: Call) -> None:
+        self._channel = channels.open(target)
+        self._call = call
+
+    async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
+        try:
+            await self._call(self._channel, names, deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
 
 
 @dataclass(slots=True, kw_only=True)

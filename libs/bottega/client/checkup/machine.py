@@ -15,8 +15,7 @@ from bottega.errors import ConfigError, ServicesMissing
 from bottega.manifest import VARIABLE, read_services
 from bottega.miniature import WEIGHTS
 from bottega.model_files import ModelReport, check_model_folder, folder_of
-from bottega.model_files.controlnet_folder import check_controlnet
-from bottega.model_files.controlnet_layout import ControlLayout, read_base_layout
+from bottega.model_files.controlnet_folder import ControlLayout, check_controlnet, read_base_layout
 from bottega.model_files.own_files import own_controlnets
 from bottega.model_files.single_file import is_single_file
 from bottega.model_files.single_file_check import refusal_of

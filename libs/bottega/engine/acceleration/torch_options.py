@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from bottega.device.cuda import CudaDevice
+from bottega.device.devices import CudaDevice
 from bottega.engine.acceleration.acceleration import Forwards
 from bottega.model.model import Model
 

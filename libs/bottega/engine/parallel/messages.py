@@ -24,8 +24,7 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.device_links.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
-from bottega.engine.parallel.offload import OffloadedPart, OffloadedRow, RemoteJob
-from bottega.engine.parallel.remote_rows import RemoteRow
+from bottega.engine.parallel.remote_rows import OffloadedPart, OffloadedRow, RemoteJob, RemoteRow
 from bottega.model.rows import Half, condition_parts, read_conditions
 from bottega.transport import Layout, Part
 

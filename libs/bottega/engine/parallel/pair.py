@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.forward import Prediction
-from bottega.engine.parallel.offload import OffloadedRow, OffloadResult, OffloadTarget, RemoteJob
+from bottega.engine.parallel.remote_rows import OffloadedRow, OffloadResult, OffloadTarget, RemoteJob
 from bottega.engine.times import KnownTimes
 from bottega.model.rows import Row
 from bottega.planning import RowFractions, Shape, StepTimes, rows_to_offload

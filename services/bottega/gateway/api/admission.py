@@ -15,9 +15,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from bottega import rules
-from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import AddOn, PrefetchReason, RequiredModel, Resolution
-from bottega.addons.interface.job import JobRequest
+from bottega.addons.interface.views import Access, JobRequest
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import (
     BottegaError,

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import psutil
 
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.errors import DeadlinePassed, Draining, Forbidden, InvalidRequest, MethodNotServed, Violation
 from bottega.gateway.config import DEFAULT_FLEET_ADDRESS

@@ -13,9 +13,8 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
-from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import AddOn
-from bottega.addons.interface.job import JobRequest
+from bottega.addons.interface.views import Access, JobRequest
 from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, JobNotFound, TraceNotFound
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bottega.addons.interface.gateway_addon import AddOn
-from bottega.addons.interface.job import JobRequest
+from bottega.addons.interface.views import JobRequest
 from bottega.codec import ImageSize
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.api.validation import SeenImages

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega.addons.interface.gateway_addon import Release
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, TooLarge, WorkerLost
 from bottega.gateway.jobs import log_lines

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from bottega.addons.interface.gateway_addon import AddOn
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
 from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection

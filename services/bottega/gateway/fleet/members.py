@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.gateway.fleet.validation import MAX_MODELS
 from bottega.v1 import image_pb2

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable
 
 from bottega import kinds, rules
-from bottega.addons.interface.access import ANYTHING, Access
-from bottega.addons.interface.member import Member, hosted_by_kind
+from bottega.addons.interface.views import ANYTHING, Access, Member, hosted_by_kind
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey

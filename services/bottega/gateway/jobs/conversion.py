@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib.metadata
 
-from bottega.addons.interface.job import JobLosses, JobRequest
+from bottega.addons.interface.views import JobLosses, JobRequest
 from bottega.background_tasks import copied
 from bottega.clocks import Clock
 from bottega.errors import BottegaError

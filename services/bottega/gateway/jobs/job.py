@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bottega import rules
-from bottega.addons.interface.job import MAX_ATTEMPTS, AddOnJob
+from bottega.addons.interface.views import MAX_ATTEMPTS, AddOnJob
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway.jobs import specs

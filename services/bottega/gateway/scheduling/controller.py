@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn, PrefetchReason
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlinePassed

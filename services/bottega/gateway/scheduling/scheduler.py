@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError

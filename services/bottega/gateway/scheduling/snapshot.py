@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, SecondsByWorker, WorkerCosts
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job

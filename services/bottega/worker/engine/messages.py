@@ -29,7 +29,7 @@ from bottega.engine.events import (
 from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError, MethodNotServed
 from bottega.model.sampler_choices import ModelSamplers
-from bottega.model_files.controlnet_layout import base_layout
+from bottega.model_files.controlnet_folder import base_layout
 from bottega.rpc.operation.readings import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.rules import MAX_REASON_CHARACTERS

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bottega import kinds
-from bottega.device.cpu import compute_with
+from bottega.device.devices import compute_with
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.heartbeat import Heartbeat
 from bottega.device_links import device_links
@@ -19,9 +19,9 @@ from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.manifest import load_object, read_services
-from bottega.model.dtype import pick_dtype
 from bottega.model.model import Model, load_model, pick_device
 from bottega.model.vae import VaeSettings
+from bottega.model.weights import pick_dtype
 from bottega.model_files import name_of
 from bottega.rpc.link_service import link_endpoints
 from bottega.rpc.status import from_job_error

@@ -20,8 +20,7 @@ from bottega.engine.parallel.messages import (
     read_job,
     read_step,
 )
-from bottega.engine.parallel.offload import RemoteJob
-from bottega.engine.parallel.remote_rows import ComputedRows, RemoteJobs
+from bottega.engine.parallel.remote_rows import ComputedRows, RemoteJob, RemoteJobs
 from bottega.errors import BottegaError, PeerDead, Unavailable
 from bottega.sampled_log import SampledLog
 from bottega.transport import (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.engine.parallel.messages import PairMessageKind, job_message, read_noise, step_message
-from bottega.engine.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
+from bottega.engine.parallel.remote_rows import OffloadedRow, OffloadResult, RemoteJob
 from bottega.errors import BottegaError
 from bottega.model.rows import Row
 from bottega.transport import (

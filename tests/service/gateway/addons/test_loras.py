@@ -14,7 +14,7 @@ import pytest
 
 from bottega import errors, kinds
 from bottega.addons.loras.gateway.addon import LoraAddOn
-from bottega.addons.loras.gateway.client import GrpcLoraClient
+from bottega.addons.loras.gateway.resolver import GrpcLoraClient
 from bottega.gateway.api import image_service
 from bottega.rpc.channel import PLAINTEXT, Target
 from bottega.v1 import fleet_pb2, image_pb2

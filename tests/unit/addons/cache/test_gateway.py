@@ -11,9 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from bottega import kinds
 from bottega.addons.cache.gateway import CacheAddOn, HitRates, ResolvedCache, rate_key
-from bottega.addons.interface.access import ANYTHING
 from bottega.addons.interface.gateway_addon import AddOnMetrics
-from bottega.addons.interface.job import JobRequest
+from bottega.addons.interface.views import ANYTHING, JobRequest
 from bottega.clocks import Clock
 from bottega.errors import (
     BottegaError,

@@ -16,8 +16,7 @@ from bottega.addons.interface.gateway_addon import (
     Release,
     WorkerCosts,
 )
-from bottega.addons.interface.job import AddOnJob
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import AddOnJob, Member
 from bottega.errors import BottegaError, DeadlineUnmeetable, QueueFull, Unavailable
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from bottega.addons.edits.engine.masked.support import masked_probe
+from bottega.addons.edits.engine.masked.checks import masked_probe
 from bottega.addons.loras.engine.patching import patch_probe
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.acceleration import torch_options

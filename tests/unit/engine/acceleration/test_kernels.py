@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-from bottega.addons.edits.engine.masked.support import masked_probe
+from bottega.addons.edits.engine.masked.checks import masked_probe
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.loras.engine import UNET, LoraSet, Patcher
 from bottega.engine.acceleration.acceleration import Acceleration

@@ -11,8 +11,8 @@ import torch
 from bottega.addons.edits.engine.activations import EditActivations
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.forward import Prediction
-from bottega.engine.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.engine.parallel.pair import Offloadable, Pair, PairPrediction
+from bottega.engine.parallel.remote_rows import OffloadedRow, OffloadResult, RemoteJob
 from bottega.engine.times import KnownTimes
 from bottega.model.rows import Embeds, Half, Row
 from bottega.planning import RowFractions, StepTimes

@@ -19,8 +19,7 @@ from bottega.engine.parallel.messages import (
     read_step,
     step_message,
 )
-from bottega.engine.parallel.offload import OffloadedPart, OffloadedRow, RemoteJob
-from bottega.engine.parallel.remote_rows import RemoteRow
+from bottega.engine.parallel.remote_rows import OffloadedPart, OffloadedRow, RemoteJob, RemoteRow
 from bottega.model.rows import Embeds, Half, Row
 
 EMBEDS = {

@@ -12,7 +12,7 @@ import pytest
 from bottega import rules
 from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
-from bottega.addons.interface.access import ANYTHING
+from bottega.addons.interface.views import ANYTHING
 from bottega.addons.loras.gateway.addon import ResolvedLoras
 from bottega.gateway.api import defaults, validation
 from bottega.v1 import generation_pb2, image_pb2

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import cast
 
 from bottega import kinds
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.gateway.dispatch.connection import MAX_STALE, WorkerClient, WorkerConnection
 from bottega.v1.fleet_pb2 import Registration

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.errors import BottegaError, FleetFull, InvalidRequest, QueueFull
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS, JoinBounds, PendingJoins
 from bottega.gateway.fleet.registry import Fleet

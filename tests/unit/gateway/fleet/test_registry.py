@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from bottega import kinds
-from bottega.addons.interface.access import Access
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Access, Member
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
 from bottega.gateway.fleet.registry import Fleet

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bottega import kinds, rules
-from bottega.addons.interface.member import hosted_by_kind
+from bottega.addons.interface.views import hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_USED_KINDS, check_load, check_registration
 from bottega.v1.fleet_pb2 import (
     Acceleration,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from bottega.addons.interface.gateway_addon import AddOn, JobCosts, WorkerCosts
-from bottega.addons.interface.job import MAX_ATTEMPTS, AddOnJob
+from bottega.addons.interface.views import MAX_ATTEMPTS, AddOnJob
 from bottega.errors import (
     BottegaError,
     DeadlineUnmeetable,

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bottega import kinds
-from bottega.addons.interface.job import MAX_ATTEMPTS
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import MAX_ATTEMPTS, Member
 from bottega.errors import (
     BottegaError,
     InvalidRequest,

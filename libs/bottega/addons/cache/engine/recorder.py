@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bottega.addons.cache.starts import format_start, recorded_steps
 from bottega.addons.cache.wire import MAX_PICTURE_SIDE
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.engine.events import CachedStart, EngineRecord
 from bottega.engine.request import Request
 from bottega.engine.spans import StoreWork

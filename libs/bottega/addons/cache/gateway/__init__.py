@@ -25,7 +25,6 @@ from bottega.addons.cache.starts import (
     pin_start,
     recorded_steps,
 )
-from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     NO_SAVINGS,
     AddOn,
@@ -35,8 +34,7 @@ from bottega.addons.interface.gateway_addon import (
     FleetView,
     Resolution,
 )
-from bottega.addons.interface.job import AddOnJob
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.errors import NoCache, Violation
 from bottega.v1 import generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart

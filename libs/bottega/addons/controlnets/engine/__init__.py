@@ -20,7 +20,7 @@ from bottega.addons.controlnets.engine.session import (
     run_group,
     write_residuals,
 )
-from bottega.model_files.controlnet_layout import ControlLayout, base_layout, read_base_layout
+from bottega.model_files.controlnet_folder import ControlLayout, base_layout, read_base_layout
 
 __all__ = [
     "ControlLayout",

@@ -34,7 +34,7 @@ from bottega.engine.encode import Conditions
 from bottega.engine.events import ControlUse, EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
-from bottega.engine.parallel.offload import OffloadedPart
+from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spans import TracedSpan
 from bottega.engine.spec import ControlSpec

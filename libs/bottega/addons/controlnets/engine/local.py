@@ -21,7 +21,7 @@ from bottega.addons.controlnets.engine.session import (
 )
 from bottega.caching import Lease, LoadCache, Popularity
 from bottega.device.device import Span, SpanSum
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ControlNetNotFound
 from bottega.model.rows import Row

@@ -33,7 +33,7 @@ from bottega.device_links.tensor_messages import (
 )
 from bottega.fair_order import Share
 from bottega.model.rows import Half, condition_parts, read_conditions
-from bottega.model_files.controlnet_layout import ControlLayout
+from bottega.model_files.controlnet_folder import ControlLayout
 from bottega.rules import MAX_ADAPTERS
 from bottega.transport import DType, Layout, Part, TensorSpec
 

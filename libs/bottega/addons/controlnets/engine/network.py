@@ -18,12 +18,19 @@ import torch
 from diffusers import ControlNetModel, ControlNetUnionModel
 from torch import Tensor, nn
 
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.model.backbone import Inputs
 from bottega.model_files.controlnet_config import NetworkConfig
-from bottega.model_files.controlnet_folder import WeightsFile, check_same, naming, opened_weights, read_checked_config
-from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
+from bottega.model_files.controlnet_folder import (
+    ControlLayout,
+    WeightsFile,
+    check_same,
+    controlnet_layout,
+    naming,
+    opened_weights,
+    read_checked_config,
+)
 from bottega.safetensors_header import TensorEntry
 
 _DTYPES = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from bottega.addons.controlnets.engine.network import LoadedControlNet, UnionImages
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.control_modes import refused_mode
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.errors import ControlNetUnusable
 from bottega.model.backbone import Inputs
 from bottega.model.rows import Embeds, Half

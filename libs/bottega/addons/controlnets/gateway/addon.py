@@ -16,9 +16,7 @@ from types import MappingProxyType
 from prometheus_client import Gauge
 
 from bottega import kinds
-from bottega.addons.controlnets.gateway.client import GrpcControlNetClient
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, nobody_hosts
-from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
     PREFETCHED_JOBS,
@@ -32,9 +30,8 @@ from bottega.addons.interface.gateway_addon import (
     Resolution,
     WorkerCosts,
 )
-from bottega.addons.interface.job import AddOnJob
-from bottega.addons.interface.member import Member
-from bottega.addons.interface.prefetch import PrefetchClient, ServicePrefetcher
+from bottega.addons.interface.prefetch import GrpcPrefetchClient, PrefetchClient, ServicePrefetcher
+from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.clocks import Clock
 from bottega.control_modes import mode_number, refused_mode
 from bottega.errors import BottegaError, NoControlNet, Violation
@@ -43,6 +40,7 @@ from bottega.rules import check_controlnets, refuse
 from bottega.schedules import lists_steps
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import ControlNetPlacements
+from bottega.v1.controlnet_pb2_grpc import ControlNetServiceStub
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
@@ -74,9 +72,19 @@ class _Choice:
 
 def create(context: AddOnContext) -> ControlNetAddOn:
     """Return the add-on for a gateway."""
+
+    def connect(target: Target) -> PrefetchClient:
+        return GrpcPrefetchClient(
+            target,
+            context.channels,
+            lambda channel, names, deadline_s: ControlNetServiceStub(channel).Prefetch(
+                controlnet_pb2.PrefetchRequest(names=names), timeout=deadline_s
+            ),
+        )
+
     return ControlNetAddOn(
         fleet=context.fleet,
-        connect=functools.partial(GrpcControlNetClient, channels=context.channels),
+        connect=connect,
         metrics=context.metrics,
         clock=context.clock,
     )

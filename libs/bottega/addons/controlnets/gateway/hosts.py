@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bottega import kinds
-from bottega.addons.interface.access import Access
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Access, Member
 from bottega.clocks import Clock
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
 from bottega.v1 import image_pb2

@@ -18,11 +18,16 @@ from bottega.addons.edits.engine.loading.planner import LoadPlanner
 from bottega.addons.edits.engine.loading.profile import kept_names, measure_blocks
 from bottega.addons.edits.engine.loading.times import BlockTimes
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
+from bottega.addons.edits.engine.masked.checks import (
+    LEAST_COSINE,
+    PromptCosines,
+    masked_probe,
+    measure_prompts,
+    unsupported,
+)
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
-from bottega.addons.edits.engine.masked.support import masked_probe, unsupported
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, finest_stride
 from bottega.addons.edits.engine.order import PendingAnswer, read_decision, read_order
-from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.addons.edits.engine.recordings.image_reader import ImageReader
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery

@@ -11,13 +11,12 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
 from bottega import kinds
-from bottega.addons.edits.gateway.client import GrpcActivationsClient
 from bottega.addons.edits.wire.messages import may_mask_blocks, pin_edit
-from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
     NO_SAVINGS,
@@ -33,24 +32,30 @@ from bottega.addons.interface.gateway_addon import (
     SecondsByWorker,
     WorkerCosts,
 )
-from bottega.addons.interface.job import AddOnJob
-from bottega.addons.interface.member import Member
-from bottega.addons.interface.prefetch import ServicePrefetcher
+from bottega.addons.interface.prefetch import GrpcPrefetchClient, PrefetchClient, ServicePrefetcher
+from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.clocks import Clock
 from bottega.errors import RecordingNotKept, Violation
 from bottega.planning import Shape, rounded_share
-from bottega.rpc.channel import PLAINTEXT, Channels
+from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import (
     TEMPLATE_TIER_DISK,
     TEMPLATE_TIER_MEMORY,
     ActivationsOrder,
+    PrefetchTemplatesRequest,
     PrefetchTemplatesResponse,
 )
+from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
+
+if TYPE_CHECKING:
+    from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub
 
 # After 30 s a store may have evicted or dropped what it reported.
 _STALE_S = 30.0
+# Limit on the sources of one call in activations.proto.
+_MAX_SOURCES = 64
 # Templates of stores that are remembered. InstGenIE's largest user had a thousand templates for 34 million edits.
 _MAX_TEMPLATES = 16_384
 # Speed of a disk that a store has not measured yet.
@@ -88,9 +93,7 @@ class ActivationsAddOn(AddOn):
         # Workers that report that they compute all tokens of every edit.
         self._unmasked: set[str] = set()
         self._prefetcher = ServicePrefetcher(
-            kinds.ACTIVATIONS,
-            lambda target: GrpcActivationsClient(target, channels, self._note_response),
-            metrics.prefetches,
+            kinds.ACTIVATIONS, functools.partial(self._connect, channels=channels), metrics.prefetches
         )
 
     def is_named(self, spec: GenerationSpec) -> bool:
@@ -224,6 +227,23 @@ class ActivationsAddOn(AddOn):
         if stored is None:
             return "nowhere"
         return "disk" if stored.disk_s(now) else "memory"
+
+    def _connect(self, target: Target, channels: Channels) -> PrefetchClient:
+        return GrpcPrefetchClient(
+            target,
+            channels,
+            lambda channel, sources, deadline_s: self._prefetch(
+                target.address, ActivationServiceStub(channel), sources, deadline_s
+            ),
+        )
+
+    async def _prefetch(
+        self, address: str, store: ActivationServiceAsyncStub, sources: Sequence[str], deadline_s: float
+    ) -> None:
+        """Let a store load the templates of these sources into memory, in this order, and note where they are."""
+        for first in range(0, len(sources), _MAX_SOURCES):
+            request = PrefetchTemplatesRequest(sources=sources[first : first + _MAX_SOURCES])
+            self._note_response(address, await store.PrefetchTemplates(request, timeout=deadline_s))
 
     def _note_response(self, store: str, response: PrefetchTemplatesResponse) -> None:
         self._residences.note_response(store, response, self._clock.monotonic())

@@ -35,7 +35,7 @@ from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions
 from bottega.engine.events import EngineRecord, LoraRecord
 from bottega.engine.job import EngineJob, EngineOrder, new_requests
-from bottega.engine.parallel.offload import OffloadedPart
+from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.request import Request
 from bottega.engine.spans import MAX_SPANS, StoreWork, TracedSpan
 from bottega.engine.spec import EmbeddingSpec, LoraSpec, ResolvedSpec

@@ -24,7 +24,7 @@ from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer, WholeLayer,
 from bottega.addons.loras.engine.unmerged import NORMS
 from bottega.addons.loras.wire.canonical import BIAS, spellings, weight_shape
 from bottega.engine.addon import JobAddOn
-from bottega.engine.parallel.offload import OffloadedPart
+from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.spec import LoraSpec
 from bottega.errors import LoraUnusable
 from bottega.model.rows import Difference, Factors, LoraSet, Row, SetKey, Term

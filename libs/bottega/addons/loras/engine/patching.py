@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import UNET
-from bottega.device.cpu import compute_alone
+from bottega.device.devices import compute_alone
 from bottega.engine.acceleration.acceleration import Probe
 from bottega.model.model import Model
 from bottega.model.operations import Operations, WeightSum, as_matrix, down_matrix

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bottega import kinds
-from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     AddOn,
     AddOnContext,
@@ -20,20 +19,19 @@ from bottega.addons.interface.gateway_addon import (
     Resolution,
     WorkerCosts,
 )
-from bottega.addons.interface.job import AddOnJob
-from bottega.addons.interface.member import Member
-from bottega.addons.interface.prefetch import ServicePrefetcher
-from bottega.addons.loras.gateway.client import GrpcLoraClient
+from bottega.addons.interface.prefetch import GrpcPrefetchClient, PrefetchClient, ServicePrefetcher
+from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.addons.loras.gateway.resolver import LoraResolver
 from bottega.errors import LoraUnusable, NoLora, Violation
 from bottega.planning import steps_to_run
-from bottega.rpc.channel import PLAINTEXT, Channels
+from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rules import check_lateness, check_lora_steps, check_loras, refuse, waits_for_loras
 from bottega.schedules import lists_steps
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance
 from bottega.v1.image_pb2 import Adapter
-from bottega.v1.lora_pb2 import StoredLora
+from bottega.v1.lora_pb2 import PrefetchLorasRequest, StoredLora
+from bottega.v1.lora_pb2_grpc import LoraServiceStub
 
 # Share of the steps that a LoRA without a profile may be late. Katz's bound: 10 of 50.
 _LATE_SHARE = 0.2
@@ -75,9 +73,18 @@ class LoraAddOn(AddOn):
         self._resolver = LoraResolver(
             fleet, channels, needed=lambda: (digest for job in live_jobs() for digest in job.loras)
         )
-        self._prefetcher = ServicePrefetcher(
-            kinds.LORAS, functools.partial(GrpcLoraClient, channels=channels), metrics.prefetches
-        )
+
+        def connect(target: Target) -> PrefetchClient:
+            return GrpcPrefetchClient(
+                target,
+                channels,
+                # The store also protects them from deletion for a while.
+                lambda channel, digests, deadline_s: LoraServiceStub(channel).PrefetchLoras(
+                    PrefetchLorasRequest(digests=digests), timeout=deadline_s
+                ),
+            )
+
+        self._prefetcher = ServicePrefetcher(kinds.LORAS, connect, metrics.prefetches)
         self._sizes = LoraSizes()
 
     def is_named(self, spec: GenerationSpec) -> bool:

@@ -1,4 +1,4 @@
-"""Looks up names of LoRAs in the fleet's stores, and protects LoRAs that jobs need from deletion."""
+"""Looks up names of LoRAs in the fleet's stores over gRPC, and protects LoRAs that jobs need from deletion."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import grpc
+
 from bottega import kinds
-from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     FleetView,
 )
-from bottega.addons.interface.member import Member
-from bottega.addons.loras.gateway.client import GrpcLoraClient
+from bottega.addons.interface.views import Access, Member
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
-from bottega.rpc.channel import Channels
+from bottega.errors import BottegaError, InternalError, LoraNotFound, LoraUnusable, NoLora
+from bottega.rpc.channel import Channels, Target
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import lora_pb2, lora_pb2_grpc
 from bottega.v1.generation_pb2 import Lora
 from bottega.v1.lora_pb2 import StoredLora
 
@@ -178,3 +180,56 @@ class LoraResolver:
             _log.info(
                 "a store could not protect LoRAs from deletion", extra={"member": store.name, "text": error.message}
             )
+
+
+_PAGE_SIZE = 1000
+_MAX_PAGES = 100
+
+
+class GrpcLoraClient:
+    """The client of one LoRA store over gRPC, which connects and reconnects the channel."""
+
+    def __init__(self, target: Target, channels: Channels) -> None:
+        self._channel = channels.open(target)
+        self._store: lora_pb2_grpc.LoraServiceAsyncStub = lora_pb2_grpc.LoraServiceStub(self._channel)
+
+    async def get(self, name: str, *, deadline_s: float) -> StoredLora:
+        """Return the store's LoRA of this name. Raise LoraNotFound if the store has none."""
+        try:
+            response = await self._store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise NoLora(f"the store did not respond within {deadline_s:g} s") from None
+            raise from_rpc_error(error) from None
+        return response.lora
+
+    async def list_all(self, *, deadline_s: float) -> list[StoredLora]:
+        """Return all LoRAs of the store. Raise InternalError if the list does not end.
+
+        Args:
+            deadline_s: Deadline of each page.
+        """
+        request = lora_pb2.ListLorasRequest(page_size=_PAGE_SIZE)
+        found: list[StoredLora] = []
+        for _ in range(_MAX_PAGES):
+            try:
+                page = await self._store.ListLoras(request, timeout=deadline_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+            found.extend(page.loras)
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
+        raise InternalError(f"the store lists more than {_MAX_PAGES * _PAGE_SIZE} LoRAs, or its list does not end")
+
+    async def protect(self, digests: Sequence[str], *, deadline_s: float) -> None:
+        """Ask the store to protect LoRAs from deletion for a while, without loading them."""
+        request = lora_pb2.PrefetchLorasRequest(digests=digests, only_keep=True)
+        try:
+            await self._store.PrefetchLoras(request, timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """End all calls that do not end by themselves within `grace_s`."""
+        await self._channel.close(grace_s or None)

@@ -20,7 +20,7 @@ from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef, WholeLayer, 
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, SCALE, CanonicalLora, Module, is_low_rank
 from bottega.device.device import Device
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.engine.spans import StoreWork
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, TensorEntry, header_bytes

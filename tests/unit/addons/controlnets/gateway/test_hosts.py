@@ -6,8 +6,7 @@ import pytest
 
 from bottega import kinds
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
-from bottega.addons.interface.access import ANYTHING, Access
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import ANYTHING, Access, Member
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, NoControlNet
 from bottega.gateway.fleet.registry import Fleet
 from bottega.rpc.security.grants import Grants

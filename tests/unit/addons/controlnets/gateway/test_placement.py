@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bottega.addons.controlnets.gateway.addon import ServerCandidate, best_first
-from bottega.addons.interface.member import Member
+from bottega.addons.interface.views import Member
 from bottega.errors import NoControlNet, NoWorker, Unavailable, WorkerLost
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint

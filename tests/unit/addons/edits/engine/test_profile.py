@@ -9,7 +9,7 @@ import torch
 
 from bottega.addons.edits.engine.loading.profile import kept_names
 from bottega.addons.edits.engine.masked.work import BlockKind, blocks_of
-from bottega.device.cpu import CpuDevice
+from bottega.device.devices import CpuDevice
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, MethodNotServed, TooLarge, Unavailable

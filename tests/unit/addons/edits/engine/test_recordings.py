@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bottega import kinds, rules
-from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines
+from bottega.addons.edits.engine.masked.checks import LEAST_COSINE, PromptCosines
 from bottega.addons.edits.engine.recordings.recording import rounded
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.engine.addon import EngineAddOn, JobAddOn

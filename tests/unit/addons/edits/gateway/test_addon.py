@@ -10,10 +10,8 @@ from prometheus_client import CollectorRegistry
 from bottega import kinds
 from bottega.addons.edits.gateway import addon as activations_addon
 from bottega.addons.edits.gateway.addon import ActivationsAddOn, Residences
-from bottega.addons.interface.access import ANYTHING
 from bottega.addons.interface.gateway_addon import AddOnMetrics, PrefetchReason
-from bottega.addons.interface.job import JobRequest
-from bottega.addons.interface.member import Member, hosted_by_kind
+from bottega.addons.interface.views import ANYTHING, JobRequest, Member, hosted_by_kind
 from bottega.errors import RecordingNotKept
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega import kinds
-from bottega.addons.interface.member import Member, hosted_by_kind
+from bottega.addons.interface.views import Member, hosted_by_kind
 from bottega.addons.loras.gateway.addon import LoraSizes, lora_costs
 from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
 from bottega.v1.lora_pb2 import StoredLora

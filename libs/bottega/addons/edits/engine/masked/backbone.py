@@ -15,9 +15,9 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import edit_activations
+from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.addons.edits.engine.masked.cross_attention import PromptCache
 from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMaps
-from bottega.addons.edits.engine.masked.support import unsupported
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, TokenCache
 from bottega.addons.edits.engine.masked.transformer import Caching, MaskedTransformer
 from bottega.device.memory_plan import MemoryPlan

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bottega.addons.edits.engine.activations import EditActivations
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.model.backbone import Activations, RowSpans
 from bottega.model.operations import Moves
 

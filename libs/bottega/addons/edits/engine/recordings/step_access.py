@@ -24,7 +24,7 @@ from bottega.addons.edits.engine.recordings.recording import (
 from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step import LoadTime, RecordedStep
 from bottega.device.device import Device, HostCopy
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.engine.request import Request
 from bottega.model.rows import Half
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bottega.addons.edits.engine.activations import StepActivations
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations
 from bottega.addons.edits.engine.sparse.pieces import Piece, Rectangle, Tiles, Whole, of_rows
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 
 # Masks per template that are cached. Each takes half a kilobyte for each norm and forward.
 _KNOWN_MASKS = 8

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.device.pick import open_device
+from bottega.device.devices import open_device
 from bottega.model.operations import Moves
 
 # Extra elements per side in the cost of a rectangle. A 3 x 3 convolution reads one more element on each side; the first

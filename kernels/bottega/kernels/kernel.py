@@ -1,12 +1,39 @@
-"""The description of a kernel for its bench and its tests: sizes, both implementations, bytes and FLOPs."""
+"""Triton's decorator with types, and the description of a kernel for its bench and its tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import triton
 from torch import Tensor
+
+
+class Kernel(Protocol):
+    """A kernel: host code launches it as `kernel[grid](arguments)`, and other kernels call it without a grid."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
+
+    def __call__(self, *arguments: Any) -> Any: ...
+
+
+def jit(function: Callable[..., Any]) -> Kernel:
+    """Compile a function at its first launch with arguments of these types; interpret it with TRITON_INTERPRET set."""
+    kernel: Kernel = triton.jit(function)
+    return kernel
+
+
+def ceil_div(length: int, part: int) -> int:
+    """Return how many parts of this size are needed to cover a length."""
+    return -(-length // part)
+
+
+def power_of_two(least: int) -> int:
+    """Return the smallest power of two that is at least `least`; Triton's blocks need such sizes."""
+    return 1 << max(0, least - 1).bit_length()
+
 
 # Tolerance of one value, as a share of the largest in the exact result: each result is rounded once, and a product's
 # terms may be summed in another order. Eight times half the spacing of a dtype's numbers at 1.

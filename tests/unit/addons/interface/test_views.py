@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.addons.interface.access import ANYTHING, Access
+from bottega.addons.interface.views import ANYTHING, Access
 from bottega.rpc.security.caller import LOCAL, Caller, Role
 from bottega.rpc.security.grants import Grants
 
