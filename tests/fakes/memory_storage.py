@@ -5,7 +5,7 @@ Its job store keeps the rules of every store, and runs through the conformance t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,18 @@ from typing import Any, TypeVar
 from bottega.clocks import Clock
 from bottega.errors import StorageUnavailable
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store import (
+    ALL_JOBS,
+    Change,
+    EndTime,
+    EventOf,
+    JobFilter,
+    JobRecord,
+    OutboxEvent,
+    OutboxPlace,
+    TenantUsage,
+    no_event,
+)
 from bottega.storage import ContentStore, os_errors
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 
@@ -31,9 +42,54 @@ class Shelf:
     inputs: dict[str, bytes] = field(default_factory=dict)
     newest: dict[tuple[str, str], int] = field(default_factory=dict)
     deletions: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = field(default_factory=dict)
+    events: dict[int, OutboxEvent] = field(default_factory=dict)
     sequence: int = 0
+    event_number: int = 0
     generation: int = 0
     full: bool = False
+
+
+class MemoryOutbox:
+    """An Outbox on a shelf.
+
+    Args:
+        check: Raises if the store cannot be read; with True, if it cannot be written.
+    """
+
+    def __init__(self, shelf: Shelf, check: Callable[[bool], None]) -> None:
+        self._shelf = shelf
+        self._check = check
+
+    async def places(self, *, after: int, limit: int) -> list[OutboxPlace]:
+        self._check(False)
+        return [_place(number, event) for number, event in self._shelf.events.items() if number > after][:limit]
+
+    async def get(self, event_id: str) -> OutboxEvent | None:
+        self._check(False)
+        return next((event for event in self._shelf.events.values() if event.event_id == event_id), None)
+
+    async def replace(self, event: OutboxEvent) -> bool:
+        self._check(True)
+        numbers = [number for number, other in self._shelf.events.items() if other.event_id == event.event_id]
+        self._shelf.events.update(dict.fromkeys(numbers, event))
+        return bool(numbers)
+
+    async def remove(self, event_ids: Sequence[str]) -> int:
+        self._check(True)
+        before = len(self._shelf.events)
+        kept = {number: event for number, event in self._shelf.events.items() if event.event_id not in event_ids}
+        self._shelf.events = kept
+        return before - len(kept)
+
+    async def page(
+        self, *, tenant: str | None, dead: bool | None, before: int | None, size: int
+    ) -> list[tuple[int, OutboxEvent]]:
+        self._check(False)
+        return [
+            (number, event)
+            for number, event in reversed(self._shelf.events.items())
+            if tenant in (None, event.tenant) and dead in (None, event.dead) and (before is None or number < before)
+        ][:size]
 
 
 class MemoryJobStore:
@@ -41,6 +97,7 @@ class MemoryJobStore:
 
     def __init__(self, shelf: Shelf | None = None) -> None:
         self._shelf = shelf or Shelf()
+        self.outbox = MemoryOutbox(self._shelf, lambda writes: self._check_room() if writes else self._check())
         self._opened = self._readable = False
         self._generation = 0
 
@@ -69,7 +126,9 @@ class MemoryJobStore:
     async def close(self) -> None:
         self._opened = self._readable = False
 
-    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+    async def add(
+        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+    ) -> JobRecord:
         self._check_room()
         known = await self.get(record.job_id)
         if known is None and record.request_id:
@@ -84,9 +143,11 @@ class MemoryJobStore:
             self._shelf.newest[record.tenant, record.request_id] = taken.sequence
         if inputs:
             self._shelf.inputs[record.job_id] = inputs
+        if not taken.live:
+            self._announce(event_of(taken))
         return taken
 
-    async def update(self, job_id: str, change: Change) -> bool:
+    async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
         self._check_room()
         record = await self.get(job_id)
         after = change(record) if record else None
@@ -95,6 +156,8 @@ class MemoryJobStore:
         self._shelf.jobs[after.sequence] = after
         if not after.live:
             self._shelf.inputs.pop(job_id, None)
+        if record is not None and record.live and not after.live:
+            self._announce(event_of(after))
         return True
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
@@ -104,6 +167,8 @@ class MemoryJobStore:
             return None
         if record is not None:
             self._forget_one(record)
+            events = self._shelf.events
+            self._shelf.events = {number: event for number, event in events.items() if event.job_id != job_id}
             self._shelf.deletions[tenant, job_id] = (steady, record.contents)
         elif not await self.was_deleted(job_id, tenant=tenant):
             return None
@@ -196,6 +261,11 @@ class MemoryJobStore:
             self._forget_one(expired[0] if expired else _dispensable(ended, by_bytes=not too_many))
         return limit
 
+    def _announce(self, event: OutboxEvent | None) -> None:
+        if event is not None and all(event.event_id != other.event_id for other in self._shelf.events.values()):
+            self._shelf.event_number += 1
+            self._shelf.events[self._shelf.event_number] = event
+
     def _forget_one(self, record: JobRecord) -> None:
         del self._shelf.jobs[record.sequence]
         if self._shelf.newest.get((record.tenant, record.request_id)) == record.sequence:
@@ -274,6 +344,18 @@ def memory_storage(clock: Clock, shelf: Shelf | None = None) -> Storage:
     except StorageUnavailable as error:
         storage.report_failure(error)
     return storage
+
+
+def _place(number: int, event: OutboxEvent) -> OutboxPlace:
+    return OutboxPlace(
+        number=number,
+        event_id=event.event_id,
+        tenant=event.tenant,
+        host=event.host,
+        due_steady=event.due_steady,
+        created_wall=event.created_wall,
+        dead=event.dead,
+    )
 
 
 def at_once(work: Coroutine[Any, Any, ResultT]) -> ResultT:

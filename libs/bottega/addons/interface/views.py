@@ -76,6 +76,8 @@ class JobRequest:
     """The tenant that sent the request; empty if the gateway has no tenants."""
     peer: str = ""
     """Who the stored job counts for when old jobs are evicted: the tenant, else the caller's host; empty if unknown."""
+    webhook: bytes = b""
+    """Serialized Webhook of the request; empty if it has none."""
     ends_with_caller: bool = False
     """Whether the job ends when its caller disconnects; a restarted gateway does not resume such a job."""
     priority: Priority.ValueType = PRIORITY_NORMAL

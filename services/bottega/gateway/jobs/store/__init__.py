@@ -1,6 +1,7 @@
 """The job store.
 
 - `job_store`: the records, how they may change, and the interface that every store implements
+- `outbox`: the webhook events of ended jobs, which the store keeps until they are delivered
 - the sqlite modules: the store of a gateway with a disk of its own
 """
 
@@ -9,12 +10,15 @@ from bottega.gateway.jobs.store.job_store import (
     LIVE,
     Change,
     EndTime,
+    EventOf,
     JobFilter,
     JobProgress,
     JobRecord,
     JobStore,
     TenantUsage,
+    no_event,
 )
+from bottega.gateway.jobs.store.outbox import Outbox, OutboxEvent, OutboxPlace
 from bottega.gateway.jobs.store.sqlite import SqliteJobStore
 
 __all__ = [
@@ -22,10 +26,15 @@ __all__ = [
     "LIVE",
     "Change",
     "EndTime",
+    "EventOf",
     "JobFilter",
     "JobProgress",
     "JobRecord",
     "JobStore",
+    "Outbox",
+    "OutboxEvent",
+    "OutboxPlace",
     "TenantUsage",
     "SqliteJobStore",
+    "no_event",
 ]

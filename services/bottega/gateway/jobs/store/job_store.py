@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from bottega.gateway.jobs.store.outbox import Outbox, OutboxEvent
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1 import image_pb2
 from bottega.v1.image_pb2 import JobState, Priority
@@ -106,6 +107,7 @@ class JobRecord:
     """Time at which the job ended, on the steady clock (see EndTime); None while it is live."""
     attempt: int = 0
     """Number of the newest attempt; 0 before the first one."""
+    webhook: bytes = b""
     deaths: int = 0
     """Number of workers that died while they ran this job alone."""
     decisions: bytes = b""
@@ -130,7 +132,7 @@ class JobRecord:
     @property
     def answer_bytes(self) -> int:
         """Approximate number of bytes that the job adds to a response, to within a few hundred."""
-        return len(self.spec) + len(self.provenance) + len(self.error)
+        return len(self.spec) + len(self.provenance) + len(self.error) + len(self.webhook)
 
     @property
     def live(self) -> bool:
@@ -207,6 +209,14 @@ class JobRecord:
 Change = Callable[[JobRecord], JobRecord | None]
 """Returns the changed record, or None if nothing changes. It is pure, because a store may call it twice."""
 
+EventOf = Callable[[JobRecord], OutboxEvent | None]
+"""Returns the webhook event of a job that has just ended, or None. It is pure, as a Change is."""
+
+
+def no_event(record: JobRecord) -> None:
+    """Return None: no webhook hears of the end of this job."""
+    del record
+
 
 class JobStore(Protocol):
     """A store of jobs, which outlive the gateway process.
@@ -227,6 +237,10 @@ class JobStore(Protocol):
     @property
     def generation(self) -> int:
         """Number of this start of the gateway, larger than that of every earlier start; 0 before `open`."""
+
+    @property
+    def outbox(self) -> Outbox:
+        """The webhook events of the store's jobs."""
 
     async def open(self) -> None:
         """Create the store or check it. Callers may repeat this until it succeeds.
@@ -257,7 +271,9 @@ class JobStore(Protocol):
         It may be called again after it failed.
         """
 
-    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+    async def add(
+        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+    ) -> JobRecord:
         """Add a job that is queued or already completed, and return it with its sequence number.
 
         If a job with its job_id or its tenant's request_id is stored, nothing is added and the stored job is returned:
@@ -268,16 +284,17 @@ class JobStore(Protocol):
             inputs: The serialized complete GenerationSpec if the job has input images; stored until the job ends.
             replaces: ID of the ended job whose request_id the new job takes over, because it failed or its images are
                 deleted; "" if there is none.
+            event_of: Makes the event to write to the outbox if the job is added and has ended.
         """
 
-    async def update(self, job_id: str, change: Change) -> bool:
+    async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
         """Apply `change` to a job and write the result. Return whether anything changed; False for an unknown job.
 
-        When a job ends, its inputs are deleted.
+        When a job ends, its inputs are deleted, and its event is written to the outbox.
         """
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
-        """Delete an ended job of a tenant, with its request_id.
+        """Delete an ended job of a tenant, with its request_id and its event in the outbox.
 
         A repeated call gives the same answer as long as deletions are remembered: the newest 10,000, until `forget` is
         called with an `ended_before` later than `steady`.

@@ -17,7 +17,17 @@ from typing import TypeVar
 
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import sqlite_schema, sqlite_statements
-from bottega.gateway.jobs.store.job_store import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store.job_store import (
+    ALL_JOBS,
+    Change,
+    EndTime,
+    EventOf,
+    JobFilter,
+    JobRecord,
+    TenantUsage,
+    no_event,
+)
+from bottega.gateway.jobs.store.sqlite_outbox import SqliteOutbox
 from bottega.gateway.jobs.store.sqlite_statements import Listing
 from bottega.gateway.jobs.store.sqlite_writer import FileLoss, FilePlace, GroupCommit
 from bottega.storage import SerialThread, os_errors, sqlite_files
@@ -37,6 +47,9 @@ class SqliteJobStore:
     Args:
         path: The file.
         on_commit: Called in a thread of the store with the duration of each commit in seconds.
+
+    Attributes:
+        outbox: The webhook events of its jobs.
     """
 
     def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
@@ -53,6 +66,7 @@ class SqliteJobStore:
         self._lost = self._begun_anew = False
         self._reading_lock = threading.Lock()  # guards the reading connection, which the writer may have to close
         self._newest = 0  # sequence
+        self.outbox = SqliteOutbox(write=self._write, read=self._query)
 
     @property
     def lost(self) -> bool:
@@ -113,18 +127,22 @@ class SqliteJobStore:
             size_bytes=len(record.spec) + len(inputs),
         )
 
-    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+    async def add(
+        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+    ) -> JobRecord:
         """Insert a job."""
         added = await self._write(
-            lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces),
+            lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces, event_of=event_of),
             size_bytes=len(record.spec) + len(inputs),
         )
         self._newest = max(self._newest, added.sequence)
         return added
 
-    async def update(self, job_id: str, change: Change) -> bool:
+    async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
         """Apply a change in the next group commit."""
-        return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
+        return await self._write(
+            lambda connection: sqlite_statements.update(connection, job_id, change, event_of=event_of)
+        )
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
         """Delete an ended job and return its digests; if it was deleted before, return the same digests again."""
@@ -222,6 +240,9 @@ class SqliteJobStore:
                 extra={"file": str(self._path), "sequence": sequence},
             )
         return found.records
+
+    async def _query(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        return await self._reader.run(lambda: self._read(query))
 
     def _read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         if not self._readable:

@@ -31,7 +31,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": the application_id of our files.
 APPLICATION_ID = 0x42747467
-_VERSION = 15
+_VERSION = 16
 # Deletions that are remembered: as many as jobs by default.
 _MAX_DELETIONS = 10_000
 # Seconds of a day; days are counted since 1970, by UTC.
@@ -75,6 +75,7 @@ TYPES = {
     "provenance": "BLOB NOT NULL",
     "error": "BLOB NOT NULL",
     "peer": "TEXT NOT NULL",
+    "webhook": "BLOB NOT NULL",
     "ended_steady": "REAL",
     "result_key": "TEXT NOT NULL",
     "steps_done": "INTEGER NOT NULL",
@@ -89,7 +90,8 @@ _TABLES = (
         sequence INTEGER PRIMARY KEY AUTOINCREMENT,
         {", ".join(f"{name} {kind}" for name, kind in TYPES.items())},
         kept_bytes INTEGER NOT NULL GENERATED ALWAYS AS
-            (512 + length(spec) + length(decisions) + length(images) + length(provenance) + length(error)) VIRTUAL,
+            (512 + length(spec) + length(decisions) + length(images) + length(provenance) + length(error)
+                + length(webhook)) VIRTUAL,
         finished INTEGER GENERATED ALWAYS AS {_FINISHED} VIRTUAL
     ) STRICT
     """,
@@ -213,6 +215,30 @@ _TABLES = (
         DELETE FROM deletions WHERE number <= NEW.number - {_MAX_DELETIONS};
     END
     """,
+    # Webhook events of ended jobs; see OutboxEvent. Numbers begin at the time in ms, so that they go on from those of a
+    # file that was lost.
+    """
+    CREATE TABLE outbox (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        event_id TEXT NOT NULL UNIQUE,
+        job_id TEXT NOT NULL,
+        tenant TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        url TEXT NOT NULL,
+        host TEXT NOT NULL,
+        body BLOB NOT NULL,
+        created_wall REAL NOT NULL,
+        tried_since_steady REAL NOT NULL,
+        due_steady REAL NOT NULL,
+        attempts INTEGER NOT NULL,
+        error TEXT NOT NULL,
+        dead INTEGER NOT NULL,
+        checksum INTEGER NOT NULL
+    ) STRICT
+    """,
+    "CREATE INDEX outbox_of_job ON outbox (job_id)",
+    "CREATE INDEX outbox_listed ON outbox (dead, tenant, number)",
+    "INSERT INTO sqlite_sequence VALUES ('outbox', CAST(strftime('%s', 'now') AS INTEGER) * 1000)",
     # Inputs of live jobs, in a table of their own so that a change of a job does not rewrite them.
     "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
     "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",

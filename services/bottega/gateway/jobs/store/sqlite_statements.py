@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.jobs.store.job_store import Change, EndTime, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store.job_store import Change, EndTime, EventOf, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store.sqlite_outbox import insert_event, remove_events_of
 from bottega.gateway.jobs.store.sqlite_schema import DAY_S, TYPES, damaged
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.content_reader import Value, checksum
@@ -47,7 +48,9 @@ class Listing:
     """Sequence numbers of the jobs that are omitted because their rows are damaged."""
 
 
-def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
+def add(
+    connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str, event_of: EventOf
+) -> JobRecord:
     """Insert a job unless its job_id or request_id is stored already; see JobStore.add."""
     known = _known(connection, record, replaces) if record.request_id else None
     # Most jobs have no request_id and need only this statement. At each statement the thread may wait for the GIL.
@@ -65,6 +68,8 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
     if inputs:
         connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (sequence, checksum([inputs]), inputs))
     _index_contents(connection, record, sequence)
+    if not record.live:
+        _announce(connection, record, event_of)
     return replace(record, sequence=sequence)
 
 
@@ -81,8 +86,8 @@ def put_back(connection: sqlite3.Connection, record: JobRecord, inputs: bytes) -
         connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (record.sequence, checksum([inputs]), inputs))
 
 
-def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
-    """Apply `change` to a job and write the result. Return whether anything changed."""
+def update(connection: sqlite3.Connection, job_id: str, change: Change, *, event_of: EventOf) -> bool:
+    """Apply `change` to a job and write the result and the event of its end. Return whether anything changed."""
     record = of_job(connection, job_id)
     after = change(record) if record else None
     if record is None or after is None:
@@ -92,6 +97,8 @@ def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
         connection.execute("DELETE FROM inputs WHERE sequence = ?", (after.sequence,))
     if record.live:
         _index_contents(connection, after, after.sequence)
+    if record.live and not after.live:
+        _announce(connection, after, event_of)
     return True
 
 
@@ -105,6 +112,7 @@ def delete(connection: sqlite3.Connection, job_id: str, *, tenant: str, steady: 
     else:
         digests = list(record.contents)
         _forget_one(connection, record.sequence, tenant, record.request_id)
+        remove_events_of(connection, job_id)
         row = (job_id, tenant, json.dumps(digests), float(steady))
         connection.execute("INSERT INTO deletions (job_id, tenant, contents, steady) VALUES (?, ?, ?, ?)", row)
     if digests is None:
@@ -230,6 +238,12 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
 def probe(connection: sqlite3.Connection) -> None:
     """Check that the disk can be written, by writing a page with unchanged contents."""
     connection.execute("UPDATE generation SET number = number")
+
+
+def _announce(connection: sqlite3.Connection, record: JobRecord, event_of: EventOf) -> None:
+    event = event_of(record)
+    if event is not None:
+        insert_event(connection, event)
 
 
 def _index_contents(connection: sqlite3.Connection, record: JobRecord, sequence: int) -> None:
