@@ -1,182 +1,29 @@
-"""Rules for addresses outside the suite that a caller names, such as a webhook, and an HTTP transport that keeps them.
+"""An HTTP transport for URLs that callers name, which connects only to addresses that the rules allow.
 
-A caller who names a URL must not reach what only the service can reach: its own host, private networks, the metadata
-address of a cloud (server-side request forgery). So an operator lists the hosts that may be called, and even a listed
-name is not called at an address inside unless the operator allows that network. Text is checked by `OutsideRules.check`
-when the caller names the URL. `PinnedTransport` checks again for each request: it resolves the name once, checks every
-address, and connects to an address that it checked, so that a name that changes its address (DNS rebinding) gains
-nothing. Redirects are not followed by `outside_client`.
+It resolves the name of each request once, checks every address, and connects to an address that it checked, so that a
+name that changes its address (DNS rebinding) gains nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import ipaddress
-import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Annotated, ClassVar
 
 import httpx
-from pydantic import ConfigDict, Field
 
-from bottega.errors import AddressRefused
-from bottega.strict import STRICT
+from bottega.outside_rules import OutsideRules, address_of, host_in
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+__all__ = ["OutsideRules", "PinnedTransport", "Resolve", "outside_client", "resolve_name"]
+
 Resolve = Callable[[str], Sequence[str]]
 """Returns the addresses of a host name; it may block. Raises OSError if there are none."""
 
-ANY_HOST = "*"
-"""Entry of `OutsideRules.hosts` that allows every host with public addresses."""
-MAX_URL_BYTES = 2048
-
-# Not public, from IANA's registries of special-purpose addresses and of multicast. Python's `is_global` depends on its
-# version. 168.63.129.16 is public by its number, but is Azure's metadata server.
-_INSIDE_V4 = tuple(
-    map(
-        ipaddress.IPv4Network,
-        (
-            "0.0.0.0/8",
-            "10.0.0.0/8",
-            "100.64.0.0/10",
-            "127.0.0.0/8",
-            "168.63.129.16/32",
-            "169.254.0.0/16",
-            "172.16.0.0/12",
-            "192.0.0.0/24",
-            "192.0.2.0/24",
-            "192.88.99.0/24",
-            "192.168.0.0/16",
-            "198.18.0.0/15",
-            "198.51.100.0/24",
-            "203.0.113.0/24",
-            "224.0.0.0/4",
-            "240.0.0.0/4",
-        ),
-    )
-)
-# All public IPv6 addresses are in 2000::/3. The exceptions are IETF protocols with Teredo, documentation and 6to4.
-_PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
-_INSIDE_V6 = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# Refused even in a network that the operator allows: nobody means these by a range such as 169.254.0.0/16.
-_NEVER = tuple(
-    map(
-        ipaddress.ip_network,
-        (
-            "0.0.0.0/8",
-            "100.100.100.200/32",
-            "168.63.129.16/32",
-            "169.254.169.254/32",
-            "169.254.170.0/24",
-            "224.0.0.0/4",
-            "255.255.255.255/32",
-            "::/128",
-            "fd00:ec2::254/128",
-            "fd20:ce::254/128",
-            "ff00::/8",
-        ),
-    )
-)
-
-_PRINTABLE = re.compile(r"[!-\[\]-~]+")  # ASCII without spaces and the backslash, which parsers read differently
-_AFTER_AUTHORITY = re.compile("[/?#]")
-_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
-# Resolvers read names that end so as IPv4 addresses: 2130706433, 0x7f.1, 0177.0.0.1.
-_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-_MAX_NAME_BYTES = 253
-_MAX_PORT = 65535
-_DEFAULT_PORTS = {"https": 443, "http": 80}
 # Addresses of a name that are tried: two of each family.
 _MAX_ADDRESSES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideRules:
-    """The hosts and addresses that a service may call because a caller names them. By default there are none."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    hosts: tuple[str, ...] = ()
-    """Hosts that may be called: names, *.NAME for all names below one, addresses, or * for every public host.
-
-    Empty: none, and requests that name a URL are refused.
-    """
-    networks: tuple[str, ...] = ()
-    """Networks inside that may be called too, such as 10.20.0.0/16, if a listed host has an address there.
-
-    Otherwise only public addresses are called. Addresses of multicast and of clouds' metadata are never called.
-    """
-    ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = (80, 443)
-    """Ports that may be called. Empty: all."""
-    plain_http: bool = False
-    """Whether http:// is allowed, where anyone on the way can read and change what is sent."""
-
-    def __post_init__(self) -> None:
-        for host in self.hosts:
-            if host != ANY_HOST and not _is_name(host.removeprefix("*.")) and _address(host) is None:
-                raise ValueError(f"hosts: {host!r} is no host name, *.NAME, address or *")
-        _parsed(self.networks)  # raises ValueError
-
-    @property
-    def allows_any(self) -> bool:
-        """Whether any host may be called."""
-        return bool(self.hosts)
-
-    def check(self, url: str) -> httpx.URL:
-        """Return the parsed URL. Raise AddressRefused, with a sentence for the caller, if its text breaks a rule.
-
-        Host names are not resolved.
-        """
-        if len(url) > MAX_URL_BYTES or not _PRINTABLE.fullmatch(url):
-            raise AddressRefused(f"a URL has 1 to {MAX_URL_BYTES} printable ASCII characters, no spaces or backslashes")
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL:
-            raise AddressRefused("this is no URL") from None
-        if "@" in _AFTER_AUTHORITY.split(url.partition("://")[2], maxsplit=1)[0]:  # httpx drops an empty user name
-            raise AddressRefused("the URL must not contain a user name or a password")
-        self._check_parts(parsed)
-        self._check_host(_host(parsed))
-        return parsed
-
-    def check_address(self, text: str) -> None:
-        """Raise AddressRefused if an IP address must not be called."""
-        address = _address(text.partition("%")[0])
-        if address is None:
-            raise AddressRefused(f"{text} is no address")
-        if _is_in(address, _NEVER) or not (_is_public(address) or _is_in(address, _parsed(self.networks))):
-            raise AddressRefused(f"{address} is not a public address")
-
-    def _check_parts(self, url: httpx.URL) -> None:
-        schemes = ("https", "http") if self.plain_http else ("https",)
-        if url.scheme not in schemes:
-            raise AddressRefused(f"the URL must begin with {' or '.join(f'{scheme}://' for scheme in schemes)}")
-        if url.fragment:
-            raise AddressRefused("the URL must not contain a fragment (#)")
-        port = _DEFAULT_PORTS[url.scheme] if url.port is None else url.port
-        if not 1 <= port <= _MAX_PORT or (self.ports and port not in self.ports):
-            allowed = ", ".join(map(str, sorted(self.ports))) or f"1 to {_MAX_PORT}"
-            raise AddressRefused(f"port {port} is not allowed; allowed: {allowed}")
-
-    def _check_host(self, host: str) -> None:
-        address = _address(host)
-        if address is not None:
-            self.check_address(host)
-            listed = ANY_HOST in self.hosts or address in map(_address, self.hosts)
-            if not (listed or _is_in(address, _parsed(self.networks))):
-                raise AddressRefused(f"the host {host} is not allowed here")
-        elif not _is_name(host):
-            raise AddressRefused(f"{host!r} is neither a host name nor an address in its usual form")
-        elif not any(_matches(host, pattern) for pattern in self.hosts):
-            raise AddressRefused(f"the host {host} is not allowed here")
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):
@@ -217,7 +64,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
             AddressRefused: If the URL or one of the host's addresses breaks a rule. Nothing was sent then.
         """
         self._rules.check(str(request.url))
-        host = _host(request.url)
+        host = host_in(request.url)
         failure: httpx.HTTPError = httpx.ConnectError(f"{host} has no address", request=request)
         for address in await self._addresses(host, request):
             try:
@@ -232,7 +79,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
     async def _addresses(self, host: str, request: httpx.Request) -> list[str]:
-        if _address(host) is not None:
+        if address_of(host) is not None:
             return [host]
         resolving = asyncio.get_running_loop().run_in_executor(self._threads, self._resolve, host)
         try:
@@ -275,54 +122,6 @@ def _pinned(request: httpx.Request, host: str, address: str) -> httpx.Request:
         stream=request.stream,
         extensions={**request.extensions, "sni_hostname": host},
     )
-
-
-def _host(url: httpx.URL) -> str:
-    return url.raw_host.decode("ascii").removesuffix(".")
-
-
-@functools.lru_cache(maxsize=256)
-def _parsed(networks: tuple[str, ...]) -> tuple[Network, ...]:
-    return tuple(map(ipaddress.ip_network, networks))
-
-
-def _address(host: str) -> Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def _is_name(host: str) -> bool:
-    labels = host.split(".")
-    if len(host) > _MAX_NAME_BYTES or not all(_LABEL.fullmatch(label) for label in labels):
-        return False
-    return not _NUMBER.fullmatch(labels[-1])
-
-
-def _matches(host: str, pattern: str) -> bool:
-    return pattern in (ANY_HOST, host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))
-
-
-def _forms(address: Address) -> Iterator[Address]:
-    """Yield the address, and the IPv4 address that it stands for, if any."""
-    yield address
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            yield address.ipv4_mapped
-        elif address in _NAT64:
-            yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-
-
-def _is_in(address: Address, networks: Sequence[Network]) -> bool:
-    return any(form in network for form in _forms(address) for network in networks)
-
-
-def _is_public(address: Address) -> bool:
-    *_, innermost = _forms(address)
-    if isinstance(innermost, ipaddress.IPv4Address):
-        return not _is_in(innermost, _INSIDE_V4)
-    return innermost in _PUBLIC_V6 and not _is_in(innermost, _INSIDE_V6)
 
 
 def _of_both_families(addresses: Sequence[str]) -> Iterator[str]:

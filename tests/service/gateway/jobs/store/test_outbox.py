@@ -134,6 +134,7 @@ async def test_a_damaged_event_is_never_delivered_and_does_not_hide_others(tmp_p
     connection.execute("UPDATE outbox SET url = 'https://evil.example/' WHERE job_id = 'j1'")
     connection.commit()
     connection.close()
+    store = SqliteJobStore(tmp_path / "jobs.sqlite")
     await store.open()
     with pytest.raises(DataLoss):
         await store.outbox.get("evt_j1")
