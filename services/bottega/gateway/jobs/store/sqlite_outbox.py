@@ -26,7 +26,7 @@ _INSERT = (
 _REPLACE = f"UPDATE outbox SET ({_COLUMNS}, checksum) = ({', '.join('?' * (len(_FIELDS) + 1))}) WHERE event_id = ?"
 
 
-class Run(Protocol):
+class RunOnConnection(Protocol):
     """Runs an operation on a connection of the job store, in its thread."""
 
     def __call__(self, operation: Callable[[sqlite3.Connection], ResultT], /) -> Awaitable[ResultT]:
@@ -41,7 +41,7 @@ class SqliteOutbox:
         read: Runs a query.
     """
 
-    def __init__(self, *, write: Run, read: Run) -> None:
+    def __init__(self, *, write: RunOnConnection, read: Run) -> None:
         self._write = write
         self._read = read
 
