@@ -41,7 +41,7 @@ class SqliteOutbox:
         read: Runs a query.
     """
 
-    def __init__(self, *, write: RunOnConnection, read: Run) -> None:
+    def __init__(self, *, write: RunOnConnection, read: RunOnConnection) -> None:
         self._write = write
         self._read = read
 
