@@ -16,7 +16,7 @@ from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound,
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import Change, JobFilter, JobRecord, SqliteJobStore
+from bottega.gateway.jobs.store import Change, EventOf, JobFilter, JobRecord, SqliteJobStore, no_event
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, os_errors
 from bottega.v1 import image_pb2
@@ -39,17 +39,19 @@ class FailingStore(SqliteJobStore):
         self.gets += 1
         return await super().get(job_id, tenant=tenant)
 
-    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+    async def add(
+        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+    ) -> JobRecord:
         if self.lies:
-            await super().add(record, inputs=inputs, replaces=replaces)
+            await super().add(record, inputs=inputs, replaces=replaces, event_of=event_of)
         self._check()
-        return await super().add(record, inputs=inputs, replaces=replaces)
+        return await super().add(record, inputs=inputs, replaces=replaces, event_of=event_of)
 
-    async def update(self, job_id: str, change: Change) -> bool:
+    async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
         if self.lies:
-            await super().update(job_id, change)
+            await super().update(job_id, change, event_of=event_of)
         self._check()
-        return await super().update(job_id, change)
+        return await super().update(job_id, change, event_of=event_of)
 
     async def probe(self) -> None:
         self._check()
