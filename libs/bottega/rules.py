@@ -282,6 +282,10 @@ def keeps_data(spec: GenerationSpec) -> bool:
     return spec.keep_for_editing
 
 
+NO_CONTROLNETS = "must be empty with image: image-to-image of this model takes no ControlNets"
+"""Why ControlNets are refused in image-to-image of a model that `strength_keeps_steps`."""
+
+
 def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
     """Check that image-to-image, which skips the first steps, has steps left. Diffusers refuses it otherwise.
 
@@ -358,7 +362,7 @@ def check_lora_steps(
     Args:
         spec: The spec as the caller sent it, or completed.
         steps: Denoising steps, including those that image-to-image skips.
-        strength: Strength of image-to-image; None without an image.
+        strength: Strength of image-to-image; None if it skips no step.
         waits: Result of `waits_for_loras`.
     """
     sensible = 0 < steps <= MAX_STEPS and (strength is None or 0 < strength <= 1)

@@ -64,6 +64,8 @@ class Schedule:
     """Timestep of each step."""
     sigmas: tuple[float, ...] = ()
     """Noise level before each step, and after the last one."""
+    strength: float | None = None
+    """Strength of an image-to-image request that makes all steps (see `keeps_steps`); None for other requests."""
 
     @property
     def steps(self) -> int | None:
@@ -92,6 +94,8 @@ class Schedule:
             from_image: Whether the request starts from an image.
         """
         class_name = SAMPLER_CLASSES[sampler]
+        if self.strength is not None and sampler != "lcm":
+            yield _broken("sampler", "must be lcm with image: image-to-image of this model works with no other")
         fields = {rule.name for rule in SCHEDULER_RULES[class_name]} - _UNREAD.get(class_name, frozenset())
         for name in _SWITCHES:
             # False changes nothing where the class has no such field.
@@ -119,8 +123,27 @@ AS_CONFIGURED = Schedule()
 """The schedule of a request that has none of the fields."""
 
 
-def schedule_of(spec: GenerationSpec) -> Schedule:
-    """Return the schedule of a spec. Unknown values of its enums count as absent."""
+def keeps_steps(spec: GenerationSpec, model_keeps_steps: bool) -> bool:
+    """Return whether a spec's strength sets the noise level of its first step, instead of the steps to skip.
+
+    Source: set_timesteps of Diffusers' LCMScheduler, which skips steps of custom timesteps.
+
+    Args:
+        spec: The spec, with or without its images; without them it is complete.
+        model_keeps_steps: `Model.strength_keeps_steps` of the model that draws it.
+    """
+    starts_from_image = spec.HasField("image") or spec.HasField("strength")
+    edits = spec.HasField("mask_image") or spec.HasField("keep_unmasked")
+    return model_keeps_steps and starts_from_image and not edits and not spec.timesteps
+
+
+def schedule_of(spec: GenerationSpec, strength: float | None = None) -> Schedule:
+    """Return the schedule of a spec. Unknown values of its enums count as absent.
+
+    Args:
+        spec: The spec.
+        strength: See `Schedule.strength`.
+    """
     return Schedule(
         use_exponential_sigmas=spec.use_exponential_sigmas if spec.HasField("use_exponential_sigmas") else None,
         use_beta_sigmas=spec.use_beta_sigmas if spec.HasField("use_beta_sigmas") else None,
@@ -130,6 +153,7 @@ def schedule_of(spec: GenerationSpec) -> Schedule:
         ),
         timesteps=tuple(spec.timesteps[: MAX_STEPS + 1]),
         sigmas=tuple(spec.sigmas[: MAX_STEPS + 2]),
+        strength=strength,
     )
 
 
@@ -180,7 +204,9 @@ def check_schedule(spec: GenerationSpec) -> Iterator[Violation]:
         yield _broken("num_inference_steps", f"must be {steps}, the steps of {name}, or absent")
 
 
-def check_sampler_schedule(spec: GenerationSpec, sampler: Sampler.ValueType, karras: bool) -> Iterator[Violation]:
+def check_sampler_schedule(
+    spec: GenerationSpec, sampler: Sampler.ValueType, karras: bool, strength: float | None = None
+) -> Iterator[Violation]:
     """Check that a sampler can make the schedule of a spec, as far as that does not depend on the model.
 
     Yields nothing if the sampler is unknown.
@@ -189,10 +215,11 @@ def check_sampler_schedule(spec: GenerationSpec, sampler: Sampler.ValueType, kar
         spec: The spec.
         sampler: Its sampler, or the model's default.
         karras: Whether it has Karras' sigmas, or the model has them by default.
+        strength: See `Schedule.strength`.
     """
     name = _NAMES.get(sampler)
     if name is not None:
-        schedule = schedule_of(spec)
+        schedule = schedule_of(spec, strength)
         overrides = schedule.overrides(name, karras)
         yield from schedule.problems(name, overrides, from_image=spec.HasField("image"))
 

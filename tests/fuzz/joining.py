@@ -61,7 +61,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ),
     ),
     "edits_refused_because": (("", "x" * 512), ("x" * 513,)),
-    **dict.fromkeys(("edits_only", "one_text_encoder"), ((False, True), ())),
+    **dict.fromkeys(("edits_only", "one_text_encoder", "strength_keeps_steps"), ((False, True), ())),
     "workers": ((-1, 2**31 - 1), ()),
 }
 

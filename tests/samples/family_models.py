@@ -285,6 +285,7 @@ def _text_config(tokenizer: CLIPTokenizer, activation: str) -> CLIPTextConfig:
 
 def _scheduler(family: str) -> Any:
     # A random network removes no noise; taken as velocity, its output keeps latents at about unit variance.
+    epsilon = family.startswith("SD 1") or family == "SD 2 inpainting"
     made = {"SD 1": PNDMScheduler, "SD 1 LCM": DDIMScheduler, "SD 1 inpainting": DDIMScheduler}.get(
         family, EulerDiscreteScheduler
     )
@@ -295,7 +296,7 @@ def _scheduler(family: str) -> Any:
             "beta_schedule": "scaled_linear",
             "timestep_spacing": "leading",
             "steps_offset": 1,
-            "prediction_type": "epsilon" if family.startswith("SD 1") else "v_prediction",
+            "prediction_type": "epsilon" if epsilon else "v_prediction",
             "clip_sample": False,
             "set_alpha_to_one": False,
             "skip_prk_steps": True,

@@ -95,9 +95,8 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
             if getattr(spec, name):
                 what = f"must be empty: {model.family.name} has one text encoder"
                 yield Violation(field=f"spec.{name}", description=what)
-    if spec.strength is not None and spec.edit is None and not model.family.image_to_image:
-        what = "must be empty: image-to-image is not served for models of LatentConsistencyModelPipeline"
-        yield Violation(field="spec.image", description=what)
+    if spec.strength is not None and spec.edit is None and spec.controlnets and model.family.strength_keeps_steps:
+        yield Violation(field="spec.controlnets", description=rules.NO_CONTROLNETS)
     if model.image_channels and spec.edit is None:
         yield Violation(
             field="spec.mask_image", description="must be set: this is an inpainting model, which only edits pictures"

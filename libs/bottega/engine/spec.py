@@ -9,6 +9,7 @@ from bottega.errors import Violation
 from bottega.model.sampler_choices import SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind
 from bottega.planning import rows_per_image, steps_to_run
+from bottega.rules import check_steps_left
 from bottega.schedules import AS_CONFIGURED, Schedule
 
 
@@ -140,6 +141,8 @@ class ResolvedSpec:
     @property
     def steps(self) -> int:
         """Number of steps of one image."""
+        if self.schedule.strength is not None:
+            return self.num_inference_steps
         return steps_to_run(self.num_inference_steps, self.strength)
 
     @property
@@ -178,8 +181,10 @@ def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
     if spec.schedule.steps not in (None, spec.num_inference_steps):
         what = f"must be {spec.schedule.steps}, the steps of its timesteps or sigmas"
         yield Violation(field="spec.num_inference_steps", description=what)
-    if spec.steps < 1:
-        yield Violation(field="spec.num_inference_steps", description="leaves no denoising step")
+    if spec.num_inference_steps < 1:
+        yield Violation(field="spec.num_inference_steps", description="must be at least 1")
+    elif spec.steps < 1:
+        yield from check_steps_left(spec.num_inference_steps, spec.strength or 0.0)
     for index, control in enumerate(spec.controlnets):
         if not 0.0 <= control.control_guidance_start < control.control_guidance_end <= 1.0:
             yield Violation(

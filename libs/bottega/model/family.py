@@ -72,8 +72,8 @@ class ModelFamily:
     """Default scale of ControlNets in the inpainting pipeline."""
     num_inference_steps: int = 50
     """Default of all pipelines."""
-    image_to_image: bool = True
-    """Whether image-to-image is served: drawing the last steps from the latent of a picture."""
+    strength_keeps_steps: bool = False
+    """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
     vae_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values for fields of the VAE's configuration that the family's pipelines do not read."""
     scheduler_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -196,7 +196,6 @@ def family_of(report: ModelReport) -> ModelFamily:
             edit_guidance_scale=8.5,
             num_inference_steps=4,
             scheduler_overrides={},
-            # LatentConsistencyModelImg2ImgPipeline makes all steps, from noise levels that depend on the strength.
-            image_to_image=False,
+            strength_keeps_steps=True,
         )
     return family

@@ -157,7 +157,7 @@ class ModelSamplers:
             try:
                 scheduler.set_timesteps(steps)
             except Exception as error:  # noqa: BLE001 - as in a trial
-                refused[steps] = _impossible(choice.kind, steps, error)
+                refused[steps] = _impossible(choice, steps, error)
             else:
                 if reason := _miscounted(len(scheduler.timesteps), steps, pace):
                     refused[steps] = reason
@@ -174,7 +174,7 @@ class ModelSamplers:
         try:
             finite = yield from _stays_finite(sampler)
         except Exception as error:  # noqa: BLE001 - the boundary of a trial: it may be anything that Diffusers raises
-            return _impossible(choice.kind, steps, error)
+            return _impossible(choice, steps, error)
         return (
             "" if finite else f"{steps} steps with the model's scheduler configuration give values that are not finite"
         )
@@ -189,7 +189,7 @@ class ModelSamplers:
             sampler = self.open(choice, steps=steps)
             return _miscounted(sampler.evaluations, steps, self.pace(choice.kind)) or sampler
         except Exception as error:  # noqa: BLE001 - as in a trial
-            return _impossible(choice.kind, steps, error)
+            return _impossible(choice, steps, error)
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,14 +206,16 @@ def _miscounted(evaluations: int, steps: int, pace: Pace) -> str:
     return f"the model's timestep spacing makes {made} steps of {steps}: ask for another number"
 
 
-def _impossible(kind: SamplerKind, steps: int, error: Exception) -> str:
-    if kind is SamplerKind.PNDM and steps < _LEAST_RUNGE_KUTTA_STEPS:
+def _impossible(choice: SamplerChoice, steps: int, error: Exception) -> str:
+    if choice.kind is SamplerKind.PNDM and steps < _LEAST_RUNGE_KUTTA_STEPS:
         return (
             f"PNDM needs at least {_LEAST_RUNGE_KUTTA_STEPS} steps, because skip_prk_steps of the model's scheduler "
             "configuration is not true"
         )
     if "original_steps" in str(error):  # LCM and TCD name each combination at length
-        return f"Diffusers cannot make {steps} steps: more than original_inference_steps of the scheduler configuration"
+        share = "" if choice.schedule.strength is None else "strength times "
+        most = f"{share}original_inference_steps of the scheduler configuration"
+        return f"Diffusers cannot make {steps} steps: more than {most}"
     return f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
 
 

@@ -143,6 +143,8 @@ class Sampler:
             self._scheduler.set_timesteps(timesteps=list(schedule.timesteps))
         elif schedule.sigmas:
             self._scheduler.set_timesteps(sigmas=list(schedule.sigmas))
+        elif schedule.strength is not None:
+            self._scheduler.set_timesteps(steps, strength=schedule.strength)
         else:
             self._scheduler.set_timesteps(steps)
         self._draws = draws_noise(kind, config)

@@ -124,8 +124,6 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
             yield Violation(field="spec.mask_feather", description="must be set if keep_unmasked is true")
     if spec.HasField("strength") != spec.HasField("image"):
         yield Violation(field="spec.strength", description="must be set if image is set, and absent otherwise")
-    elif spec.HasField("strength"):
-        yield from rules.check_steps_left(spec.num_inference_steps, spec.strength)
 
 
 def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

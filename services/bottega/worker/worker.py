@@ -37,6 +37,7 @@ from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer, registration_of
 from bottega.rpc.status import from_job_error
+from bottega.schedules import keeps_steps
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
@@ -436,7 +437,8 @@ def _not_denoising(key: AttemptKey, runner: AttemptRunner, model: image_pb2.Mode
 
 def _evaluations_expected(spec: GenerationSpec, model: image_pb2.Model | None) -> int:
     """Return how often an attempt evaluates the network, estimated from its spec. Only the engine knows it exactly."""
-    steps = steps_to_run(spec.num_inference_steps, spec.strength if spec.HasField("strength") else None)
+    skips = spec.HasField("strength") and not keeps_steps(spec, model is not None and model.strength_keeps_steps)
+    steps = steps_to_run(spec.num_inference_steps, spec.strength if skips else None)
     choices = () if model is None else model.sampler_choices
     choice = next((choice for choice in choices if choice.sampler == spec.sampler), image_pb2.SamplerChoice())
     pace = Pace(per_step=choice.evaluations_per_step or 1, extra=choice.extra_evaluations)

@@ -14,24 +14,35 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import LatentConsistencyModelPipeline, LCMScheduler, StableDiffusionPipeline
+from diffusers import (
+    LatentConsistencyModelImg2ImgPipeline,
+    LatentConsistencyModelPipeline,
+    LCMScheduler,
+    StableDiffusionPipeline,
+)
 from torch import Tensor
 
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.spec import ResolvedSpec
+from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.family import FAMILIES
+from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from bottega.model_files.family_names import SDXL
+from bottega.schedules import Schedule
+from tests.samples.edits import template
 from tests.samples.family_models import SIZE, family_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close
+from tests.unit.engine.test_exact import pixels_tensor
 
 NAMES = ("guidance_scale", "num_inference_steps", "strength", "controlnet_conditioning_scale")
 WITHOUT_FILTER: Mapping[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
 SPEC = ResolvedSpec(prompt="a big red star on the left", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
+
+CONTROL = ControlSpec(name="edges", image_digest="")
 
 
 def defaults_of(pipeline: str) -> Mapping[str, Any]:
@@ -87,9 +98,37 @@ def test_a_folder_of_lcm_draws_as_its_own_pipeline_with_its_defaults(tmp_path: P
     )
     drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=spec))
     assert_close(drawing.latents[0], _latent(stock))
-    picture = EngineOrder(key="picture", spec=replace(spec, strength=0.5), image=torch.zeros(SIZE, SIZE, 3).byte())
-    with pytest.raises(InvalidRequest, match=r"spec\.image: must be empty: image-to-image is not served for models of"):
-        ManualEngine(make_engine(model, EngineLimits())).draw(picture)
+    _assert_lcm_starts_from_images_as_stock(model, stock, spec)
+
+
+def _assert_lcm_starts_from_images_as_stock(model: Model, stock: Any, spec: ResolvedSpec) -> None:
+    image = template(SIZE, SIZE)
+    from_image = LatentConsistencyModelImg2ImgPipeline(**stock.components, requires_safety_checker=False)
+    from_image.scheduler = stock.scheduler
+    assert defaults_of("LatentConsistencyModelImg2ImgPipeline")["strength"] == model.defaults.strength
+    drawing = ManualEngine(make_engine(model, EngineLimits()))
+
+    def order(strength: float, schedule: Schedule, **changes: Any) -> EngineOrder:
+        strong = replace(spec, strength=strength, schedule=schedule, **changes)
+        return EngineOrder(key="picture", spec=strong, image=pixels_tensor(image))
+
+    # At .1 Diffusers' other pipelines have no step left of four.
+    for strength in (0.1, 0.7, 1.0):
+        drawn = drawing.draw(order(strength, Schedule(strength=strength)))
+        assert_close(drawn.latents[0], _latent(from_image, image=image, strength=strength))
+        assert drawn.record.begin_step == 0
+    listed = drawing.draw(order(0.6, Schedule(timesteps=(999, 759, 499, 259))))
+    assert_close(listed.latents[0], _latent(from_image, image=image, strength=0.6, timesteps=[999, 759, 499, 259]))
+    for changes, rule in (
+        ({"sampler": SamplerKind.EULER}, "must be lcm with image: image-to-image of this model works with no other"),
+        ({"controlnets": (CONTROL,)}, "must be empty with image: image-to-image of this model takes no ControlNets"),
+        (
+            {"num_inference_steps": 6},
+            "Diffusers cannot make 6 steps: more than strength times original_inference_steps of the scheduler config",
+        ),
+    ):
+        with pytest.raises(InvalidRequest, match=rule):
+            drawing.draw(order(0.1, Schedule(strength=0.1), **changes))
 
 
 def _copied(family: str, folder: Path, file: str, changes: Mapping[str, object]) -> Path:

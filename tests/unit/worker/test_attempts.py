@@ -280,3 +280,4 @@ def test_an_attempt_that_has_not_begun_is_reported_with_the_evaluations_of_its_s
     )
     assert (_evaluations_expected(heun, model), _evaluations_expected(euler, model)) == (2 * 9, 2 * 5)
     assert _evaluations_expected(heun, None) == 2 * 5
+    assert _evaluations_expected(euler, Model(strength_keeps_steps=True)) == 2 * 10

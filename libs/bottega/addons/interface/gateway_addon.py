@@ -97,8 +97,13 @@ class Resolution:
     def check_model(self, model: image_pb2.Model) -> None:
         """Raise an error if the request names items that `model` cannot use."""
 
-    def complete(self, full: GenerationSpec) -> None:
-        """Fill in the add-on's fields of a spec. The other fields are already complete."""
+    def complete(self, full: GenerationSpec, steps: int) -> None:
+        """Fill in the add-on's fields of a spec. The other fields are already complete.
+
+        Args:
+            full: The spec.
+            steps: Number of its denoising steps that run.
+        """
 
 
 class SecondsByWorker(Mapping[str, float]):
@@ -209,7 +214,7 @@ class AddOn:
         Args:
             spec: The request.
             steps: Number of steps of the request or, if it gives none, of the model.
-            strength: Strength of image-to-image; None for other requests.
+            strength: Strength of image-to-image; None if it skips no step.
         """
         return iter(())
 

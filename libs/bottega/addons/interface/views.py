@@ -53,6 +53,8 @@ class JobRequest:
     """Height and width of the latent."""
     evaluations_per_step: float = 1.0
     """Evaluations of the network in a denoising step, on average over a picture. It depends on the sampler."""
+    keeps_steps: bool = False
+    """Whether its strength skips no step."""
     request_id: str = ""
     """The caller's idempotency key; empty if it gave none."""
     log_id: str = ""

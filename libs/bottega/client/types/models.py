@@ -89,6 +89,8 @@ class ServedModel:
     """Whether the model has one text encoder, so that it refuses prompt_2 and negative_prompt_2."""
     max_clip_skip: int | None
     """The largest clip_skip; None if it is not known."""
+    strength_keeps_steps: bool
+    """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         edits_only=model.edits_only,
         one_text_encoder=model.one_text_encoder,
         max_clip_skip=model.max_clip_skip if model.HasField("max_clip_skip") else None,
+        strength_keeps_steps=model.strength_keeps_steps,
     )
 
 

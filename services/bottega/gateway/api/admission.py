@@ -43,6 +43,7 @@ from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants import Admittance
+from bottega.schedules import keeps_steps
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, Model
 from bottega.v1.worker_pb2 import AttemptDecisions
@@ -230,6 +231,7 @@ class Admission:
                 request,
                 shape=latent_shape(full, model),
                 evaluations_per_step=defaults.evaluations_per_step(full, model),
+                keeps_steps=keeps_steps(full, model.strength_keeps_steps),
             ),
             spec=full,
             bare=without_images(full) if has_images(full) else full,

@@ -9,7 +9,7 @@ from bottega.addons.interface.gateway_addon import AddOn, Resolution
 from bottega.gateway.jobs.specs import steps_to_run
 from bottega.planning import Pace
 from bottega.rules import takes_karras_sigmas
-from bottega.schedules import karras_of, steps_of
+from bottega.schedules import karras_of, keeps_steps, steps_of
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -59,8 +59,9 @@ def complete(
     full.quality = spec.quality if spec.HasField("quality") else _QUALITY
     _complete_denoising(full, spec, model)
     _complete_edit(full, model)
+    steps = steps_to_run(full, keeps_steps=keeps_steps(full, model.strength_keeps_steps))
     for resolution in resolutions:
-        resolution.complete(full)
+        resolution.complete(full, steps)
     return full
 
 
@@ -109,7 +110,7 @@ def evaluations_per_step(full: GenerationSpec, model: image_pb2.Model) -> float:
     choice = choice_of(full, model)
     if choice is None or not choice.evaluations_per_step:
         return 1.0
-    steps = max(1, steps_to_run(full))
+    steps = max(1, steps_to_run(full, keeps_steps=keeps_steps(full, model.strength_keeps_steps)))
     pace = Pace(per_step=choice.evaluations_per_step, extra=choice.extra_evaluations)
     return pace.evaluations(steps) / steps
 

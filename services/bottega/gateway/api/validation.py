@@ -23,6 +23,7 @@ from bottega.rules import (
     MAX_CLIP_SKIP,
     MAX_PAGE,
     MAX_SIDE,
+    NO_CONTROLNETS,
     check_edit,
     check_model_name,
     check_prompts,
@@ -32,7 +33,15 @@ from bottega.rules import (
     check_techniques,
     check_texts,
 )
-from bottega.schedules import AS_CONFIGURED, check_sampler_schedule, check_schedule, karras_of, schedule_of, steps_of
+from bottega.schedules import (
+    AS_CONFIGURED,
+    check_sampler_schedule,
+    check_schedule,
+    karras_of,
+    keeps_steps,
+    schedule_of,
+    steps_of,
+)
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
@@ -109,14 +118,17 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
     sampler, choice = spec.sampler or model.default_sampler, choice_of(spec, model)
     yield from check_sigmas(spec, sampler)
     karras = karras_of(spec, choice is not None and choice.use_karras_sigmas)
-    yield from check_sampler_schedule(spec, sampler, karras)
-    steps = steps_of(spec, model.default_steps)
+    steps, strength = steps_of(spec, model.default_steps), strength_of(spec, model)
+    kept = keeps_steps(spec, model.strength_keeps_steps)
+    yield from check_sampler_schedule(spec, sampler, karras, strength if kept else None)
     yield from _check_choice(spec, model, steps)
-    strength = strength_of(spec, model)
-    if strength is not None:
-        yield from check_steps_left(steps, strength)
+    if spec.controlnets and model.strength_keeps_steps and spec.HasField("image") and not spec.HasField("mask_image"):
+        yield _violation("controlnets", NO_CONTROLNETS)
+    skipping = None if kept else strength
+    if skipping is not None:
+        yield from check_steps_left(steps, skipping)
     for addon in addons:
-        yield from addon.check_steps(spec, steps=steps, strength=strength)
+        yield from addon.check_steps(spec, steps=steps, strength=skipping)
 
 
 def check_served(spec: GenerationSpec, model: image_pb2.Model) -> None:

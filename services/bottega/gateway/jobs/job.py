@@ -113,7 +113,7 @@ class Job(AddOnJob):
         self.controlnets = tuple(net.name for net in self.bare.controlnets)
         self.loras = tuple(lora.digest for lora in self.bare.loras)
         self.lora_set = tuple(sorted((lora.digest, lora.scale) for lora in self.bare.loras if not lora.token))
-        self.steps.total = specs.steps_to_run(self.spec) * self.num_images
+        self.steps.total = specs.steps_to_run(self.spec, keeps_steps=self.request.keeps_steps) * self.num_images
         if self.losses.deaths:
             self.losses.quarantined_until = self.steps.total  # its steps before the restart are not stored
 

@@ -32,9 +32,15 @@ _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 _CUT = "…"
 
 
-def steps_to_run(spec: GenerationSpec) -> int:
-    """Return the number of denoising steps of one image."""
-    return steps_with(spec.num_inference_steps, spec.strength if spec.HasField("strength") else None)
+def steps_to_run(spec: GenerationSpec, *, keeps_steps: bool = False) -> int:
+    """Return the number of denoising steps of one image of a complete spec.
+
+    Args:
+        spec: The spec.
+        keeps_steps: See `bottega.schedules.keeps_steps`.
+    """
+    skips = spec.HasField("strength") and not keeps_steps
+    return steps_with(spec.num_inference_steps, spec.strength if skips else None)
 
 
 def rows(spec: GenerationSpec) -> int:

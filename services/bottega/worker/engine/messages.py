@@ -118,6 +118,7 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         edits_only=model.image_channels > 0,
         one_text_encoder=len(model.text_encoders) == 1,
         max_clip_skip=model.max_clip_skip,
+        strength_keeps_steps=model.family.strength_keeps_steps,
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )

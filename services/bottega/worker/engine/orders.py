@@ -19,7 +19,7 @@ from bottega.engine.spec import ControlSpec, EditSpec, EmbeddingSpec, LoraSpec, 
 from bottega.fair_order import Share
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
-from bottega.schedules import karras_of, schedule_of
+from bottega.schedules import karras_of, keeps_steps, schedule_of
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId, AttemptKept
 
@@ -93,6 +93,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
     spec = start.spec
     sampler = SAMPLERS.get(spec.sampler, model.defaults.sampler)
     own = model.samplers.default_choice(sampler)
+    strength = spec.strength if keeps_steps(spec, model.family.strength_keeps_steps) else None
     present = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
     return ResolvedSpec(
         prompt=spec.prompt,
@@ -103,7 +104,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
         height=spec.height,
         sampler=sampler,
         use_karras_sigmas=karras_of(spec, own.karras),
-        schedule=schedule_of(spec),
+        schedule=schedule_of(spec, strength),
         controlnets=tuple(_controls(start)),
         stale_residuals=_may_approximate(spec, "stale_residuals"),
         loras=tuple(_lora(lora) for lora in spec.loras if not lora.token),

@@ -14,7 +14,9 @@ from bottega import rules
 from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.fair_order import Share
-from bottega.gateway.api import validation
+from bottega.gateway.api import defaults, validation
+from bottega.gateway.jobs.specs import steps_to_run, without_images
+from bottega.schedules import keeps_steps
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, MaskUse, Techniques
@@ -46,6 +48,23 @@ def test_strength_that_leaves_no_step_is_refused_as_in_diffusers() -> None:
     assert _fields(GenerationSpec(image=PNG, num_inference_steps=4)) == []
     assert _fields(GenerationSpec(image=PNG, strength=0.04)) == []
     assert _fields(GenerationSpec(image=PNG, strength=0.3, num_inference_steps=3)) == ["strength"]
+
+
+def test_a_strength_that_keeps_all_steps_leaves_some_at_any_strength() -> None:
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    model.strength_keeps_steps, model.default_sampler = True, generation_pb2.SAMPLER_LCM
+    spec = GenerationSpec(image=PNG, strength=0.1, num_inference_steps=4)
+    assert _fields(spec, model) == []
+    full = defaults.complete(spec, model)
+    assert steps_to_run(full, keeps_steps=keeps_steps(without_images(full), True)) == 4
+    # Listed timesteps are skipped, and edits are drawn by another pipeline.
+    assert _fields(GenerationSpec(image=PNG, strength=0.1, timesteps=[999, 500]), model) == ["strength"]
+    edit = GenerationSpec(image=PNG, mask_image=PNG, strength=0.1, num_inference_steps=4)
+    assert _fields(edit, model) == ["strength"]
+    other = GenerationSpec(image=PNG, sampler=generation_pb2.SAMPLER_EULER)
+    other.controlnets.add(name="edges", image=PNG)
+    assert _fields(other, model) == ["sampler", "controlnets"]
 
 
 def test_a_side_is_a_multiple_of_the_models() -> None:

@@ -176,7 +176,7 @@ class CacheAddOn(AddOn):
 class ResolvedCache(Resolution):
     """The resolution of a request with `approximate_cache` or `cache_entry`."""
 
-    def complete(self, full: GenerationSpec) -> None:
+    def complete(self, full: GenerationSpec, steps: int) -> None:
         """Lower the fidelity from EXACT to BALANCED if pictures may start from cached latents at all.
 
         EXACT here is only the default for a request with a seed; a request that sets it was refused. Lowering it does

@@ -307,7 +307,7 @@ class ResolvedControlNets(Resolution):
                 violations.append(Violation(field=f"spec.controlnets[{index}].control_mode", description=why))
         refuse(violations)
 
-    def complete(self, full: GenerationSpec) -> None:
+    def complete(self, full: GenerationSpec, steps: int) -> None:
         """Fill in full names, scales, and the first and last steps."""
         image_to_image = full.HasField("image") and not full.HasField("mask_image")
         values = _IMAGE_TO_IMAGE_DEFAULTS if image_to_image else _DEFAULTS

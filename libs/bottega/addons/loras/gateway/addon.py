@@ -23,7 +23,6 @@ from bottega.addons.interface.prefetch import GrpcPrefetchClient, PrefetchClient
 from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.addons.loras.gateway.resolver import LoraResolver
 from bottega.errors import LoraUnusable, NoLora, Violation
-from bottega.planning import steps_to_run
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rules import check_lateness, check_lora_steps, check_loras, refuse, waits_for_loras
 from bottega.schedules import lists_steps
@@ -173,9 +172,8 @@ class ResolvedLoras(Resolution):
                     metadata={"lora": lora.name, "made_for": lora.base, "model": model.name},
                 )
 
-    def complete(self, full: GenerationSpec) -> None:
+    def complete(self, full: GenerationSpec, steps: int) -> None:
         """Fill in digests, scales, and the latest steps at which LoRAs may be applied."""
-        steps = steps_to_run(full.num_inference_steps, full.strength if full.HasField("strength") else None)
         first = full.num_inference_steps - steps
         # LoRAs were profiled with the model's own steps, not with listed ones.
         late = _may_be_late(full) and not lists_steps(full)
