@@ -113,11 +113,4 @@ def _check_images(nets: Sequence[ControlNet], path: str) -> list[Violation]:
         if net.guess_mode != nets[0].guess_mode:
             rule = "must be that of the first image: a union computes its images together"
             wrong.append(Violation(field=f"{path}[{index}].guess_mode", description=rule))
-        rule = "with several images of one union: it computes them together in every step"
-        if net.control_guidance_start > 0:
-            field = f"{path}[{index}].control_guidance_start"
-            wrong.append(Violation(field=field, description=f"must be 0 {rule}"))
-        if net.HasField("control_guidance_end") and net.control_guidance_end < 1:
-            field = f"{path}[{index}].control_guidance_end"
-            wrong.append(Violation(field=field, description=f"must be 1 {rule}"))
     return wrong

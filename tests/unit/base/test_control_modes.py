@@ -60,16 +60,6 @@ REFUSED_BY_RULES = {
         "controlnets[1].guess_mode",
         "must be that of the first image: a union computes its images together",
     ),
-    "an image that begins late": (
-        [_net(), _net(control_guidance_start=0.5)],
-        "controlnets[1].control_guidance_start",
-        "must be 0 with several images of one union: it computes them together in every step",
-    ),
-    "an image that ends early": (
-        [_net(), _net(control_guidance_end=0.5)],
-        "controlnets[1].control_guidance_end",
-        "must be 1 with several images of one union: it computes them together in every step",
-    ),
     "several images beside another": (
         [_net(), _net(), _net("edges", control_mode="")],
         "controlnets[1].name",

@@ -412,7 +412,10 @@ def test_what_is_beside_a_loras_factors_is_refused_by_name(base: Base, tmp_path:
 def test_embeddings_that_a_file_brings_along_are_refused_by_name(base: Base, tmp_path: Path) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
     message = _refused(base, {**tensors, "bundle_emb.<ink>.clip_l": torch.zeros(2, 64)}, tmp_path)
-    assert message == "the file has embeddings of words, which are not supported: bundle_emb.<ink>.clip_l"
+    assert message == (
+        "the file bundles embeddings of the tokens <ink> with a LoRA: save each in a file of its own, its tensors "
+        "without the start bundle_emb.TOKEN., and add the LoRA without them"
+    )
 
 
 def test_a_lora_that_matches_nothing_is_refused_with_what_it_has(base: Base, tmp_path: Path) -> None:

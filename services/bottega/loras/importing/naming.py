@@ -102,10 +102,12 @@ _UNSERVED = (
     ("scalars of LyCORIS", re.compile(r"\.scalar$")),
     ("full differences of weights", re.compile(r"\.(set_weight|reshape_weight)$")),
     ("factors of embeddings", re.compile(r"lora_embedding_[AB]")),
-    ("embeddings of words", re.compile(r"^bundle_emb\.|^(emb_params|clip_[lg])$|trainable_tokens_|\bstring_to_")),
+    ("embeddings of words", re.compile(r"^(emb_params|clip_[lg])$|trainable_tokens_|\bstring_to_")),
     ("whole modules", re.compile(r"\.modules_to_save\.|\.base_layer\.")),
     ("biases", re.compile(r"\.bias$")),
 )
+# How A1111's tools store embeddings beside a LoRA: bundle_emb.<token>.clip_l, or .string_to_param.*.
+_BUNDLED = re.compile(r"^bundle_emb\.(?P<token>[^.]*)\.")
 _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.lora_(?P<part>down|up|mid)\.weight$"), {}),
     (re.compile(r"\.lora_(?P<part>[AB])(\.(?P<adapter>[A-Za-z0-9_]+))?\.weight$"), {"A": "down", "B": "up"}),
@@ -132,6 +134,13 @@ _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 
 def refuse_unserved(names: Sequence[str]) -> None:
     """Raise BadLora if a file has tensors of a known kind that is not supported."""
+    bundled = dict.fromkeys(match["token"] for name in names if (match := _BUNDLED.match(name)))
+    if bundled:
+        tokens = ", ".join(excerpt(token, 40) for token in list(bundled)[:4])
+        raise BadLora(
+            f"the file bundles embeddings of the tokens {tokens} with a LoRA: save each in a file of its own, its "
+            "tensors without the start bundle_emb.TOKEN., and add the LoRA without them"
+        )
     for kind, pattern in _UNSERVED:
         found = next((name for name in names if pattern.search(name)), None)
         if found is not None:

@@ -94,9 +94,9 @@ WHOLE = controls_part([CONTROL])
         replace(WHOLE, header=b"[]"),
         replace(WHOLE, header=b"nothing"),
         controls_part([replace(CONTROL, halves=EMBEDS)]),
-        controls_part([CONTROL] * 9),
+        controls_part([CONTROL] * 18),
     ],
-    ids=["no image", "floats", "none", "no JSON", "a half without conditions", "nine"],
+    ids=["no image", "floats", "none", "no JSON", "a half without conditions", "eighteen"],
 )
 def test_controlnets_that_break_a_rule_are_refused(part: OffloadedPart) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds

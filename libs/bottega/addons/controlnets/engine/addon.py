@@ -7,8 +7,10 @@ they break a rule.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Annotated
 
 import torch
@@ -45,6 +47,8 @@ from bottega.model.rows import Embeds, Half, Row
 # Servers in a message, best first. A follower that finds none of them refuses, and the leader computes the rows itself.
 _MAX_SERVERS = 8
 _MAX_CONTROLS = 8
+# The images of a union may begin and end at so many steps, and it has a session for each span between them.
+_MAX_SESSIONS = 2 * _MAX_CONTROLS + 1
 # Name of the stage of waiting for ControlNets, before the first step and in steps.
 CONTROLNETS = "controlnets"
 # How long a job waits for its ControlNets. The largest in use has 5 GB, a minute's reading from a slow disk, and
@@ -84,9 +88,8 @@ class EngineControlNets(EngineAddOn):
 class JobControlNets(JobAddOn):
     """The ControlNet sessions of one job.
 
-    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. `_places` has the
-    indexes of each session's images in the spec: several images of one union share a session. A ControlNet that a
-    resumed job no longer needs has no session.
+    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. A ControlNet that
+    a resumed job no longer needs has no session.
     """
 
     def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:
@@ -98,7 +101,7 @@ class JobControlNets(JobAddOn):
         if self._hosts and len(self._hosts) != len(order.spec.controlnets):
             rules.refuse([Violation(field=HOSTS_FIELD, description="must be one for each of spec.controlnets")])
         self._requests: Sequence[Request] = ()
-        self._places: tuple[tuple[int, ...], ...] = ()
+        self._uses: tuple[_SessionUse, ...] = ()
         self._records: tuple[ControlRecord, ...] | None = None
         self._waiting_since_s: float | None = None
         self._waited_s = 0.0
@@ -123,20 +126,17 @@ class JobControlNets(JobAddOn):
         spec, images = self._order.spec, self._order.control_images
         if len(images) != len(spec.controlnets):
             raise InternalError(f"received {len(images)} control images for {len(spec.controlnets)} ControlNets")
-        spans = [requests[0].control_window(control) for control in spec.controlnets]
         made = min(request.evaluation for request in requests)
-        self._places = tuple(places for places in _sessions(spec.controlnets) if spans[places[0]][1] > made)
-        if not self._places:
+        self._uses = tuple(use for use in _session_uses(spec.controlnets, requests[0]) if use.last > made)
+        if not self._uses:
             return
         if self._provider is None:
             raise Unavailable("this worker has no ControlNets")
-        self.begun = tuple(self._input(places, conditions) for places in self._places)
+        self.begun = tuple(self._input(use, conditions) for use in self._uses)
         handles = self._provider.open(self.begun)
         self.active = tuple(
-            ActiveControl(
-                handle=handle, first=spans[places[0]][0], last=spans[places[0]][1], halves=frozenset(control.halves)
-            )
-            for places, handle, control in zip(self._places, handles, self.begun, strict=True)
+            ActiveControl(handle=handle, first=use.first, last=use.last, halves=frozenset(control.halves))
+            for use, handle, control in zip(self._uses, handles, self.begun, strict=True)
         )
 
     def update(self, now_s: float) -> None:
@@ -190,8 +190,8 @@ class JobControlNets(JobAddOn):
     def spans(self) -> Iterator[TracedSpan]:
         """Yield trace spans of waiting for sessions, and of calls to servers. Each ControlNet has its own track."""
         yield from self._openings
-        for places, record in zip(self._places, self._records or (), strict=False):
-            track = f"ControlNet {self._order.spec.controlnets[places[0]].name}"
+        for session, record in zip(self._uses, self._records or (), strict=False):
+            track = f"ControlNet {self._order.spec.controlnets[session.places[0]].name}"
             for call in record.calls:
                 yield TracedSpan(
                     name=f"residuals of step {call.step}",
@@ -204,11 +204,12 @@ class JobControlNets(JobAddOn):
     def report(self, record: EngineRecord) -> EngineRecord:
         """Add the use of each ControlNet to the record, in the spec's order, including those that were never active."""
         spec = self._order.spec
-        records = {
-            place: record for places, record in zip(self._places, self._records or (), strict=False) for place in places
-        }
+        records: dict[int, list[ControlRecord]] = {}
+        for session, made in zip(self._uses, self._records or (), strict=False):
+            for place in session.places:
+                records.setdefault(place, []).append(made)
         uses = tuple(
-            _use(control, self._requests[0].control_steps(control), records.get(place, ControlRecord()))
+            _use(control, self._requests[0].control_steps(control), _joined(records.get(place, [])))
             for place, control in enumerate(spec.controlnets)
         )
         return replace(
@@ -232,11 +233,10 @@ class JobControlNets(JobAddOn):
     def _needed(self, evaluation: int) -> bool:
         return any(control.first <= evaluation < control.last for control in self.active)
 
-    def _input(self, places: tuple[int, ...], conditions: Conditions) -> ControlInput:
-        order, spec = self._order, self._order.spec
+    def _input(self, use: _SessionUse, conditions: Conditions) -> ControlInput:
+        order, spec, places = self._order, self._order.spec, use.places
         images = [spec.controlnets[place] for place in places]
         control = images[0]
-        scales = tuple(image.controlnet_conditioning_scale for image in images)
         # As in Diffusers: the factors of several images count inside the network, that of one outside.
         several = len(images) > 1
         measured = any(image.measured for image in images)
@@ -247,11 +247,11 @@ class JobControlNets(JobAddOn):
             name=control.name,
             images=tuple(order.control_images[place] for place in places),
             modes=tuple(image.control_mode for image in images if image.control_mode is not None),
-            image_scales=scales if several else (),
+            image_scales=use.scales if several else (),
             height=spec.height,
             width=spec.width,
             halves=halves,
-            scale=1.0 if several else scales[0],
+            scale=1.0 if several else use.scales[0],
             guess_mode=control.guess_mode,
             hosts=self._hosts[places[0]] if self._hosts else ControlHosts(),
             may_be_stale=spec.stale_residuals and not measured,
@@ -260,12 +260,59 @@ class JobControlNets(JobAddOn):
         )
 
 
-def _sessions(controls: Sequence[ControlSpec]) -> list[tuple[int, ...]]:
-    """Return the indexes of the images of each session: all images of one union, else one ControlNet's."""
-    several = len(controls) > 1
-    if several and all(control.control_mode is not None and control.name == controls[0].name for control in controls):
-        return [tuple(range(len(controls)))]
-    return [(place,) for place in range(len(controls))]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SessionUse:
+    """What a session is used for."""
+
+    places: tuple[int, ...]
+    """Indexes of its images in the spec."""
+    scales: tuple[float, ...]
+    """Scale of each image."""
+    first: int
+    """First evaluation in which it is active."""
+    last: int
+    """Evaluation after the last one in which it is active."""
+
+
+def _session_uses(controls: Sequence[ControlSpec], request: Request) -> list[_SessionUse]:
+    """Return the use of each session: one for each ControlNet, or several in turn for all images of one union.
+
+    A union has a session for each span of evaluations in which the same of its images are active. As in Diffusers, the
+    others have scale 0 there, and it also runs where none is active.
+    """
+    windows = [request.control_window(control) for control in controls]
+    scales = [control.controlnet_conditioning_scale for control in controls]
+    together = len(controls) > 1 and controls[0].control_mode is not None
+    if not together or any(control.name != controls[0].name for control in controls):
+        return [
+            _SessionUse(places=(place,), scales=(scale,), first=first, last=last)
+            for place, (scale, (first, last)) in enumerate(zip(scales, windows, strict=True))
+        ]
+    edges = {request.first_evaluation, request.last_evaluation, *(edge for window in windows for edge in window)}
+    return [
+        _SessionUse(
+            places=tuple(range(len(controls))),
+            scales=tuple(
+                scale if start <= first < end else 0.0 for scale, (start, end) in zip(scales, windows, strict=True)
+            ),
+            first=first,
+            last=last,
+        )
+        for first, last in itertools.pairwise(sorted(edges))
+    ]
+
+
+def _joined(records: Sequence[ControlRecord]) -> ControlRecord:
+    """Return one record for the sessions that an image had in turn."""
+    similarities = [record.similarity for record in records if record.similarity is not None]
+    return ControlRecord(
+        waited_s=sum(record.waited_s for record in records),
+        stale_steps=sum(record.stale_steps for record in records),
+        pipelined=any(record.pipelined for record in records),
+        servers=tuple(dict.fromkeys(server for record in records for server in record.servers)),
+        similarity=fmean(similarities) if similarities else None,
+        calls=tuple(call for record in records for call in record.calls),
+    )
 
 
 def _use(control: ControlSpec, steps: tuple[int, int], record: ControlRecord) -> ControlUse:
@@ -311,7 +358,7 @@ class _Control:
         check_images(self.images, self.modes, self.image_scales)
 
 
-_CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MAX_CONTROLS)])
+_CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MAX_SESSIONS)])
 
 
 class RemoteControls(JobAddOn):

@@ -80,6 +80,15 @@ def order(
     return EngineOrder(key=key, spec=replace(spec, controlnets=specs), control_images=IMAGES[: len(images)])
 
 
+def in_parts(job: EngineOrder, *windows: tuple[float, float]) -> EngineOrder:
+    """The same job with another part of the steps for each image."""
+    controls = tuple(
+        replace(control, control_guidance_start=start, control_guidance_end=end)
+        for control, (start, end) in zip(job.spec.controlnets, windows, strict=True)
+    )
+    return replace(job, spec=replace(job.spec, controlnets=controls))
+
+
 CASES = {
     "one image": order(("union", 1, 0.8)),
     "one image in part of the steps": order(("union", 3, 1.0), control_guidance_end=0.6),
@@ -88,6 +97,8 @@ CASES = {
     "two images": order(("union", 0, 0.8), ("union", 3, 0.5)),
     "three images, two of one mode": order(("union", 7, 0.8), ("union", 1, 1.1), ("union", 1, 0.4)),
     "two images, guess mode": order(("union", 0, 0.8), ("union", 3, 0.5), spec=UNGUIDED, guess_mode=True),
+    # No image is active in the second step.
+    "two images in parts of the steps": in_parts(order(("union", 0, 0.8), ("union", 3, 0.5)), (0.0, 0.4), (0.6, 1.0)),
     "two unions": order(("union", 1, 0.8), ("six", 5, 0.7)),
 }
 
