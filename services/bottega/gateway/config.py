@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -9,9 +10,11 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from bottega.addons.interface.views import MAX_ATTEMPTS
+from bottega.content_credentials import PictureSigner
 from bottega.errors import ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.rpc.address import Address
+from bottega.rpc.security.private_files import read_private, read_public
 from bottega.rpc.security.tenant_file import read_tenants
 from bottega.rpc.server_config import ListenerConfig, ServerConfig
 from bottega.strict import STRICT
@@ -52,6 +55,25 @@ class FleetConfig(ListenerConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SigningConfig:
+    """The certificate that signs finished pictures (Content Credentials, C2PA). It needs the package c2pa-python."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    certificate: str = ""
+    """File with the certificate and those of its issuers but the root's, in PEM. Empty: nothing is signed.
+
+    Its key usage is digitalSignature, its extended key usage emailProtection or that of C2PA.
+    """
+    key: str = ""
+    """File with its private key, in PEM, which only the gateway's user can read."""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("signing needs both certificate and key, or neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """The configuration of a gateway."""
 
@@ -79,6 +101,7 @@ class GatewayConfig:
 
     The metrics of all other tenants are added up. 0: no metrics by tenant.
     """
+    signing: SigningConfig = field(default_factory=SigningConfig)
     max_queued: AtLeastOne = 256
     """Upper bound on the number of jobs that wait for a worker."""
     max_queued_bytes: AtLeastOne = 512 << 20
@@ -175,7 +198,25 @@ class GatewayConfig:
             )
 
 
-def check_tenants(config: GatewayConfig) -> None:
+def read_signer(config: GatewayConfig) -> PictureSigner | None:
+    """Return the signer of finished pictures; None if they are not signed. Raise ConfigError if it cannot be used."""
+    files = config.signing
+    if not files.certificate:
+        return None
+    try:
+        certificate, key = read_public(Path(files.certificate)), read_private(Path(files.key))
+        return PictureSigner(certificate, key, version=importlib.metadata.version("bottega-services"))
+    except ConfigError as error:
+        raise ConfigError(f"signing: {error.message}") from None
+
+
+def check_files(config: GatewayConfig) -> None:
+    """Raise ConfigError if the file of tenants, or the certificate that signs pictures, cannot be used."""
+    _check_tenants(config)
+    read_signer(config)
+
+
+def _check_tenants(config: GatewayConfig) -> None:
     """Raise ConfigError if the file of tenants cannot be used."""
     if config.tenants:
         try:

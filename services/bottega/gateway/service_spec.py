@@ -21,7 +21,7 @@ SPEC = ServiceSpec(
     module="bottega.gateway",
     configure=_configure,
     config="bottega.gateway.config:GatewayConfig",
-    config_check="bottega.gateway.config:check_tenants",
+    config_check="bottega.gateway.config:check_files",
     joins=False,
     install="bottega-services",
     unit=UnitSettings(tenants=True),

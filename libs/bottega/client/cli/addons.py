@@ -40,6 +40,8 @@ class GenerationPart:
 
     options: tuple[Callable[[Any], Any], ...]
     """Decorators that add Click options to the command."""
+    inputs: tuple[Callable[[Any], Any], ...] = ()
+    """Those of `options` that give input images, which the file of a picture does not contain."""
     stage: str
     """Name of the add-on's stage in the times of a provenance."""
     describe: Callable[[Provenance], Iterator[str]]

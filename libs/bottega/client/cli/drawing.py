@@ -30,7 +30,7 @@ from bottega.state_folder import write_whole
 
 # Stages by their names in the contract, in the order of a request's life. Those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
-_LAST_STAGES = ("denoise", "batch", "decode", "handoff", "encode_image")
+_LAST_STAGES = ("denoise", "batch", "decode", "handoff", "encode_image", "sign")
 _SHORTEST_S = 0.0005
 # A side is far from the size of the training pictures if it is so many times as long or as short.
 _FAR = 2

@@ -86,11 +86,18 @@ def _check(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_loras(spec)
 
 
+def texts_of(path: str | os.PathLike[str]) -> Mapping[str, str]:
+    """Return the texts in a picture's file by keyword, Bottega's own and others. Raise as `parameters_of` does."""
+    from bottega.codec import metadata
+
+    data = read_picture_file(path)
+    return metadata.read_exif_texts(data) if data.startswith(_OTHER_SIGNATURES) else _png_texts(path, data)
+
+
 def _text(path: str | os.PathLike[str]) -> str:
     from bottega.codec import metadata
 
-    data = _read(path)
-    texts = metadata.read_exif_texts(data) if data.startswith(_OTHER_SIGNATURES) else _png_texts(path, data)
+    texts = texts_of(path)
     text = texts.get(metadata.PARAMETERS_KEYWORD)
     if text is None and (other := _other_tool(texts)):
         raise InvalidRequest(
@@ -104,8 +111,8 @@ def _text(path: str | os.PathLike[str]) -> str:
     return text
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
-    """Read a file. Raise InvalidRequest if it is too large, or would take long to decode."""
+def read_picture_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the contents of a picture's file. Raise InvalidRequest if it would take too much memory or time."""
     from bottega.codec import structure
 
     with Path(path).open("rb") as file:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 from bottega.addons.interface.gateway_addon import AddOn
 from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
+from bottega.content_credentials import PictureSigner
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
 from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection
 from bottega.gateway.dispatch.job_traces import AttemptTimes, JobTraces
@@ -85,6 +87,7 @@ class Dispatcher:
         traces: Collects the times of each attempt.
         max_result_bytes: Upper bound on the bytes of all images of a job.
         weigh: Returns the weight of a tenant.
+        signer: Signs the pictures before they are stored; None leaves them unsigned.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class Dispatcher:
         traces: JobTraces,
         max_result_bytes: int,
         weigh: Callable[[str], float],
+        signer: PictureSigner | None = None,
     ) -> None:
+        self._signer = signer
         self._connect = connect
         self._traces = traces
         self._addons = addons
@@ -333,9 +338,13 @@ class Dispatcher:
         kept = attempt.kept_data(max_bytes=self._max_result_bytes - attempt.size_bytes)
         # The worker has sent everything. From here on its death does not matter.
         self._remove_if_current(attempt)
+        full = completed_provenance(job, provenance)
+        if self._signer is not None:
+            began_s = time.monotonic()
+            encoded = await self._signer.sign(encoded, job.bare, full)
+            full.times.add(stage="sign", seconds=time.monotonic() - began_s)
         images = await self._storage.store_images(encoded, kept, tenant=job.request.tenant)
         self._completed.append((job.job_id, number))
-        full = completed_provenance(job, provenance)
         self._note_trace(attempt)
         self._observer.attempt_completed(job, number, images, full)
 

@@ -14,7 +14,7 @@ from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlinePassed
-from bottega.gateway.config import GatewayConfig
+from bottega.gateway.config import GatewayConfig, read_signer
 from bottega.gateway.dispatch.connection import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.dispatch.job_traces import JobTraces
@@ -89,6 +89,7 @@ class JobController:
             traces=self.traces,
             max_result_bytes=config.max_result_bytes,
             weigh=terms.weight,
+            signer=read_signer(config),
         )
         self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
         self.queue = JobQueue(

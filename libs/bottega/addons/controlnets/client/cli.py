@@ -397,17 +397,19 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
+_CONTROL = click.option(
+    "--control",
+    "controlnets",
+    type=ControlType(),
+    multiple=True,
+    metavar="NAME[:MODE]=FILE[:SCALE]",
+    help="Steer the picture by this control image with the ControlNet NAME; repeatable. "
+    "A union needs the MODE of the image, such as union:depth. bottega controlnets lists both.",
+)
+
 PART = GenerationPart(
     options=(
-        click.option(
-            "--control",
-            "controlnets",
-            type=ControlType(),
-            multiple=True,
-            metavar="NAME[:MODE]=FILE[:SCALE]",
-            help="Steer the picture by this control image with the ControlNet NAME; repeatable. "
-            "A union needs the MODE of the image, such as union:depth. bottega controlnets lists both.",
-        ),
+        _CONTROL,
         click.option(
             "--stale-residuals/--no-stale-residuals",
             default=None,
@@ -415,6 +417,7 @@ PART = GenerationPart(
             "Default: by --fidelity.",
         ),
     ),
+    inputs=(_CONTROL,),
     stage="controlnets",
     describe=_describe,
     warn=_warn,

@@ -1,0 +1,84 @@
+"""`bottega verify` tells a genuine picture from a changed one, and the same picture from another one."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import PIL.Image
+import pytest
+
+from bottega.client import Client
+from bottega.client.types.picture import Format
+from bottega.content_credentials import PictureSigner
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from tests.e2e.conftest import Suite
+from tests.support.picture_certificates import PictureAuthority
+from tests.support.terminal import run
+
+_STEPS = 4
+
+
+def _signed(path: Path, folder: Path, model_hash: str) -> PictureAuthority:
+    authority = PictureAuthority()
+    certificate, key = authority.issue(folder)
+    signer = PictureSigner(certificate.read_bytes(), key.read_bytes(), version="1")
+    facts = Provenance(model_hash=model_hash, exact=True, dtype="float32")
+    (data,) = asyncio.run(signer.sign([path.read_bytes()], GenerationSpec(), facts))
+    path.write_bytes(data)
+    return authority
+
+
+def test_a_genuine_picture_a_changed_one_and_another_one(suite: Suite, client: Client, tmp_path: Path) -> None:
+    path, anchors, other = tmp_path / "star.png", tmp_path / "anchors.pem", tmp_path / "other.png"
+    picture = client.generate("a big red star", seed=7, num_inference_steps=_STEPS)
+    picture.save(path)
+    found = run("verify", str(path), address=suite.gateway.address)
+    assert (found.exit_code, "not signed" in found.stdout, "equal:" in found.stdout) == (0, True, True), found.output
+
+    authority = _signed(path, tmp_path, picture.provenance.model_hash)
+    anchors.write_text(authority.pem)
+    found = run("verify", str(path), "--trust", str(anchors), address=suite.gateway.address)
+    assert (found.exit_code, "signed by pictures.example" in found.stdout) == (0, True), found.output
+    anchors.write_text(PictureAuthority().pem)
+    found = run("verify", str(path), "--trust", str(anchors), "--no-replay")
+    assert (found.exit_code, "whose authority is not in" in found.stdout) == (3, True), found.output
+
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"a big red star", b"a big red ring"))
+    found = run("verify", str(path), "--no-replay")
+    assert (found.exit_code, "the signature is not valid" in found.stdout) == (3, True), found.output
+
+    other.write_bytes(picture.data.replace(b'"7"', b'"8"'))
+    found = run("verify", str(other), address=suite.gateway.address)
+    assert found.exit_code == 2, "a text with a wrong checksum"
+
+
+@pytest.mark.parametrize("image_format", ["jpeg", "webp"])
+def test_a_picture_that_others_have_changed_is_another_one(
+    suite: Suite, client: Client, tmp_path: Path, image_format: Format
+) -> None:
+    picture = client.generate("a ring", seed=3, num_inference_steps=_STEPS, format=image_format)
+    path = picture.save(tmp_path / f"ring.{image_format}")
+    found = run("verify", str(path), address=suite.gateway.address)
+    assert (found.exit_code, "equal:" in found.stdout) == (0, True), found.output
+    image = PIL.Image.open(io.BytesIO(picture.data))
+    exif = image.info["exif"]
+    image.paste("white", (0, 0, 32, 32))
+    image.save(path, exif=exif)
+    found = run("verify", str(path), address=suite.gateway.address)
+    assert (found.exit_code, "different:" in found.stdout) == (4, True), found.output
+
+
+def test_what_cannot_be_drawn_again_says_what_is_missing(client: Client, suite: Suite, tmp_path: Path) -> None:
+    source = client.generate("a ring", seed=3, num_inference_steps=_STEPS)
+    path = client.generate("a star", image=source, seed=4, num_inference_steps=_STEPS).save(tmp_path / "star.png")
+    found = run("verify", str(path), address=suite.gateway.address)
+    assert (found.exit_code, "--image" in found.output) == (2, True)
+    image = source.save(tmp_path / "ring.png")
+    found = run("verify", str(path), "--image", str(image), address=suite.gateway.address)
+    assert (found.exit_code, "equal:" in found.stdout) == (0, True), found.output
+    bare = client.generate("a ring", seed=3, num_inference_steps=_STEPS, metadata=False).save(tmp_path / "bare.png")
+    found = run("verify", str(bare))
+    assert (found.exit_code, "drawn without metadata" in found.output) == (2, True), found.output
