@@ -116,6 +116,10 @@ class ServiceSpec:
     It raises ConfigError for a configuration that names something unusable on this machine."""
     example: Mapping[str, object] = field(default_factory=dict)
     """Settings in the configuration file that is installed with the unit. The file shows other keys as comments."""
+    fork_after_importing: str = ""
+    """Module that `bottega up` imports before it forks the service; see bottega.process.fork_server.
+
+    Importing it must not start threads. "" starts the service as a new interpreter."""
     count: ServiceOption | None = None
     """Option with the number of processes, whose names are numbered; None if there is exactly one."""
     options: tuple[ServiceOption, ...] = ()

@@ -24,6 +24,7 @@ SPEC = ServiceSpec(
     kind="activations",
     title="activation store",
     module="bottega.activations",
+    fork_after_importing="bottega.activations.__main__",
     configure=_configure,
     config="bottega.activations.config:ActivationsConfig",
     example={"name": "activations"},

@@ -23,6 +23,7 @@ SPEC = ServiceSpec(
     kind="cache",
     title="approximate cache",
     module="bottega.cache",
+    fork_after_importing="bottega.rpc.store_server",  # NumPy, which the cache imports, starts threads
     configure=_configure,
     config="bottega.cache.config:CacheConfig",
     config_check="bottega.cache.server:read_profiles",

@@ -31,6 +31,7 @@ SPEC = ServiceSpec(
     kind="controlnet",
     title="ControlNet server",
     module="bottega.controlnet",
+    fork_after_importing="bottega.controlnet.__main__",
     configure=_configure,
     config="bottega.controlnet.config:ControlNetConfig",
     example={

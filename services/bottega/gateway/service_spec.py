@@ -19,6 +19,7 @@ SPEC = ServiceSpec(
     kind="gateway",
     title="gateway",
     module="bottega.gateway",
+    fork_after_importing="bottega.gateway.__main__",
     configure=_configure,
     config="bottega.gateway.config:GatewayConfig",
     config_check="bottega.gateway.config:check_files",

@@ -14,6 +14,7 @@ SPEC = ServiceSpec(
     kind="http",
     title="HTTP API",
     module="bottega.http",
+    fork_after_importing="bottega.http.__main__",
     configure=_configure,
     config="bottega.http.config:HttpConfig",
     config_check="bottega.http.config:read_url_key",

@@ -25,6 +25,7 @@ SPEC = ServiceSpec(
     kind="loras",
     title="LoRA store",
     module="bottega.loras",
+    fork_after_importing="bottega.loras.__main__",
     configure=_configure,
     config="bottega.loras.config:LoraConfig",
     config_check="bottega.loras.config:check_configured",

@@ -29,6 +29,7 @@ SPEC = ServiceSpec(
     kind="worker",
     title="worker",
     module="bottega.worker",
+    fork_after_importing="bottega.worker.__main__",
     configure=_configure,
     config="bottega.worker.config:WorkerConfig",
     config_check="bottega.worker.config:check_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from bottega.client.suite.plan import ProcessPlan
 from bottega.client.suite.service_process import DoesNotStart, RestartPolicy, ServiceProcess
+from bottega.process.fork_server import ForkServer
 from tests.support.services import runs
 from tests.support.waiting import eventually
 
@@ -82,6 +84,17 @@ async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp
         assert reports.deaths == [("worker-0", "was killed by SIGKILL", 0.05)]
         await eventually(lambda: not any(runs(child) for child in children))
     assert '"policy": "thing"' in (tmp_path / "worker-0.log").read_text()
+
+
+async def test_a_service_starts_without_the_fork_server_when_that_is_gone(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    reports = Reports()
+    plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", LISTENS), fork_after_importing="json")
+    with ours:
+        found = ServiceProcess(plan, tmp_path, reports, QUICK, fork_server=ForkServer(ours))
+        async with running(found):
+            await eventually(lambda: bool(reports.served))
 
 
 async def test_each_change_of_a_service_is_reported_when_it_happens(tmp_path: Path) -> None:

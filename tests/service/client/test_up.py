@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import PIL.Image
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -225,6 +226,14 @@ def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, folder: Pa
     wait_until(again, "the gateway to serve again", within_s=START_S)
     assert _job_ids(up) == listed != []
     bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2")
+
+
+def test_services_are_forks_of_one_process_that_look_like_programs_of_their_own(up: Up) -> None:
+    services = {child.name: psutil.Process(child.pid) for child in up.record().children}
+    assert services.pop(KIND).ppid() == up.process.pid  # its manifest does not say that it may be a fork
+    (server,) = {service.ppid() for service in services.values()}
+    assert psutil.Process(server).ppid() == up.process.pid
+    assert "bottega.gateway" in " ".join(services["gateway"].cmdline())
 
 
 def test_ctrl_c_leaves_nothing(up: Up) -> None:

@@ -287,8 +287,10 @@ FIRST_PROMPT = "a big red star on the left on a blue background"
 def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> None:
     """Run a suite until a signal drains it, or a second signal ends it at once. Raise DoesNotStart if it fails."""
     from bottega.client.suite.service_process import Supervisor
+    from bottega.process.fork_server import fork_server
 
-    with closing(ServiceLog(state.logs, "suite")) as log:
+    # The server is forked before this process starts threads.
+    with fork_server() as server, closing(ServiceLog(state.logs, "suite")) as log:
         settings = plan.settings
         listener = TerminalListener(log, quiet=in_background)
 
@@ -297,7 +299,7 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
                 listener.left_out(thing)
             say_ready(settings.address, settings.fleet_address, plan.http_address, seconds, state)
 
-        asyncio.run(_run(Supervisor(plan, state, listener), on_ready))
+        asyncio.run(_run(Supervisor(plan, state, listener, fork_server=server), on_ready))
 
 
 class TerminalListener:

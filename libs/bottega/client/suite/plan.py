@@ -56,6 +56,8 @@ class ProcessPlan:
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables to add to the process's environment."""
+    fork_after_importing: str = ""
+    """Module to import before a fork becomes the process; "" for a new interpreter. See `ServiceSpec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,7 @@ def _process(name: str, service: ServiceSpec, settings: SuiteSettings, folder: P
         argv=(sys.executable, "-m", service.module, "--config", str(path), "--stop-with-stdin"),
         # Without it the threads of two torch processes on few cores starve each other, up to 80-fold.
         environment={"OMP_WAIT_POLICY": "PASSIVE"},
+        fork_after_importing=service.fork_after_importing,
     )
 
 

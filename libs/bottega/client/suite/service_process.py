@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+from asyncio.subprocess import Process
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,7 @@ from bottega.client.suite.service_log import OutputPipe, ServiceLog, fields_of, 
 from bottega.client.transport.calls import RetryPolicy
 from bottega.client.types.fleet import FleetStatus
 from bottega.errors import BottegaError, Code, ConfigError, DeadlinePassed, Unavailable
+from bottega.process.fork_server import ForkedProcess, ForkOrder, ForkServer
 
 # Seconds to read the last output of a process that has ended.
 _READ_REST_S = 1.0
@@ -74,6 +76,7 @@ class ServiceProcess:
     """A service that is restarted when its process dies, until it is stopped.
 
     Args:
+        fork_server: Forks the process if the plan allows it; None starts new interpreters.
         on_change: Called when the process, its progress or `serving` changes.
     """
 
@@ -84,6 +87,7 @@ class ServiceProcess:
         listener: ServiceListener,
         policy: RestartPolicy,
         *,
+        fork_server: ForkServer | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = plan.name
@@ -95,6 +99,7 @@ class ServiceProcess:
         self._plan = plan
         self._listener = listener
         self._policy = policy
+        self._fork_server = fork_server
         self._on_change = on_change
         self._log = ServiceLog(logs, plan.name)
         self._last_lines: deque[str] = deque(maxlen=12)
@@ -153,18 +158,30 @@ class ServiceProcess:
                 await reading.join(_READ_REST_S)
                 await reading.cancel()
 
-    async def _start(self, stdin: int, output: int) -> asyncio.subprocess.Process:
+    async def _start(self, stdin: int, output: int) -> Process | ForkedProcess:
+        environment = {**os.environ, **self._plan.environment}
+        if self._fork_server is not None and self._plan.fork_after_importing:
+            _, _, module, *arguments = self._plan.argv
+            order = ForkOrder(
+                module=module,
+                arguments=tuple(arguments),
+                environment=environment,
+                folder=str(Path.cwd()),
+                imports=self._plan.fork_after_importing,
+            )
+            with contextlib.suppress(OSError):  # without the server it starts all the same
+                return await self._fork_server.start(order, stdin=stdin, output=output)
         return await asyncio.create_subprocess_exec(
             *self._plan.argv,
             stdin=stdin,
             stdout=output,
             stderr=output,
-            env={**os.environ, **self._plan.environment},
+            env=environment,
             # A group of its own: Ctrl-C in the terminal does not reach it, and its children can be killed with it.
             start_new_session=True,
         )
 
-    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+    async def _stop(self, process: Process | ForkedProcess) -> None:
         process.terminate()
         try:
             await asyncio.wait_for(process.wait(), self._policy.stop_grace_s)
@@ -188,7 +205,7 @@ class ServiceProcess:
                 self._listener.serving(self.name, str(fields.get("address", "")))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stdin_of_supervisor() -> Iterator[int]:
     """Yield a silent stdin that ends when this process ends, even if it is killed: only it has the write end."""
     read_end, write_end = os.pipe()
@@ -214,14 +231,27 @@ class Supervisor:
     """Runs a suite from a state folder whose lock this process holds."""
 
     def __init__(
-        self, plan: SuitePlan, state: StateFolder, listener: ServiceListener, policy: RestartPolicy | None = None
+        self,
+        plan: SuitePlan,
+        state: StateFolder,
+        listener: ServiceListener,
+        policy: RestartPolicy | None = None,
+        *,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._plan = plan
         self._state = state
         self._changed = asyncio.Event()
         self._written: InstanceRecord | None = None
         self._processes = [
-            ServiceProcess(process, state.logs, listener, policy or RestartPolicy(), on_change=self._changed.set)
+            ServiceProcess(
+                process,
+                state.logs,
+                listener,
+                policy or RestartPolicy(),
+                fork_server=fork_server,
+                on_change=self._changed.set,
+            )
             for process in plan.processes
         ]
 
