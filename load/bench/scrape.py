@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bottega import kinds
-from bottega.gateway.gateway import TARGETS_PATH
+from bottega.gateway.api.fleet_service import TARGETS_PATH
 from load.bench.framework import CORES, Bench, Option, Sheet, medians
 from load.bench.suites import processor_s, scraped, suite
 from tests.support.services import Service

@@ -19,11 +19,11 @@ from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.gateway import PeriodicChecks
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.gateway.tenants import TenantTerms
 from bottega.rpc.channel import Target
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2

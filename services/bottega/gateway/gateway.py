@@ -13,7 +13,10 @@
     serving    the disk cannot be written      paused: nothing is accepted or dispatched; finished images stay in
                                                memory until they can be written (jobs/storage.py)
 
-If the check of the leases is late, it renews all of them, because the gateway itself was stalled, not the services.
+Periodic checks end the leases of silent members, and fail jobs that no worker or add-on can serve. While all members
+report, no check is due before a lease could end, so an idle gateway sleeps. When the lease of a member is about to end,
+leases are checked every tenth of a second. If a check is late, it renews all leases, because the gateway itself was
+stalled, not the services.
 """
 
 from __future__ import annotations
@@ -21,50 +24,59 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
+import itertools
 import logging
+import math
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bottega import kinds
-from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, AddOnMetrics
+from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn, AddOnContext, AddOnMetrics, PrefetchReason
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock, seconds_until_tick
 from bottega.codec import CodecPool
-from bottega.errors import StorageUnavailable
+from bottega.errors import BottegaError, NoWorker, StorageUnavailable
 from bottega.gateway.api.admission import Admission
-from bottega.gateway.api.fleet_service import FleetNotServedHere, FleetService
+from bottega.gateway.api.fleet_service import TARGETS_PATH, FleetNotServedHere, FleetService, scrape_targets
 from bottega.gateway.api.image_service import ImageService
 from bottega.gateway.config import GatewayConfig
-from bottega.gateway.dispatch.worker_client import GrpcWorkerClient
+from bottega.gateway.dispatch.connection import WorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.conversion import version
+from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.gateway.tenants import TenantAuthenticator, TenantTerms
 from bottega.manifest import load_object, read_services
-from bottega.rpc.address import split
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
-from bottega.v1.fleet_pb2 import Registration
 
-TARGETS_PATH = "/targets"
-"""HTTP path of the list of Prometheus scrape targets, on the port of the gateway's own /metrics."""
-
-# Wildcard hosts. A service that listens on one is scraped at the host of its call address.
-_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 # Seconds between two checks of the health. It is also checked when writing begins to fail or to work again.
 _HEALTH_S = 1.0
 # Upper bound on the wait of an input image for a codec process. An image that hangs its codec delays others as long.
 _INSPECTION_WAIT_S = 20.0
+
+# If a check is late by more seconds than this, this process was stalled, not its members.
+_LATE_S = 0.5
+# Seconds between two checks while the lease of a member is about to end, or after a check has failed.
+_TICK_S = 0.1
+# Rest of a lease from which on ticks are frequent: after a stall of this process, reports that came meanwhile are
+# read before a member is removed.
+_ABOUT_TO_END_S = 0.5
+_QUEUE_S = 1.0
+# Part of that after which the queue is due, because timers fire a moment earlier or later.
+_ABOUT = 0.9
+# Number of checks that fail within so many seconds before the gateway reports NOT_SERVING.
+_MAX_FAULTS = 3
+_FAULTS_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +113,7 @@ class Gateway:
             fleet=fleet,
             jobs=self._jobs,
             addons=addons,
-            connect=functools.partial(GrpcWorkerClient, channels=self.server.channels),
+            connect=functools.partial(WorkerClient, channels=self.server.channels),
             terms=terms,
             metrics=metrics,
             clock=clock,
@@ -244,22 +256,123 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> St
     return storage
 
 
-def scrape_targets(registrations: Iterable[Registration]) -> str:
-    """Return the Prometheus scrape targets as JSON: one entry for each service that has metrics.
+class PeriodicChecks:
+    """Runs the checks of a gateway's fleet and queue. `start` them after the controller, and `stop` them before it.
 
-    Each target has the kind of the service as the label `service` and its name as `instance`. Both stay the same when
-    the service restarts on another port.
+    Args:
+        worker_grace_s: Seconds for which jobs from before a restart wait for a worker of their model to join. The
+            restarted gateway does not know yet how long such a worker takes to start.
     """
-    groups = [
-        {"targets": [_scrape_target(service)], "labels": {"service": service.kind, "instance": service.name}}
-        for service in registrations
-        if service.metrics_address
-    ]
-    return json.dumps(groups)
 
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        controller: JobController,
+        addons: Sequence[AddOn],
+        worker_grace_s: float,
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._controller = controller
+        self._queue = controller.queue
+        self._addons = addons
+        self._worker_grace_s = worker_grace_s
+        self._grace_until = 0.0
+        self._clock = clock
+        self._queue_due_at = -math.inf
+        """Time of the next check of the queue, on the clock of the event loop."""
+        self._checking = BackgroundTasks("checks of the fleet and the queue")
+        self._publishing = BackgroundTasks("publishing of estimates")
+        self._faults: deque[float] = deque(maxlen=_MAX_FAULTS)
 
-def _scrape_target(registration: Registration) -> str:
-    host, port = split(registration.metrics_address)
-    if host in _EVERYWHERE:
-        host, _ = split(registration.address)
-    return f"{host}:{port}"
+    @property
+    def healthy(self) -> bool:
+        """Whether the checks run. A single failure does not count, several within seconds do."""
+        faults = self._faults
+        return len(faults) < _MAX_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
+
+    def start_grace(self) -> None:
+        """Start the time during which jobs from before a restart wait for a worker."""
+        self._grace_until = self._clock.monotonic() + self._worker_grace_s
+
+    def start(self) -> None:
+        """Start the background checks."""
+        self._checking.start(self._keep_checking())
+
+    async def stop(self) -> None:
+        """Stop the background checks. Does nothing if they were not started."""
+        await self._checking.cancel()
+        await self._publishing.cancel()
+
+    async def _keep_checking(self) -> None:
+        checked_at = self._clock.monotonic()
+        while True:
+            pause_s = self._pause_s()
+            await asyncio.sleep(pause_s)
+            # Since the check before, and not only while it slept: this process may be stopped anywhere.
+            before, checked_at = checked_at, self._clock.monotonic()
+            try:
+                self._check(late_s=max(0.0, checked_at - before - pause_s))
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and no job starts
+                _log.exception("the check of the fleet and the queue failed; it is tried again")
+                self._faults.append(self._clock.monotonic())
+                await asyncio.sleep(_QUEUE_S)  # what fails every time is not logged every time
+                checked_at = self._clock.monotonic()
+
+    def _pause_s(self) -> float:
+        """Return the seconds until a lease is about to end or the queue has to be checked."""
+        lease_s = self._fleet.lease_s
+        quiet_s = self._fleet.shortest_lease_s() - min(_ABOUT_TO_END_S, lease_s / 2)
+        return min(max(quiet_s, _TICK_S), seconds_until_tick(_QUEUE_S))
+
+    def _check(self, *, late_s: float) -> None:
+        if late_s > _LATE_S:
+            _log.warning("the event loop was stalled; all leases are renewed", extra={"late_s": round(late_s, 3)})
+            self._fleet.renew_leases()
+            self._grace_until += late_s
+            return  # read the pending reports before any member or job is given up
+        self._fleet.expire()
+        now = asyncio.get_running_loop().time()
+        if now >= self._queue_due_at:
+            self._queue_due_at = now + _ABOUT * _QUEUE_S
+            if self._controller.has_jobs:
+                self._fleet.wake_up()
+            else:
+                self._fleet.rest()
+            self._check_queue()
+
+    def _check_queue(self) -> None:
+        in_grace = self._clock.monotonic() < self._grace_until
+        for model in self._queue.models():
+            if in_grace or self._fleet.expected(model):
+                self._controller.scheduler.schedule(model)
+                self._fail_all(self._controller.estimates.unmeetable(model))
+                self._check_addons(model, in_grace=in_grace)
+            else:
+                retry_after_s = self._queue.retry_after_s()
+                error = NoWorker(
+                    f"no worker of model {model} joined within the grace period", retry_after_s=retry_after_s
+                )
+                self._fail_all((job, error) for job in self._queue.line(model))
+        if not self._publishing:
+            self._publishing.start(self._publish_estimates())
+
+    def _check_addons(self, model: str, *, in_grace: bool) -> None:
+        for addon in self._addons:
+            addon.prefetch(list(itertools.islice(self._queue.line(model), PREFETCHED_JOBS)), PrefetchReason.NEXT)
+            if not in_grace:
+                waiting = self._queue.line(model)
+                self._fail_all((job, error) for job in waiting if (error := addon.unavailable(job)) is not None)
+
+    def _fail_all(self, failures: Iterable[tuple[Job, BottegaError]]) -> None:
+        for job, error in list(failures):  # a copy, because failing a job removes it from the queue
+            self._controller.fail(job, error)
+
+    async def _publish_estimates(self) -> None:
+        """Compute and publish estimates in a task of their own, because a long queue takes a while."""
+        try:
+            await self._controller.estimates.publish_all()
+        except Exception:  # noqa: BLE001 - the boundary of the task
+            _log.exception("computing the estimates of the queue failed; it is tried again")
+            self._faults.append(self._clock.monotonic())

@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from bottega.client import Client
-from bottega.gateway.gateway import TARGETS_PATH
+from bottega.gateway.api.fleet_service import TARGETS_PATH
 from tests.e2e.conftest import Suite
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
 from tests.support.services import Service

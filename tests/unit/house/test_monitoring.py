@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from bottega.gateway.api.fleet_service import TARGETS_PATH
 from bottega.gateway.config import DEFAULT_METRICS_ADDRESS
-from bottega.gateway.gateway import TARGETS_PATH
 from tests.support.deployed_metrics import DEPLOY, PROMETHEUS, expressions, rules
 
 RULES = ["bottega.rules.yml", "bottega.alerts.yml"]

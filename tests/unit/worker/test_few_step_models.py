@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from bottega.engine.limits import EngineLimits
-from bottega.gateway.api import defaults
+from bottega.gateway.jobs import specs
 from bottega.model.schedulers import SamplerKind
 from bottega.model_files.presets import PRESET_FILE
 from bottega.v1 import engine_pb2
@@ -62,7 +62,7 @@ def test_a_request_that_says_nothing_is_drawn_as_the_preset_says(tmp_path: Path,
     (path / PRESET_FILE).write_text(json.dumps(folder.preset))
     engine = make_engine(load(path), EngineLimits())
     said = GenerationSpec(prompt="a big red star", width=32, height=32, seed=3)
-    full = defaults.complete(said, ready_of(engine).ready.model)
+    full = specs.complete(said, ready_of(engine).ready.model)
     order = order_of(engine_pb2.EngineStart(spec=full), engine.model)
     spec = order.spec
     assert (spec.num_inference_steps, spec.guidance_scale) == tuple(folder.preset.values())[:2]

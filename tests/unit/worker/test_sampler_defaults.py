@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bottega.engine.limits import EngineLimits
-from bottega.gateway.api import defaults
+from bottega.gateway.jobs import specs
 from bottega.model.sampler_choices import SamplerChoice
 from bottega.model.schedulers import SamplerKind
 from bottega.rules import MAX_STEPS
@@ -39,7 +39,7 @@ def test_a_sampler_draws_as_the_models_configuration_says_unless_the_request_doe
         for karras in (None, False, True):
             if karras is not None and not sampler:
                 continue
-            full = defaults.complete(GenerationSpec(**SAID, sampler=sampler, use_karras_sigmas=karras), model)
+            full = specs.complete(GenerationSpec(**SAID, sampler=sampler, use_karras_sigmas=karras), model)
             order = order_of(engine_pb2.EngineStart(spec=full), engine.model)
             drawing = ManualEngine(engine).draw(order)
             overrides = {} if karras is None else {"use_karras_sigmas": karras}

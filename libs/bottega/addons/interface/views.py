@@ -268,6 +268,37 @@ class Member:
         """Return whether the member is the process with this secret."""
         return hmac.compare_digest(self.instance.encode(), instance.encode())
 
+    def note_load(self, load: fleet_pb2.Load) -> None:
+        """Store a report of the member, and what the scheduler reads of it."""
+        self.load, self.has_reported = load, True
+        self.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
+        self.shares = {
+            running.attempt.job_id: running.computed_share
+            for running in load.running
+            if 0 < running.computed_share <= 1  # NaN is not
+        }
+        self.fractions = RowFractions.from_entries(
+            ((time.latent_height, time.latent_width), time.fixed_share)
+            for time in load.masked_times
+            if time.HasField("fixed_share")
+        )
+        self.planned = StepTable.from_entries(
+            ((time.latent_height, time.latent_width), step.rows, step.seconds)
+            for time in load.masked_times
+            for step in time.planned
+        )
+        self.times = StepTimes.from_entries(
+            (
+                ((time.latent_height, time.latent_width), time.rows, time.seconds)
+                for time in load.step_times
+                if math.isfinite(time.seconds) and time.seconds > 0
+            ),
+            outdated={
+                ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
+            },
+        )
+        self.hosted = hosted_by_kind(load)
+
     def report_backlog(self, backlog: int) -> None:
         """Send the number of waiting jobs to the member over its stream, if it has changed."""
         if backlog != self.backlog:

@@ -29,11 +29,12 @@ from bottega.errors import (
     Violation,
 )
 from bottega.fair_order import Share
-from bottega.gateway.api import defaults, validation
+from bottega.gateway.api import validation
 from bottega.gateway.api.reuse import IdenticalResult, IdenticalResults, ImageSources
 from bottega.gateway.api.validation import ImageInspector, SeenImages
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.conversion import answered_provenance
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
@@ -230,7 +231,7 @@ class Admission:
             request=dataclasses.replace(
                 request,
                 shape=latent_shape(full, model),
-                evaluations_per_step=defaults.evaluations_per_step(full, model),
+                evaluations_per_step=specs.evaluations_per_step(full, model),
                 keeps_steps=keeps_steps(full, model.strength_keeps_steps),
             ),
             spec=full,
@@ -332,8 +333,8 @@ class Admission:
         self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]
     ) -> GenerationSpec:
         if before is not None:
-            return defaults.as_before(spec, before.bare)
-        return defaults.complete(spec, model, resolutions, self._addons)
+            return specs.as_before(spec, before.bare)
+        return specs.complete(spec, model, resolutions, self._addons)
 
     async def _resolve(self, spec: GenerationSpec, access: Access) -> list[Resolution]:
         resolutions = []

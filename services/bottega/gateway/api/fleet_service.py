@@ -1,9 +1,10 @@
-"""FleetService: the stream of each service that joins the fleet, and the list of members."""
+"""FleetService: the stream of each service that joins the fleet, the list of members, and what Prometheus scrapes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -17,7 +18,7 @@ from bottega.gateway.fleet.join_limits import PendingJoins
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.process.memory import resident_bytes
-from bottega.rpc.address import host_of
+from bottega.rpc.address import host_of, split
 from bottega.rpc.interceptor.call_limits import full
 from bottega.rpc.security.caller import Caller, Role, caller
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
@@ -31,6 +32,12 @@ _MAX_SERVICES = 8
 _PAUSE_S = 0.015
 # Time for members to report after the fleet was at rest, so that a list shows their load as it is.
 _WAKE_S = 0.1
+
+TARGETS_PATH = "/targets"
+"""HTTP path of the list of Prometheus scrape targets, on the port of the gateway's own /metrics."""
+
+# Wildcard hosts. A service that listens on one is scraped at the host of its call address.
+_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -198,3 +205,24 @@ def _message(member: Member, now: float) -> fleet_pb2.Member:
 def _memory_bytes() -> int:
     this = psutil.Process()
     return resident_bytes([this.pid, *(child.pid for child in this.children(recursive=True))])
+
+
+def scrape_targets(registrations: Iterable[fleet_pb2.Registration]) -> str:
+    """Return the Prometheus scrape targets as JSON: one entry for each service that has metrics.
+
+    Each target has the kind of the service as the label `service` and its name as `instance`. Both stay the same when
+    the service restarts on another port.
+    """
+    groups = [
+        {"targets": [_scrape_target(service)], "labels": {"service": service.kind, "instance": service.name}}
+        for service in registrations
+        if service.metrics_address
+    ]
+    return json.dumps(groups)
+
+
+def _scrape_target(registration: fleet_pb2.Registration) -> str:
+    host, port = split(registration.metrics_address)
+    if host in _EVERYWHERE:
+        host, _ = split(registration.address)
+    return f"{host}:{port}"

@@ -16,8 +16,7 @@ from bottega.addons.interface.gateway_addon import AddOn
 from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
 from bottega.fair_order import Share
-from bottega.gateway.api.defaults import choice_of, strength_of
-from bottega.gateway.jobs.specs import input_images, latent_scale
+from bottega.gateway.jobs.specs import choice_of, input_images, latent_scale, strength_of
 from bottega.rules import (
     MAX_ADAPTERS,
     MAX_CLIP_SKIP,

@@ -19,7 +19,7 @@ from bottega.content_credentials import PictureSigner
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
 from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection
 from bottega.gateway.dispatch.job_traces import AttemptTimes, JobTraces
-from bottega.gateway.jobs import log_lines
+from bottega.gateway.jobs import conversion
 from bottega.gateway.jobs.conversion import completed_provenance
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.storage import Storage
@@ -237,7 +237,7 @@ class Dispatcher:
         checkpoint, request.checkpoint = request.checkpoint, b""
         room_bytes = _MAX_REQUEST_BYTES - request.ByteSize() - len(kept)
         if room_bytes < 0:  # earlier attempts were too large for it as well, so the checkpoint fits
-            _log.warning("the request is too large to add the kept data of its image", extra=log_lines.job_fields(job))
+            _log.warning("the request is too large to add the kept data of its image", extra=conversion.job_fields(job))
             request.checkpoint = checkpoint
         else:
             request.kept = kept
@@ -281,7 +281,7 @@ class Dispatcher:
             else:
                 self._observer.attempt_failed(attempt.job, attempt.number, error)
         except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
-            _log.exception("an attempt failed with an unexpected error", extra=log_lines.job_fields(attempt.job))
+            _log.exception("an attempt failed with an unexpected error", extra=conversion.job_fields(attempt.job))
             self._remove_if_current(attempt)
             self._note_trace(attempt)
             self._observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from typing import Protocol
 
 from bottega import kinds, rules
-from bottega.addons.interface.views import ANYTHING, Access, Member, hosted_by_kind
+from bottega.addons.interface.views import ANYTHING, Access, Member
 from bottega.clocks import Clock
-from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
+from bottega.errors import Draining, InvalidRequest, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
-from bottega.gateway.fleet.members import FleetObserver, SeenModels
+from bottega.gateway.fleet.models import SeenModels, check_models, merge_workers
 from bottega.gateway.fleet.validation import check_load, check_registration
-from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.rpc.address import host_of
 from bottega.v1 import fleet_pb2, image_pb2
 
@@ -41,6 +40,19 @@ _REFUSED_KEPT_S = 600.0
 _MAX_REFUSED = 64
 
 _log = logging.getLogger(__name__)
+
+
+class FleetObserver(Protocol):
+    """Receives joins, changes and losses of members. Its methods run in the event loop and must not block."""
+
+    def member_joined(self, member: Member) -> None:
+        """Note that a member has joined, or has reconnected within its lease."""
+
+    def member_changed(self, member: Member) -> None:
+        """Note that a member has reported its load, or has disconnected and may still reconnect."""
+
+    def member_lost(self, member: Member) -> None:
+        """Note that a member's lease has ended. Its attempts are lost."""
 
 
 class Fleet:
@@ -109,7 +121,7 @@ class Fleet:
                 self._check_name(member, now)
             others = [other for other in self._members.values() if other is not member]
             self._limits.check_room(host, (other.host for other in others), known=known or is_same)
-            self._check_models(public, others)
+            check_models(public, others)
             if member is not None:
                 self._remove(member)
             member = self._members[key] = Member(
@@ -298,36 +310,9 @@ class Fleet:
     def _apply(self, member: Member, load: fleet_pb2.Load) -> None:
         """Update a member with a new report, and call the observers."""
         has_started = load.start_s != member.load.start_s  # once for each instance
-        member.load, member.has_reported = load, True
+        member.note_load(load)
         if has_started:
             self._seen.note_start(member)
-        member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
-        member.shares = {
-            running.attempt.job_id: running.computed_share
-            for running in load.running
-            if 0 < running.computed_share <= 1  # NaN is not
-        }
-        member.fractions = RowFractions.from_entries(
-            ((time.latent_height, time.latent_width), time.fixed_share)
-            for time in load.masked_times
-            if time.HasField("fixed_share")
-        )
-        member.planned = StepTable.from_entries(
-            ((time.latent_height, time.latent_width), step.rows, step.seconds)
-            for time in load.masked_times
-            for step in time.planned
-        )
-        member.times = StepTimes.from_entries(
-            (
-                ((time.latent_height, time.latent_width), time.rows, time.seconds)
-                for time in load.step_times
-                if math.isfinite(time.seconds) and time.seconds > 0
-            ),
-            outdated={
-                ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
-            },
-        )
-        member.hosted = hosted_by_kind(load)
 
     def _reconnect(self, member: Member, registration: fleet_pb2.Registration, host: str, now: float) -> None:
         if member.registration != registration:
@@ -364,28 +349,12 @@ class Fleet:
             retry_after_s=retry_s,
         )
 
-    def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
-        """Raise ModelMismatch if workers of a model differ in weights or precision, because jobs move between them."""
-        if registration.kind != kinds.WORKER:
-            return
-        served = {model.name: (model, other) for other in others for model in other.models}
-        for model in registration.models:
-            known, by = served.get(model.name, (model, None))
-            if by is not None and _identity(known) != _identity(model):
-                alike = known.model_hash == model.model_hash
-                todo = "give both the same engine.dtype" if alike else "give one of them another model_name"
-                raise ModelMismatch(
-                    f"{registration.name} has {model.name} as {_identity(model)}, but {by.name} serves it as"
-                    f" {_identity(known)}; {todo}, or stop it",
-                    metadata={"model": model.name, "member": by.name},
-                )
-
     def _merged_model(self, name: str) -> image_pb2.Model:
         """Return the model with the features of all its workers, or as it was when its last worker left."""
         whole = self._merged_models.get(name)
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
-            whole = self._merged_models[name] = _merge_workers(served or [self.last_seen(name)])
+            whole = self._merged_models[name] = merge_workers(served or [self.last_seen(name)])
         return whole
 
     def _remove(self, member: Member) -> None:
@@ -422,28 +391,3 @@ def _without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registr
     public.CopyFrom(registration)
     public.ClearField("instance")
     return public
-
-
-def _merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
-    """Merge a model of several workers into one that can do what each of them can."""
-    whole = image_pb2.Model()
-    whole.CopyFrom(models[0])
-    whole.workers = len(models)
-    whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
-    whole.edits_refused_because = next(filter(None, (model.edits_refused_because for model in models)), "")
-    for choice in whole.sampler_choices:
-        same = [other for model in models for other in model.sampler_choices if _named(other) == _named(choice)]
-        # A library may be missing, or of another version, at one worker alone.
-        choice.refused_because = next((other.refused_because for other in same if other.refused_because), "")
-        for other in same:
-            choice.refused_steps.update(other.refused_steps)
-    return whole
-
-
-def _named(choice: image_pb2.SamplerChoice) -> tuple[int, bool]:
-    return choice.sampler, choice.use_karras_sigmas
-
-
-def _identity(model: image_pb2.Model) -> str:
-    """Return the properties that all workers of a model must share, so that a job can resume at any of them."""
-    return f"{model.model_hash or 'no hash'} in {model.dtype or 'no dtype'}"

@@ -1,7 +1,8 @@
-"""Conversion between jobs and the records of the job store, and the provenances of jobs.
+"""What the gateway writes about a job: its record in the job store, its provenance and its log lines.
 
 A record's spec has no input images. They are stored separately, in a copy of the complete spec, which is deleted when
-the job ends.
+the job ends. Every log line has the job_id, and the request_id that the worker's lines have, too. It does not rely on
+the fields of the current call, because a job often changes during a call of another caller.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import logging
 
 from bottega.addons.interface.views import JobLosses, JobRequest
 from bottega.background_tasks import copied
 from bottega.clocks import Clock
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, JobCancelled
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.specs import key_of_result
@@ -28,6 +30,8 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 _OF_RECORD = frozenset(field.name for field in dataclasses.fields(JobRecord))
 # Fields of JobRequest that a record has under the same names.
 _OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest) if field.name in _OF_RECORD)
+
+_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -198,3 +202,49 @@ def _deadline_steady(job: Job, steady: float) -> float | None:
 
 def _error_of(error: BottegaError | None) -> bytes:
     return to_job_error(error).SerializeToString() if error else b""
+
+
+def job_fields(job: Job) -> dict[str, object]:
+    """Return the fields that identify a job in its log lines."""
+    return {"job_id": job.job_id, "request_id": job.log_id}
+
+
+def log_accepted(job: Job) -> None:
+    """Log that a job was accepted."""
+    _log.info("job accepted", extra={**job_fields(job), "model": job.bare.model})
+
+
+def log_restored(jobs: int, held: int, seconds: float) -> None:
+    """Log that the jobs from before a restart were read."""
+    _log.info("jobs restored", extra={"jobs": jobs, "held": held, "seconds": round(seconds, 3)})
+
+
+def log_attempt_lost(job: Job, error: BottegaError) -> None:
+    """Log that the worker of a job's current attempt is lost."""
+    _log.warning("attempt lost", extra={**job_fields(job), **_progress(job), "text": error.message})
+
+
+def log_attempt_returned(job: Job, error: BottegaError) -> None:
+    """Log that a worker refused or returned a job's current attempt."""
+    _log.warning("attempt returned", extra={**job_fields(job), **_progress(job), "text": error.message})
+
+
+def log_ended(job: Job) -> None:
+    """Log that a job has ended, and how."""
+    facts = {**job_fields(job), "model": job.bare.model, "seconds": round(job.age_s, 3), **_progress(job)}
+    if job.error is None:
+        _log.info("job completed", extra={**facts, **_source(job)})
+    elif isinstance(job.error, JobCancelled):
+        _log.info("job cancelled", extra=facts)
+    else:
+        _log.warning("job failed", extra={**facts, "reason": job.error.reason_name, "text": job.error.message})
+
+
+def _progress(job: Job) -> dict[str, object]:
+    return {"attempts": job.attempts, **({"worker": job.worker} if job.worker else {})}
+
+
+def _source(job: Job) -> dict[str, object]:
+    """Return the ID of the identical job whose result answered this one; an empty dict if it was drawn."""
+    identical = job.provenance.identical_job if job.provenance else ""
+    return {"identical_job": identical} if identical else {}

@@ -19,7 +19,7 @@ from bottega.gateway.dispatch.connection import WorkerClient, died_alone, is_dea
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.dispatch.job_traces import JobTraces
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs import log_lines
+from bottega.gateway.jobs import conversion
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.values import StoredImage
@@ -143,7 +143,7 @@ class JobController:
             self._deadlines.watch(job, self._pass_deadline)
         self._recovery.restore(kept)
         if jobs:
-            log_lines.restored(len(jobs), sum(map(self._recovery.is_held, kept)), seconds)
+            conversion.log_restored(len(jobs), sum(map(self._recovery.is_held, kept)), seconds)
         for member in self._fleet.members():
             if member.is_worker:
                 self._recovery.add_worker(member)
@@ -190,7 +190,7 @@ class JobController:
 
     def submit(self, job: Job) -> None:
         """Queue a stored job, unless it has ended already. The caller has checked the bounds of the queue."""
-        log_lines.accepted(job)
+        conversion.log_accepted(job)
         if not job.live:
             self._finisher.count(job)
             return
@@ -268,7 +268,7 @@ class JobController:
         if not job.is_current(number):
             return
         self._metrics.attempts_lost.inc()
-        log_lines.attempt_lost(job, error)
+        conversion.log_attempt_lost(job, error)
         job.requeue_lost(number, died=is_death(error), exclusive=died_alone(error))
         self._retry(job, failure_after_loss(job, max_attempts=self._max_attempts))
 
@@ -277,7 +277,7 @@ class JobController:
         if not job.is_current(number):
             return
         self._metrics.attempts_returned.inc()
-        log_lines.attempt_returned(job, error)
+        conversion.log_attempt_returned(job, error)
         by_addon = any(addon.back_off(job, error) for addon in self._addons)
         if not by_addon:
             self._fleet.back_off(job.worker)
@@ -362,4 +362,4 @@ class JobController:
                 if job.open:
                     self.submit(job)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no other job is found
-                _log.exception("a live job from the store could not be queued", extra=log_lines.job_fields(job))
+                _log.exception("a live job from the store could not be queued", extra=conversion.job_fields(job))

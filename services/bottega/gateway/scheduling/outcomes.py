@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlineUnmeetable, Draining, NoWorker, Poisoned, WorkerLost
-from bottega.gateway.jobs import log_lines
+from bottega.gateway.jobs import conversion
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
@@ -269,7 +269,7 @@ class JobFinisher:
 
     def count(self, job: Job) -> None:
         """Log and count a job whose end is durable."""
-        log_lines.ended(job)
+        conversion.log_ended(job)
         outcome = JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
         reason = job.error.reason_name.lower() if job.error else ""
         self._metrics.job_ended(outcome, seconds=job.age_s, reason=reason, tenant=job.request.tenant)

@@ -7,7 +7,7 @@ import json
 import urllib.request
 from pathlib import Path
 
-from bottega.gateway.gateway import TARGETS_PATH
+from bottega.gateway.api.fleet_service import TARGETS_PATH
 from tests.support.deployed_metrics import scrape
 from tests.support.running_cache import joined_cache
 from tests.support.running_gateway import Running

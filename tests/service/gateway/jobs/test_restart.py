@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from bottega import errors
-from bottega.gateway.scheduling import periodic
 from bottega.storage import ContentStore
 from bottega.v1 import image_pb2, worker_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
@@ -358,8 +357,8 @@ async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_o
 async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(periodic, "_QUEUE_S", 0.05)
-    monkeypatch.setattr(periodic, "_FAULTS_S", 2.0)
+    monkeypatch.setattr("bottega.gateway.gateway._QUEUE_S", 0.05)
+    monkeypatch.setattr("bottega.gateway.gateway._FAULTS_S", 2.0)
     async with running_gateway() as house:
         await house.worker()
         unknown = sample_job()

@@ -23,8 +23,9 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.api import defaults, validation
+from bottega.gateway.api import validation
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
@@ -204,9 +205,9 @@ async def test_a_seed_alone_is_exact_and_one_beside_a_pin_or_the_switch_is_not(
 ) -> None:
     spec = GenerationSpec(prompt="a red star", seed=1, techniques=techniques)
     resolutions = [ResolvedCache()] if cache.is_named(spec) else []
-    assert defaults.complete(spec, MODEL, resolutions).fidelity == fidelity
+    assert specs.complete(spec, MODEL, resolutions).fidelity == fidelity
     spec.fidelity = FAST
-    assert defaults.complete(spec, MODEL, resolutions).fidelity == FAST
+    assert specs.complete(spec, MODEL, resolutions).fidelity == FAST
 
 
 @pytest.mark.parametrize("beside", [{"image": b"a picture"}, {"prompt_2": "a heart"}])
@@ -215,7 +216,7 @@ async def test_the_switch_is_without_effect_where_nothing_starts_from_a_latent(
 ) -> None:
     spec = GenerationSpec(seed=1, techniques=ON, **beside)  # type: ignore[arg-type]  # fields of a spec
     assert cache.is_named(spec)
-    assert defaults.complete(spec, MODEL, [ResolvedCache()]).fidelity == EXACT
+    assert specs.complete(spec, MODEL, [ResolvedCache()]).fidelity == EXACT
 
 
 async def test_a_pin_needs_a_store_and_the_switch_does_not(cache: CacheAddOn) -> None:
@@ -252,14 +253,14 @@ def test_the_parameters_of_a_provenance_pin_what_makes_the_same_again(
     cache: CacheAddOn, spec: dict[str, Any], starts: Sequence[CacheUse], techniques: Techniques
 ) -> None:
     asked: dict[str, Any] = {"fidelity": BALANCED, "prompt": "a red star"}
-    full = defaults.complete(GenerationSpec(**asked | spec), MODEL)
+    full = specs.complete(GenerationSpec(**asked | spec), MODEL)
     provenance = Provenance(parameters=full, cached_starts=starts)
     cache.job_completed(_job_of(full), provenance)
     assert provenance.parameters.techniques == techniques
     pinned = provenance.parameters
     assert list(validation.check_spec(pinned, ADDONS, max_image_bytes=9)) == []
     assert list(validation.check_model(pinned, MODEL, ADDONS)) == []
-    assert defaults.complete(pinned, MODEL, [ResolvedCache()] if cache.is_named(pinned) else []) == pinned
+    assert specs.complete(pinned, MODEL, [ResolvedCache()] if cache.is_named(pinned) else []) == pinned
 
 
 async def test_a_retried_attempt_starts_from_what_the_one_before_decided(shop: Shop) -> None:

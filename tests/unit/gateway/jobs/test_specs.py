@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from google.protobuf.message import Message
 
+from bottega import rules
+from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
+from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
+from bottega.addons.interface.views import ANYTHING
+from bottega.addons.loras.gateway.addon import ResolvedLoras
+from bottega.gateway.api import validation
 from bottega.gateway.api.reuse import outline_of
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.specs import has_images, input_images, key_of_result, result_key, without_images
 from bottega.gateway.jobs.storage import digest
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, ControlNetUse, GenerationSpec, Lora, MaskUse, Provenance, Techniques
+from bottega.v1.lora_pb2 import LoraBound, StoredLora
+from tests.fakes.fake_time import FakeTime
+from tests.samples.addons import sample_addons
 
 # Names: the model, LoRAs and ControlNets count by their hashes. identical_results says how a request may be answered.
 _NO_PART = {"model", "loras.name", "controlnets.name", "techniques.identical_results"}
 # A request that measures has no key at all.
 _MEASURES = {"loras.measure_similarity", "controlnets.measure_similarity"}
+
+MODEL = image_pb2.Model(
+    name="m",
+    default_width=64,
+    default_height=48,
+    default_steps=30,
+    default_guidance_scale=4.5,
+    default_sampler=generation_pb2.SAMPLER_DDIM,
+    vae_scale_factor=4,
+)
 
 
 def test_every_input_image_is_named_by_its_field() -> None:
@@ -288,3 +311,416 @@ def test_in_float32_shared_turns_make_no_other_key() -> None:
     alone.techniques.shared_turns = False
     assert _key(plain, dtype="float32") == _key(alone, dtype="float32") != ""
     assert _key(plain, dtype="bfloat16") != _key(alone, dtype="bfloat16")
+
+
+def _resolved(*stored: StoredLora) -> list[ResolvedLoras]:
+    return [ResolvedLoras(stored=stored)]
+
+
+def test_of_several_prompts_each_is_one_image_and_a_single_one_is_the_prompt() -> None:
+    spec = GenerationSpec(prompts=["a star", "a ring"])
+    full = specs.complete(spec, MODEL)
+    assert (full.prompt, list(full.prompts), full.num_images) == ("a star", ["a star", "a ring"], 2)
+    again = specs.as_before(spec, full)
+    assert again == full
+    assert list(validation.check_spec(full, sample_addons(), max_image_bytes=1)) == []
+    single = specs.complete(GenerationSpec(prompts=["a star"]), MODEL)
+    assert (single.prompt, list(single.prompts), single.num_images) == ("a star", [], 1)
+
+
+def test_every_default_is_filled_in() -> None:
+    full = specs.complete(GenerationSpec(prompt="a star"), MODEL)
+    assert 0 <= full.seed < 2**32
+    assert full == GenerationSpec(
+        model="m",
+        prompt="a star",
+        num_inference_steps=30,
+        guidance_scale=4.5,
+        guidance_rescale=0,
+        width=64,
+        height=48,
+        seed=full.seed,
+        num_images=1,
+        sampler=generation_pb2.SAMPLER_DDIM,
+        fidelity=generation_pb2.FIDELITY_BALANCED,
+        format=generation_pb2.IMAGE_FORMAT_PNG,
+        quality=90,
+        prompt_syntax=generation_pb2.PROMPT_SYNTAX_PLAIN,
+    )
+
+
+def test_what_was_said_is_kept_and_the_callers_spec_is_not_touched() -> None:
+    said = GenerationSpec(
+        model="m",
+        prompt="a star",
+        negative_prompt="",
+        num_inference_steps=5,
+        guidance_scale=0,
+        guidance_rescale=0.7,
+        width=32,
+        height=32,
+        seed=0,
+        num_images=3,
+        sampler=generation_pb2.SAMPLER_EULER,
+        image=b"x",
+        strength=0.8,
+        fidelity=generation_pb2.FIDELITY_FAST,
+        format=generation_pb2.IMAGE_FORMAT_WEBP,
+        quality=1,
+        prompt_syntax=generation_pb2.PROMPT_SYNTAX_WEIGHTED,
+        clip_skip=1,
+    )
+    before = said.SerializeToString(deterministic=True)
+    assert specs.complete(said, MODEL) == said
+    assert said.SerializeToString(deterministic=True) == before
+
+
+def _choices(*, karras: bool) -> list[image_pb2.SamplerChoice]:
+    """What a model's workers say whose scheduler configuration says this of Karras' sigmas."""
+    return [
+        image_pb2.SamplerChoice(sampler=sampler, use_karras_sigmas=use, is_default=use == (karras and takes))
+        for sampler in generation_pb2.Sampler.values()[1:]
+        for takes in [rules.takes_karras_sigmas(sampler)]
+        for use in ((False, True) if takes else (False,))
+    ]
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("sampler", generation_pb2.Sampler.values())
+def test_what_a_request_does_not_say_of_karras_sigmas_is_the_models(
+    sampler: generation_pb2.Sampler.ValueType, configured: bool
+) -> None:
+    for default in (generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DDIM):
+        model = image_pb2.Model(name="m", default_sampler=default, sampler_choices=_choices(karras=configured))
+        takes = rules.takes_karras_sigmas(sampler or default)
+        full = specs.complete(GenerationSpec(sampler=sampler), model)
+        # The provenance has it, so that a picture is the same when the model's default is another one.
+        assert full.HasField("use_karras_sigmas") == takes
+        assert full.use_karras_sigmas == (takes and configured)
+        for said in (False, True):
+            full = specs.complete(GenerationSpec(sampler=sampler, use_karras_sigmas=said), model)
+            assert full.use_karras_sigmas == said
+    unknown = image_pb2.Model(name="m", default_sampler=generation_pb2.SAMPLER_EULER)
+    assert not specs.complete(GenerationSpec(), unknown).HasField("use_karras_sigmas"), "the worker knows it"
+
+
+def test_other_sigmas_of_a_request_replace_the_models_karras_sigmas() -> None:
+    sampler = generation_pb2.SAMPLER_EULER
+    model = image_pb2.Model(name="m", default_sampler=sampler, sampler_choices=_choices(karras=True))
+    for said in ({"use_beta_sigmas": True}, {"use_exponential_sigmas": True}, {"sigmas": [9.0, 0.0]}):
+        full = specs.complete(GenerationSpec(**said), model)
+        assert full.HasField("use_karras_sigmas")
+        assert not full.use_karras_sigmas
+        assert specs.complete(full, model) == full
+    assert specs.complete(GenerationSpec(use_beta_sigmas=False), model).use_karras_sigmas
+
+
+def test_a_list_of_timesteps_or_sigmas_sets_the_steps() -> None:
+    assert specs.complete(GenerationSpec(timesteps=[9, 5, 1]), MODEL).num_inference_steps == 3
+    assert specs.complete(GenerationSpec(sigmas=[9, 5, 1]), MODEL).num_inference_steps == 2
+
+
+@pytest.mark.parametrize(("spec", "expected"), [({}, 1.9), ({"image": b"x", "strength": 0.5}, 1.8)])
+def test_a_sampler_of_two_evaluations_a_step_costs_them(spec: dict[str, Any], expected: float) -> None:
+    heun = generation_pb2.SAMPLER_HEUN
+    choice = image_pb2.SamplerChoice(sampler=heun, is_default=True, evaluations_per_step=2, extra_evaluations=-1)
+    model = image_pb2.Model(name="m", default_sampler=heun, sampler_choices=[choice, *_choices(karras=False)])
+    for sampler, evaluations in ((heun, expected), (generation_pb2.SAMPLER_EULER, 1.0)):
+        full = specs.complete(GenerationSpec(sampler=sampler, num_inference_steps=10, **spec), model)
+        assert specs.evaluations_per_step(full, model) == pytest.approx(evaluations)
+
+
+# Fields of a request that cannot be absent: whether they may be empty or 0, which then has to mean the default.
+_WITHOUT_PRESENCE = {
+    "GenerationSpec.prompt": "a text without words",
+    "GenerationSpec.sampler": "filled in",
+    "GenerationSpec.fidelity": "filled in",
+    "GenerationSpec.format": "filled in",
+    "GenerationSpec.prompt_syntax": "filled in",
+    "GenerationSpec.timestep_spacing": "the model's",
+    "GenerationSpec.final_sigmas_type": "the model's",
+    "GenerationSpec.mask_alpha": "off",
+    "GenerationSpec.keep_for_editing": "off",
+    "Lora.name": "refused",
+    "Lora.token": "the store's",
+    "Lora.measure_similarity": "off",
+    "ControlNet.name": "refused",
+    "ControlNet.image": "refused",
+    "ControlNet.guess_mode": "off",
+    "ControlNet.measure_similarity": "off",
+    "ControlNet.control_mode": "no union",
+}
+
+
+def test_a_field_that_cannot_be_absent_has_its_default_for_zero() -> None:
+    """Else a caller who says nothing overwrites the model's default, or Diffusers'."""
+    nets, loras = [ControlNet(image=b"x")], [Lora()]
+    full = specs.complete(GenerationSpec(controlnets=nets, loras=loras), MODEL)
+    parts = {
+        "GenerationSpec": full,
+        "ControlNet": full.controlnets[0],
+        "Lora": full.loras[0],
+        "Techniques": Techniques(),
+    }
+    found = {}
+    for message, part in parts.items():
+        for field in part.DESCRIPTOR.fields:
+            if field.message_type is not None:
+                assert field.message_type.name in parts
+            elif not field.has_presence and not field.is_repeated:
+                name = f"{message}.{field.name}"
+                found[name] = getattr(part, field.name)
+                if field.enum_type is not None:
+                    assert field.enum_type.values_by_number[0].name.endswith("_UNSPECIFIED")
+                    assert (_WITHOUT_PRESENCE[name], found[name] > 0) in (("filled in", True), ("the model's", False))
+                elif field.type == field.TYPE_BOOL:
+                    assert (_WITHOUT_PRESENCE[name], found[name]) == ("off", False)
+                else:
+                    assert _WITHOUT_PRESENCE[name] in ("refused", "a text without words", "no union", "the store's"), (
+                        "a number needs presence"
+                    )
+    assert found.keys() == _WITHOUT_PRESENCE.keys()
+    empty = GenerationSpec(controlnets=[ControlNet()], loras=loras)
+    violations = validation.check_spec(empty, sample_addons(), max_image_bytes=1)
+    named = {violation.field for violation in violations}
+    assert named == {"spec.controlnets[0].name", "spec.controlnets[0].image", "spec.loras[0].name"}
+
+
+def test_a_given_seed_asks_for_exactness() -> None:
+    assert specs.complete(GenerationSpec(seed=0), MODEL).fidelity == generation_pb2.FIDELITY_EXACT
+
+
+def test_strength_is_filled_in_only_for_image_to_image() -> None:
+    assert not specs.complete(GenerationSpec(), MODEL).HasField("strength")
+    assert specs.complete(GenerationSpec(image=b"x"), MODEL).strength == 0.3
+    controlled = GenerationSpec(image=b"x", controlnets=[ControlNet(name="edges")])
+    assert specs.complete(controlled, MODEL).strength == 0.8
+
+
+# What an SDXL-shaped model has whose folder says nothing of its own.
+_PLAIN = image_pb2.Model(
+    name="m", default_steps=50, default_guidance_scale=5.0, default_edit_guidance_scale=7.5, vae_scale_factor=8
+)
+_STABLE_DIFFUSION = image_pb2.Model(
+    name="m",
+    default_steps=50,
+    default_guidance_scale=7.5,
+    default_strength=0.8,
+    default_edit_strength=1.0,
+    default_edit_controlnet_scale=0.5,
+)
+_CONTROLLED = {"controlnets": [ControlNet(name="edges")]}
+# By Diffusers' pipeline: fields that a request of its kind has, with the image's and the mask's bytes.
+_PIPELINES: dict[str, dict[str, Any]] = {
+    "stable_diffusion/pipeline_stable_diffusion": {},
+    "stable_diffusion/pipeline_stable_diffusion_img2img": {"image": b"x"},
+    "stable_diffusion/pipeline_stable_diffusion_inpaint": {"image": b"x", "mask_image": b"y"},
+    "controlnet/pipeline_controlnet": _CONTROLLED,
+    "controlnet/pipeline_controlnet_img2img": {**_CONTROLLED, "image": b"x"},
+    "controlnet/pipeline_controlnet_inpaint": {**_CONTROLLED, "image": b"x", "mask_image": b"y"},
+    "stable_diffusion_xl/pipeline_stable_diffusion_xl": {},
+    "stable_diffusion_xl/pipeline_stable_diffusion_xl_img2img": {"image": b"x"},
+    "stable_diffusion_xl/pipeline_stable_diffusion_xl_inpaint": {"image": b"x", "mask_image": b"y"},
+    "controlnet/pipeline_controlnet_sd_xl": {"controlnets": [ControlNet(name="edges")]},
+    "controlnet/pipeline_controlnet_sd_xl_img2img": {"controlnets": [ControlNet(name="edges")], "image": b"x"},
+    "controlnet/pipeline_controlnet_inpaint_sd_xl": {
+        "controlnets": [ControlNet(name="edges")] * 2,
+        "image": b"x",
+        "mask_image": b"y",
+    },
+}
+# Not of a request: of another kind of model, of tensors and callbacks, or always the same here.
+_NO_FIELDS = frozenset(
+    {
+        "aesthetic_score",
+        "callback_on_step_end_tensor_inputs",
+        "crops_coords_top_left",
+        "eta",
+        "negative_aesthetic_score",
+        "negative_crops_coords_top_left",
+        "output_type",
+        "return_dict",
+    }
+)
+_NAMES = {"num_images_per_prompt": "num_images"}
+
+
+def _defaults_of(pipeline: str) -> dict[str, Any]:
+    """The defaults of its call that are values, read without importing it."""
+    (folder,) = importlib.util.find_spec("diffusers").submodule_search_locations  # type: ignore[union-attr,misc]
+    source = ast.parse((Path(folder) / "pipelines" / f"{pipeline}.py").read_text())
+    (call,) = (node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+    names = [argument.arg for argument in call.args.args][-len(call.args.defaults) :]
+    values = {name: ast.literal_eval(value) for name, value in zip(names, call.args.defaults, strict=True)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@pytest.mark.parametrize("pipeline", _PIPELINES)
+def test_what_a_request_leaves_open_is_what_the_pipeline_of_its_kind_has(pipeline: str) -> None:
+    said = GenerationSpec(**_PIPELINES[pipeline])
+    names = ("edges",) * len(said.controlnets)
+    hosts = ControlNetHosts(grace_s=lambda _: 1.0, clock=FakeTime().clock())
+    controlnets = ResolvedControlNets(names=names, modes=[None] * len(names), access=ANYTHING, hosts=hosts)
+    full = specs.complete(said, _PLAIN if "xl" in pipeline else _STABLE_DIFFUSION, [controlnets])
+    theirs = _defaults_of(pipeline)
+    assert {"guidance_scale", "num_inference_steps"} <= theirs.keys()
+    assert ("strength" in theirs) == full.HasField("strength")
+    for name, value in theirs.items():
+        if name not in _NO_FIELDS:
+            field = _NAMES.get(name, name)
+            found = full.controlnets if field in ControlNet.DESCRIPTOR.fields_by_name else (full,)
+            assert [getattr(each, field) for each in found] == [value] * len(found), name
+            assert found, name
+
+
+def test_a_model_with_a_guidance_of_its_own_has_it_in_edits_too() -> None:
+    assert specs.complete(_edit_spec(), MODEL).guidance_scale == 4.5
+    assert specs.complete(_edit_spec(guidance_scale=2), _PLAIN).guidance_scale == 2
+
+
+_EDIT = GenerationSpec(image=b"x", mask_image=b"y")
+
+
+def _edit_spec(**said: Any) -> GenerationSpec:
+    spec = GenerationSpec(**said)
+    spec.MergeFrom(_EDIT)
+    return spec
+
+
+def test_what_an_edit_leaves_open_is_filled_in_as_in_diffusers_with_its_own_pixels_kept() -> None:
+    full = specs.complete(_edit_spec(), MODEL)
+    assert (full.strength, full.keep_unmasked, full.mask_feather) == (0.9999, True, 8)
+    assert not full.HasField("padding_mask_crop")
+    assert specs.complete(full, MODEL) == full
+    assert specs.as_before(_edit_spec(), full) == full
+    assert specs.complete(_edit_spec(strength=0.5, mask_feather=0), MODEL).mask_feather == 0
+    unkept = specs.complete(_edit_spec(keep_unmasked=False), MODEL)
+    assert (unkept.keep_unmasked, unkept.HasField("mask_feather")) == (False, False)
+    plain = specs.complete(GenerationSpec(image=b"x"), MODEL)
+    assert not any(plain.HasField(name) for name in ("keep_unmasked", "mask_feather", "padding_mask_crop"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "exact"),
+    [
+        (_edit_spec(seed=1), True),
+        (_edit_spec(), False),
+        (_edit_spec(seed=1, techniques=Techniques(masked_blocks=True)), False),
+        (_edit_spec(seed=1, techniques=Techniques(masked_blocks=False)), True),
+        (GenerationSpec(seed=1, techniques=Techniques(masked_blocks=True)), True),
+        (_edit_spec(fidelity=generation_pb2.FIDELITY_EXACT), True),
+    ],
+    ids=["seed", "no seed", "asked for", "switched off", "without a mask", "said"],
+)
+def test_an_exact_that_only_a_seed_stands_for_gives_way_to_masked_blocks(spec: GenerationSpec, exact: bool) -> None:
+    expected = generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED
+    assert specs.complete(spec, MODEL, addons=sample_addons()).fidelity == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        (GenerationSpec(num_inference_steps=50), 10),
+        (GenerationSpec(num_inference_steps=50, image=b"x", strength=0.3), 3),
+        (GenerationSpec(num_inference_steps=50, image=b"x", strength=1.0), 10),
+    ],
+)
+@pytest.mark.parametrize("bounds", [[], [LoraBound(num_inference_steps=30, max_step=6)]], ids=["usual", "measured"])
+def test_a_lora_may_be_late_for_a_share_of_the_steps_that_are_made(
+    spec: GenerationSpec, most: int, bounds: list[LoraBound]
+) -> None:
+    named = GenerationSpec(loras=[Lora(name="ink")])
+    named.MergeFrom(spec)
+    full = specs.complete(named, MODEL, _resolved(StoredLora(name="ink", digest="a" * 64, bounds=bounds)))
+    assert full.loras[0].max_step == most
+
+
+def test_a_lora_is_not_late_by_default_for_steps_that_the_request_lists() -> None:
+    listed = GenerationSpec(loras=[Lora(name="ink"), Lora(name="ink", max_step=3)], timesteps=range(40, 0, -1))
+    full = specs.complete(listed, MODEL, _resolved(*[StoredLora(name="ink", digest="a" * 64)] * 2))
+    assert [lora.max_step for lora in full.loras] == [0, 3]
+
+
+_EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
+
+
+@pytest.mark.parametrize(
+    ("spec", "switch"),
+    [
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), True),
+        (GenerationSpec(loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), None),
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=0), Lora(name="ink")]), None),
+        (GenerationSpec(fidelity=_EXACT, loras=[Lora(name="ink", max_step=9, from_step=0)] * 2), None),
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", from_step=2)] * 2), True),
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", from_step=0)] * 2), None),
+        (GenerationSpec(seed=1, image=b"x", strength=0.5, loras=[Lora(name="ink", from_step=15)] * 2), None),
+        (GenerationSpec(seed=1, image=b"x", strength=0.5, loras=[Lora(name="ink", from_step=16)] * 2), True),
+        (GenerationSpec(loras=[Lora(name="ink", max_step=9, from_step=2)] * 2), None),
+        (
+            GenerationSpec(
+                techniques=Techniques(bounded_lora_loading=False), loras=[Lora(name="ink", max_step=9, from_step=0)] * 2
+            ),
+            False,
+        ),
+    ],
+    ids=[
+        "by seed",
+        "balanced",
+        "waits",
+        "pinned and exact",
+        "pinned late by seed",
+        "pinned by seed",
+        "pinned by seed to the first step of an image",
+        "pinned by seed to the second step of an image",
+        "pinned late",
+        "pinned and off",
+    ],
+)
+def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
+    spec: GenerationSpec, switch: bool | None
+) -> None:
+    """And what is drawn says so: asked for by its own words again, it is no contradiction."""
+    stored = StoredLora(name="ink", digest="a" * 64)
+    full = specs.complete(spec, MODEL, _resolved(stored, stored))
+    assert full.fidelity == (_EXACT if spec.HasField("seed") or spec.fidelity else _BALANCED)
+    assert full.loras[0].max_step == spec.loras[0].max_step
+    techniques = full.techniques
+    assert (techniques.bounded_lora_loading if techniques.HasField("bounded_lora_loading") else None) == switch
+    assert list(rules.check_lateness(full)) == []
+    strength = full.strength if full.HasField("strength") else None
+    waits = rules.waits_for_loras(full)
+    assert list(rules.check_lora_steps(full, full.num_inference_steps, strength, waits=waits)) == []
+    again = specs.complete(full, MODEL, _resolved(stored, stored))
+    if full.fidelity == _EXACT:
+        full.techniques.shared_turns = False  # It says EXACT itself now.
+    assert again == full
+    assert specs.as_before(spec, full) == full
+
+
+def test_what_is_drawn_again_has_the_full_names_of_before() -> None:
+    spec = GenerationSpec(controlnets=[ControlNet(name="edges")], loras=[Lora(name="ink")])
+    drawn = GenerationSpec(controlnets=[ControlNet(name="edges@shop")], loras=[Lora(name="ink@shop")])
+    full = specs.as_before(spec, drawn)
+    assert [net.name for net in full.controlnets] == ["edges@shop"]
+    assert [lora.name for lora in full.loras] == ["ink@shop"]
+
+
+def test_of_loras_for_which_nothing_is_told_an_exact_request_still_waits() -> None:
+    stored = StoredLora(name="ink", digest="a" * 64)
+    spec = GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")])
+    assert [lora.max_step for lora in specs.complete(spec, MODEL, _resolved(stored, stored)).loras] == [9, 0]
+
+
+def test_only_a_request_that_says_exact_itself_shares_no_turns() -> None:
+    exact = generation_pb2.FIDELITY_EXACT
+    for spec, shares in (
+        (GenerationSpec(prompt="a star", fidelity=exact), False),
+        (GenerationSpec(prompt="a star", fidelity=exact, seed=1), False),
+        (GenerationSpec(prompt="a star", fidelity=exact, techniques=Techniques(shared_turns=True)), True),
+        (GenerationSpec(prompt="a star", techniques=Techniques(shared_turns=False)), False),
+        (GenerationSpec(prompt="a star", seed=1), None),
+        (GenerationSpec(prompt="a star"), None),
+        (GenerationSpec(prompt="a star", fidelity=generation_pb2.FIDELITY_FAST, seed=1), None),
+    ):
+        techniques = specs.complete(spec, MODEL).techniques
+        assert (techniques.shared_turns if techniques.HasField("shared_turns") else None) is shares

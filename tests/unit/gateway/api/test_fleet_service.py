@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from bottega.gateway.gateway import scrape_targets
+from bottega.gateway.api.fleet_service import scrape_targets
 from bottega.v1.fleet_pb2 import Registration
 
 

@@ -1,15 +1,16 @@
-"""The models that workers have served recently, and the interface of observers of the fleet."""
+"""The models of the fleet: those that workers have served recently, and one model at several workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from bottega import kinds
 from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
+from bottega.errors import ModelMismatch
 from bottega.gateway.fleet.validation import MAX_MODELS
-from bottega.v1 import image_pb2
+from bottega.v1 import fleet_pb2, image_pb2
 
 MAX_START_GRACE_S = 600.0
 """Upper bound in seconds on the grace of slow starters, unless model_grace_s is larger."""
@@ -93,14 +94,43 @@ class SeenModels:
         return max(self._grace_s, min(_STARTS * max(starts, default=0.0), MAX_START_GRACE_S))
 
 
-class FleetObserver(Protocol):
-    """Receives joins, changes and losses of members. Its methods run in the event loop and must not block."""
+def check_models(registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
+    """Raise ModelMismatch if workers of a model differ in weights or precision, because jobs move between them."""
+    if registration.kind != kinds.WORKER:
+        return
+    served = {model.name: (model, other) for other in others for model in other.models}
+    for model in registration.models:
+        known, by = served.get(model.name, (model, None))
+        if by is not None and _identity(known) != _identity(model):
+            alike = known.model_hash == model.model_hash
+            todo = "give both the same engine.dtype" if alike else "give one of them another model_name"
+            raise ModelMismatch(
+                f"{registration.name} has {model.name} as {_identity(model)}, but {by.name} serves it as"
+                f" {_identity(known)}; {todo}, or stop it",
+                metadata={"model": model.name, "member": by.name},
+            )
 
-    def member_joined(self, member: Member) -> None:
-        """Note that a member has joined, or has reconnected within its lease."""
 
-    def member_changed(self, member: Member) -> None:
-        """Note that a member has reported its load, or has disconnected and may still reconnect."""
+def merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
+    """Merge a model of several workers into one that can do what each of them can."""
+    whole = image_pb2.Model()
+    whole.CopyFrom(models[0])
+    whole.workers = len(models)
+    whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
+    whole.edits_refused_because = next(filter(None, (model.edits_refused_because for model in models)), "")
+    for choice in whole.sampler_choices:
+        same = [other for model in models for other in model.sampler_choices if _named(other) == _named(choice)]
+        # A library may be missing, or of another version, at one worker alone.
+        choice.refused_because = next((other.refused_because for other in same if other.refused_because), "")
+        for other in same:
+            choice.refused_steps.update(other.refused_steps)
+    return whole
 
-    def member_lost(self, member: Member) -> None:
-        """Note that a member's lease has ended. Its attempts are lost."""
+
+def _named(choice: image_pb2.SamplerChoice) -> tuple[int, bool]:
+    return choice.sampler, choice.use_karras_sigmas
+
+
+def _identity(model: image_pb2.Model) -> str:
+    """Return the properties that all workers of a model must share, so that a job can resume at any of them."""
+    return f"{model.model_hash or 'no hash'} in {model.dtype or 'no dtype'}"
