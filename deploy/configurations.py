@@ -13,8 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from bottega.config import parse
-from bottega.config_keys import ConfigKey, keys_of
+from bottega.config import ConfigKey, keys_of, parse
 from bottega.manifest import ServiceSpec, load_object, read_services
 
 CONFIGURATIONS = Path(__file__).resolve().parent / "config"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +19,7 @@ from bottega.addons.interface.views import Member
 from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.config import GatewayConfig
+from bottega.gateway.dispatch.connection import WorkerClient
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.gateway import PeriodicChecks
 from bottega.gateway.jobs.job import Job
@@ -282,5 +284,5 @@ class Shop:
     def _connect_server(self, target: Target) -> FakeServer:
         return self.servers.setdefault(target.address, FakeServer())
 
-    def _connect(self, target: Target) -> FakeClient:
-        return self.clients.setdefault(target.address, FakeClient())
+    def _connect(self, target: Target) -> WorkerClient:
+        return cast(WorkerClient, self.clients.setdefault(target.address, FakeClient()))

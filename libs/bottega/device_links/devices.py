@@ -20,7 +20,7 @@ from bottega.device_links.shared_memory import CudaMemory, SharedMemory
 from bottega.device_links.slot_pool import PoolReceiver, PoolSender
 from bottega.errors import DeadlineExceeded, LinkError
 from bottega.transport import Backend, Deadline, DeviceEndpoint, ProvenConnections
-from bottega.transport.handshake.offer import host_identity
+from bottega.transport.handshake.messages import host_identity
 
 _log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
+from bottega.config import check_device_name
 from bottega.device.device import Device
 from bottega.device.devices import use_device
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory, open_memory_plan
-from bottega.device_names import check_device_name
 from bottega.errors import ConfigError
 from bottega.model.backbone import UNetBackbone
 from bottega.model.family import ModelFamily, family_of

@@ -22,7 +22,7 @@ from bottega.process.memory import MemoryMeter
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import FleetMembership, Listening, registration_of
 from bottega.rpc.link_service import add_link_service
-from bottega.rpc.operation.readings import link_counts, link_metrics
+from bottega.rpc.operation.metrics import link_counts, link_metrics
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import StoreConfig
 from bottega.state_folder import state_folder

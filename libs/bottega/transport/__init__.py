@@ -56,7 +56,7 @@ from bottega.transport.connection import Connection, LinkHandler
 from bottega.transport.handshake.binding import Endpoints, default_socket_path, links_group
 from bottega.transport.handshake.connector import connect
 from bottega.transport.handshake.listener import LinkListener
-from bottega.transport.handshake.offer import MemfdEndpoint, Offer, TcpEndpoint, offer_from_wire, offer_to_wire
+from bottega.transport.handshake.messages import MemfdEndpoint, Offer, TcpEndpoint, offer_from_wire, offer_to_wire
 from bottega.transport.layout import DType, Layout, TensorSpec
 from bottega.transport.link import Link
 from bottega.transport.memory import SealedFile

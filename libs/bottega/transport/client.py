@@ -26,7 +26,7 @@ from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
 from bottega.transport.handshake.connector import connect
-from bottega.transport.handshake.offer import Offer
+from bottega.transport.handshake.messages import Offer
 from bottega.transport.link import Link
 
 _log = logging.getLogger(__name__)

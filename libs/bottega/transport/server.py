@@ -17,7 +17,7 @@ from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
 from bottega.transport.handshake.binding import Endpoints
 from bottega.transport.handshake.listener import LinkListener
-from bottega.transport.handshake.offer import Offer, TcpEndpoint
+from bottega.transport.handshake.messages import Offer, TcpEndpoint
 
 # Seconds for the rest of a message that has begun to arrive, and for a worker to read an answer.
 MESSAGE_S = 20.0

@@ -28,7 +28,7 @@ from bottega.errors import BottegaError, DataLoss, InvalidRequest
 from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
 from bottega.rpc.fleet_membership import Listening
 from bottega.rpc.link_service import StoreLinks
-from bottega.rpc.operation.readings import counter_by, counters, gauge_by, gauges
+from bottega.rpc.operation.metrics import counter_by, counters, gauge_by, gauges
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.rpc.store_server import StoreServer
 from bottega.transport import Connection, Incoming, Layout, Link, LinkServerSettings, WholeMessage, kind_of, read_number

@@ -28,7 +28,7 @@ from bottega.cache.store.store import LatentStore
 from bottega.errors import BottegaError, ConfigError, InvalidRequest, StorageUnavailable
 from bottega.rpc.fleet_membership import Listening
 from bottega.rpc.link_service import StoreLinks
-from bottega.rpc.operation.readings import counter_by, counters, gauges
+from bottega.rpc.operation.metrics import counter_by, counters, gauges
 from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.store_server import StoreLinkHandler, StoreServer
 from bottega.transport import Connection, Incoming, Layout, Limits, LinkServerSettings, kind_of

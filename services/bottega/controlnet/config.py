@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from bottega.device_names import DeviceName
+from bottega.config import DeviceName
 from bottega.rpc.server_config import AtLeastOne, DeviceLinksConfig, MemberConfig, NotNegative, Seconds
 from bottega.strict import STRICT
 

@@ -30,7 +30,7 @@ from bottega.model.model import pick_device
 from bottega.model.weights import AUTO, DTYPES
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
-from bottega.rpc.operation.readings import link_counts
+from bottega.rpc.operation.metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.rpc.operation.readings import counters, device_metrics, gauge_by, gauges, link_metrics
+from bottega.rpc.operation.metrics import counters, device_metrics, gauge_by, gauges, link_metrics
 from bottega.v1 import hosted_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
 

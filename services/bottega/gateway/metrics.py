@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.registry import Collector
 
 from bottega.manifest import read_services
-from bottega.rpc.operation.readings import count_and_sum, gauge_by, totals
+from bottega.rpc.operation.metrics import count_and_sum, gauge_by, totals
 from bottega.v1.fleet_pb2 import Activity
 
 # In seconds, from a picture of the embedded miniature model to the longest that callers wait for.

@@ -24,7 +24,7 @@ from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.loras.worker_link import LoraLinks
 from bottega.process import open_files
 from bottega.rpc.fleet_membership import Listening
-from bottega.rpc.operation.readings import counter_by, counters, gauge_by, gauges
+from bottega.rpc.operation.metrics import counter_by, counters, gauge_by, gauges
 from bottega.rpc.store_server import StoreServer
 from bottega.storage import folders, os_errors
 from bottega.storage.folders import HeldElsewhere, ProcessLock

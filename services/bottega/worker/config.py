@@ -13,7 +13,7 @@ from bottega.addons.cache.config import CachedStartsConfig
 from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.addons.edits.config import EditsConfig
 from bottega.addons.loras.config import LorasConfig
-from bottega.device_names import DeviceName
+from bottega.config import DeviceName
 from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet, read_base_layout

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.rpc.operation.readings import counters, device_metrics, link_metrics, totals
+from bottega.rpc.operation.metrics import counters, device_metrics, link_metrics, totals
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import Acceleration, Activity
 from bottega.v1.generation_pb2 import LoraUse, StageTime

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from bottega.client.checkup import start
 from bottega.rpc.security.tenant_file import GROUP
 from tests.samples.wrong_folders import WRONG_FOLDERS
 from tests.support.other_user import needs_root
@@ -137,7 +136,7 @@ def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
 def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of / with the shipped unit of the gateway, whose group this machine has."""
     units = tmp_path / "etc/systemd/system"
-    monkeypatch.setattr(start, "_UNITS", units)
+    monkeypatch.setattr("bottega.client.cli.config._UNITS", units)
     units.mkdir(parents=True)
     (tmp_path / "etc/bottega").mkdir()
     shipped = Path(__file__).resolve().parents[3] / "deploy/systemd/bottega-gateway.service"

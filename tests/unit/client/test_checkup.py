@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.client.checkup.gateway import check_gateway
-from bottega.client.checkup.machine import (
+from bottega.client.cli import main
+from bottega.client.cli.doctor import (
     check_cores,
     check_disk,
     check_model,
@@ -28,7 +29,6 @@ from bottega.client.checkup.machine import (
     check_unit_disks,
     pinned_versions,
 )
-from bottega.client.cli import main
 from bottega.client.types.checks import Level
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE

@@ -14,8 +14,7 @@ import yaml
 
 from bottega.activations.config import ActivationsConfig
 from bottega.cache.config import CacheConfig
-from bottega.config import load, parse
-from bottega.config_keys import KeyPath, keys_of
+from bottega.config import KeyPath, keys_of, load, parse
 from bottega.controlnet.catalogue import open_catalogue
 from bottega.controlnet.config import ControlNetConfig
 from bottega.gateway.config import GatewayConfig

@@ -17,43 +17,26 @@ from bottega.client.cli.options import gateway_choice, with_examples
 from bottega.client.cli.terminal import escaped_lines, fail, note
 from bottega.errors import BottegaError
 
-# In the order in which a newcomer needs them. The module of each has a Click command `command`.
-_COMMANDS = (
-    "up",
-    "stop",
-    "generate",
-    "edit",
-    "verify",
-    "jobs",
-    "models",
-    *add_ons_by_command(),
-    "fleet",
-    "top",
-    "trace",
-    "logs",
-    "config",
-    "tenants",
-    "certs",
-    "doctor",
-)
-
-# What --help says of them. Importing all their modules takes longer than everything else that --help does.
-_SHORT_HELP = {
-    "up": "Run the whole suite on this machine.",
-    "stop": "Stop the suite that runs here.",
-    "generate": "Draw a picture of PROMPT.",
-    "edit": "Redraw a part of IMAGE so that the whole picture shows PROMPT.",
-    "verify": "Check who signed a picture, draw it again, and compare.",
-    "jobs": "List, follow, fetch, cancel and delete jobs.",
-    "models": "List, check and import models.",
-    "fleet": "Show the services and their load, live.",
-    "top": "Show what the services do now, live.",
-    "trace": "Show where the time of a job was spent, in all services.",
-    "logs": "Show the last log lines of SERVICE, or of all services.",
-    "config": "Check configurations, and show the values that services use.",
-    "tenants": "Manage the tenants of a gateway and their API keys.",
-    "certs": "Make certificates for services, tenants and operators.",
-    "doctor": "Look for problems that keep the suite from running.",
+# In the order in which a newcomer needs them: the module of each, and what --help says of it, because importing all
+# their modules takes longer than everything else that --help does. The Click command is the module's `command`, or what
+# follows the colon. Those of add-ons are in their own packages.
+_COMMANDS: dict[str, tuple[str, str] | None] = {
+    "up": ("up", "Run the whole suite on this machine."),
+    "stop": ("logs:stop", "Stop the suite that runs here."),
+    "generate": ("generate", "Draw a picture of PROMPT."),
+    "edit": ("generate:edit", "Redraw a part of IMAGE so that the whole picture shows PROMPT."),
+    "verify": ("verify", "Check who signed a picture, draw it again, and compare."),
+    "jobs": ("jobs", "List, follow, fetch, cancel and delete jobs."),
+    "models": ("models", "List, check and import models."),
+    **dict.fromkeys(add_ons_by_command()),
+    "fleet": ("fleet", "Show the services and their load, live."),
+    "top": ("fleet:top", "Show what the services do now, live."),
+    "trace": ("trace", "Show where the time of a job was spent, in all services."),
+    "logs": ("logs", "Show the last log lines of SERVICE, or of all services."),
+    "config": ("config", "Check configurations, and show the values that services use."),
+    "tenants": ("tenants", "Manage the tenants of a gateway and their API keys."),
+    "certs": ("certs", "Make certificates for services, tenants and operators."),
+    "doctor": ("doctor", "Look for problems that keep the suite from running."),
 }
 
 
@@ -66,9 +49,10 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        add_on = add_ons_by_command().get(cmd_name)
-        module = f"{add_on}.cli" if add_on else f"{__name__}.{cmd_name}"
-        command: click.Command = importlib.import_module(module).command
+        own = _COMMANDS[cmd_name]
+        path = f"{__name__}.{own[0]}" if own else f"{add_ons_by_command()[cmd_name]}.cli"
+        module, _, attribute = path.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute or "command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -76,8 +60,8 @@ class _Commands(click.Group):
             formatter.write_dl([(name, self._short_help(name)) for name in _COMMANDS])
 
     def _short_help(self, name: str) -> str:
-        add_on = add_ons_by_command().get(name)
-        text: str = _SHORT_HELP[name] if add_on is None else importlib.import_module(add_on).HELP
+        own = _COMMANDS[name]
+        text: str = own[1] if own else importlib.import_module(add_ons_by_command()[name]).HELP
         return text
 
     def make_context(

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import click
 
-from bottega.client.cli.drawing import note_approximate, note_unknown_to_embedded_model
+from bottega.client.cli.drawing import choose_output, note_approximate, note_unknown_to_embedded_model, save_all
 from bottega.client.cli.options import ListGroup, address_option, connect, timeout_option, with_examples
-from bottega.client.cli.output_files import choose_output, save_all
 from bottega.client.cli.terminal import PlainTable, escaped_and_cut, fail, note, print_table, say
 from bottega.client.types.jobs import JobState, JobStatus
 

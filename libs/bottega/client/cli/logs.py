@@ -1,4 +1,4 @@
-"""`bottega logs`: the logs of the services that run on this machine, formatted for people."""
+"""`bottega logs` and `bottega stop`, for the suite that runs on this machine. Logs are formatted for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from bottega.client.cli.options import state_option
-from bottega.client.cli.terminal import Line, Styled, fail, say
+from bottega.client.cli.terminal import Line, Styled, fail, note, say
 from bottega.client.instance import StateFolder
 from bottega.client.suite.service_log import fields_of
 
@@ -92,3 +92,17 @@ def _facts(fields: Mapping[str, object]) -> str:
 def _value(value: object) -> str:
     text = str(value)
     return text if _ONE_WORD.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+@click.command("stop")
+@state_option
+def stop(*, state: StateFolder) -> None:
+    """Stop the suite that runs here."""
+    from bottega.client.suite.background import end_orphans, stop_instance
+
+    if stop_instance(state):
+        say("Stopped; nothing is left running.")
+        return
+    for name in end_orphans(state.read()):
+        note(f"Ended {name}, which a killed suite had left running.")
+    say(f"No suite runs from {state.root}. For services of systemd: systemctl stop bottega.target")

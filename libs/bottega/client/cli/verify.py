@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from bottega.client.cli.addons import generation_parts
-from bottega.client.cli.edit import GivenMask, mask_options
+from bottega.client.cli.generate import GivenMask, mask_options
 from bottega.client.cli.options import address_option, connect, timeout_option, with_examples
 from bottega.client.cli.terminal import fail, note, say, share_text, short_hash
 from bottega.client.types.file_parameters import parameters_of, read_picture_file, texts_of

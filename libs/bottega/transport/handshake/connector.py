@@ -24,12 +24,13 @@ from bottega.transport.handshake.messages import (
     CHALLENGE_BYTES,
     WELCOME_BYTES,
     Direction,
+    Offer,
     answer_challenge,
     check_verdict,
     handshake_request,
+    host_identity,
     seal_keys,
 )
-from bottega.transport.handshake.offer import Offer, host_identity
 from bottega.transport.link import LEASE_S, Link, LinkTerms, open_device_link
 from bottega.transport.memory import sharing_failure
 

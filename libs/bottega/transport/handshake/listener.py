@@ -35,15 +35,18 @@ from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix, links_group
-from bottega.transport.handshake.messages import Direction, HandshakeRequest, Verdict, seal_keys
-from bottega.transport.handshake.offer import (
+from bottega.transport.handshake.messages import (
     TOKEN_BYTES,
+    Direction,
+    HandshakeRequest,
     MemfdEndpoint,
     Offer,
     TcpEndpoint,
+    Verdict,
     host_identity,
     is_link_id,
     new_link_id,
+    seal_keys,
 )
 from bottega.transport.link import LEASE_S, Link, LinkTerms, open_device_link
 from bottega.transport.memory import sharing_failure

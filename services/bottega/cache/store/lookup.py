@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 from bottega.addons.cache.skip_profile import SkipProfile, skip_steps
 from bottega.cache.index.vector_index import MAX_COUNT
-from bottega.cache.latent import RecordedLatent, StoreAnswer
+from bottega.cache.latent import RecordedLatent, StoreAnswer, Vector
 from bottega.cache.profiles import CacheProfiles
 from bottega.cache.records import latent_name
 from bottega.cache.store.contents import Contents, Removal
-from bottega.cache.store.recording import Vector
 from bottega.cache.store.selector import Exploration, Selection, select_latents
 from bottega.cache.store.settings import CacheCounts, StoreSettings
 from bottega.errors import StorageUnavailable

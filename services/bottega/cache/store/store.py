@@ -17,13 +17,22 @@ import numpy.typing as npt
 
 from bottega.addons.cache.starts import prompt_digest
 from bottega.cache.index import EntryIndex, KeyedIndex
-from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
+from bottega.cache.latent import (
+    MAX_STEP,
+    Entry,
+    EntryDetails,
+    RecordedLatent,
+    StoreAnswer,
+    Vector,
+    check_key,
+    checked_embedding,
+    to_recording,
+)
 from bottega.cache.predictor import MatchPredictor
 from bottega.cache.profiles import CacheProfiles
 from bottega.cache.records import cache_disk, picture_name
 from bottega.cache.store.contents import Contents, EntryTable
 from bottega.cache.store.lookup import Lookup, picture_s
-from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
 from bottega.cache.store.selector import PromptRows
 from bottega.cache.store.settings import CacheCounts, LatentStatistics, StoreSettings
 from bottega.cache.store.writer import CacheWriter

@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges
-from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
+from bottega.cache.latent import CheckedRecording, Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.cache.records import latent_name, load_entries, new_rows, noise_of, picture_name, read_parameters
 from bottega.cache.store.contents import Contents, Removal, new_usage
-from bottega.cache.store.recording import CheckedRecording
 from bottega.cache.store.settings import CacheCounts, Dropped, StoreSettings
 from bottega.clocks import Clock
 from bottega.errors import DataLoss, QueueFull, StorageUnavailable

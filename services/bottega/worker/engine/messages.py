@@ -30,7 +30,7 @@ from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError, MethodNotServed
 from bottega.model.sampler_choices import ModelSamplers
 from bottega.model_files.controlnet_folder import base_layout
-from bottega.rpc.operation.readings import link_counts
+from bottega.rpc.operation.metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.rules import MAX_REASON_CHARACTERS
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2

@@ -14,7 +14,8 @@ from bottega import rules
 from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.fair_order import Share
-from bottega.gateway.api import defaults, validation
+from bottega.gateway.api import validation
+from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.specs import steps_to_run, without_images
 from bottega.schedules import keeps_steps
 from bottega.v1 import generation_pb2, image_pb2
@@ -56,7 +57,7 @@ def test_a_strength_that_keeps_all_steps_leaves_some_at_any_strength() -> None:
     model.strength_keeps_steps, model.default_sampler = True, generation_pb2.SAMPLER_LCM
     spec = GenerationSpec(image=PNG, strength=0.1, num_inference_steps=4)
     assert _fields(spec, model) == []
-    full = defaults.complete(spec, model)
+    full = specs.complete(spec, model)
     assert steps_to_run(full, keeps_steps=keeps_steps(without_images(full), True)) == 4
     # Listed timesteps are skipped, and edits are drawn by another pipeline.
     assert _fields(GenerationSpec(image=PNG, strength=0.1, timesteps=[999, 500]), model) == ["strength"]

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.cache.latent import RecordedLatent
-from bottega.cache.store.recording import CheckedRecording, to_recording
+from bottega.cache.latent import CheckedRecording, RecordedLatent, to_recording
 from bottega.transport import DType
 from bottega.v1.cache_pb2 import CacheRecording
 from tests.support.cached_latents import KEY, LATENT_BYTES, MODEL, latent, vector

@@ -10,10 +10,11 @@ from typing import Annotated, ClassVar
 import pytest
 from pydantic import ConfigDict, Field
 
-from bottega.config import load
-from bottega.config_keys import MASK, explanations, keys_of, lines_of
+from bottega.config import MASK, check_device_name, explanations, keys_of, lines_of, load, parse
+from bottega.controlnet.config import ControlNetConfig
 from bottega.errors import ConfigError
 from bottega.strict import STRICT
+from bottega.worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +149,23 @@ def test_an_error_names_some_wrong_keys_and_shows_the_beginning_of_a_value(tmp_p
 def test_a_key_that_is_there_twice_in_a_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="twice, in lines 2 and 3"):
         load(House, file_of(tmp_path, "rooms:\n- hall: a\n  hall: b\n"))
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+def test_names_that_are_served(name: str) -> None:
+    assert check_device_name(name) == name
+
+
+@pytest.mark.parametrize("kind", [WorkerConfig, ControlNetConfig])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mps", r"Apple's GPUs \(mps\) are not served; use cpu, or cuda:N"),
+        ("xpu:1", r"Intel's GPUs \(xpu\) are not served"),
+        ("gpu", "no device is called 'gpu'; use auto, cpu, cuda or cuda:N"),
+        ("cuda:", "no device is called 'cuda:'"),
+    ],
+)
+def test_others_are_refused_with_a_sentence_by_worker_and_controlnet_server(kind: type, name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine.device: .*{why}"):
+        parse(kind, {"engine": {"device": name}}, source=str(Path("worker.yaml")))
