@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from bottega.client import AsyncClient, RetryPolicy
+from bottega.client import AsyncClient, Client, RetryPolicy
 from bottega.client.cli import _Notes
+from bottega.client.cli.progress_bar import show_progress
 from bottega.client.transport import calls
 from bottega.errors import Unavailable
 
@@ -70,3 +71,18 @@ def test_the_command_shows_the_warning_as_a_sentence(capsys: pytest.CaptureFixtu
     for name in ("bottega.client.transport.connection", "a.library"):
         _Notes().emit(logging.LogRecord(name, logging.WARNING, "", 0, "no gateway answers at %s yet", ("h:1",), None))
     assert capsys.readouterr().err.splitlines()[0] == "no gateway answers at h:1 yet"
+
+
+def test_a_command_that_draws_says_it_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(calls, "UNREACHED_S", 0.1)
+    logger = logging.getLogger("bottega.client")
+    handler = _Notes()
+    logger.addHandler(handler)
+    try:
+        client = Client("127.0.0.1:1", retry=RetryPolicy(patience_s=0.5))
+        with client, pytest.raises(Unavailable):
+            show_progress(client.stream("a big red star"))
+    finally:
+        logger.removeHandler(handler)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no gateway answers at 127.0.0.1:1 yet; still trying.")

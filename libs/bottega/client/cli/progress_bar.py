@@ -53,12 +53,15 @@ def _showing() -> Iterator[_Show]:
 def describe_wait(event: Queued | Interrupted) -> str:
     """Return one line that says why drawing has not begun or does not go on."""
     if isinstance(event, Interrupted):
-        reached = type(event.error) is not Unavailable
-        return f"{event.error.message if reached else 'the gateway does not answer'}; trying again"
+        return f"{'the gateway does not answer' if _is_unanswered(event) else event.error.message}; trying again"
     before = f"{event.place} before it" if event.place else "next"
     known = event.estimate_s is not None and math.isfinite(event.estimate_s)
     estimate = "" if event.estimate_s is None or not known else f", about {max(1, round(event.estimate_s))} s"
     return f"queued, {before}{estimate}"
+
+
+def _is_unanswered(event: Event) -> bool:
+    return isinstance(event, Interrupted) and type(event.error) is Unavailable
 
 
 class _Lines:
@@ -69,6 +72,8 @@ class _Lines:
         self._quarter = 0
 
     def show(self, event: Event) -> None:
+        if _is_unanswered(event):
+            return  # the SDK logs it, with the address and what to do
         if isinstance(event, Queued | Interrupted):
             self._note(describe_wait(event))
         elif isinstance(event, Progress) and event.steps_total:
