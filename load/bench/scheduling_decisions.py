@@ -24,7 +24,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.policy import RunningShares
 from bottega.gateway.tenants import TenantTerms
-from bottega.planning.step_table import MAX_POINTS
+from bottega.planning.width import MAX_POINTS
 from bottega.process.memory import tune_garbage_collector
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.activations_pb2 import (

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from diffusers import AutoencoderKL
 
-from bottega.engine.reporting import LatentPreview
+from bottega.engine.results import LatentPreview
 from bottega.model.model import Model
 
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from bottega.device_links.ends import DeviceReceiver, DeviceSender, SlotBudget
 from bottega.device_links.groups import GlooGroup, GroupReceiver, GroupSender, LinkStore, NcclGroup, PairGroup, failed
-from bottega.device_links.shared_memory import CudaMemory, SharedMemory
-from bottega.device_links.slot_pool import PoolReceiver, PoolSender
+from bottega.device_links.shared_memory import CudaMemory, PoolReceiver, PoolSender, SharedMemory
 from bottega.errors import DeadlineExceeded, LinkError
 from bottega.transport import Backend, Deadline, DeviceEndpoint, ProvenConnections
 from bottega.transport.handshake.messages import host_identity

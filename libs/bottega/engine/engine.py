@@ -20,7 +20,6 @@ from bottega.engine.acceleration.acceleration import Acceleration, AccelerationR
 from bottega.engine.acceleration.self_check import SelfCheck, SelfCheckSettings, TrialLog
 from bottega.engine.addon import EngineAddOn, close_parts
 from bottega.engine.batcher import Batcher
-from bottega.engine.decoding import Decoding
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.errors import to_job_failure
 from bottega.engine.events import (
@@ -31,16 +30,16 @@ from bottega.engine.events import (
     JobKept,
 )
 from bottega.engine.forward import Network
-from bottega.engine.job import EngineJob, EngineOrder, open_job
+from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.limits import EngineLimits, check_drawable, check_fixed_rows, max_pixels, try_steps
 from bottega.engine.parallel.pair import Pair
 from bottega.engine.parallel.remote_rows import OffloadTarget, RemoteJobs
-from bottega.engine.reporting import Reporter
 from bottega.engine.request import Request
+from bottega.engine.results import Decoding, Reporter
 from bottega.engine.spans import DeviceClock
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.step import Stepper
-from bottega.engine.waiting import ReadinessGate, WaitingOrder, WaitingOrders
+from bottega.engine.waiting import ReadinessGate, WaitingOrder, WaitingOrders, open_job
 from bottega.engine.warm_up import engine_probes, measure_stages, sample_job
 from bottega.model.model import Model
 from bottega.model.vae import check_decodable

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from bottega.device.device import HostCopy, Span, run_pieces
+from bottega.device.device import HostCopy, Span
 from bottega.engine.addon import Parts
-from bottega.engine.checkpoint import SavedJob, read_checkpoint
-from bottega.engine.encode import (
-    Conditions,
-    Sources,
-    encode_all_prompts,
-    encode_image_in_pieces,
-)
-from bottega.engine.errors import not_finite, prompt_not_finite, vae_not_finite
+from bottega.engine.checkpoint import SavedJob
 from bottega.engine.events import CutText, Decisions, EngineRecord, PairRecord
 from bottega.engine.forward import Prediction
-from bottega.engine.latent_step import latent_mask
 from bottega.engine.parallel.pair import PairPrediction
 from bottega.engine.parallel.remote_rows import RemoteJob
 from bottega.engine.request import Request
-from bottega.engine.spans import DeviceClock, EngineTrace, SpanLog
+from bottega.engine.spans import EngineTrace, SpanLog
 from bottega.engine.spec import ResolvedSpec
-from bottega.errors import FieldNotServed, InternalError, NotFinite
+from bottega.errors import NotFinite
 from bottega.fair_order import Share
-from bottega.model.model import Model
-from bottega.model.rows import Half, Row
-from bottega.model.vae import VaeDecoder, encode_dtype
-
-_log = logging.getLogger(__name__)
+from bottega.model.rows import Row
+from bottega.model.vae import VaeDecoder
 
 # A checkpoint is due after at most this share of a job's steps, so that short jobs have checkpoints too.
 _CHECKPOINT_SHARE = 0.1
@@ -303,148 +291,3 @@ class EngineJob:
         for part in self.addons.values():
             record = part.report(record)
         return record
-
-
-def open_job(
-    model: Model, order: EngineOrder, addons: Parts, now_s: float, clock: DeviceClock
-) -> Generator[None, None, EngineJob]:
-    """Encode a job's prompt and picture in pieces, and resume from its checkpoint if there is one that fits.
-
-    Args:
-        addons: The states of the job's add-ons, which may still wait for something.
-        now_s: Monotonic seconds.
-        clock: Clock of the model's device.
-
-    Raises:
-        BottegaError: An add-on cannot serve the job, or an input has NaN or infinity.
-    """
-    tokenizers = next((part.tokenizers for part in addons.values() if part.tokenizers), model.tokenizers)
-    conditions = encode_all_prompts(replace(model, tokenizers=tokenizers), order.spec)
-    yield
-    state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
-    if state is None:
-        sources = yield from _encode_sources(model, order)
-        requests, pinned = new_requests(model, order, conditions, sources), order.decisions
-    else:
-        sources = Sources(mask=_latent_mask(model, order))
-        requests = [
-            Request(
-                model,
-                order.spec,
-                conditions[index],
-                index=index,
-                sources=sources,
-                resume=image,
-                alone=not order.shared_turns,
-            )
-            for index, image in enumerate(state.images)
-        ]
-        pinned = {**order.decisions, **state.decisions}
-    job = EngineJob(
-        order=order,
-        requests=requests,
-        truncations=list(dict.fromkeys(cut for single in conditions for cut in single.truncations)),
-        addons=addons,
-        pinned=pinned,
-        spans=SpanLog(clock),
-        inputs=_input_checks(model, order.spec, conditions, requests),
-        shared_in_half_precision=state is not None and state.shared_in_half_precision,
-    )
-    job.check_inputs()
-    job.checkpoint_steps = job.steps_done
-    for part in addons.values():
-        part.attach(job, conditions[0], now_s)
-    job.remote_job = _remote_job(job, conditions)
-    return job
-
-
-def _input_checks(
-    model: Model, spec: ResolvedSpec, conditions: Sequence[Conditions], requests: Sequence[Request]
-) -> list[InputCheck]:
-    of_prompt = prompt_not_finite(model.text_encoders[-1].dtype)
-    if spec.loras or spec.embeddings:
-        of_prompt = not_finite(spec.loras, embeddings=spec.embeddings)
-    distinct = {id(single): single for single in conditions}
-    checks = [InputCheck(finite=single.finite, error=of_prompt) for single in distinct.values()]
-    # All images of a job have the same sources.
-    error = vae_not_finite("encoded the image", encode_dtype(model.vae))
-    return checks + [InputCheck(finite=finite, error=error) for finite in requests[0].sources_finite]
-
-
-def _encode_sources(model: Model, order: EngineOrder) -> Generator[None, None, Sources]:
-    """Encode the picture of an order in pieces."""
-    _check_image(order)
-    mask = _latent_mask(model, order)
-    if order.image is None:
-        return Sources(mask=mask)
-    image = yield from encode_image_in_pieces(model, order.image)
-    if mask is None or not model.image_channels:
-        return Sources(image=image, mask=mask)
-    masked_image = yield from encode_image_in_pieces(model, order.image, mask=order.mask)
-    return Sources(image=image, mask=mask, masked_image=masked_image)
-
-
-def new_requests(
-    model: Model, order: EngineOrder, conditions: Sequence[Conditions], sources: Sources | None = None
-) -> list[Request]:
-    """Return the requests of an order's images, before their first steps.
-
-    Args:
-        conditions: Conditions of each image.
-        sources: The order's encoded picture; by default, it is encoded here.
-    """
-    sources = sources or run_pieces(_encode_sources(model, order))
-    return [
-        Request(model, order.spec, single, index=index, sources=sources, alone=not order.shared_turns)
-        for index, single in enumerate(conditions)
-    ]
-
-
-def _check_image(order: EngineOrder) -> None:
-    if (order.spec.strength is None) != (order.image is None):
-        raise InternalError("a strength came without an image, or an image without one")
-
-
-def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
-    """Return the mask of an edit in the model's latent size; None if the order is no edit.
-
-    Raises:
-        FieldNotServed: The model cannot edit images (`Model.edits_refused_because`).
-        InternalError: An input of the edit is missing.
-    """
-    spec = order.spec
-    if order.mask is None and spec.edit is None:
-        return None
-    if order.mask is None or spec.edit is None or order.image is None:
-        raise InternalError("an edit came without its mask or its image, or a mask without an edit")
-    if order.mask.shape != (spec.height, spec.width):
-        raise InternalError("the mask of an edit came in another size than its picture's")
-    if reason := model.edits_refused_because:
-        raise FieldNotServed(reason, metadata={"field": "mask_image"})
-    return latent_mask(model, order.mask)
-
-
-def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
-    """Return the state in the order's checkpoint; None if there is none that fits."""
-    if not order.checkpoint:
-        return None
-    try:
-        return read_checkpoint(order.checkpoint, model, order.spec)
-    except ValueError as error:
-        _log.warning("a checkpoint does not fit; the job starts from the beginning", extra={"why": str(error)})
-        return None
-
-
-def _remote_job(job: EngineJob, conditions: Sequence[Conditions]) -> RemoteJob | None:
-    """Return what another worker needs to compute rows of the job; None if it may compute none.
-
-    Without guidance there is only one row. A job of several prompts stays here, because a remote job has one prompt.
-    """
-    first, order = conditions[0], job.order
-    if first.unconditional is None or order.spec.prompts or not (order.latent_parallelism and order.shared_turns):
-        return None
-    if not all(part.offloadable for part in job.addons.values()):
-        return None
-    halves = {Half.UNCONDITIONAL: first.unconditional, Half.CONDITIONAL: first.conditional}
-    offloaded = {addon.kind: part.offload() for addon, part in job.addons.items()}
-    return RemoteJob(halves=halves, parts={kind: part for kind, part in offloaded.items() if part is not None})

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from bottega.device.device import Span, run_pieces
 from bottega.engine.acceleration.acceleration import Probe
-from bottega.engine.decoding import Decoding
 from bottega.engine.forward import Prediction
-from bottega.engine.job import EngineJob, EngineOrder, open_job
+from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.latent_step import Guidance, guided_step
 from bottega.engine.request import Request
+from bottega.engine.results import Decoding
 from bottega.engine.spans import DeviceClock
 from bottega.engine.spec import ResolvedSpec
+from bottega.engine.waiting import open_job
 from bottega.model.model import Model
 from bottega.model.rows import Half, Row
 from bottega.model.sampler_choices import SamplerChoice

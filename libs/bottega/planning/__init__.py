@@ -4,11 +4,11 @@ The gateway's scheduler and the worker's engine decide with the same functions, 
 """
 
 from bottega.planning.cost import RowFractions, Shape, StepTimes, rounded_share, rows_in
-from bottega.planning.step_table import StepTable
 from bottega.planning.width import (
     MAX_BACKLOG,
     Pace,
     RemainingWork,
+    StepTable,
     best_width,
     completion_times,
     control_steps,

@@ -19,11 +19,12 @@ from bottega.engine.acceleration.torch_options import ChannelsLast
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.engine.forward import Network, Prediction
-from bottega.engine.job import STAGES, EngineOrder, open_job
+from bottega.engine.job import STAGES, EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spans import DeviceClock
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.times import KnownTimes
+from bottega.engine.waiting import open_job
 from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.model.schedulers import SamplerKind

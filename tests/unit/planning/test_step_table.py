@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bottega.planning import StepTable
 from bottega.planning.cost import MAX_SHAPES
-from bottega.planning.step_table import MAX_POINTS
+from bottega.planning.width import MAX_POINTS
 
 SHAPE = (64, 64)
 

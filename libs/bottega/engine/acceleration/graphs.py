@@ -4,6 +4,10 @@ Frequent shapes are recorded and run as graphs; others run block by block. Hooks
 batches with LoRAs that are applied by hooks run block by block too. So does the rest of a forward pass that rows have
 left, because its shape has changed. Recordings are kept within a limit of memory, and the least recently used one is
 dropped first.
+
+A recording consists of segments that work on fixed memory. ControlNets' residuals are added to the encoder's outputs
+before a decoder block reads them. So the encoder with the middle block is one segment, and so is each decoder block.
+Without ControlNets the whole network is one segment.
 """
 
 from __future__ import annotations
@@ -11,21 +15,14 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
-from bottega.engine.acceleration.recorded_graphs import (
-    Capture,
-    CudaCapture,
-    Key,
-    RecordedForward,
-    Segment,
-    key_of,
-    record,
-)
 from bottega.errors import TooLarge
 from bottega.model.backbone import Activations, Block, Inputs, RowSpans, UNetBackbone
 from bottega.model.model import Model
@@ -33,12 +30,169 @@ from bottega.model.operations import Operations
 
 _log = logging.getLogger(__name__)
 
+MadeT = TypeVar("MadeT")
+
+# Number of runs before recording: in the first ones, libraries choose algorithms and allocate memory.
+_WARM_UP_RUNS = 2
 # Name of the reservation, which errors about missing memory mention.
 _HOLDER = "graphs"
 # Number of plain forward passes of a shape before it is recorded. Recording takes as long as several passes.
 _USES = 2
 # Number of shapes whose uses are counted; limited, because callers choose the shapes.
 _MOST_COUNTED = 256
+# Memory for all graphs, as a fraction of the memory for activations that is free at the start.
+_SHARE = 4
+# Memory for all graphs if the free memory is not known.
+_BYTES = 2 << 30
+
+Key = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+"""Shapes of sample and prompt, data type, and whether residuals are added."""
+
+
+def key_of(inputs: Inputs) -> Key:
+    """Return the key under which the recording for these inputs is stored."""
+    return tuple(inputs.sample.shape), tuple(inputs.prompt_embeds.shape), inputs.sample.dtype, inputs.controlled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """A recorded sequence of blocks."""
+
+    first: int
+    """Index of its first block."""
+    launch: Callable[[], None]
+    """Runs the segment again."""
+    after: Activations
+    """The activations after the segment."""
+
+
+class Capture(Protocol):
+    """Records functions on one device. Not thread-safe."""
+
+    def begin(self) -> None:
+        """Begin a new set of recordings, whose memory is freed together.
+
+        Return unused memory to the device, as recording does, so that the difference of `reserved_bytes` before and
+        after is the memory that the set takes.
+        """
+        ...
+
+    def record(self, function: Callable[[], MadeT]) -> tuple[Callable[[], None], MadeT]:
+        """Run a function. Return a function that replays its kernel launches, and its result.
+
+        The inputs must stay at their addresses. Each replay overwrites the result. Raise the function's errors, or
+        RuntimeError if the launches cannot be recorded.
+        """
+        ...
+
+    def reserved_bytes(self) -> int:
+        """Return the device memory reserved by this process."""
+        ...
+
+
+class CudaCapture:
+    """Records with torch.cuda.CUDAGraph. The graphs of a set share a memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def begin(self) -> None:
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], MadeT]) -> tuple[Callable[[], None], MadeT]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP_RUNS):
+                function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Record only this thread: others, which receive from links, may allocate pinned memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            made = function()
+        graph.replay()
+        return graph.replay, made
+
+    def reserved_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device))
+
+
+class RecordedForward:
+    """The graphs of one shape. Each forward pass overwrites their tensors."""
+
+    def __init__(self, inputs: Inputs, segments: Sequence[Segment], output: Tensor, size_bytes: int) -> None:
+        self._inputs = inputs
+        self.segments = segments
+        self.output = output
+        """The predicted noise, after the last segment."""
+        self.size_bytes = size_bytes
+        """Device memory that the recording takes."""
+
+    def fill(self, inputs: Inputs) -> None:
+        """Copy the inputs of the next forward pass into the memory that the graphs read."""
+        for name in _TENSORS:
+            getattr(self._inputs, name).copy_(getattr(inputs, name))
+        for name, tensor in self._inputs.added.items():
+            tensor.copy_(inputs.added[name])
+
+
+_TENSORS = ("sample", "timestep", "prompt_embeds")
+"""The fields of Inputs that a forward pass reads, besides `added`."""
+
+
+def record(backbone: UNetBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
+    """Record a forward pass of this shape. Raise the errors of the network or the device."""
+    capture.begin()
+    before = capture.reserved_bytes()
+    static = replace(
+        inputs,
+        **{name: getattr(inputs, name).clone() for name in _TENSORS},
+        added={name: tensor.clone() for name, tensor in inputs.added.items()},
+        activations=(),
+        origins=(),
+    )
+    segments: list[Segment] = []
+    output: Tensor | None = None
+    state: Activations | None = None
+    for blocks in _cut(backbone.blocks, whole=not inputs.controlled):
+        ends = blocks[-1] == len(backbone.blocks) - 1
+
+        def run(blocks: Sequence[int] = blocks, state: Activations | None = state, ends: bool = ends) -> _Made:
+            made = backbone.begin(static) if state is None else _copy(state)
+            for place in blocks:
+                backbone.blocks[place].run(made)
+            return _Made(activations=made, output=backbone.finish(made) if ends else None)
+
+        launch, made = capture.record(run)
+        state, output = made.activations, made.output
+        segments.append(Segment(first=blocks[0], launch=launch, after=_copy(state)))
+    assert output is not None, "the last segment ends the network"
+    return RecordedForward(static, segments, output, size_bytes=max(0, capture.reserved_bytes() - before))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Made:
+    activations: Activations
+    output: Tensor | None
+
+
+def _copy(state: Activations) -> Activations:
+    """Return a copy that shares the tensors. Blocks remove points from its dictionary and replace `hidden`."""
+    return replace(state, points=dict(state.points))
+
+
+def _cut(blocks: Sequence[Block], *, whole: bool) -> list[list[int]]:
+    """Return the block indexes of each segment. A new segment begins where residuals are needed, unless `whole`."""
+    if whole:
+        return [list(range(len(blocks)))]
+    segments: list[list[int]] = []
+    for place, block in enumerate(blocks):
+        if block.needs or not segments:
+            segments.append([])
+        segments[-1].append(place)
+    return segments
 
 
 class RecordedForwards:
@@ -163,7 +317,10 @@ class GraphedBackbone:
         ]
 
     def begin(self, inputs: Inputs) -> Activations:
-        recorded = None if self._hooked else self._recordings.get(key_of(inputs), lambda: self._record(inputs))
+        recorded = None
+        if not self._hooked:
+            make = partial(record, self._plain, inputs, self._capture)
+            recorded = self._recordings.get(key_of(inputs), make)
         if recorded is None:
             return self._plain.begin(inputs)
         recorded.fill(inputs)
@@ -182,16 +339,14 @@ class GraphedBackbone:
     def _hooked(self) -> bool:
         return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
 
-    def _record(self, inputs: Inputs) -> RecordedForward:
-        return record(self._plain, inputs, self._capture)
-
     def _runner(self, place: int, block: Block) -> Callable[[Activations], None]:
         def run(activations: Activations) -> None:
             recorded = activations.recorded if isinstance(activations, GraphedActivations) else None
             if recorded is None:
                 block.run(activations)
                 return
-            segment = _beginning_at(recorded.segments, place)
+            # Other blocks have run with the first one of their segment.
+            segment = next((segment for segment in recorded.segments if segment.first == place), None)
             if segment is not None:
                 segment.launch()
                 _leave(segment, activations)
@@ -199,27 +354,11 @@ class GraphedBackbone:
         return run
 
 
-def _beginning_at(segments: Sequence[Segment], place: int) -> Segment | None:
-    """Return the segment that begins with this block; None inside of a segment, which has run it already."""
-    first = 0
-    for segment in segments:
-        if first == place:
-            return segment
-        first = segment.last + 1
-    return None
-
-
 def _leave(segment: Segment, activations: Activations) -> None:
     """Set the activations to those after a segment, to which ControlNets' residuals are added."""
     after = segment.after
     activations.hidden, activations.embedding, activations.context = after.hidden, after.embedding, after.context
     activations.points = dict(after.points)
-
-
-# Memory for all graphs, as a fraction of the memory for activations that is free at the start.
-_SHARE = 4
-# Memory for all graphs if the free memory is not known.
-_BYTES = 2 << 30
 
 
 class Graphs:

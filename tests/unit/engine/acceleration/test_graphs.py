@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.acceleration.graphs import (
+    CudaCapture,
     GraphedActivations,
     GraphedBackbone,
     Graphs,
+    Key,
+    RecordedForward,
     RecordedForwards,
+    record,
 )
-from bottega.engine.acceleration.recorded_graphs import CudaCapture, Key, RecordedForward, record
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
 from bottega.engine.spans import DeviceClock
@@ -197,9 +200,7 @@ def key(number: int) -> Key:
 
 
 def made(size_bytes: int) -> RecordedForward:
-    forward = RecordedForward(inputs(1), [], torch.zeros(1))
-    forward.size_bytes = size_bytes
-    return forward
+    return RecordedForward(inputs(1), [], torch.zeros(1), size_bytes=size_bytes)
 
 
 def often(store: RecordedForwards, number: int, size_bytes: int = 10) -> RecordedForward | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import click
 
 from bottega import errors, kinds
-from bottega.addons.cache.client.types import CachedEntry, CacheProfile, CacheStats
-from bottega.addons.cache.skip_profile import LengthClass
-from bottega.addons.cache.starts import ENTRY_PATTERN, FRACTIONS, parse_start
+from bottega.addons.cache.client.types import CachedEntry, CacheStats
+from bottega.addons.cache.starts import ENTRY_PATTERN, parse_start
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.error_help import storage_advice
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
@@ -232,35 +230,9 @@ def profiles(*, address: str) -> None:
     if not profiles:
         _note_missing_profile()
         return
-    print_profiles(profiles, names)
+    from bottega.addons.cache.client import cli_drawing
 
-
-def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -> None:
-    """Print profiles as a table, and how each was measured. `names` has the names of served models, by their hashes."""
-    table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS), wraps=("model",))
-    hashes = [profile.model_hash for profile in profiles]
-    titles = {model_hash: names.get(model_hash, short_hash(model_hash)) for model_hash in hashes}
-    for profile in profiles:
-        for row in _rows(profile):
-            table.add_row(titles[profile.model_hash], *row)
-    table.add_caption("Columns: share of steps to skip. Values: the prompt similarity that this needs (-: never).")
-    print_table(table)
-    for profile in profiles:
-        if profile.about:
-            note(f"{titles[profile.model_hash]}: {profile.about}")
-
-
-def _rows(profile: CacheProfile) -> Iterator[tuple[str, ...]]:
-    for fidelity, classes in (("balanced", profile.balanced), ("fast", profile.fast)):
-        yield from ((fidelity, *row) for row in _class_rows(classes.classes))
-
-
-def _class_rows(classes: Sequence[LengthClass]) -> Iterator[tuple[str, ...]]:
-    for length_class in classes:
-        unbounded = "more" if len(classes) > 1 else "any"
-        words = f"up to {length_class.max_words:.0f}" if math.isfinite(length_class.max_words) else unbounded
-        thresholds = (length_class.thresholds.get(fraction) for fraction in FRACTIONS)
-        yield (words, *("-" if similarity is None else f"{similarity:.3f}" for similarity in thresholds))
+    cli_drawing.print_profiles(profiles, names)
 
 
 class StartType(click.ParamType[str]):

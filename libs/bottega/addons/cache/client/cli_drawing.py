@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from enum import StrEnum
@@ -15,7 +16,6 @@ from typing import Any, cast
 import click
 from google.protobuf import json_format
 
-from bottega.addons.cache.client.cli import print_profiles
 from bottega.addons.cache.client.profiling import (
     MOST_DRAWS,
     MOST_PAIRS,
@@ -33,18 +33,22 @@ from bottega.addons.cache.client.samples import (
     use_of,
 )
 from bottega.addons.cache.client.types import CacheProfile, profile_to_wire
-from bottega.addons.cache.skip_profile import LEAST_SAMPLES, SHARE
+from bottega.addons.cache.skip_profile import LEAST_SAMPLES, SHARE, LengthClass
+from bottega.addons.cache.starts import FRACTIONS
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import (
+    PlainTable,
     confirm,
     duration_text,
     fail,
     is_interactive,
     new_console,
     note,
+    print_table,
     say,
+    short_hash,
     text_column,
 )
 from bottega.client.sdk.clients import Client
@@ -339,3 +343,31 @@ def read_prompt_file(file: Path) -> str:
     if len(data) > MOST_BYTES:
         fail(f"{file} is larger than {MOST_BYTES >> 20} MiB", status=2)
     return text
+
+
+def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -> None:
+    """Print profiles as a table, and how each was measured. `names` has the names of served models, by their hashes."""
+    table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS), wraps=("model",))
+    hashes = [profile.model_hash for profile in profiles]
+    titles = {model_hash: names.get(model_hash, short_hash(model_hash)) for model_hash in hashes}
+    for profile in profiles:
+        for row in _rows(profile):
+            table.add_row(titles[profile.model_hash], *row)
+    table.add_caption("Columns: share of steps to skip. Values: the prompt similarity that this needs (-: never).")
+    print_table(table)
+    for profile in profiles:
+        if profile.about:
+            note(f"{titles[profile.model_hash]}: {profile.about}")
+
+
+def _rows(profile: CacheProfile) -> Iterator[tuple[str, ...]]:
+    for fidelity, classes in (("balanced", profile.balanced), ("fast", profile.fast)):
+        yield from ((fidelity, *row) for row in _class_rows(classes.classes))
+
+
+def _class_rows(classes: Sequence[LengthClass]) -> Iterator[tuple[str, ...]]:
+    for length_class in classes:
+        unbounded = "more" if len(classes) > 1 else "any"
+        words = f"up to {length_class.max_words:.0f}" if math.isfinite(length_class.max_words) else unbounded
+        thresholds = (length_class.thresholds.get(fraction) for fraction in FRACTIONS)
+        yield (words, *("-" if similarity is None else f"{similarity:.3f}" for similarity in thresholds))

@@ -30,7 +30,7 @@ from bottega.errors import LoraUnusable
 from bottega.model.rows import Difference, Factors, LoraSet, Row, SetKey, Term
 
 if TYPE_CHECKING:
-    from bottega.addons.loras.engine.addon import JobLoras
+    from bottega.addons.loras.engine.job_loras import JobLoras
 
 
 def make_set(

@@ -11,7 +11,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-from bottega.addons.edits.engine.masked.cross_attention import PromptCache
+from bottega.addons.edits.engine.masked.transformer import PromptCache
 from bottega.addons.loras.engine import UnmergedLoras
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.denoiser import Denoiser

@@ -17,9 +17,10 @@ from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.engine.checkpoint import CheckpointMismatch, read_checkpoint
 from bottega.engine.encode import encode_all_prompts
 from bottega.engine.events import JobAdvanced, JobCheckpointed
-from bottega.engine.job import EngineOrder, new_requests
+from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
+from bottega.engine.waiting import new_requests
 from bottega.errors import InternalError
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind

@@ -9,7 +9,7 @@ import torch
 from PIL import ImageOps
 from torch import Tensor
 
-from bottega.addons.edits.engine.loading.work_fit import WorkCost, WorkFit
+from bottega.addons.edits.engine.loading.times import WorkCost, WorkFit
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.engine.job import EngineOrder

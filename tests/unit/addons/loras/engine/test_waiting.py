@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, LoraSet
-from bottega.addons.loras.engine.addon import EngineLoras, JobLoras
+from bottega.addons.loras.engine.addon import EngineLoras
+from bottega.addons.loras.engine.job_loras import JobLoras
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits

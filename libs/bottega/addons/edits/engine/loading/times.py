@@ -1,23 +1,198 @@
-"""Estimates the seconds of a network's blocks on this device, from finished forward passes or from a profile."""
+"""Estimates the seconds of a network's blocks on this device, from finished forward passes or from a profile.
+
+The seconds of a forward pass are a regression of its floating-point operations and bytes over recent ones. Convolutions
+over feature maps run at another speed than attention and projections, so they are counted separately.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from statistics import fmean
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations, edit_activations
-from bottega.addons.edits.engine.loading.work_fit import WorkCost, WorkFit
 from bottega.addons.edits.engine.masked.tokens import MaskTokens, TokenCache
 from bottega.addons.edits.engine.masked.work import BlockKind, BlockWork, blocks_of
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.model.rows import Row
 from bottega.planning.cost import MAX_SHAPES
 from bottega.v1.activations_pb2 import BlockProfile
+
+MAX_BATCHES = 256
+"""Maximum number of kinds of batches to fit."""
+
+# Batches whose operations and bytes differ by less than this are of one kind.
+_KIND = 0.02
+# Weight of a new measurement of a kind: a short disturbance is forgotten in a few turns.
+_WEIGHT = 0.25
+# Measurements of any kind after which one counts half, because the machine may have changed.
+_HALF_LIFE = 200
+# Kinds are divided into this many parts, each of which is held out once.
+_PARTS = 5
+_FEATURES = 4
+# How strongly, as a share of all measurements, the two speeds of operations are kept equal. It decides as long as the
+# measurements do not tell them apart.
+_ONE_PACE = 1e-4
+# Columns that depend on each other have no solution: their matrix has a condition number above this.
+_MOST_CONDITION = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkCost:
+    """seconds = per_flop_s * flops + per_map_flop_s * map_flops + per_byte_s * size_bytes + fixed_s; none is negative.
+
+    `map_flops` are those of convolutions over feature maps, `flops` all others.
+    """
+
+    per_flop_s: float
+    per_map_flop_s: float
+    per_byte_s: float
+    fixed_s: float
+
+    def seconds(self, flops: float, size_bytes: float, map_flops: float = 0.0) -> float:
+        """Return the seconds of a batch."""
+        computed_s = self.per_flop_s * flops + self.per_map_flop_s * map_flops
+        return computed_s + self.per_byte_s * size_bytes + self.fixed_s
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """A kind of batch: the work of the last one, and the mean seconds of all."""
+
+    flops: float
+    map_flops: float
+    size_bytes: float
+    seconds: float
+    weight: float
+    """Number of measurements, where older ones count less, at the time of the last one."""
+    measured_at: int
+    """Sequence number of the last measurement among those of all kinds."""
+
+    def weight_at(self, measured: int) -> float:
+        """Return the weight after `measured` measurements of all kinds, which makes it decay."""
+        return self.weight * math.exp2((self.measured_at - measured) / _HALF_LIFE)
+
+
+class WorkFit:
+    """A non-negative least-squares fit over the kinds of batches that were measured; old measurements count less.
+
+    Batches of a kind have about the same operations and bytes. A kind is kept however often others run: frequent kinds
+    move the fit to the machine's current speed, and rare ones show how time grows with work. Of more than MAX_BATCHES
+    kinds, the one that ran longest ago is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[int, ...], _Batch] = {}
+        self._measured = 0
+        self._cost: WorkCost | None = None
+
+    def observe(self, *, flops: float, size_bytes: float, seconds: float, map_flops: float = 0.0) -> None:
+        """Record a batch that ran; see WorkCost.
+
+        A batch with a value that is not finite, or with 0 seconds, is ignored.
+        """
+        work = flops, map_flops, size_bytes
+        if not (math.isfinite(sum(work) + seconds) and min(work) >= 0.0 < seconds):
+            return
+        self._measured += 1
+        self._cost = None
+        kind = tuple(map(_rounded, work))
+        known = self._batches.pop(kind, None)  # dictionary order: the newest is last
+        self._batches[kind] = _Batch(
+            flops=flops,
+            map_flops=map_flops,
+            size_bytes=size_bytes,
+            seconds=seconds if known is None else known.seconds + _WEIGHT * (seconds - known.seconds),
+            weight=1.0 + (0.0 if known is None else known.weight_at(self._measured)),
+            measured_at=self._measured,
+        )
+        if len(self._batches) > MAX_BATCHES:
+            del self._batches[next(iter(self._batches))]
+
+    @property
+    def cost(self) -> WorkCost | None:
+        """The fit; None before anything was measured."""
+        if self._cost is None and self._batches:
+            self._cost = self._fitted(list(self._batches.values()))
+        return self._cost
+
+    def seconds(self, flops: float, size_bytes: float, map_flops: float = 0.0) -> float | None:
+        """Return the expected seconds of a batch; None before anything was measured."""
+        cost = self.cost
+        return None if cost is None else cost.seconds(flops, size_bytes, map_flops)
+
+    @property
+    def r2(self) -> float | None:
+        """Coefficient of determination over batches, each predicted by a fit of the others; None with too few kinds.
+
+        It is 1 minus the ratio of the squared errors to the squared differences from the mean.
+        """
+        batches = sorted(self._batches.values(), key=lambda batch: batch.seconds)
+        if len(batches) <= max(_PARTS, _FEATURES):
+            return None
+        errors = 0.0
+        for part in range(_PARTS):
+            cost = self._fitted([batch for place, batch in enumerate(batches) if place % _PARTS != part])
+            held_out = batches[part::_PARTS]
+            errors += sum(_error(cost, batch) ** 2 for batch in held_out)
+        mean_s = fmean(batch.seconds for batch in batches)
+        spread = sum((batch.seconds - mean_s) ** 2 for batch in batches)
+        return 1.0 - errors / spread if spread > 0.0 else None
+
+    def _fitted(self, batches: Sequence[_Batch]) -> WorkCost:
+        weights = [batch.weight_at(self._measured) for batch in batches]
+        rows = [(batch.flops, batch.map_flops, batch.size_bytes, 1.0) for batch in batches]
+        factors = _non_negative(rows, [batch.seconds for batch in batches], weights)
+        per_flop_s, per_map_flop_s, per_byte_s, fixed_s = factors
+        return WorkCost(per_flop_s=per_flop_s, per_map_flop_s=per_map_flop_s, per_byte_s=per_byte_s, fixed_s=fixed_s)
+
+
+def _error(cost: WorkCost, batch: _Batch) -> float:
+    return cost.seconds(batch.flops, batch.size_bytes, batch.map_flops) - batch.seconds
+
+
+def _rounded(amount: float) -> int:
+    return round(math.log1p(amount) / _KIND)
+
+
+def _non_negative(
+    rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]
+) -> tuple[float, ...]:
+    """Return the non-negative factors with the least weighted squared error.
+
+    There are few columns, so all subsets of columns are tried. For the best subset, the unconstrained solution is
+    non-negative.
+    """
+    matrix = np.array(rows)
+    scales = matrix.max(axis=0)
+    scales[:2] = scales[:2].max()
+    scales[scales == 0.0] = 1.0
+    matrix = matrix / scales
+    weighted = (matrix * np.array(weights)[:, None]).T
+    gram, moments = weighted @ matrix, weighted @ np.array(targets)
+    gram[:2, :2] += _ONE_PACE * sum(weights) * np.array([[1.0, -1.0], [-1.0, 1.0]])
+    best, most = np.zeros(_FEATURES), 0.0
+    for count in range(1, _FEATURES + 1):
+        for columns in map(list, combinations(range(_FEATURES), count)):
+            part = gram[np.ix_(columns, columns)]
+            if not np.linalg.cond(part) < _MOST_CONDITION:
+                continue
+            factors = np.linalg.solve(part, moments[columns])
+            # The reduction of the sum of squared targets at a solution.
+            explained = factors @ moments[columns]
+            if factors.min() >= 0.0 and explained > most * (1.0 + 1e-12):
+                best, most = np.zeros(_FEATURES), explained
+                best[columns] = factors
+    return tuple(float(factor) for factor in best / scales)
+
 
 Size = tuple[int, int]
 """Height and width of a latent."""

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from bottega.addons.edits.engine.activations import edit_activations
 from bottega.addons.edits.engine.masked.checks import unsupported
-from bottega.addons.edits.engine.masked.cross_attention import PromptCache
 from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMaps
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, TokenCache
-from bottega.addons.edits.engine.masked.transformer import Caching, MaskedTransformer
+from bottega.addons.edits.engine.masked.transformer import Caching, MaskedTransformer, PromptCache
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone
 from bottega.model.operations import Operations

@@ -26,7 +26,7 @@ from bottega.model.backbone import Activations, RowSpans
 from bottega.model.operations import Moves
 
 if TYPE_CHECKING:
-    from bottega.addons.edits.engine.masked.cross_attention import PromptProjections
+    from bottega.addons.edits.engine.masked.transformer import PromptProjections
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
