@@ -24,6 +24,8 @@ _STEPS = {"num_inference_steps": 1}
 _VALUES: Sequence[object] = (
     None, True, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1.5, 1e308, "", "a", "\x00", "\ud7ff", "é" * 2000, "64x64",
     "0x0", "99999x99999", "png", "btg_", [], {}, [None], {"a": 1}, [[[[]]]], "data:image/png;base64,AAAA", "AAAA", "%",
+    "https://127.0.0.1/", "HTTPS://[::1", "http://\x00", "https://a@b:99999/\ud7ff", "https://" + "a." * 900,
+    [{"name": "a", "image": "https://169.254.169.254/"}], [{"name": "dusk"}] * 9,
 )  # fmt: skip
 _TEXTS = ("", "a", "%00", "%2e%2e%2f", "..", "é", "x" * 300, "-1", "0", "1", "99999999999999999999", "unknown", "%ff")
 _PNG = bytes.fromhex(
@@ -151,6 +153,8 @@ def _content(operation: Operation, chance: random.Random) -> dict[str, Any]:
     form["bottega"] = json.dumps({**_STEPS, "strength": 0.1})
     if chance.random() < 0.3:
         form[chance.choice(("bottega[seed]", "bottega[", "a[b][c][d][e][f]", "[]", "prompt[]", "n[]"))] = "1"
+    if chance.random() < 0.2:
+        form[chance.choice(("image", "image[]", "mask", "image[url]"))] = chance.choice(("https://[::1]/", "AAAA", "?"))
     files = [(chance.choice(("image", "image[]", "mask", "other")), ("a", chance.choice((_PNG, b"", b"GIF89a"))))]
     return {"data": form, "files": files}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from bottega.client.types.inputs import ControlNet, Lora
@@ -41,13 +41,23 @@ _MOST_VALUES = 1 << 15
 _MOST_COMPARED = 64
 
 
-def _decoded(value: object) -> object:
-    if not isinstance(value, str):
-        return value
+@dataclass(frozen=True, slots=True)
+class RemoteImage:
+    """The URL of an input image, which the service fetches if an operator allows its host."""
+
+    url: str
+
+
+def image_in(value: object) -> bytes | RemoteImage:
+    """Return the image that a text is, in base64 or as a URL. Raise ValueError for anything else."""
+    if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
+        return RemoteImage(value)
     try:
+        if not isinstance(value, str):
+            raise ValueError
         return binascii.a2b_base64(value[_end_of_head(value) :], strict_mode=True)
     except (binascii.Error, ValueError):  # ValueError: not ASCII
-        raise ValueError("must be the bytes of an image in base64") from None
+        raise ValueError("must be the bytes of an image in base64, or its URL") from None
 
 
 def _end_of_head(value: str) -> int:
@@ -55,10 +65,12 @@ def _end_of_head(value: str) -> int:
     return head.end() if head else 0
 
 
-Base64 = Annotated[
-    bytes, BeforeValidator(_decoded), WithJsonSchema({"type": "string", "contentEncoding": "base64"}, mode="validation")
+InputImage = Annotated[
+    bytes | RemoteImage,
+    PlainValidator(image_in),
+    WithJsonSchema({"anyOf": [{"type": "string", "contentEncoding": "base64"}, {"type": "string", "format": "uri"}]}),
 ]
-"""The bytes of an image, which JSON has in base64, also as a data URL."""
+"""An image, which JSON has in base64, also as a data URL, or as a URL."""
 
 
 class Body(BaseModel):
@@ -92,7 +104,7 @@ class ControlNetBody(Body):
 
     name: str
     """Name of the ControlNet."""
-    image: Base64
+    image: InputImage
     """Control image."""
     controlnet_conditioning_scale: float | None = None
     """Strength."""
@@ -192,9 +204,9 @@ class PictureBody(Body):
 class JobBody(PictureBody):
     """A job to start."""
 
-    image: Base64 | None = None
+    image: InputImage | None = None
     """Source of image-to-image or of an edit."""
-    mask: Base64 | None = None
+    mask: InputImage | None = None
     """Mask of an edit: transparent pixels are redrawn."""
 
 
@@ -220,6 +232,33 @@ class EditBody(GenerationBody):
 
     input_fidelity: Literal["low", "high"] | None = None
     """Refused: set bottega.strength."""
+
+
+def remote_images(body: PictureBody) -> dict[str, RemoteImage]:
+    """Return the images that a body names by URL, by their fields."""
+    images = {field: getattr(model, field.rpartition(".")[2]) for field, model in _image_holders(body)}
+    return {field: image for field, image in images.items() if isinstance(image, RemoteImage)}
+
+
+def set_images(body: PictureBody, images: Mapping[str, bytes]) -> None:
+    """Replace images of a body by their fields."""
+    for field, model in _image_holders(body):
+        if field in images:
+            setattr(model, field.rpartition(".")[2], images[field])
+
+
+def encoded(image: bytes | RemoteImage | None) -> bytes | None:
+    """Return the bytes of an image, which has been fetched if it was a URL."""
+    assert not isinstance(image, RemoteImage)
+    return image
+
+
+def _image_holders(body: PictureBody) -> Iterator[tuple[str, BaseModel]]:
+    """Yield the fields of a body that are images, each with the model that has it."""
+    if isinstance(body, JobBody):
+        yield from (("image", body), ("mask", body))
+    for index, net in enumerate((body.bottega.controlnets if body.bottega else None) or ()):
+        yield f"bottega.controlnets[{index}].image", net
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

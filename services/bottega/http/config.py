@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from bottega.errors import ConfigError
+from bottega.outside_rules import OutsideRules
 from bottega.rpc.address import Address
 from bottega.rpc.security.private_files import read_private
 from bottega.rpc.server_config import HttpServerConfig
@@ -16,6 +17,18 @@ from bottega.strict import STRICT
 
 Seconds = Annotated[float, Field(gt=0)]
 _LEAST_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchConfig(OutsideRules):
+    """The hosts from which input images are fetched that requests name by URL. By default there are none."""
+
+    timeout_s: Seconds = 10.0
+    """Seconds in which an image must come, redirects included."""
+    max_redirects: Annotated[int, Field(ge=0, le=10)] = 3
+    """Upper bound on redirects of one image. Each must lead to an allowed host."""
+    max_at_once: Annotated[int, Field(ge=1)] = 32
+    """Upper bound on images that are being fetched. Further requests with URLs get 429."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +63,8 @@ class HttpConfig:
 
     Empty: a random secret, with which URLs are valid for this process only.
     """
+    fetch: FetchConfig = field(default_factory=FetchConfig)
+    """Input images by URL."""
     request_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Upper bound on the seconds of a request that draws. The client gets 504 then, and the pictures are cancelled."""
     gateway_wait_s: Annotated[float, Field(ge=0)] = 3.0

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.types.jobs import Completed, Event, Interrupted, JobState, JobStatus, Progress, Queued
 from bottega.errors import BottegaError, JobNotFound
-from bottega.http.bodies import Body, JobBody, drawing_of, parse_fields
-from bottega.http.context import context_of
+from bottega.http.bodies import Body, JobBody, drawing_of, encoded, parse_fields
+from bottega.http.context import context_of, fetch_images
 from bottega.http.errors import error_object
 from bottega.http.events import event, event_stream, with_pings
 from bottega.http.pictures import base64_text, file_response, picture_facts
@@ -52,7 +52,8 @@ async def start_job(request: Request) -> Response:
     """Start a job that outlives the request."""
     context = context_of(request)
     body = await context.bodies.read_json(request, JobBody)
-    drawing = drawing_of(body, image=body.image, mask=body.mask)
+    await fetch_images(request, body)
+    drawing = drawing_of(body, image=encoded(body.image), mask=encoded(body.mask))
     job = await context.client.submit(
         drawing.prompt,
         num_images=drawing.num_images,

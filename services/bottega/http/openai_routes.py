@@ -18,8 +18,8 @@ from bottega.client.types.jobs import Completed, Event, Progress
 from bottega.client.types.models import ServedModel
 from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError, ModelNotFound, Violation
-from bottega.http.bodies import Drawing, GenerationBody, drawing_of, parse_edit
-from bottega.http.context import Context, context_of, unless_client_leaves
+from bottega.http.bodies import Drawing, GenerationBody, RemoteImage, drawing_of, image_in, parse_edit
+from bottega.http.context import Context, context_of, fetch_images, unless_client_leaves
 from bottega.http.errors import FieldsRefused, error_object
 from bottega.http.events import event, event_stream, with_pings
 from bottega.http.gateway import bind_key, bound_key
@@ -74,13 +74,17 @@ async def get_model(request: Request) -> Response:
 async def create_pictures(request: Request) -> Response:
     """Draw pictures."""
     body = await context_of(request).bodies.read_json(request, GenerationBody)
+    await fetch_images(request, body)
     return await _draw(request, _Request(body=body, drawing=drawing_of(body), kind="image_generation"))
 
 
 async def edit_picture(request: Request) -> Response:
     """Draw an image anew where its mask is transparent, or all of it without a mask."""
     fields, files = await context_of(request).bodies.read_form(request)
+    named = _images_in_texts(fields, files)
     body = await asyncio.to_thread(parse_edit, fields)
+    images = await fetch_images(request, body, named)
+    files.update((name, [image]) for name, image in images.items())
     drawing = drawing_of(body, **_files(files))
     return await _draw(request, _Request(body=body, drawing=drawing, kind="image_edit", images=1))
 
@@ -242,6 +246,25 @@ def _completed_parts(wanted: _Request, done: Completed) -> Iterator[bytes]:
             "bottega": {"job_id": done.job_id, **picture_facts(picture), "provenance": done.provenance},
         }
         yield from with_base64(event(name, data), [mark], [picture.data])
+
+
+def _images_in_texts(fields: dict[str, object], files: dict[str, list[bytes]]) -> dict[str, RemoteImage]:
+    """Take the images out of a form's fields: put those in base64 into its files, and return those by URL."""
+    remote = {}
+    for name in fields.keys() & {"image", "mask"}:
+        text = fields.pop(name)
+        texts = text if isinstance(text, list) else [text]
+        try:
+            image = image_in(texts[0])
+        except ValueError as error:
+            raise FieldsRefused(f"{name} {error}", violations=[Violation(field=name, description=str(error))]) from None
+        if name in files or len(texts) > 1:
+            raise FieldsRefused(f"{name} must be one", violations=[Violation(field=name, description="must be one")])
+        if isinstance(image, RemoteImage):
+            remote[name] = image
+        else:
+            files[name] = [image]
+    return remote
 
 
 def _files(files: Mapping[str, list[bytes]]) -> dict[str, bytes]:

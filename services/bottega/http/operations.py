@@ -30,8 +30,8 @@ from bottega.http.bodies import BottegaBody, EditBody, GenerationBody, JobBody
 from bottega.http.job_routes import EventsQuery, JobQuery
 
 _FILES: Mapping[str, object] = {
-    "image": {"type": "string", "format": "binary", "description": "Source of the edit: PNG, JPEG or WebP."},
-    "mask": {"type": "string", "format": "binary", "description": "Mask: what is transparent is drawn anew."},
+    "image": {"type": "string", "format": "binary", "description": "Source of the edit: PNG, JPEG or WebP, or a URL."},
+    "mask": {"type": "string", "format": "binary", "description": "Mask: what is transparent is drawn anew; or a URL."},
 }
 _STREAM = "text/event-stream"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")

@@ -56,6 +56,13 @@ class BodyReader:
         await form.close()
         return nested([(name, part) for name, part in form.multi_items() if isinstance(part, str)]), files
 
+    def hold(self, request: Request, size: int) -> None:
+        """Count bytes that a request uses beside its body. Raise QueueFull if there is no memory for them now."""
+        host, held = request.scope.get(_HELD, (host_of_request(request), 0))
+        if not self._held.take(host, size):
+            raise QueueFull("other requests use the memory for bodies; retry", retry_after_s=1.0)
+        request.scope[_HELD] = (host, held + size)
+
     def release(self, scope: Scope) -> None:
         """Count the bytes of a request's body, if it has one, as free. Call it when the request has ended."""
         host, size = scope.pop(_HELD, ("", 0))
@@ -66,16 +73,14 @@ class BodyReader:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise self._too_large()
-        host, data = host_of_request(request), bytearray()
+        data = bytearray()
         try:
             async with asyncio.timeout(self._wait_s):
                 async for chunk in request.stream():
                     if len(data) + len(chunk) > self._max_bytes:
                         raise self._too_large()
-                    if not self._held.take(host, len(chunk)):
-                        raise QueueFull("other requests use the memory for bodies; retry", retry_after_s=1.0)
+                    self.hold(request, len(chunk))
                     data += chunk
-                    request.scope[_HELD] = (host, len(data))
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {self._wait_s:g} s") from None
         except ClientDisconnect:

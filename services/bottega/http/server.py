@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 from bottega.errors import ConfigError, Unavailable
 from bottega.http.config import HttpConfig, read_url_key
 from bottega.http.context import Context
+from bottega.http.fetching import ImageFetcher
 from bottega.http.gateway import ForwardingClient
 from bottega.http.limits import PeerLimit
 from bottega.http.pictures import UrlSeal
@@ -52,10 +53,12 @@ class HttpServer:
         self._metrics = MetricsEndpoint(config.server.metrics_listen)
         if tls is not None:
             self._metrics.registry.register(CertificateMetrics(tls))
+        bodies = BodyReader(config.server)
         self._context = Context(
             config=config,
             client=self._client,
-            bodies=BodyReader(config.server),
+            bodies=bodies,
+            fetcher=ImageFetcher(config.fetch, bodies, peer_share=config.server.peer_share),
             urls=UrlSeal(read_url_key(config), ttl_s=config.url_ttl_s),
             draining=asyncio.Event(),
         )
@@ -150,6 +153,7 @@ class HttpServer:
 
     async def close(self) -> None:
         """Cancel unfinished jobs, and close the connection to the gateway."""
+        await self._context.fetcher.close()
         await self._client.close()
 
     def _stop_listening(self) -> None:

@@ -19,7 +19,7 @@ SPEC = ServiceSpec(
     config="bottega.http.config:HttpConfig",
     config_check="bottega.http.config:read_url_key",
     joins=False,
-    requires=("python-multipart", "sse-starlette", "starlette", "uvicorn"),
+    requires=("httpx", "python-multipart", "sse-starlette", "starlette", "uvicorn"),
     optional=True,
     install="bottega-services[http]",
 )
