@@ -29,6 +29,11 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
 
 
+def service_state() -> Path:
+    """Return the state folder of this service: the one that systemd made for its unit, else `state_folder()`."""
+    return Path(os.environ.get("STATE_DIRECTORY") or state_folder())
+
+
 def operator_folder() -> Path:
     """Return the default folder of tenants and certificates.
 

@@ -35,7 +35,7 @@ from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.model.weights import Placement, dtype_name, load_network, load_text_encoder
 from bottega.model_files import ModelReport, check_model_folder
-from bottega.model_files.digest import model_digest
+from bottega.model_files.digest import KnownDigests, model_digest
 from bottega.model_files.presets import Preset, read_preset
 from bottega.plain_text import excerpt
 
@@ -185,6 +185,7 @@ def load_model(
     variant: str = "",
     vae_folder: Path | None = None,
     reporter: StartReporter | None = None,
+    known_digests: KnownDigests | None = None,
 ) -> Model:
     """Load a folder in Diffusers' layout. Nothing is downloaded, and weights are read from safetensors only.
 
@@ -198,6 +199,7 @@ def load_model(
         variant: See `check_model_folder`.
         vae_folder: Folder of a VAE that replaces the model's own.
         reporter: Receives the progress of loading.
+        known_digests: Digests of files that were hashed before; None to hash all.
 
     Raises:
         ConfigError: The folder is not a model that can be served.
@@ -215,7 +217,7 @@ def load_model(
     memory = open_memory_plan(runtime, device_memory_mib)
     reporter = reporter or silent_reporter()
     target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
-    with _Hashing(report, preset) as hashing:
+    with _Hashing(report, preset, known_digests) as hashing:
         pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
         model_hash = hashing.result(reporter)
     config = _scheduler_config(pipeline.scheduler, preset, family.scheduler_overrides)
@@ -332,12 +334,12 @@ class _Hashing:
     Leaving its context ends the thread.
     """
 
-    def __init__(self, report: ModelReport, preset: Preset) -> None:
+    def __init__(self, report: ModelReport, preset: Preset, known: KnownDigests | None) -> None:
         self._size_bytes = report.size_bytes
         self._hashed_bytes = 0
         self._cancelled = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model-hash")
-        self._digest = self._pool.submit(model_digest, report, preset, self._advance)
+        self._digest = self._pool.submit(model_digest, report, preset, self._advance, known)
 
     def __enter__(self) -> Self:
         return self

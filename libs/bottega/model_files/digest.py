@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from io import BufferedReader
@@ -14,9 +17,15 @@ from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.controlnet_config import FILE
 from bottega.model_files.presets import Preset
 from bottega.model_files.report import ModelReport
+from bottega.state_folder import make_private, write_whole
 from bottega.storage.folders import listed, open_below
 
 _PIECE_BYTES = 4 << 20
+# Smaller files are hashed in less than .1 s.
+_LEAST_KEPT_BYTES = 64 << 20
+_MAX_KEPT = 1000
+# A file that changed so shortly before it was hashed may change again without another time stamp.
+_UNSETTLED_NS = 2_000_000_000
 # Bytes of a ControlNet's files, which take a minute to hash. ControlNets of SDXL have 5 GB.
 _MAX_CONTROLNET_BYTES = 32 << 30
 
@@ -51,8 +60,62 @@ def file_digest(path: Path, on_read: Callable[[int], None] = lambda _: None) -> 
     return total.hexdigest()
 
 
+class KnownDigests:
+    """The digests of large files, which are kept in a file so that each version of a file is hashed once.
+
+    A digest counts while path, inode, size and time stamps are the same. The kernel sets one of the time stamps at
+    every change. Without a file, or if it cannot be read or written, every file is hashed.
+
+    Args:
+        file: Where digests are kept; None to keep none.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._known: dict[str, list[object]] = {}
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                read = json.loads(file.read_bytes())
+                self._known = read if isinstance(read, dict) else {}
+
+    def digest(self, path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
+        """Return the SHA-256 of a file, in hexadecimal.
+
+        Args:
+            on_read: Called with the size of each piece that was read; once if nothing had to be read.
+        """
+        name, before, now_ns = str(path.resolve()), _version(path), time.time_ns()
+        known = self._known.get(name)
+        if isinstance(known, list) and known[:-1] == before and isinstance(known[-1], str):
+            on_read(path.stat().st_size)
+            return known[-1]
+        found = file_digest(path, on_read)
+        status = path.stat()
+        settled = max(status.st_mtime_ns, status.st_ctime_ns) < now_ns - _UNSETTLED_NS
+        if self._file is not None and status.st_size >= _LEAST_KEPT_BYTES and settled and _version(path) == before:
+            self._keep(self._file, name, [*before, found])
+        return found
+
+    def _keep(self, file: Path, name: str, entry: list[object]) -> None:
+        self._known.pop(name, None)
+        self._known[name] = entry
+        while len(self._known) > _MAX_KEPT:
+            del self._known[next(iter(self._known))]
+        with contextlib.suppress(OSError):
+            make_private(file.parent)
+            write_whole(file, json.dumps(self._known).encode())
+
+
+def _version(path: Path) -> list[object]:
+    status = path.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def model_digest(
-    report: ModelReport, preset: Preset | None = None, on_read: Callable[[int], None] = lambda _: None
+    report: ModelReport,
+    preset: Preset | None = None,
+    on_read: Callable[[int], None] = lambda _: None,
+    known: KnownDigests | None = None,
 ) -> str:
     """Return the SHA-256 of a model, hex: of the names and contents of its index and of all files that are loaded.
 
@@ -68,7 +131,7 @@ def model_digest(
             paths |= found
         else:
             other |= found
-    hashed = partial(file_digest, on_read=on_read)
+    hashed = partial((known or KnownDigests()).digest, on_read=on_read)
     total = files_digest(report.folder, paths, hashed=hashed)
     if other:  # a VAE in the place of the model's own
         replaced = files_digest(next(iter(other)).parent, other, hashed=hashed)

@@ -26,7 +26,7 @@ from bottega.rpc.fleet_membership import REPORT_INTERVAL_S, FleetMembership, reg
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.server import Server
-from bottega.state_folder import state_folder
+from bottega.state_folder import service_state
 from bottega.transport import default_socket_path, links_group
 from bottega.v1 import fleet_pb2
 from bottega.worker.config import EngineConfig, WorkerConfig, check_model, report_on_model, single_vae
@@ -109,7 +109,7 @@ async def _imported(engine: EngineConfig) -> EngineConfig:
     """Return a configuration that names the folders that are made from the single files of the given one."""
     systemd = SystemdNotifier(os.environ)
     systemd.extend_start(f"converting {engine.model}", within_s=CONVERSION_S)
-    state, vae = Path(os.environ.get("STATE_DIRECTORY") or state_folder()), single_vae(engine)
+    state, vae = service_state(), single_vae(engine)
     if vae is not None and not is_single_file(engine.model):
         folder = await import_vae_for_serving(vae, state, report_on_model(engine).family)
         return replace(engine, vae=replace(engine.vae, folder=str(folder)))

@@ -17,8 +17,8 @@ from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.model.model import Model, load_model
 from bottega.model.schedulers import SamplerKind
-from bottega.model_files import check_model_folder
-from bottega.model_files.digest import model_digest
+from bottega.model_files import check_model_folder, digest
+from bottega.model_files.digest import KnownDigests, model_digest
 from bottega.model_files.presets import PRESET_FILE
 
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
@@ -104,6 +104,26 @@ def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapter
     weights[-1] ^= 1
     (folder / UNET).write_bytes(weights)
     assert model_digest(check_model_folder(folder)) != before
+
+
+def test_a_large_file_is_hashed_once_for_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_LEAST_KEPT_BYTES", 1)
+    kept, file = tmp_path / "state" / "digests.json", tmp_path / "weights"
+    file.write_bytes(bytes(9 << 20))
+    pieces: list[int] = []
+    recent = KnownDigests(kept).digest(file)
+    assert not kept.exists(), "it may change again within one tick of its time stamp"
+    monkeypatch.setattr(digest, "_UNSETTLED_NS", 0)
+    assert KnownDigests(kept).digest(file) == recent
+    assert KnownDigests(kept).digest(file, pieces.append) == recent
+    assert pieces == [9 << 20], "nothing was read"
+    with file.open("r+b") as opened:
+        opened.write(b"1")
+    changed = KnownDigests(kept).digest(file, pieces.append)
+    assert changed != recent
+    assert len(pieces) == 4
+    kept.write_text("[1]")
+    assert KnownDigests(kept).digest(file) == changed
 
 
 def test_a_strange_key_of_the_index_is_refused_before_a_file_that_it_leads_to_is_read(folder: Path) -> None:

@@ -23,8 +23,10 @@ from bottega.model.model import Model, load_model, pick_device
 from bottega.model.vae import VaeSettings
 from bottega.model.weights import pick_dtype
 from bottega.model_files import name_of
+from bottega.model_files.digest import KnownDigests
 from bottega.rpc.link_service import link_endpoints
 from bottega.rpc.status import from_job_error
+from bottega.state_folder import service_state
 from bottega.transport import DeviceLinks, LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.config import EngineConfig, report_on_model
@@ -186,6 +188,7 @@ def _model(config: EngineConfig, reporter: StartReporter) -> Model:
         variant=config.model_variant,
         vae_folder=Path(config.vae.folder) if config.vae.folder else None,
         reporter=reporter,
+        known_digests=KnownDigests(service_state() / "digests.json"),
     )
 
 
