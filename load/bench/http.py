@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     with Services(folder) as services:
         gateway = services.start("gateway", gateway_config(server=_SERVER, max_queued=4096, max_jobs=1_000_000))
         # One for each question: what an earlier one has freed would hide what is taken.
-        doors = [services.start("http", {"gateway": gateway.address, "server": _HTTP}) for _ in range(3)]
+        doors = [services.start("http", {"gateway": gateway.address, "fleet": "", "server": _HTTP}) for _ in range(3)]
         asyncio.run(_measure(options, gateway, doors, sheet))
 
 

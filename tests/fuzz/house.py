@@ -193,7 +193,8 @@ def _house(services: Services, root: Path) -> Iterator[House]:
     store = services.start("loras", _STORE, name="store")
     cache = services.start("cache", _CACHE, name="cache")
     activations = services.start("activations", _ACTIVATIONS, name="activations")
-    config = {"gateway": gateway.address, "server": FREE_PORTS, "fetch": {"hosts": ["*"]}}
+    addresses = {"gateway": gateway.address, "fleet": gateway.fleet}
+    config = {**addresses, "server": FREE_PORTS, "fetch": {"hosts": ["*"]}}
     http = services.start("http", config, name="http")
     with (
         Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client,

@@ -37,7 +37,7 @@ async def running_http(
 ) -> AsyncIterator[Door]:
     """Serve until the block ends. server: keys of the configuration's section of that name."""
     section = HttpServerConfig(**{"listen": "127.0.0.1:0", "drain_grace_s": 5.0, **(server or {})})
-    served = HttpServer(HttpConfig(gateway=gateway, server=section, **config))
+    served = HttpServer(HttpConfig(gateway=gateway, server=section, **{"fleet": "", **config}))
     await served.start()
     try:
         await served.check_gateway()

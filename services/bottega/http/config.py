@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from bottega.errors import ConfigError
 from bottega.outside_rules import OutsideRules
-from bottega.rpc.address import Address
+from bottega.rpc.address import Address, OptionalAddress
 from bottega.rpc.security.private_files import read_private
 from bottega.rpc.server_config import HttpServerConfig
 from bottega.strict import STRICT
@@ -39,6 +39,10 @@ class HttpConfig:
 
     gateway: Address = "127.0.0.1:8470"
     """Address of the gateway's port for callers (its server.listen), host:port."""
+    fleet: OptionalAddress = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
+    name: Annotated[str, Field(max_length=128)] = ""
+    """Name of this service, unique in the fleet. Empty: that in its certificate, else http and the process ID."""
     server: HttpServerConfig = field(default_factory=HttpServerConfig)
     hosts: list[str] = field(default_factory=list)
     """Host names by which clients may call the service, without ports.

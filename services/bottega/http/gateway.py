@@ -59,6 +59,7 @@ class ForwardingClient(AsyncGatewayClient):
     def __init__(self, config: HttpConfig, tls: TlsFiles | None) -> None:
         self._connection = GatewayConnection(
             config.gateway,
+            fleet_address=config.fleet or None,
             api_key=_key.get,
             channels=BoundedChannels(tls),
             timeout_s=config.request_s,

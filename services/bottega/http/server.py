@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -23,12 +24,17 @@ from bottega.http.limits import PeerLimit
 from bottega.http.pictures import UrlSeal
 from bottega.http.reading import BodyReader
 from bottega.http.service import HttpMetrics, application
+from bottega.process.memory import MemoryMeter
 from bottega.rpc.address import is_loopback, split
+from bottega.rpc.channel import Channels
+from bottega.rpc.fleet_membership import FleetMembership, registration_of
 from bottega.rpc.operation.metrics import CertificateMetrics, MetricsEndpoint
+from bottega.rpc.security.caller import Identity
 from bottega.rpc.security.private_files import FileState, file_state, read_private
 from bottega.rpc.security.tls import TlsFiles
 from bottega.rpc.server import Step
 from bottega.rpc.server_config import HttpServerConfig, refused_ports
+from bottega.v1 import fleet_pb2
 
 _HANDSHAKE_S = 10.0
 _BACKLOG = 1024
@@ -49,7 +55,10 @@ class HttpServer:
         self.config: HttpServerConfig = config.server
         self.address = ""
         tls = TlsFiles(config.server.tls) if config.server.tls.given else None
+        self._tls = tls
         self._client = ForwardingClient(config, tls)
+        self._membership: FleetMembership | None = None
+        self._memory = MemoryMeter(lambda: [os.getpid()])
         self._metrics = MetricsEndpoint(config.server.metrics_listen)
         if tls is not None:
             self._metrics.registry.register(CertificateMetrics(tls))
@@ -84,7 +93,22 @@ class HttpServer:
     @property
     def addresses(self) -> dict[str, str]:
         """host:port of the port and of the metrics, once started."""
-        return {"address": self.address, "metrics": self._metrics.address}
+        return {"address": self.address, "metrics": self.metrics_address}
+
+    @property
+    def channels(self) -> Channels:
+        """Opens the gRPC channels of the process."""
+        return Channels(self._tls)
+
+    @property
+    def identity(self) -> Identity | None:
+        """Identity in the service's certificate; None without TLS."""
+        return self._tls.material.identity if self._tls else None
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of the metrics, once started."""
+        return self._metrics.address
 
     async def start(self) -> None:
         """Start to listen. Raise ConfigError if a port must not be opened, Unavailable if one is in use."""
@@ -113,16 +137,26 @@ class HttpServer:
     async def check_gateway(self) -> None:
         """Raise ConfigError if the network can reach the port, and the gateway asks its callers for no key.
 
-        If the gateway is away, it is asked before the first request is served.
+        If the gateway is away, it is asked before the first request is served. Then join the fleet.
         """
         if self._is_open:
             with contextlib.suppress(Unavailable):
                 await self._client.check_keys()
+        if fleet := self._context.config.fleet:
+            name = self._context.config.name or (self.identity.name if self.identity else f"http-{os.getpid()}")
+            registration = registration_of(self, kind=self.name, name=name)
+            self._membership = FleetMembership(fleet, registration, load=self._load, channels=self.channels)
+            self._membership.start()
+
+    def _load(self) -> fleet_pb2.Load:
+        return fleet_pb2.Load(draining=self._context.draining.is_set(), memory_bytes=self._memory.resident_bytes)
 
     async def set_serving(self, serving: bool) -> None:
         """Set whether /readyz is good."""
         if not serving:
             self._context.draining.set()
+            if self._membership is not None:
+                self._membership.report_soon()
 
     async def drain(self, finish: Step | None = None) -> None:
         """End gracefully: /readyz says 503, streams of jobs' events end, and running requests have the grace to end."""
@@ -152,7 +186,9 @@ class HttpServer:
         await asyncio.to_thread(self._metrics.stop)
 
     async def close(self) -> None:
-        """Cancel unfinished jobs, and close the connection to the gateway."""
+        """Leave the fleet, cancel unfinished jobs, and close the connection to the gateway."""
+        if self._membership is not None:
+            await self._membership.stop()
         await self._context.fetcher.close()
         await self._client.close()
 

@@ -6,8 +6,12 @@ from bottega.manifest import ServiceSpec, SuiteSettings
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    del name
-    return {"gateway": suite.address, "server": {**suite.server, "listen": suite.http_address}}
+    return {
+        "name": name,
+        "gateway": suite.address,
+        "fleet": suite.fleet_address,
+        "server": {**suite.server, "listen": suite.http_address},
+    }
 
 
 SPEC = ServiceSpec(
@@ -18,7 +22,7 @@ SPEC = ServiceSpec(
     configure=_configure,
     config="bottega.http.config:HttpConfig",
     config_check="bottega.http.config:read_url_key",
-    joins=False,
+    example={"name": "http"},
     requires=("httpx", "python-multipart", "sse-starlette", "starlette", "uvicorn"),
     optional=True,
     install="bottega-services[http]",

@@ -30,7 +30,9 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is n
 
 @pytest.fixture(scope="module")
 def http(suite: Suite) -> Iterator[Service]:
-    service = suite.services.start("http", {"gateway": suite.gateway.address, "server": FREE_PORTS})
+    service = suite.services.start(
+        "http", {"gateway": suite.gateway.address, "fleet": suite.gateway.fleet, "server": FREE_PORTS}
+    )
     yield service
     service.stop()
 

@@ -41,7 +41,7 @@ class Role(StrEnum):
     CACHE = "cache"
     ACTIVATIONS = "activations"
     HTTP = "http"
-    """A door for HTTP, which may call nothing by itself: its own callers' API keys identify them."""
+    """A door for HTTP, which may only join the fleet by itself: its own callers' API keys identify them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ _OPERATOR = frozenset({Role.OPERATOR})
 _GATEWAY = frozenset({Role.GATEWAY})
 _GATEWAY_OR_OPERATOR = _GATEWAY | _OPERATOR
 _WORKER = frozenset({Role.WORKER})
-_MEMBERS = frozenset({Role.WORKER, Role.CONTROLNET, Role.LORAS, Role.CACHE, Role.ACTIVATIONS})
+_MEMBERS = frozenset({Role.WORKER, Role.CONTROLNET, Role.LORAS, Role.CACHE, Role.ACTIVATIONS, Role.HTTP})
 
 METHOD_ROLES: Mapping[str, frozenset[Role]] = {
     f"/bottega.v1.{method}": roles
