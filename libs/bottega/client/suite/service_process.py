@@ -320,6 +320,7 @@ class Supervisor:
 
     def _children(self) -> Iterable[InstanceProcess]:
         for process in self._processes:
-            if process.pid is not None and psutil.pid_exists(process.pid):
-                started_s = psutil.Process(process.pid).create_time()
-                yield InstanceProcess(name=process.name, pid=process.pid, started_s=started_s)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.pid is not None:
+                    started_s = psutil.Process(process.pid).create_time()
+                    yield InstanceProcess(name=process.name, pid=process.pid, started_s=started_s)
