@@ -15,7 +15,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 # Where it is set, as in many containers, each engine process compiles torch and Diffusers anew: 12 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu gpu-report fuzz chaos soak like faults lint protos clean
+.PHONY: help demo test test-gpu gpu-report fuzz chaos soak like faults lint protos page-library clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -60,6 +60,15 @@ lint: .venv/.ready .venv/.stubs ## Run ruff, mypy, import-linter and buf
 protos: .venv/.ready ## Write the stubs of the contract again, after an edit of a .proto
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 	@touch .venv/.stubs
+
+# Nothing else needs npm: the copy in the repository is what is installed.
+page-library: FOLDER := services/bottega/http/page/vendor
+page-library: ## Fetch the library of the HTTP API's page with npm, and compare it with the copy here (LIT=3.3.3)
+	@fetched=$$(mktemp -d); trap 'rm -rf "$$fetched"' EXIT; \
+	npm pack --silent --pack-destination "$$fetched" lit-html@$(or $(LIT),3.3.3) >/dev/null; \
+	tar -xzf "$$fetched"/lit-html-*.tgz -C "$$fetched"; \
+	cp "$$fetched/package/lit-html.js" "$$fetched/package/LICENSE" $(FOLDER); \
+	git diff --exit-code --stat -- $(FOLDER) && echo "$(FOLDER) is lit-html $(or $(LIT),3.3.3) as npm has it"
 
 soak: export TRANSFORMERS_VERBOSITY = error
 soak: .venv/.ready .venv/.stubs ## Run every service under a constant mix, a fault a minute, and see what grows (MINUTES=60)

@@ -53,6 +53,65 @@ class ModelsAnswer(Answer):
     data: list[ModelAnswer]
 
 
+class AdapterAnswer(Answer):
+    """A LoRA, a textual inversion embedding or a ControlNet that requests may name."""
+
+    id: str
+    object: Literal["lora", "controlnet"]
+    digest: str
+    """Hash of the weights, hex."""
+    models: list[str]
+    """Names of the served models that it can be used with."""
+    trigger_words: list[str]
+    """Words that invoke a LoRA's style when they are in the prompt."""
+
+
+class AdaptersAnswer(Answer):
+    """The LoRAs or the ControlNets that requests may name."""
+
+    object: Literal["list"]
+    data: list[AdapterAnswer]
+
+
+class MemberAnswer(Answer):
+    """A service of the suite."""
+
+    name: str
+    kind: str
+    """Kind of service, such as worker or loras."""
+    address: str
+    version: str
+    device: str
+    models: list[str]
+    joined_s: float
+    """Seconds since the service joined."""
+    heard_s: float
+    """Seconds since its newest report."""
+    starting: str | None
+    """What the service does while it starts; null once it is ready."""
+    draining: bool
+    running: int
+    """Number of attempts at pictures that a worker runs."""
+    steps_left: int
+    """Remaining denoising steps of these attempts."""
+    memory_bytes: int
+    hosted: list[Facts]
+    """LoRAs, ControlNets and the like that the service hosts, each with its readiness."""
+    completed: int
+    failed: int
+    left_out: list[Facts]
+    """What the service found and does not host, with the reasons."""
+
+
+class FleetAnswer(Answer):
+    """The services of the suite, the gateway first."""
+
+    object: Literal["fleet"]
+    queued: int
+    longest_wait_s: float
+    data: list[MemberAnswer]
+
+
 class PictureFacts(Answer):
     """The facts about a picture."""
 

@@ -50,7 +50,10 @@ _MODEL_FACTS = (
     "default_steps",
     "default_guidance_scale",
     "default_sampler",
+    "default_strength",
+    "default_edit_strength",
     "edits_refused_because",
+    "edits_only",
 )
 
 
@@ -284,6 +287,8 @@ def _files(files: Mapping[str, list[bytes]]) -> dict[str, bytes]:
 
 def _model_object(model: ServedModel) -> dict[str, object]:
     facts = {name: getattr(model, name) for name in _MODEL_FACTS}
+    usable = (choice.sampler for choice in model.sampler_choices if not choice.refused_because)
+    facts["samplers"] = [*dict.fromkeys(usable)]
     return {"id": model.name, "object": "model", "created": 0, "owned_by": "bottega", "bottega": facts}
 
 

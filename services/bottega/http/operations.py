@@ -16,9 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bottega.client.types.options import EditOptions, GenerationOptions
-from bottega.http import job_routes, openai_routes
+from bottega.http import job_routes, openai_routes, page_routes, suite_routes
 from bottega.http.answers import (
+    AdaptersAnswer,
     ErrorAnswer,
+    FleetAnswer,
     JobAnswer,
     JobsAnswer,
     ModelAnswer,
@@ -68,8 +70,9 @@ class Operation:
 
     @property
     def route(self) -> str:
-        """The path with the types of its parameters. Names of models may have slashes."""
-        return self.path.replace("{model}", "{model:path}").replace("{index}", "{index:int}")
+        """The path with the types of its parameters. Names of models and of files may have slashes."""
+        path = self.path.replace("{model}", "{model:path}").replace("{name}", "{name:path}")
+        return path.replace("{index}", "{index:int}")
 
     @property
     def draws(self) -> bool:
@@ -83,9 +86,19 @@ async def get_openapi(_: Request) -> Response:
 
 
 OPERATIONS = (
+    Operation(method="GET", path="/", handler=page_routes.get_page, media_types=("text/html",)),
+    Operation(
+        method="GET",
+        path="/page/{name}",
+        handler=page_routes.get_page_file,
+        media_types=("text/css", "text/javascript"),
+    ),
     Operation(method="GET", path="/openapi.json", handler=get_openapi, media_types=("application/json",)),
     Operation(method="GET", path="/v1/models", handler=openai_routes.list_models, answer=ModelsAnswer),
     Operation(method="GET", path="/v1/models/{model}", handler=openai_routes.get_model, answer=ModelAnswer),
+    Operation(method="GET", path="/v1/loras", handler=suite_routes.list_loras, answer=AdaptersAnswer),
+    Operation(method="GET", path="/v1/controlnets", handler=suite_routes.list_controlnets, answer=AdaptersAnswer),
+    Operation(method="GET", path="/v1/fleet", handler=suite_routes.get_fleet, answer=FleetAnswer),
     Operation(
         method="POST",
         path="/v1/images/generations",

@@ -26,6 +26,7 @@ from bottega.http.gateway import GatewayOpen, bind_key
 from bottega.http.limits import PeerLimit
 from bottega.http.openai_routes import IMAGE_PATH
 from bottega.http.operations import OPERATIONS
+from bottega.http.page_routes import is_page
 from bottega.rpc.security.api_keys import parse_key, shown_key
 
 # In seconds, from a health check to the longest request that draws.
@@ -144,7 +145,7 @@ class _Guarded:
             await refusal(429, busy, code="queue_full", headers=_RETRY)(scope, receive, send)
             return
         try:
-            is_closed = self._keys_only and scope["path"] not in _OPEN_PATHS
+            is_closed = self._keys_only and not _is_open(scope["path"])
             app = (await self._check_callers(scope) if is_closed else None) or self._app
             await app(scope, receive, send)
         finally:
@@ -162,6 +163,8 @@ class _Guarded:
         own = (f"http://{host}", f"https://{host}")
         if origin is not None and origin not in own and origin not in self._config.origins:
             return refusal(403, f"pages of {_clipped(origin)} may not call the service", code="wrong_origin")
+        if origin is None and _is_embedded_elsewhere(headers, scope["path"]):
+            return refusal(403, "pages of other origins may not call the service", code="wrong_origin")
         authorization = headers.get("authorization", "")
         if self._needs_key(scope) and parse_key(shown_key(authorization)) is None:
             return error_response(Unauthenticated("an API key is needed: Authorization: Bearer KEY"))
@@ -171,7 +174,7 @@ class _Guarded:
     def _needs_key(self, scope: Scope) -> bool:
         """Return whether a request without a key is refused. A picture's URL has the key of its caller."""
         path = scope["path"]
-        return self._keys_only and path not in _OPEN_PATHS and not path.startswith(f"{IMAGE_PATH}/")
+        return self._keys_only and not _is_open(path) and not path.startswith(f"{IMAGE_PATH}/")
 
     async def _check_callers(self, scope: Scope) -> Response | None:
         """Return the answer to a request whose key the gateway refuses, or to all if it serves anyone without a key.
@@ -200,6 +203,21 @@ class _Guarded:
         if route not in _OPEN_PATHS:
             facts = {"method": method, "route": route, "status": status, "seconds": round(seconds, 6)}
             _log.info("request", extra={**facts, "peer": scope["client"][0] if scope["client"] else ""})
+
+
+def _is_open(path: str) -> bool:
+    """Return whether a path is served without an API key."""
+    return path in _OPEN_PATHS or is_page(path)
+
+
+def _is_embedded_elsewhere(headers: Headers, path: str) -> bool:
+    """Return whether a page of another origin makes a request that has no header `origin`, as for <img>.
+
+    Such a page could use pictures, on loopback also without a key. It may follow a link here, and show pictures whose
+    URL it was given.
+    """
+    is_foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    return is_foreign and headers.get("sec-fetch-mode") != "navigate" and not path.startswith(f"{IMAGE_PATH}/")
 
 
 def _is_host(header: str, names: Sequence[str]) -> bool:

@@ -1,0 +1,150 @@
+// The parts of the form for LoRAs, which change the style, and for ControlNets, which follow a control image.
+
+import { html, nothing } from "./vendor/lit-html.js";
+import { adaptersOf, draft, setDraft } from "./draft.js";
+import { field } from "./fields.js";
+import { NotAPicture, readPicture } from "./pictures.js";
+import { say, state, update } from "./store.js";
+
+export function loraFields() {
+  const known = adaptersOf(state.loras);
+  if (!known.length && !draft.loras.length) return nothing;
+  return html`
+    <fieldset>
+      <legend>LoRAs</legend>
+      ${draft.loras.map((lora, index) => loraRow(lora, index))}
+      ${adder("lora", "Add a LoRA", known, draft.loras, (name) => {
+        setDraft({ loras: [...draft.loras, { name, scale: "1" }] });
+      })}
+    </fieldset>
+  `;
+}
+
+function loraRow(lora, index) {
+  const words = state.loras.find((known) => known.id === lora.name)?.trigger_words ?? [];
+  const unused = words.filter((word) => !draft.prompt.includes(word));
+  return html`
+    <div class="row">
+      <span class="chip">${lora.name}</span>
+      ${smallNumber(`bottega.loras[${index}].scale`, "Strength", lora, "scale", { step: "0.1" })}
+      ${remover(`Remove the LoRA ${lora.name}`, () => setDraft({ loras: without(draft.loras, index) }))}
+    </div>
+    ${unused.length ? html`<p class="hint">Its words in a prompt: ${unused.join(", ")}</p>` : nothing}
+  `;
+}
+
+export function controlNetFields() {
+  const known = adaptersOf(state.controlnets);
+  if (!known.length && !draft.controlnets.length) return nothing;
+  return html`
+    <fieldset>
+      <legend>ControlNets</legend>
+      ${draft.controlnets.map((net, index) => controlNetRow(net, index))}
+      ${adder("controlnet", "Add a ControlNet", known, draft.controlnets, (name) => {
+        const net = { name, scale: "1", start: "0", end: "1", image: null };
+        setDraft({ controlnets: [...draft.controlnets, net] });
+      })}
+    </fieldset>
+  `;
+}
+
+function controlNetRow(net, index) {
+  const path = `bottega.controlnets[${index}]`;
+  return html`
+    <div class="net">
+      <div class="row">
+        <span class="chip">${net.name}</span>
+        ${remover(`Remove the ControlNet ${net.name}`, () => setDraft({ controlnets: without(draft.controlnets, index) }))}
+      </div>
+      ${field(
+        `${path}.image`,
+        `Control image of ${net.name}`,
+        ({ id, about, invalid }) => html`
+          <div class="control-image">
+            ${net.image ? html`<img src=${net.image.url} alt="Control image of ${net.name}" />` : nothing}
+            <input
+              id=${id}
+              type="file"
+              accept="image/png,image/jpeg,image/webp"
+              aria-describedby=${about}
+              aria-invalid=${invalid}
+              @change=${(event) => chooseImage(net, path, event)}
+            />
+          </div>
+        `,
+        { wide: true },
+      )}
+      <div class="row">
+        ${smallNumber(`${path}.controlnet_conditioning_scale`, "Strength", net, "scale", { step: "0.1" })}
+        ${smallNumber(`${path}.control_guidance_start`, "From", net, "start", { step: "0.05", max: "1" })}
+        ${smallNumber(`${path}.control_guidance_end`, "To", net, "end", { step: "0.05", max: "1" })}
+      </div>
+    </div>
+  `;
+}
+
+async function chooseImage(net, path, event) {
+  const [file] = event.target.files;
+  if (!file) return;
+  const { [`${path}.image`]: _, ...errors } = state.errors;
+  try {
+    net.image = await readPicture(file);
+    update({ errors });
+  } catch (error) {
+    if (!(error instanceof NotAPicture)) throw error;
+    net.image = null;
+    event.target.value = "";
+    update({ errors: { ...errors, [`${path}.image`]: error.message } });
+    say(error.message);
+  }
+}
+
+function smallNumber(name, label, item, key, { step, max }) {
+  return field(
+    name,
+    label,
+    ({ id, about, invalid }) => html`
+      <input
+        id=${id}
+        type="number"
+        inputmode="decimal"
+        step=${step}
+        min=${max ? "0" : nothing}
+        max=${max ?? nothing}
+        aria-describedby=${about}
+        aria-invalid=${invalid}
+        .value=${item[key]}
+        @input=${(event) => {
+          item[key] = event.target.value;
+          update();
+        }}
+      />
+    `,
+  );
+}
+
+function adder(kind, label, known, used, add) {
+  const free = known.filter((adapter) => !used.some((item) => item.name === adapter.id));
+  if (!free.length) return nothing;
+  return html`
+    <select
+      class="adder"
+      aria-label=${label}
+      data-adder=${kind}
+      @change=${(event) => {
+        const name = event.target.value;
+        event.target.value = "";
+        if (name) add(name);
+      }}
+    >
+      <option value="">${label} …</option>
+      ${free.map((adapter) => html`<option value=${adapter.id}>${adapter.id}</option>`)}
+    </select>
+  `;
+}
+
+function remover(label, remove) {
+  return html`<button type="button" class="quiet" aria-label=${label} title=${label} @click=${remove}>✕</button>`;
+}
+
+const without = (list, index) => list.filter((_, at) => at !== index);
