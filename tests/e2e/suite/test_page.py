@@ -1,0 +1,269 @@
+"""The page in a real browser: drawing, editing, history, errors, tenants, and a gateway that goes and comes back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import PIL.Image
+import pytest
+import pytest_asyncio
+
+from bottega.client.suite.plan import free_ports
+from bottega.rpc.security.api_keys import new_key
+from tests.e2e.conftest import Suite
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.browser import Tab, chromium, opened, running_browser
+from tests.support.running_http import running_http
+from tests.support.services import FREE_PORTS, Service, Services, gateway_config
+from tests.support.tenants import add_tenant
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+pytestmark = [
+    pytest.mark.skipif(chromium() is None, reason="there is no Chromium here (Debian: apt install chromium)"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+_PROMPT = "a big red star on the left on a blue background"
+_PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def url(suite: Suite) -> Iterator[str]:
+    addresses = {"gateway": suite.gateway.address, "fleet": suite.gateway.fleet}
+    service = suite.services.start("http", {**addresses, "name": "page", "server": FREE_PORTS})
+    yield f"http://{service.address}/"
+    service.stop()
+
+
+async def test_the_keyboard_alone_draws_with_previews_and_again(browser: Browser, url: str) -> None:
+    async with opened(browser, url) as tab:
+        page, keyboard = tab.page, tab.page.keyboard
+        await _tab_to(tab, "Skip to the content")
+        await keyboard.press("Enter")
+        await keyboard.press("Tab")
+        await keyboard.type(_PROMPT)
+        await _tab_to(tab, "Seed")
+        await keyboard.type("7")
+        await _tab_to(tab, "Steps, guidance, size and more")
+        await keyboard.press("Enter")
+        await _tab_to(tab, "Steps")
+        await keyboard.type("80")
+        await _tab_to(tab, "Draw")
+        await keyboard.press("Enter")
+        await page.wait_for_selector("img.preview")
+        await page.wait_for_selector(".stage figure img")
+        assert await page.get_by_role("status").inner_text() == "The picture is ready."
+        assert await _focused(tab) == "Draw", "the button keeps the focus"
+        await _tab_to(tab, "History", back=True)
+        await keyboard.press("Enter")
+        await page.wait_for_selector(".card img")
+        await _tab_to(tab, "Refresh")
+        await keyboard.press("Tab")
+        await keyboard.press("Enter")
+        await page.wait_for_selector(".timeline .bar")
+        await _tab_to(tab, "Again with these")
+        await keyboard.press("Enter")
+        await page.get_by_role("button", name="Draw").wait_for()
+        assert await page.get_by_label("Seed", exact=True).input_value() == "7"
+        assert await page.locator("#f-bottega-num-inference-steps").input_value() == "80"
+
+
+async def _tab_to(tab: Tab, name: str, *, back: bool = False) -> None:
+    for _ in range(40):
+        await tab.page.keyboard.press("Shift+Tab" if back else "Tab")
+        if await _focused(tab) == name:
+            return
+    raise AssertionError(f"the keyboard does not reach {name}")
+
+
+async def _focused(tab: Tab) -> str:
+    """The name of what has the focus: its label or its text."""
+    script = "() => (document.activeElement.labels?.[0] ?? document.activeElement).innerText.trim()"
+    return str(await tab.page.evaluate(script))
+
+
+async def test_cancel_ends_a_job(browser: Browser, url: str) -> None:
+    async with opened(browser, url) as tab:
+        await tab.page.get_by_label("Prompt", exact=True).fill(_PROMPT)
+        await tab.page.get_by_text("Steps, guidance, size and more").click()
+        await tab.page.get_by_label("Steps", exact=True).fill("200")
+        await tab.page.get_by_role("button", name="Draw").click()
+        await tab.page.get_by_role("button", name="Cancel").click()
+        await tab.page.get_by_text("Cancelled.", exact=True).first.wait_for()
+        await tab.page.get_by_role("button", name="Draw").wait_for()
+
+
+async def test_an_edit_redraws_what_was_painted_and_keeps_the_rest(
+    browser: Browser, url: str, suite: Suite, tmp_path: Path
+) -> None:
+    drawn = suite.client.generate(_PROMPT, seed=7, num_inference_steps=6)
+    file = tmp_path / "star.png"
+    drawn.save(file)
+    async with opened(browser, f"{url}#edit") as tab:
+        page = tab.page
+        await page.get_by_label("Picture to edit").set_input_files(file)
+        canvas = page.locator(".canvas canvas")
+        await canvas.scroll_into_view_if_needed()
+        box = await canvas.bounding_box()
+        assert box is not None
+        x, y = box["x"] + 0.2 * box["width"], box["y"] + 0.3 * box["height"]
+        await page.mouse.move(x, y)
+        await page.mouse.down()
+        await page.mouse.move(x, y + 0.4 * box["height"], steps=4)
+        await page.mouse.up()
+        for label, value in (("Left", 4), ("Top", 20), ("Width", 12), ("Height", 12)):
+            await page.get_by_label(label, exact=True).fill(str(value))
+        await page.get_by_role("button", name="Add rectangle").click()
+        assert await canvas.get_attribute("aria-label") == "Mask: 2 shapes"
+        await page.get_by_label("Prompt", exact=True).fill("a big green star on the left on a blue background")
+        await page.get_by_label("Seed", exact=True).fill("7")
+        await page.get_by_text("Steps, guidance, size and more").click()
+        await page.get_by_label("Steps", exact=True).fill("6")
+        await page.get_by_role("button", name="Edit", exact=True).click()
+        await page.wait_for_selector(".stage figure img")
+        async with page.expect_download() as saving:
+            await page.locator(".stage").get_by_role("button", name="Save").click()
+        after = _pixels((await (await saving.value).path()).read_bytes())
+    before = _pixels(file.read_bytes())
+    painted, kept = (9, 22, 16, 42), (36, 0, 64, 64)
+    assert after.crop(kept).tobytes() == before.crop(kept).tobytes()
+    assert after.crop(painted).tobytes() != before.crop(painted).tobytes()
+
+
+def _pixels(data: bytes) -> PIL.Image.Image:
+    return PIL.Image.open(io.BytesIO(data)).convert("RGB")
+
+
+async def test_errors_stand_beside_their_fields(browser: Browser, url: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "notes.png"
+    wrong.write_text("no picture")
+    async with opened(browser, f"{url}#edit", may_complain=True) as tab:
+        page = tab.page
+        for file, sentence in ((wrong, "cannot be read as a picture"), (Path(__file__), "is not a PNG, JPEG or WebP")):
+            await page.get_by_label("Picture to edit").set_input_files(file)
+            await page.get_by_text(sentence).first.wait_for()
+        await page.get_by_role("link", name="Draw").click()
+        await page.get_by_role("button", name="Draw").click()
+        await page.get_by_text("Say what to draw.").wait_for()
+        assert await _focused(tab) == "Prompt"
+        await page.get_by_label("Prompt", exact=True).fill(_PROMPT)
+        await page.get_by_label("Pictures", exact=True).fill("99")
+        await page.get_by_role("button", name="Draw").click()
+        await page.locator("#f-n-problem").wait_for()
+        assert await page.get_by_label("Pictures", exact=True).get_attribute("aria-invalid") == "true"
+
+
+async def test_a_phone_shows_every_view_without_scrolling_sideways(browser: Browser, url: str) -> None:
+    async with opened(browser, url, color_scheme="dark", **_PHONE) as tab:
+        page = tab.page
+        await page.get_by_text("Steps, guidance, size and more").tap()
+        for view in ("Draw", "Edit", "History", "Fleet"):
+            await page.get_by_role("link", name=view).tap()
+            await page.locator(f"nav a[aria-current=page]:text-is('{view}')").wait_for()
+            widths = "() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+            scrolled, shown = await page.evaluate(widths)
+            assert scrolled <= shown, view
+        await page.get_by_role("cell", name="worker").first.wait_for()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tenants:
+    """A gateway of its own with two tenants and a scripted worker, and a page in front of it."""
+
+    url: str
+    ours: str
+    theirs: str
+    worker: ScriptedWorker
+    services: Services
+    gateway: Service
+    config: dict[str, object]
+
+    def restart_gateway(self) -> None:
+        self.gateway = self.services.start("gateway", self.config, name="gateway")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def tenants(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Tenants]:
+    folder = tmp_path_factory.mktemp("tenants")
+    file, (port, fleet_port) = folder / "tenants.json", free_ports(2)
+    ours, theirs = add_tenant(file, "ours"), add_tenant(file, "theirs")
+    config = gateway_config(
+        tenants=str(file),
+        server={**FREE_PORTS, "listen": f"127.0.0.1:{port}"},
+        fleet={"listen": f"127.0.0.1:{fleet_port}"},
+    )
+    with Services(folder) as services:
+        gateway = services.start("gateway", config, name="gateway")
+        worker = ScriptedWorker("w1", gateway.fleet)
+        image = io.BytesIO()
+        PIL.Image.new("RGB", (64, 64), "teal").save(image, "PNG")
+        worker.script.picture = lambda _: image.getvalue()
+        await worker.start(join_timeout_s=60.0)
+        async with running_http(gateway.address, fleet=gateway.fleet, gateway_wait_s=0.2) as door:
+            yield _Tenants(
+                url=f"{door.url}/",
+                ours=ours,
+                theirs=theirs,
+                worker=worker,
+                services=services,
+                gateway=gateway,
+                config=config,
+            )
+        await worker.die()
+
+
+async def _sign_in(tab: Tab, key: str) -> None:
+    await tab.page.get_by_label("Key", exact=True).fill(key)
+    await tab.page.get_by_role("button", name="Use this key").click()
+
+
+async def test_two_tenants_see_their_own_jobs_and_a_wrong_key_is_said(browser: Browser, tenants: _Tenants) -> None:
+    async with opened(browser, tenants.url, may_complain=True) as tab:
+        page = tab.page
+        await _sign_in(tab, new_key()[0])
+        await page.get_by_text("is not valid").wait_for()
+        await _sign_in(tab, tenants.ours)
+        await page.get_by_role("button", name="API key set").wait_for()
+        await page.get_by_label("Prompt", exact=True).fill("ours alone")
+        await page.get_by_role("button", name="Draw").click()
+        await page.wait_for_selector(".stage figure img")
+        await page.get_by_role("link", name="History").click()
+        await page.get_by_role("button", name="ours alone").wait_for()
+        await page.get_by_role("button", name="API key set").click()
+        await _sign_in(tab, tenants.theirs)
+        await page.get_by_text("Nothing was drawn yet.").wait_for()
+        await page.get_by_role("link", name="Fleet").click()
+        await page.get_by_text("The fleet is for operators").wait_for()
+        assert await page.evaluate("() => Object.keys(localStorage).length + Object.keys(sessionStorage).length") == 0
+
+
+async def test_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenants: _Tenants) -> None:
+    script = tenants.worker.script
+    script.hold_at = 2
+    async with opened(browser, tenants.url, may_complain=True) as tab:
+        page = tab.page
+        await _sign_in(tab, tenants.ours)
+        await page.get_by_role("button", name="API key set").wait_for()
+        await page.get_by_label("Prompt", exact=True).fill("a patient star")
+        await page.get_by_role("button", name="Draw").click()
+        await page.get_by_text("Step 2 of 30").wait_for()
+        tenants.gateway.kill()
+        await page.locator(".banner").wait_for()
+        await page.get_by_text("The connection is interrupted.").wait_for()
+        script.hold_at = None
+        script.release.set()
+        tenants.restart_gateway()
+        await page.wait_for_selector(".stage figure img")
+        await page.locator(".banner").wait_for(state="detached")
