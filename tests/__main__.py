@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from tests.support.environment import set_defaults
+from tests.support.forked_services import forked_services
 from tests.support.warm_engines import warm_engines
 
 # Four for two cores: many tests wait for services, deadlines and disks for most of their time.
@@ -24,7 +25,10 @@ def main(arguments: Sequence[str]) -> int:
     set_defaults(os.environ)
     with (
         warm_engines(os.environ) as environment,
-        subprocess.Popen([sys.executable, "-m", "pytest", *OPTIONS, *arguments], env=environment) as run,
+        forked_services(environment) as forking,
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest", *OPTIONS, *arguments], env=forking.environment, pass_fds=[forking.file]
+        ) as run,
     ):
 
         def forward(number: int, frame: FrameType | None) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 
 from bottega.manifest import read_services
+from bottega.process.fork_server import ForkOrder
+from tests.support.forked_services import ForkedService, may_be_forked
 
 # A worker of the miniature is warm in 7 s with free cores; tests share theirs.
 START_TIMEOUT_S = 120.0
@@ -42,7 +44,7 @@ class Service:
     """
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedService
     address: str
     metrics: str
     log: Path
@@ -94,18 +96,15 @@ class Services:
         """
         self._started += 1
         name = name or f"{kind}-{self._started}"
-        modules = {service.kind: service.module for service in read_services()}
         path = self._folder / f"{name}.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # every JSON text is YAML
         log = self._folder / f"{name}.log"
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [*run_by, sys.executable, "-m", modules.get(kind, kind), "--config", str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "BOTTEGA_STATE": str(self._folder / f"{name}.state")},
-            )
+        environment = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "BOTTEGA_STATE": str(self._folder / f"{name}.state"),
+        }
+        process = _start(kind, path, log, environment, run_by)
         try:
             serving = wait_until_serving(process, log, self._start_s)
         except BaseException:
@@ -136,6 +135,31 @@ class Services:
             raise failures[0]
 
 
+def _start(
+    kind: str, config: Path, log: Path, environment: Mapping[str, str], run_by: Sequence[str]
+) -> subprocess.Popen[bytes] | ForkedService:
+    """Start a service, as a fork if it may be one."""
+    spec = next((service for service in read_services() if service.kind == kind), None)
+    module, arguments = spec.module if spec else kind, ("--config", str(config))
+    with log.open("wb") as output:
+        if spec and spec.fork_after_importing and not run_by and may_be_forked():
+            order = ForkOrder(
+                module=module,
+                arguments=arguments,
+                environment=environment,
+                folder=str(Path.cwd()),
+                imports=spec.fork_after_importing,
+            )
+            return ForkedService(order, output)
+        return subprocess.Popen(
+            [*run_by, sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+
+
 def gateway_config(**overrides: object) -> dict[str, object]:
     """Configuration of a gateway on free ports. What is asked for twice is drawn twice: whoever compares wants that."""
     own = {"server": FREE_PORTS, "fleet": {"listen": "127.0.0.1:0"}, "identical_results": False}
@@ -161,7 +185,9 @@ def tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
-def wait_until_serving(process: subprocess.Popen[bytes], log: Path, start_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+def wait_until_serving(
+    process: subprocess.Popen[bytes] | ForkedService, log: Path, start_s: float = START_TIMEOUT_S
+) -> dict[str, Any]:
     deadline = time.monotonic() + start_s
     while time.monotonic() < deadline:
         for event in _events(log):

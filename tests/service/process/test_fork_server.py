@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from bottega.process.fork_server import ForkedProcess, ForkOrder, ForkServer, fork_server
-from tests.support.waiting import eventually
+from tests.support import forked_services
+from tests.support.waiting import eventually, wait_until
 
 SERVE = """
 import os, socket, sys
@@ -181,6 +182,22 @@ async def test_a_server_ends_when_its_parent_does_and_its_forks_go_on(forking: F
     assert await asyncio.to_thread(forking.process.wait, 10) == 0
     assert psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
     assert await process.wait() == -signal.SIGKILL  # nobody knows how it ends
+
+
+def test_the_service_of_a_test_is_a_fork_with_the_methods_of_popen(
+    forking: Forking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_services, "_link", forking.server._link)
+    order = replace(forking.order, arguments=("waits",))
+    with forking.printed.open("wb") as output:
+        service = forked_services.ForkedService(order, output)
+    wait_until(lambda: "waits" in forking.printed.read_text(), "it to run")
+    assert service.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        service.wait(0.01)
+    service.terminate()
+    assert service.wait(10) == service.returncode == -signal.SIGTERM
+    service.kill()  # does nothing to a process that has ended
 
 
 def test_a_process_with_threads_forks_no_server() -> None:

@@ -1,0 +1,130 @@
+"""Services of tests that one process forks, as `bottega up` has its own forked, in place of new interpreters.
+
+`make test` starts that process. Where there is none, or what a service is to have cannot be had by a fork, tests start
+a new interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bottega.process.fork_server import ForkOrder, ForkServer, serve
+from tests.support.warm_start.sitecustomize import traits
+
+FORK_SERVER = "TESTS_FORK_SERVER"
+"""Environment variable with the file of the link to the server."""
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forking:
+    """What a process needs whose children shall use the server."""
+
+    environment: Mapping[str, str]
+    file: int
+    """It must be inherited."""
+
+
+@contextlib.contextmanager
+def forked_services(environment: Mapping[str, str]) -> Iterator[Forking]:
+    """Run the server. It ends when all processes with the file have."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "tests.support.forked_services", str(theirs.fileno())]
+    with ours, theirs, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]) as server:
+        theirs.close()
+        try:
+            yield Forking({**environment, FORK_SERVER: str(ours.fileno())}, ours.fileno())
+        finally:
+            ours.close()
+            try:
+                server.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+class ForkedService:
+    """A fork, with those methods of subprocess.Popen that tests use."""
+
+    def __init__(self, order: ForkOrder, output: BinaryIO) -> None:
+        """Raises OSError if there is no fork."""
+        server = _server()
+        with Path(os.devnull).open("rb") as nothing:
+            self._answers = server.send(order, stdin=nothing.fileno(), output=output.fileno())
+        self.args = (order.module, *order.arguments)
+        self.returncode: int | None = None
+        kind, pid = self._answer()
+        if kind != "started":
+            self._answers.close()
+            raise ChildProcessError(f"{order.module} was not forked")
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                kind, status = self._answer()
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+            self._answers.close()
+            self.returncode = status if kind == "ended" else -signal.SIGKILL
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM if it runs."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it if it runs."""
+        self.send_signal(signal.SIGKILL)
+
+    def _answer(self) -> tuple[str, int]:
+        kind, _, number = self._answers.recv(64).decode().partition(" ")
+        return kind, int(number or 0)
+
+
+def may_be_forked() -> bool:
+    """Return whether there is a server, and a fork of it has what a child of this process would have."""
+    return bool(os.environ.get(FORK_SERVER)) and _own_traits() == _AT_START
+
+
+def _own_traits() -> Mapping[str, object]:
+    python = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
+    umask = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")]
+    return {**traits(), "python": python, "umask": umask}
+
+
+def _server() -> ForkServer:
+    global _link  # noqa: PLW0603 - the process has inherited it, once
+    if _link is None:
+        _link = socket.socket(fileno=int(os.environ[FORK_SERVER]))
+        _link.set_inheritable(False)
+    return ForkServer(_link)
+
+
+_link: socket.socket | None = None
+_AT_START = _own_traits()
+"""Those of the server, too: both were started with the same environment."""
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), "fork server of tests")
