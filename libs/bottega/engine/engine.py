@@ -49,6 +49,9 @@ _log = logging.getLogger(__name__)
 
 # Weight of a new measurement in the average `Engine.fixed_s`.
 _FIXED_WEIGHT = 0.2
+# A trial of a request's steps may take .3 s. After this time it goes on in the next turn, so that it hardly delays the
+# steps of a running batch.
+_MAX_TRIAL_S = 0.02
 
 
 class Engine:
@@ -262,6 +265,11 @@ class Engine:
         turn = Span(begin=self._turn_began, end=self.model.runtime.record())
         return turn.ready and self._batcher.is_long(turn.seconds)
 
+    def _trial_is_long(self) -> bool:
+        """Return whether trying the steps of a new request would delay the jobs that run now, if it went on."""
+        turn = Span(begin=self._turn_began, end=self.model.runtime.record())
+        return bool(self._jobs) and turn.ready and turn.seconds > _MAX_TRIAL_S
+
     def _wait(self) -> None:
         """Wait for the device or for data of add-ons, unless there is something to do."""
         if any(decoding.paused for decoding in self._decodings.values()):
@@ -292,7 +300,7 @@ class Engine:
                 if not self._jobs:
                     self._device_clock.set()
                 waiting.encoding = PausableWork(self.model.runtime, self._open_in_pieces(waiting, now_s))
-            waiting.encoding.run(self._is_long)
+            waiting.encoding.run(lambda: self._is_long() or (waiting.tries and self._trial_is_long()))
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             for span in waiting.encoding.spans[-1:] if waiting.encoding is not None else ():
                 if span.ready:
@@ -311,7 +319,9 @@ class Engine:
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
 
     def _open_in_pieces(self, waiting: WaitingOrder, now_s: float) -> Generator[None, None, EngineJob]:
+        waiting.tries = True
         yield from try_steps(waiting.order.spec, self.model.samplers)
+        waiting.tries = False
         # Nothing may pause between this and the encoding of the prompt, for which add-ons change the text encoders.
         for addon in self.addons:
             addon.before_prompt(waiting.addons.get(addon))

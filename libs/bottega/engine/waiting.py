@@ -46,6 +46,8 @@ class WaitingOrder:
     """The states of the add-ons that were not ready when they were asked last."""
     encoding: PausableWork[EngineJob] | None = None
     """The encoding, once it has begun."""
+    tries: bool = False
+    """Whether its steps are being tried, before the encoding."""
 
     @property
     def encodes_image(self) -> bool:

@@ -235,6 +235,23 @@ def test_a_light_tenants_picture_is_drawn_between_the_steps_of_anothers_trial(mo
 
 
 @pytest.mark.usefixtures("slow_trials")
+def test_a_running_batch_makes_a_step_between_those_of_a_new_tenants_trial(model: Model, paced: Paced) -> None:
+    easel = ManualEngine(make_engine(model, EngineLimits()))
+    running = easel.submit(EngineOrder(key="running", spec=replace(SMALL, num_inference_steps=40)))
+    easel.turn()
+    listed = replace(SMALL, sampler=SamplerKind.DPMPP_2M, schedule=Schedule(timesteps=(901, 800, 700, 600)))
+    new = easel.submit(EngineOrder(key="new", spec=listed, share=HEAVY))
+    assert running.job is not None
+    for _ in range(3):
+        began_s, made = paced.time.now, running.job.steps_done
+        easel.turn()
+        assert running.job.steps_done == made + 1
+        assert paced.time.now - began_s < 2.0, "one evaluation is tried in a turn"
+    easel.run()
+    assert new.all(ImageDrawn)
+
+
+@pytest.mark.usefixtures("slow_trials")
 def test_a_trial_is_charged_to_its_tenant_even_if_it_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     easel = after_a_light_tenant(model)
     monkeypatch.setattr(Sampler, "step", lambda _, noise, *__: (noise * float("inf"), noise))
