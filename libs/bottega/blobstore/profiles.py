@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from bottega.errors import DataLoss, StorageUnavailable, Violation
 from bottega.storage import folders, os_errors
-from bottega.storage.content_reader import checksum
+from bottega.storage.sqlite_files import checksum
 
 ProfileT = TypeVar("ProfileT", bound=Message)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bottega.storage import SqliteFile, SqliteSchema
-from bottega.storage.content_reader import Value, checksum
+from bottega.storage.sqlite_files import Value, checksum
 
 Values = tuple[Value, ...]
 

@@ -1,8 +1,7 @@
 """Storage that outlives a process: files by content hash, SQLite files, and a thread that does blocking work."""
 
-from bottega.storage.blob_files import BlobFiles
+from bottega.storage.blob_files import BlobFiles, ContentReader
 from bottega.storage.content import ContentStore
-from bottega.storage.content_reader import ContentReader
 from bottega.storage.sqlite_database import SqliteDatabase, SqliteFile, SqliteSchema
 from bottega.storage.thread import SerialTask, SerialThread, TaskGroups
 

@@ -1,4 +1,4 @@
-"""The files of a store in one folder, named by the store, most of them by the SHA-256 of their content.
+"""The files of a store in one folder, named by the store, most of them by the SHA-256 of their content, and a reader.
 
 <folder>/incoming/<name>    files being written; those that are here at the start were interrupted
 <folder>/ab/ab...           complete files
@@ -17,9 +17,12 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 
+from bottega.errors import DataLoss
 from bottega.storage import folders, os_errors
 from bottega.storage import os_errors as free_space
+from bottega.storage.thread import FairThread
 
 PROBE_BYTES = 256 << 10
 """Size of the file by which `probe` tests whether the disk can be written."""
@@ -29,6 +32,7 @@ _INCOMING = "incoming"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _PIECE_BYTES = 4 << 20
 _FOREIGN_NAMES_IN_LOG = 5
+_BLOCK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -246,3 +250,62 @@ def _pieces(source: int, size_bytes: int) -> Iterator[memoryview]:
             raise OSError("the source file was truncated meanwhile")
         place += len(piece)
         yield piece
+
+
+class ContentReader:
+    """A reader of one image in parts, which works even if the store deletes the image. An async context manager."""
+
+    def __init__(self, thread: FairThread, descriptor: int, digest: str, *, size_bytes: int, owner: str) -> None:
+        self._thread = thread
+        self._owner = owner
+        self._descriptor: int | None = descriptor
+        self._digest = digest
+        self.size_bytes = size_bytes
+
+    async def read(self, offset: int, size_bytes: int) -> bytes:
+        """Return up to `size_bytes` bytes from `offset` on.
+
+        Raises DataLoss if the file has become shorter, or StorageUnavailable if it cannot be read.
+        """
+        size_bytes = max(0, min(size_bytes, self.size_bytes - offset))
+        return await self._thread.run(lambda: self._read(offset, size_bytes), owner=self._owner)
+
+    def close(self) -> None:
+        """Close the reader. It may be called again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    async def __aenter__(self) -> ContentReader:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()  # a caller that is cancelled while it waits for a reader never gets it
+
+    def _read(self, offset: int, size_bytes: int) -> bytes:
+        assert self._descriptor is not None, "read after close"
+        with os_errors.translated():
+            data = os.pread(self._descriptor, size_bytes, offset)
+        if len(data) != size_bytes:
+            raise damaged(self._digest)
+        return data
+
+
+def check(descriptor: int, digest: str) -> None:
+    """Read the whole file. Raise DataLoss if its SHA-256 is not `digest`."""
+    found, offset = hashlib.sha256(), 0
+    while block := os.pread(descriptor, _BLOCK_BYTES, offset):
+        found.update(block)
+        offset += len(block)
+    if found.hexdigest() != digest:
+        raise damaged(digest)
+
+
+def damaged(digest: str) -> DataLoss:
+    """Return the error for a file whose content does not match its hash."""
+    return DataLoss(f"the stored image {digest} is damaged", metadata={"digest": digest})

@@ -20,8 +20,7 @@ from typing import TypeVar
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import DataLoss, StorageUnavailable, TooLarge
 from bottega.storage import folders, os_errors
-from bottega.storage.blob_files import BlobFiles
-from bottega.storage.content_reader import ContentReader, check, damaged
+from bottega.storage.blob_files import BlobFiles, ContentReader, check, damaged
 from bottega.storage.folders import ProcessLock
 from bottega.storage.thread import FairThread, SerialThread
 

@@ -1,4 +1,4 @@
-"""Functions that create, open, check, copy and rename SQLite files."""
+"""Functions that create, open, check, copy and rename SQLite files, and checksums of their rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import sqlite3
 import threading
 import urllib.parse
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bottega.errors import ConfigError
@@ -21,6 +22,18 @@ _CHECK_S = 1.0
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # Errors of a valid statement if the text of the schema in the file was changed.
 _CHANGED_SCHEMA = ("no such column", "no such table")
+
+Value = str | bytes | int | float | None
+"""The value of a SQLite column."""
+
+
+def checksum(values: Sequence[Value]) -> int:
+    """Return the CRC-32 of values and their types. It detects accidents, not manipulation."""
+    found = 0
+    for value in values:
+        raw = value if isinstance(value, bytes) else repr(value).encode()
+        found = zlib.crc32(raw, zlib.crc32(b"%d" % len(raw), found))
+    return found
 
 
 def create_file(path: Path) -> None:

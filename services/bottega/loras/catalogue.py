@@ -16,7 +16,7 @@ from bottega.blobstore import StoredRow
 from bottega.errors import DataLoss, LoraExists, LoraNotFound, TooLarge
 from bottega.loras.records import LORAS, CatalogueRecord, read_row, values_of
 from bottega.storage import SqliteDatabase, SqliteSchema
-from bottega.storage.content_reader import Value
+from bottega.storage.sqlite_files import Value
 
 SCHEMA = SqliteSchema(
     what="the catalogue of LoRAs",

@@ -20,7 +20,7 @@ from typing import Any
 from bottega.blobstore import RecordTable, StoredRow
 from bottega.blobstore.records import Values
 from bottega.errors import DataLoss
-from bottega.storage.content_reader import Value, checksum
+from bottega.storage.sqlite_files import Value, checksum
 
 MAX_LISTED_IGNORED = 4
 """Upper bound on the ignored layers in a record. A LoRA's file has all of them."""

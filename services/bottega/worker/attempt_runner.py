@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from bottega.addons.interface.front_addon import FrontAddOn
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
+from bottega.planning import Pace, steps_to_run
 from bottega.process import MAX_FRAME_BYTES
+from bottega.schedules import keeps_steps
 from bottega.v1 import engine_pb2
+from bottega.v1.fleet_pb2 import RunningAttempt
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
+from bottega.v1.image_pb2 import Model, SamplerChoice
 from bottega.v1.trace_pb2 import Trace
 from bottega.v1.worker_pb2 import AttemptDecisions, RunAttemptRequest
 from bottega.worker.attempt_inputs import AttemptInputs
@@ -133,6 +137,11 @@ class AttemptRunner:
     def in_engine(self) -> bool:
         """Whether the engine runs the attempt. If the engine dies then, the attempt is lost."""
         return self._in_engine and self._done is None
+
+    def report(self, model: Model | None) -> RunningAttempt:
+        """Return the report of an attempt that is not in the engine now: it has not started, or is being encoded."""
+        steps_left = 0 if self.attempt.started else evaluations_expected(self.spec, model)
+        return RunningAttempt(attempt=self.attempt.key.message(), steps_left=steps_left)
 
     def start(self) -> None:
         """Start the attempt in the background."""
@@ -359,3 +368,13 @@ def _facts(request: RunAttemptRequest) -> dict[str, object]:
 
 def _why(error: BottegaError) -> dict[str, object]:
     return {"reason": error.reason_name, "text": error.message}
+
+
+def evaluations_expected(spec: GenerationSpec, model: Model | None) -> int:
+    """Return how often an attempt evaluates the network, estimated from its spec. Only the engine knows it exactly."""
+    skips = spec.HasField("strength") and not keeps_steps(spec, model is not None and model.strength_keeps_steps)
+    steps = steps_to_run(spec.num_inference_steps, spec.strength if skips else None)
+    choices = () if model is None else model.sampler_choices
+    choice = next((choice for choice in choices if choice.sampler == spec.sampler), SamplerChoice())
+    pace = Pace(per_step=choice.evaluations_per_step or 1, extra=choice.extra_evaluations)
+    return spec.num_images * pace.evaluations(steps)

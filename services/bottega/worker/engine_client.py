@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,7 +28,16 @@ from bottega.process import EngineListener, EngineTimeouts, PendingCalls, StartP
 from bottega.rpc.status import from_job_error
 from bottega.storage.folders import ProcessLock
 from bottega.v1 import fleet_pb2
-from bottega.v1.engine_pb2 import EngineAnswer, EngineCommand, EngineEvent, EngineQuestion, EngineReady
+from bottega.v1.engine_pb2 import (
+    EngineAnswer,
+    EngineBacklog,
+    EngineBeat,
+    EngineCommand,
+    EngineEvent,
+    EngineQuestion,
+    EngineReady,
+    EngineServices,
+)
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
 from bottega.worker.config import EngineConfig
 
@@ -147,6 +156,8 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         )
         self._link_calls: PendingCalls[LinkResult] = PendingCalls()
         self._addon_calls: PendingCalls[EngineAnswer] = PendingCalls()
+        self._backlog = -1
+        self._services: list[fleet_pb2.ServiceAddress] = []
         super().__init__(module, *arguments, timeouts=timeouts, exclusive_cores=config.exclusive_cores)
 
     def read(self, frame: bytes) -> EngineEvent:
@@ -194,6 +205,26 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
 
         return (await self._addon_calls.call(send, timeout_s)).answer
 
+    def set_backlog(self, requests: int) -> None:
+        """Tell the engine how many requests wait in the gateway's queue, if that has changed."""
+        if requests != self._backlog:
+            self._backlog = requests
+            self._tell(EngineCommand(backlog=EngineBacklog(requests=requests)))
+
+    def set_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
+        """Tell the engine which services it may use, if that has changed."""
+        if list(services) != self._services:
+            self._services = list(services)
+            self._tell(EngineCommand(services=EngineServices(services=services)))
+
+    def forget_fleet(self) -> None:
+        """Note that a new engine has been told neither the backlog nor the services."""
+        self._backlog, self._services = -1, []
+
+    def _tell(self, command: EngineCommand) -> None:
+        with contextlib.suppress(WorkerLost):  # without an engine; the next one is told after its first report
+            self.send(command)
+
     def take_answer(self, event: EngineEvent) -> bool:
         """Complete the call that an event answers. Return False if the event answers no call."""
         match event.WhichOneof("event"):
@@ -217,6 +248,16 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
     def turns(self, event: EngineEvent) -> int | None:
         """Return the number of forward passes of an engine with work. A heartbeat without work counts as progress."""
         return event.beat.turns if event.HasField("beat") and event.beat.running else None
+
+
+def reported_at_once(beat: EngineBeat) -> tuple[object, ...]:
+    """Return the values of a heartbeat whose change is reported to the gateway at once.
+
+    All other values wait for the next regular report, because each report costs processor time here and at the gateway.
+    The gateway learns the progress of attempts separately, and step times change slowly.
+    """
+    measured = [(time.latent_height, time.latent_width, time.rows, time.outdated) for time in beat.step_times]
+    return measured, list(beat.hosted)
 
 
 def _remove_left_folders() -> None:

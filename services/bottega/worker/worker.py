@@ -7,7 +7,6 @@ it and gRPC.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
 import logging
 import os
@@ -32,12 +31,10 @@ from bottega.errors import (
 )
 from bottega.fair_order import Share
 from bottega.manifest import read_services
-from bottega.planning import Pace, steps_to_run
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer, registration_of
 from bottega.rpc.status import from_job_error
-from bottega.schedules import keeps_steps
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
@@ -46,7 +43,7 @@ from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempt_runner import AttemptRunner, PictureOrigin
 from bottega.worker.attempts import Attempt, AttemptCheckpoint, AttemptKey, Attempts, CheckpointWatch
 from bottega.worker.config import WorkerConfig
-from bottega.worker.engine_client import StartMonitor, WorkerEngineClient
+from bottega.worker.engine_client import StartMonitor, WorkerEngineClient, reported_at_once
 from bottega.worker.image_codec import ImageCodec
 from bottega.worker.link_resolver import LinkResolver, check_peer
 from bottega.worker.metrics import WorkerMetrics
@@ -120,8 +117,6 @@ class Worker:
             lambda: [os.getpid(), *self._pool.pids, *([self.engine.pid] if self.engine.pid else [])]
         )
         self._metrics.memory_bytes.set_function(lambda: self._memory.resident_bytes)
-        self._backlog = -1
-        self._services: list[fleet_pb2.ServiceAddress] = []
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -197,9 +192,7 @@ class Worker:
         """Return the load to report to the fleet."""
         denoising = {AttemptKey.of(running.attempt): running for running in self._beat.running}
         return fleet_pb2.Load(
-            running=[
-                denoising.get(key) or _not_denoising(key, runner, self._model) for key, runner in self._runners.items()
-            ],
+            running=[denoising.get(key) or runner.report(self._model) for key, runner in self._runners.items()],
             step_times=self._beat.step_times,
             fixed_s=self._beat.fixed_s,
             draining=self._draining,
@@ -247,7 +240,7 @@ class Worker:
         facts = {"model": ready.model.name, "device": ready.device, "pid": self.engine.pid}
         stages = {stage: round(seconds, 1) for stage, seconds in self._end_start().items()}
         _log.info("engine ready", extra={**facts, "start_s": round(self._start_s, 3), "stages_s": stages})
-        self._backlog, self._services = -1, []
+        self.engine.forget_fleet()
         self._model, self._model_name = ready.model, ready.model.name
         self._accelerations = ready.accelerations
         self._metrics.set_accelerations(ready.accelerations)
@@ -264,7 +257,7 @@ class Worker:
         if kind == "beat":
             before, self._beat = self._beat, event.beat
             self._metrics.set_beat(event.beat)
-            if _reported_at_once(event.beat) != _reported_at_once(before):
+            if reported_at_once(event.beat) != reported_at_once(before):
                 self._report_load()
             return
         if kind == "link_request":
@@ -281,7 +274,8 @@ class Worker:
         if kind == "failed":
             runner.fail(from_job_error(event.failed.error), event.failed.trace)
         elif kind == "checkpoint":
-            self.checkpoints.put(_checkpoint(key, event.checkpoint))
+            saved = event.checkpoint
+            self.checkpoints.put(AttemptCheckpoint(key=key, steps_done=saved.steps_done, data=saved.checkpoint))
         else:
             runner.on_engine_event(event)
 
@@ -378,7 +372,7 @@ class Worker:
             self._config.gateway,
             registration,
             load=self.load,
-            on_backlog=self._pass_backlog,
+            on_backlog=self.engine.set_backlog,
             on_services=self._pass_services,
             channels=self._server.channels,
         )
@@ -393,22 +387,9 @@ class Worker:
         if self._membership:
             self._membership.report_soon()
 
-    def _pass_backlog(self, requests: int) -> None:
-        if requests == self._backlog:
-            return
-        self._backlog = requests
-        backlog = engine_pb2.EngineBacklog(requests=requests)
-        with contextlib.suppress(WorkerLost):  # without an engine; the next one gets it after its first report
-            self.engine.send(engine_pb2.EngineCommand(backlog=backlog))
-
     def _pass_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
-        if list(services) == self._services:
-            return
-        self._services = list(services)
         self._link_resolver.note_services(services)
-        command = engine_pb2.EngineCommand(services=engine_pb2.EngineServices(services=services))
-        with contextlib.suppress(WorkerLost):  # as above
-            self.engine.send(command)
+        self.engine.set_services(services)
 
     async def _sweep(self) -> None:
         while True:
@@ -417,33 +398,3 @@ class Worker:
             except Exception:  # noqa: BLE001 - the boundary of the task, which must go on to forget results
                 _log.exception("removing old results failed with an unexpected error")
             await asyncio.sleep(seconds_until_tick(_SWEEP_INTERVAL_S if any(self.attempts) else _REST_SWEEP_INTERVAL_S))
-
-
-def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
-    """Return the values of a heartbeat whose change is reported to the gateway at once.
-
-    All other values wait for the next regular report, because each report costs processor time here and at the gateway.
-    The gateway learns the progress of attempts separately, and step times change slowly.
-    """
-    measured = [(time.latent_height, time.latent_width, time.rows, time.outdated) for time in beat.step_times]
-    return measured, list(beat.hosted)
-
-
-def _not_denoising(key: AttemptKey, runner: AttemptRunner, model: image_pb2.Model | None) -> fleet_pb2.RunningAttempt:
-    """Return the report of an attempt that is not in the engine now, because it has not started or is being encoded."""
-    steps_left = 0 if runner.attempt.started else _evaluations_expected(runner.spec, model)
-    return fleet_pb2.RunningAttempt(attempt=key.message(), steps_left=steps_left)
-
-
-def _evaluations_expected(spec: GenerationSpec, model: image_pb2.Model | None) -> int:
-    """Return how often an attempt evaluates the network, estimated from its spec. Only the engine knows it exactly."""
-    skips = spec.HasField("strength") and not keeps_steps(spec, model is not None and model.strength_keeps_steps)
-    steps = steps_to_run(spec.num_inference_steps, spec.strength if skips else None)
-    choices = () if model is None else model.sampler_choices
-    choice = next((choice for choice in choices if choice.sampler == spec.sampler), image_pb2.SamplerChoice())
-    pace = Pace(per_step=choice.evaluations_per_step or 1, extra=choice.extra_evaluations)
-    return spec.num_images * pace.evaluations(steps)
-
-
-def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:
-    return AttemptCheckpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)

@@ -14,7 +14,7 @@ from bottega.v1.fleet_pb2 import RunningAttempt, StepTime
 from bottega.v1.generation_pb2 import SAMPLER_EULER, SAMPLER_HEUN, GenerationSpec, Provenance
 from bottega.v1.image_pb2 import Model, SamplerChoice
 from bottega.v1.trace_pb2 import Span, Trace
-from bottega.worker.attempt_runner import AttemptTrace
+from bottega.worker.attempt_runner import AttemptTrace, evaluations_expected
 from bottega.worker.attempts import (
     Attempt,
     AttemptCheckpoint,
@@ -30,7 +30,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.worker import _evaluations_expected, _reported_at_once
+from bottega.worker.engine_client import reported_at_once
 from tests.fakes.fake_time import FakeTime
 from tests.samples.hosted_loras import at_hand
 
@@ -263,13 +263,13 @@ def _beat(*, steps_left: int = 9, seconds: float = 0.1, rows: int = 2, loras: tu
 
 
 def test_steps_and_drifting_times_wait_for_the_regular_report() -> None:
-    assert _reported_at_once(_beat()) == _reported_at_once(_beat(steps_left=3, seconds=0.2))
+    assert reported_at_once(_beat()) == reported_at_once(_beat(steps_left=3, seconds=0.2))
 
 
 def test_a_width_that_was_measured_or_a_lora_that_came_is_told_at_once() -> None:
-    assert _reported_at_once(_beat()) != _reported_at_once(_beat(rows=4))
-    assert _reported_at_once(_beat()) != _reported_at_once(_beat(loras=("a" * 64,)))
-    assert _reported_at_once(EngineBeat()) != _reported_at_once(_beat())
+    assert reported_at_once(_beat()) != reported_at_once(_beat(rows=4))
+    assert reported_at_once(_beat()) != reported_at_once(_beat(loras=("a" * 64,)))
+    assert reported_at_once(EngineBeat()) != reported_at_once(_beat())
 
 
 def test_an_attempt_that_has_not_begun_is_reported_with_the_evaluations_of_its_sampler() -> None:
@@ -278,6 +278,6 @@ def test_an_attempt_that_has_not_begun_is_reported_with_the_evaluations_of_its_s
         GenerationSpec(sampler=sampler, num_inference_steps=10, num_images=2, image=b"x", strength=0.5)
         for sampler in (SAMPLER_HEUN, SAMPLER_EULER)
     )
-    assert (_evaluations_expected(heun, model), _evaluations_expected(euler, model)) == (2 * 9, 2 * 5)
-    assert _evaluations_expected(heun, None) == 2 * 5
-    assert _evaluations_expected(euler, Model(strength_keeps_steps=True)) == 2 * 10
+    assert (evaluations_expected(heun, model), evaluations_expected(euler, model)) == (2 * 9, 2 * 5)
+    assert evaluations_expected(heun, None) == 2 * 5
+    assert evaluations_expected(euler, Model(strength_keeps_steps=True)) == 2 * 10

@@ -1,24 +1,33 @@
-"""What the gateway writes about a job: its record in the job store, its provenance and its log lines.
+"""What the gateway writes about a job: records in the job store and their order, provenance, and log lines.
 
 A record's spec has no input images. They are stored separately, in a copy of the complete spec, which is deleted when
 the job ends. Every log line has the job_id, and the request_id that the worker's lines have, too. It does not rely on
 the fields of the current call, because a job often changes during a call of another caller.
+
+Writes of one job keep their order. A job may start on a worker before its start is written, but its end is always
+written after its start.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import importlib.metadata
 import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from bottega.addons.interface.views import JobLosses, JobRequest
-from bottega.background_tasks import copied
+from bottega.background_tasks import BackgroundTasks, copied
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.specs import key_of_result
+from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord
 from bottega.gateway.jobs.values import JobOutcome
 from bottega.rpc.status import from_job_error, to_job_error
@@ -30,6 +39,11 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 _OF_RECORD = frozenset(field.name for field in dataclasses.fields(JobRecord))
 # Fields of JobRequest that a record has under the same names.
 _OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest) if field.name in _OF_RECORD)
+
+# Seconds for pending writes when the gateway stops. They take longer only if the disk fails.
+_CLOSE_S = 2.0
+
+ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 
@@ -248,3 +262,75 @@ def _source(job: Job) -> dict[str, object]:
     """Return the ID of the identical job whose result answered this one; an empty dict if it was drawn."""
     identical = job.provenance.identical_job if job.provenance else ""
     return {"identical_job": identical} if identical else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PendingWrite:
+    write: Callable[[], Awaitable[Any]]
+    result: asyncio.Future[Any] | None = None
+    """The result for the caller that waits for the write; None if no caller does."""
+
+
+class WriteQueue:
+    """A queue of writes for each job. In each queue, at most two writes have no caller that waits for them."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._queues: dict[str, deque[_PendingWrite]] = {}
+        self._tasks = BackgroundTasks("writing of jobs")
+
+    def enqueue(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
+        """Queue a write that no caller waits for. It replaces the last such write unless that has begun.
+
+        So each of these writes has to contain the whole status of a job.
+        """
+        queue = self._queues.get(job_id)
+        if queue and len(queue) > 1 and queue[-1].result is None:
+            queue.pop()  # not the first: that one is being written
+        self._append(job_id, _PendingWrite(write=write))
+
+    async def enqueue_and_wait(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Return the result of `write`, which runs after all earlier writes of the job.
+
+        Raises CancelledError if `close` gives up on it.
+        """
+        result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._append(job_id, _PendingWrite(write=write, result=result))
+        return await result
+
+    async def close(self) -> None:
+        """Finish as many pending writes as time allows. After a restart, the gateway repeats the others."""
+        await self._tasks.join(_CLOSE_S)
+        await self._tasks.cancel()
+
+    def _append(self, job_id: str, pending: _PendingWrite) -> None:
+        queue = self._queues.get(job_id)
+        if queue is not None:
+            queue.append(pending)
+            return
+        self._queues[job_id] = deque([pending])
+        self._tasks.start(self._drain(job_id))
+
+    async def _drain(self, job_id: str) -> None:
+        queue = self._queues[job_id]
+        try:
+            while queue:
+                await self._run(queue[0])
+                queue.popleft()
+        finally:
+            del self._queues[job_id]
+            for pending in queue:  # the gateway stops: these will not be written
+                if pending.result is not None:
+                    pending.result.cancel()
+
+    async def _run(self, pending: _PendingWrite) -> None:
+        try:
+            result = await self._storage.retry_until_written(pending.write)
+        except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
+            if pending.result is not None and not pending.result.done():
+                pending.result.set_exception(error)
+            elif not isinstance(error, BottegaError):
+                _log.exception("a write of a job failed with an unexpected error")
+            return
+        if pending.result is not None and not pending.result.done():
+            pending.result.set_result(result)

@@ -23,6 +23,7 @@ from bottega.errors import (
     TooLarge,
 )
 from bottega.gateway.jobs.conversion import (
+    WriteQueue,
     answered_record_of,
     change_of,
     inputs_of,
@@ -34,7 +35,7 @@ from bottega.gateway.jobs.conversion import (
 )
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.page_tokens import PageTokens
-from bottega.gateway.jobs.storage import Storage, WriteQueue
+from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.values import JobOutcome
 from bottega.storage import os_errors

@@ -1,10 +1,8 @@
-"""The gateway's disk: the job store, the finished images, whether they can be written now, and the pending writes.
+"""The gateway's disk: the job store, the finished images, and whether they can be written now.
 
 Opening both stores is retried until it succeeds. A failing disk is tested until it works again. Old jobs, and jobs
-beyond the budget, are deleted in small batches. Writes that must not be lost are retried until they succeed; those of
-one job keep their order. While the disk cannot be written, no job is accepted or dispatched, and finished images wait
-in memory, up to a bound. A job may start on a worker before its start is written, but its end is always written after
-its start.
+beyond the budget, are deleted in small batches. Writes that must not be lost are retried until they succeed. While the
+disk cannot be written, no job is accepted or dispatched, and finished images wait in memory, up to a bound.
 """
 
 from __future__ import annotations
@@ -18,11 +16,9 @@ import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from bottega.background_tasks import BackgroundTasks, copied
 from bottega.clocks import ClockMark, seconds_until_tick
@@ -31,8 +27,6 @@ from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, os_errors
 
-# Seconds for pending writes when the gateway stops. They take longer only if the disk fails.
-_CLOSE_S = 2.0
 ResultT = TypeVar("ResultT")
 
 # Seconds between two tries: short enough for callers that wait, long enough for a full disk.
@@ -335,75 +329,3 @@ class Storage:
             full = isinstance(before, TooManyOpenFiles)
             _log.info("files and sockets can be opened again" if full else "the disk can be used again")
             self.changed.set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PendingWrite:
-    write: Callable[[], Awaitable[Any]]
-    result: asyncio.Future[Any] | None = None
-    """The result for the caller that waits for the write; None if no caller does."""
-
-
-class WriteQueue:
-    """A queue of writes for each job. In each queue, at most two writes have no caller that waits for them."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._queues: dict[str, deque[_PendingWrite]] = {}
-        self._tasks = BackgroundTasks("writing of jobs")
-
-    def enqueue(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
-        """Queue a write that no caller waits for. It replaces the last such write unless that has begun.
-
-        So each of these writes has to contain the whole status of a job.
-        """
-        queue = self._queues.get(job_id)
-        if queue and len(queue) > 1 and queue[-1].result is None:
-            queue.pop()  # not the first: that one is being written
-        self._append(job_id, _PendingWrite(write=write))
-
-    async def enqueue_and_wait(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Return the result of `write`, which runs after all earlier writes of the job.
-
-        Raises CancelledError if `close` gives up on it.
-        """
-        result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
-        self._append(job_id, _PendingWrite(write=write, result=result))
-        return await result
-
-    async def close(self) -> None:
-        """Finish as many pending writes as time allows. After a restart, the gateway repeats the others."""
-        await self._tasks.join(_CLOSE_S)
-        await self._tasks.cancel()
-
-    def _append(self, job_id: str, pending: _PendingWrite) -> None:
-        queue = self._queues.get(job_id)
-        if queue is not None:
-            queue.append(pending)
-            return
-        self._queues[job_id] = deque([pending])
-        self._tasks.start(self._drain(job_id))
-
-    async def _drain(self, job_id: str) -> None:
-        queue = self._queues[job_id]
-        try:
-            while queue:
-                await self._run(queue[0])
-                queue.popleft()
-        finally:
-            del self._queues[job_id]
-            for pending in queue:  # the gateway stops: these will not be written
-                if pending.result is not None:
-                    pending.result.cancel()
-
-    async def _run(self, pending: _PendingWrite) -> None:
-        try:
-            result = await self._storage.retry_until_written(pending.write)
-        except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
-            if pending.result is not None and not pending.result.done():
-                pending.result.set_exception(error)
-            elif not isinstance(error, BottegaError):
-                _log.exception("a write of a job failed with an unexpected error")
-            return
-        if pending.result is not None and not pending.result.done():
-            pending.result.set_result(result)

@@ -14,7 +14,8 @@ import pytest
 
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
-from bottega.gateway.jobs.storage import Storage, WriteQueue
+from bottega.gateway.jobs.conversion import WriteQueue
+from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.storage import ContentStore, os_errors
 from tests.fakes.memory_storage import Shelf, memory_storage
@@ -291,7 +292,7 @@ async def test_of_what_only_the_newest_counts_no_more_waits_than_that(monkeypatc
 
 
 async def test_who_waits_for_what_a_full_disk_holds_up_is_sent_away_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.gateway.jobs.storage._CLOSE_S", 0.01)
+    monkeypatch.setattr("bottega.gateway.jobs.conversion._CLOSE_S", 0.01)
     shelf = Shelf(full=True)
     storage = memory_storage(Clock(), shelf)
     queue = WriteQueue(storage)

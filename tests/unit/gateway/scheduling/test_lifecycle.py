@@ -305,7 +305,7 @@ class Lifecycle(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("bottega.gateway.jobs.storage._RETRY_S", 0)  # what waits for the disk asks at every turn
-        self.patch.setattr("bottega.gateway.jobs.storage._CLOSE_S", 0.001)
+        self.patch.setattr("bottega.gateway.jobs.conversion._CLOSE_S", 0.001)
         self.loop = asyncio.new_event_loop()  # a Runner would ask for its signals at every call
         self.wire = self.do(self._open())
         self.jobs: list[Job] = []

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from bottega.errors import DataLoss
 from bottega.gateway.jobs.store.outbox import OutboxEvent, OutboxPlace
 from bottega.gateway.jobs.store.sqlite_schema import damaged
-from bottega.storage.content_reader import Value, checksum
+from bottega.storage.sqlite_files import Value, checksum
 
 ResultT = TypeVar("ResultT")
 

@@ -18,7 +18,7 @@ from bottega.gateway.jobs.store.job_store import Change, EndTime, EventOf, JobFi
 from bottega.gateway.jobs.store.sqlite_outbox import insert_event, remove_events_of
 from bottega.gateway.jobs.store.sqlite_schema import DAY_S, TYPES, damaged
 from bottega.gateway.jobs.values import StoredImage
-from bottega.storage.content_reader import Value, checksum
+from bottega.storage.sqlite_files import Value, checksum
 
 COLUMNS = tuple(TYPES)
 # Columns stored as REAL. They are converted first: an integer would be read back as a float and fail the checksum.
