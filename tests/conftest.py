@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 import zlib
 from collections.abc import Generator
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests.support.environment import set_defaults
 from tests.support.forked_runs import ForkedRun
+from tests.support.init_keys import remember_init_keys
 from tests.support.interruption import handle_signals
 
 set_defaults(os.environ)
@@ -58,6 +60,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     processes, options = session.config.getoption("processes"), session.config.option
     if not processes or options.collectonly or (session.testsfailed and not options.continue_on_collection_errors):
         return None  # pytest's own loop runs them, or says why not
+    if "diffusers" in sys.modules:
+        remember_init_keys()
     parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
     for item in session.items:
         parts[item.get_closest_marker("alone") is not None].append(item)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from diffusers import HeunDiscreteScheduler, KDPM2AncestralDiscreteScheduler, KDPM2DiscreteScheduler
+from diffusers.schedulers.scheduling_lms_discrete import LMSDiscreteScheduler
 from torch import Tensor
 
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
@@ -31,7 +32,12 @@ WITH_STATE = (
 )
 """These, and samplers with other states between steps or other draws."""
 # These make a schedule of all timesteps of training when they are made, for .2 s, which the next one replaces.
-_TRAINED_FIRST = (HeunDiscreteScheduler, KDPM2DiscreteScheduler, KDPM2AncestralDiscreteScheduler)
+_TRAINED_FIRST = (
+    HeunDiscreteScheduler,
+    KDPM2DiscreteScheduler,
+    KDPM2AncestralDiscreteScheduler,
+    LMSDiscreteScheduler,
+)
 SHAPE = (1, 4, 6, 6)
 SEED = 11
 

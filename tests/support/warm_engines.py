@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from bottega.device.engine_start import lean_imports
 from bottega.manifest import load_object, read_services
 from bottega.process import engine_environment
+from tests.support.init_keys import remember_init_keys
 from tests.support.warm_start.sitecustomize import CONVERSION, FORKED, SERVER, traits
 
 _STOP_S = 10.0
@@ -201,6 +202,7 @@ def main() -> None:
             for service in read_services():
                 if service.engine_add_on:
                     load_object(service.engine_add_on)
+        remember_init_keys()
         Server(listener).run()
 
 
