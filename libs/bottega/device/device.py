@@ -201,3 +201,7 @@ class PausableWork(Generic[Result]):
                     break
         finally:
             self.spans.append(Span(begin=began, end=self._device.record()))
+
+    def close(self) -> None:
+        """End the computation, unless it has ended."""
+        self._pieces.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 
 from bottega import kinds
 from bottega.addons.loras.engine import (
     LoraRef,
+    LoraSet,
     LoraSource,
     LoraWeights,
     SetKey,
@@ -19,6 +20,7 @@ from bottega.addons.loras.engine.job_loras import JobLoras, _is_ready
 from bottega.addons.loras.engine.lora_set import RemoteLoras, read_loras
 from bottega.addons.loras.engine.patching import patch_probe
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES
+from bottega.device.device import PausableWork
 from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions
 from bottega.engine.job import EngineOrder
@@ -31,6 +33,10 @@ from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
+
+# How long sets of factors are made in a turn: so many seconds, or this share of a step if that is more.
+_LEAST_PIECES_S = 0.02
+_SHARE_OF_STEP = 0.25
 
 
 class EngineLoras(EngineAddOn):
@@ -74,6 +80,8 @@ class EngineLoras(EngineAddOn):
         self._clock = clock
         self._parts: dict[Request, JobLoras] = {}
         self._events = Counter(hits=0, misses=0)
+        self._making: dict[JobLoras, PausableWork[LoraSet]] = {}
+        self._forward_s = 0.0
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -157,10 +165,28 @@ class EngineLoras(EngineAddOn):
         assert loras is not None, "a part names at least one"
         return RemoteLoras(loras)
 
+    def make(self, part: JobLoras, pieces: Callable[[], Generator[None, None, LoraSet]]) -> LoraSet | None:
+        """Go on with making a set for a job. Return the set, or None if it goes on in the next turn.
+
+        It takes at most a quarter of the time of a step, so that other jobs' steps go on.
+        """
+        work = self._making.get(part) or PausableWork(self._model.runtime, pieces())
+        self._making[part] = work
+        began_s, most_s = self._clock(), max(_LEAST_PIECES_S, _SHARE_OF_STEP * self._forward_s)
+        work.run(lambda: self._clock() - began_s > most_s)
+        if work.result is not None:
+            del self._making[part]
+        return work.result
+
+    def stop_making(self, part: JobLoras) -> None:
+        """Drop the set that is being made for a job, if there is one."""
+        if (work := self._making.pop(part, None)) is not None:
+            work.close()
+
     def before_prompt(self, part: JobAddOn | None) -> None:
         """Make the text encoders use this job's LoRAs and embeddings. Raise LoraUnusable if one does not fit."""
         self.embeddings.restore()
-        text = part.text_set() if isinstance(part, JobLoras) else None
+        text = part.take_text_set() if isinstance(part, JobLoras) else None
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
             part.note_patch("into the text encoders", seconds)
@@ -171,7 +197,7 @@ class EngineLoras(EngineAddOn):
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
         """Wait until more of the jobs' LoRAs has arrived or one has failed, or until the time-out."""
-        if self._source is not None:
+        if self._source is not None and not self._making:
             handles = [handle for part in parts if isinstance(part, JobLoras) for handle in part.handles]
             self._source.settle(handles, timeout_s)
 
@@ -203,6 +229,7 @@ class EngineLoras(EngineAddOn):
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
         """Measure the cost of unmerged LoRAs from the time of a forward pass without masked rows."""
+        self._forward_s = seconds
         return masked or self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:

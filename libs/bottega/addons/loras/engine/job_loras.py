@@ -132,11 +132,13 @@ class JobLoras(JobAddOn):
     arrived: bool = False
     """Whether all have arrived."""
     loras: LoraSet | None = None
-    """The LoRAs as one set of factors; None until all have arrived, and for a job of embeddings alone."""
+    """The LoRAs as one set of factors; None until they are made, and for a job of embeddings alone."""
     wait_s: float = 0.0
     """Seconds that the job waited for its LoRAs."""
     patch_s: float = 0.0
     """Seconds spent on merging; 0 if the weights already had the LoRAs, or if they were never merged."""
+    _text: LoraSet | None = None
+    _text_taken: bool = False
     _requests: Sequence[Request] = ()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
@@ -151,15 +153,22 @@ class JobLoras(JobAddOn):
         self.resumable = not any(spec.measured for spec in self.specs)
 
     def ready(self, now_s: float) -> bool:
-        """Return whether the text encoders' layers have arrived. Raise NoLora after the time-out."""
+        """Return whether the factors for the text encoders are made. Raise NoLora after the time-out, or LoraUnusable.
+
+        They are made in pieces when their layers have arrived.
+        """
         ready = self._all_arrived([handle.text_ready for handle in self.handles], now_s)
+        if ready and self._text is None and not self._text_taken:
+            weights, uses = self.addon.weights, self._scaled(TEXT_ENCODERS)
+            self._text = self.addon.make(self, lambda: weights.text_set_in_pieces(uses))
+            ready = self._text is not None
         self._note_wait(not ready, now_s)
         return ready
 
-    def text_set(self) -> LoraSet | None:
-        """Return the factors for the text encoders; None if they are not changed. Raise LoraUnusable."""
-        made = self.addon.weights.text_set(self._scaled(TEXT_ENCODERS))
-        return made if any(made.changes(name) for name in TEXT_ENCODERS) else None
+    def take_text_set(self) -> LoraSet | None:
+        """Return the factors for the text encoders, and forget them; None if they are not changed."""
+        made, self._text, self._text_taken = self._text, None, True
+        return made if made is not None and any(made.changes(name) for name in TEXT_ENCODERS) else None
 
     def token_vectors(self) -> list[TokenVectors]:
         """Return the vectors of the embeddings. Raise LoraUnusable for a LoRA in the place of an embedding."""
@@ -194,9 +203,8 @@ class JobLoras(JobAddOn):
         """
         if self.arrived:
             return
-        if self._all_arrived([handle.ready for handle in self.handles], now_s):
+        if self._all_arrived([handle.ready for handle in self.handles], now_s) and self._make_loras():
             self.arrived = True
-            self.loras = self.addon.weights.unet_set(self._scaled((UNET,))) if self.specs else None
             if self.step is None:
                 self.step = max(request.next_step for request in self._requests)
             for request in self._requests:
@@ -206,6 +214,13 @@ class JobLoras(JobAddOn):
             self._release()
         under_way = [request for request in self._requests if not request.done]
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
+
+    def _make_loras(self) -> bool:
+        """Go on with making the factors for the UNet. Return whether they are made, or there are none."""
+        if self.specs and self.loras is None:
+            weights, uses = self.addon.weights, self._scaled((UNET,))
+            self.loras = self.addon.make(self, lambda: weights.unet_set_in_pieces(uses))
+        return not self.specs or self.loras is not None
 
     def blocks(self, request: Request) -> bool:
         """Return whether the request waits for the LoRAs: it has reached `bound`, or it is a shadow that measures them.
@@ -289,6 +304,7 @@ class JobLoras(JobAddOn):
         """Release the handles and drop the requests."""
         self.addon.embeddings.restore()  # if the prompt could not be encoded
         self._release()
+        self.addon.stop_making(self)
         self.addon.detach(self._requests)
 
     def _release(self) -> None:

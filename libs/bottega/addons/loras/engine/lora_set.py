@@ -12,7 +12,7 @@ LoRAs without a low-rank form become differences of whole weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer, WholeLayer, weight_difference
 from bottega.addons.loras.engine.unmerged import NORMS
 from bottega.addons.loras.wire.canonical import BIAS, spellings, weight_shape
+from bottega.device.device import run_pieces
 from bottega.engine.addon import JobAddOn
 from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.spec import LoraSpec
@@ -41,7 +42,21 @@ def make_set(
     as_peft: bool = False,
     original: Callable[[str, str], Tensor] | None = None,
 ) -> LoraSet:
+    """Return the result of `make_set_in_pieces` at once."""
+    return run_pieces(make_set_in_pieces(uses, networks, components, as_peft=as_peft, original=original))
+
+
+def make_set_in_pieces(
+    uses: Sequence[LoraAtScale],
+    networks: Mapping[str, nn.Module],
+    components: Sequence[str],
+    *,
+    as_peft: bool = False,
+    original: Callable[[str, str], Tensor] | None = None,
+) -> Generator[None, None, LoraSet]:
     """Return the changes of these components, by the paths of the networks' own modules.
+
+    Yields after each difference of a whole weight. For all of SD 1.5's they take a CPU 8 s.
 
     A text encoder's layer may be named with or without `text_model.`, whichever the network has.
 
@@ -56,7 +71,8 @@ def make_set(
         LoraUnusable: A layer has no module that it fits.
     """
     ordered = _ordered(uses, as_peft=as_peft)
-    factors, differences = {}, {}
+    factors: dict[str, dict[str, Factors]] = {}
+    differences: dict[str, dict[str, Difference]] = {}
     for name in components:
         changes = list(_module_changes(ordered, name, networks[name]))
         factors[name] = {
@@ -66,11 +82,12 @@ def make_set(
             for change in changes
             if change.low_rank
         }
-        differences[name] = {
-            change.path: _difference(change, original(name, change.path) if original else change.weight)
-            for change in changes
-            if change.has_difference
-        }
+        differences[name] = {}
+        for change in changes:
+            if change.has_difference:
+                weight = original(name, change.path) if original else change.weight
+                differences[name][change.path] = _difference(change, weight)
+                yield
     changes_norms = any(
         isinstance(networks[name].get_submodule(path), NORMS) for name in components for path in differences[name]
     )

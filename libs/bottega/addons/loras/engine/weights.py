@@ -8,17 +8,17 @@ differently from stock Diffusers, so that LoRAs are computed beside the weights 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import UNET, LoraAtScale, LoraLayer
-from bottega.addons.loras.engine.lora_set import expanded_bytes, make_set, set_key
+from bottega.addons.loras.engine.lora_set import expanded_bytes, make_set_in_pieces, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES, UnmergedLoras
-from bottega.device.device import Span
+from bottega.device.device import Span, run_pieces
 from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import LoraUnusable, TooLarge
 from bottega.model.backbone import RowSpans
@@ -146,6 +146,7 @@ class LoraWeights:
         self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
         self._differences: WeakSet[Difference] = WeakSet()
         self._reserved_differences: int | None = 0
+        self._making_bytes = 0
 
     def rounds_as_stock(self, *, low_rank: bool) -> bool:
         """Return whether results with a LoRA are rounded as in stock Diffusers, in the model's precision.
@@ -177,23 +178,32 @@ class LoraWeights:
         return self.costs.last_swap_s if self._patches else 0.0
 
     def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
+        """Return the result of `text_set_in_pieces` at once."""
+        return run_pieces(self.text_set_in_pieces(uses))
+
+    def text_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
         """Return the factors for the text encoders. Raise LoraUnusable, also if the model lacks one of them."""
         for component in (name for use in uses for name, layers in use.layers.items() if layers):
             if component not in self._networks:
                 raise LoraUnusable(
                     f"a LoRA changes {component}, which {self._family} models do not have: it is for another family"
                 )
-        return self._make_set(uses, tuple(self._unmerged_text))
+        return (yield from self._make_set(uses, tuple(self._unmerged_text)))
 
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
+        """Return the result of `unet_set_in_pieces` at once."""
+        return run_pieces(self.unet_set_in_pieces(uses))
+
+    def unet_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
         """Return the factors for the UNet, as the same object while a set is used. Raise LoraUnusable."""
         key = set_key(uses, as_peft=self._as_peft)
         known = self._sets.get(key)
         if known is None:
-            known = self._sets[key] = self._make_set(uses, [UNET])
+            made = yield from self._make_set(uses, [UNET])
+            known = self._sets.setdefault(key, made)  # another job may have made the same one in the meantime
         return known
 
-    def _make_set(self, uses: Sequence[LoraAtScale], components: Sequence[str]) -> LoraSet:
+    def _make_set(self, uses: Sequence[LoraAtScale], components: Sequence[str]) -> Generator[None, None, LoraSet]:
         """Make a set, with memory reserved for its differences while they are used. Raise LoraUnusable, TooLarge."""
         size_bytes = sum(expanded_bytes(uses, self._networks[name], name) for name in components)
         try:
@@ -201,7 +211,13 @@ class LoraWeights:
         except TooLarge:
             self._drop_kept()
             self._reserve_differences(size_bytes)
-        made = make_set(uses, self._networks, components, as_peft=self._as_peft, original=self._original)
+        self._making_bytes += size_bytes
+        try:
+            made = yield from make_set_in_pieces(
+                uses, self._networks, components, as_peft=self._as_peft, original=self._original
+            )
+        finally:
+            self._making_bytes -= size_bytes
         for differences in made.differences.values():
             self._differences.update(differences.values())
         return made
@@ -213,8 +229,9 @@ class LoraWeights:
             self.put_in_unet(None)
 
     def _reserve_differences(self, more_bytes: int = 0) -> None:
-        """Reserve memory for the differences that are in use, and for `more_bytes` of others."""
+        """Reserve memory for the differences that are in use or being made, and for `more_bytes` of others."""
         used = [difference.size_bytes for difference in self._differences]
+        more_bytes += self._making_bytes
         if more_bytes or len(used) != self._reserved_differences:
             self._device_memory.reserve(_DIFFERENCES, more_bytes + sum(used))
             # Unknown until the others are made.

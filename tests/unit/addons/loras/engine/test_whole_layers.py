@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, LoraLayer, Patcher, WholeLayer, make_layer, make_set
+from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.engine.lora import weight_difference
 from bottega.device.memory_plan import MemoryPlan
+from bottega.engine.events import JobStarted
+from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.errors import LoraUnusable, TooLarge
 from bottega.model.model import Model
@@ -204,6 +207,39 @@ def test_a_layer_that_does_not_fit_is_refused_with_the_reason(layer: LoraLayer |
     with pytest.raises(LoraUnusable) as refused:
         make_set([use], {UNET: network}, [UNET])
     assert refused.value.message == says
+
+
+@dataclass
+class _Ticking:
+    """A clock that goes on by a second whenever it is read."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_other_jobs_make_steps_while_a_set_is_made(model: Model, components: dict[str, Layers]) -> None:
+    engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    easel = ManualEngine(engine)
+    running = easel.submit(EngineOrder(key="running", spec=replace(SPEC, num_inference_steps=200)))
+    easel.turn()
+    (addon,) = (addon for addon in engine.addons if isinstance(addon, EngineLoras))
+    addon._clock = _Ticking()
+    late = easel.submit(styled_order({"whole": 0.7}, key="late"))
+    assert running.job is not None
+    made = running.job.steps_done
+    turns = 0
+    while not late.all(JobStarted):
+        easel.turn()
+        turns += 1
+    layers = sum(map(len, components.values())) // 2
+    assert turns > layers, "a turn changes one layer, or two"
+    assert running.job.steps_done > made + layers
+    engine.cancel("late")
+    engine.cancel("running")
+    assert not addon._making
 
 
 def test_memory_is_reserved_while_a_set_is_used(model: Model, components: dict[str, Layers]) -> None:
