@@ -1,0 +1,1 @@
+"""Example clients in Go, TypeScript and curl."""
