@@ -224,7 +224,7 @@ class GenerationBody(PictureBody):
     moderation: Literal["auto", "low"] | None = None
     """Accepted for OpenAI's clients, and not used: nothing is moderated."""
     style: Literal["vivid", "natural"] | None = None
-    """Refused: describe the style in the prompt."""
+    """vivid, OpenAI's default, changes nothing; natural is refused: describe the style in the prompt."""
 
 
 class EditBody(GenerationBody):
@@ -324,7 +324,7 @@ def _unserved(body: PictureBody) -> Iterator[Violation]:
     if body.background == "transparent":
         rule = "cannot be transparent: the models draw opaque pictures; leave it out, or give auto or opaque"
         yield Violation(field="background", description=rule)
-    if body.style is not None:
+    if body.style not in (None, "vivid"):
         yield Violation(field="style", description="is not served: describe the style in the prompt")
     if body.partial_images and not body.stream:
         yield Violation(field="partial_images", description="needs stream: true")

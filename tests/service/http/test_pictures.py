@@ -75,7 +75,7 @@ _WRONG_FIELDS: Sequence[tuple[dict[str, object], str, str]] = (
     ({"n": "2"}, "n", "must be a valid integer"),
     ({"size": "big"}, "size", "WIDTHxHEIGHT"),
     ({"background": "transparent"}, "background", "opaque pictures"),
-    ({"style": "vivid"}, "style", "describe the style in the prompt"),
+    ({"style": "natural"}, "style", "describe the style in the prompt"),
     ({"output_compression": 50}, "output_compression", "png is lossless"),
     ({"partial_images": 2}, "partial_images", "needs stream"),
     ({"bottega": {"controlnets": [{"name": "edges", "image": "?"}]}}, "bottega.controlnets[0].image", "base64"),

@@ -40,20 +40,40 @@ def test_lists_have_the_gateways_bounds() -> None:
         assert violation.description.startswith(f"must have at most {most} items")
 
 
-# Bodies as Open WebUI and SillyTavern send them to endpoints compatible with OpenAI's, and what each asks for.
+# Bodies as other clients send them to endpoints compatible with OpenAI's, and what each asks for.
 _OF_CLIENTS = (
+    # Open WebUI.
     (
         {"model": "sdxl", "prompt": "a star", "n": 1, "size": "512x512", "response_format": "b64_json"},
         {"model": "sdxl", "width": 512, "height": 512},
     ),
     ({"model": "sdxl", "prompt": "a star", "n": 1, "size": "auto"}, {"model": "sdxl"}),
+    # SillyTavern: generateOpenAiImage in public/scripts/extensions/stable-diffusion/index.js, whose body
+    # src/endpoints/openai.js passes on. Quality and style are sent for dall-e-3 alone, whose width or height is 1792.
+    (
+        {"prompt": "a star", "model": "dall-e-2", "size": "512x512", "n": 1, "response_format": "b64_json"},
+        {"model": "dall-e-2", "width": 512, "height": 512},
+    ),
+    (
+        {
+            "prompt": "a star",
+            "model": "dall-e-3",
+            "size": "1024x1792",
+            "n": 1,
+            "quality": "standard",
+            "style": "vivid",
+            "response_format": "b64_json",
+        },
+        {"model": "dall-e-3", "width": 1024, "height": 1792, "fidelity": None},
+    ),
+    (
+        {"prompt": "a star", "model": "dall-e-3", "size": "1024x1024", "n": 1, "quality": "hd", "style": "vivid"},
+        {"fidelity": "exact"},
+    ),
+    # Fields of OpenAI's newer models.
     (
         {"prompt": "a star", "model": "sdxl", "size": "1024x768", "n": 1, "quality": "high", "moderation": "low"},
         {"width": 1024, "height": 768, "fidelity": "exact"},
-    ),
-    (
-        {"prompt": "a star", "model": "sdxl", "n": 1, "quality": "standard", "style": None, "user": "someone"},
-        {"model": "sdxl"},
     ),
 )
 
@@ -72,6 +92,6 @@ def test_a_form_of_another_client_is_served() -> None:
 
 
 def test_a_style_of_dall_e_is_refused_with_what_to_do() -> None:
-    body = {"prompt": "a star", "model": "sdxl", "n": 1, "quality": "hd", "style": "vivid"}
+    body = {"prompt": "a star", "model": "sdxl", "n": 1, "quality": "hd", "style": "natural"}
     with pytest.raises(InvalidRequest, match="describe the style in the prompt"):
         drawing_of(parse_json(GenerationBody, json.dumps(body).encode()))
