@@ -332,7 +332,8 @@ def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field="spec.controlnets", description=f"at most {MAX_ADAPTERS}")
     for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
         yield from _check_controlnet(f"spec.controlnets[{index}]", net)
-    yield from check_modes(spec.controlnets[:MAX_ADAPTERS], "spec.controlnets")
+    if spec.controlnets:
+        yield from check_modes(spec.controlnets[:MAX_ADAPTERS], "spec.controlnets")
 
 
 def check_loras(spec: GenerationSpec) -> Iterator[Violation]:

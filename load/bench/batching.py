@@ -27,7 +27,7 @@ from bottega.miniature import WEIGHTS
 from bottega.process import ChildProcess, engine_environment
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
-from bottega.v1.worker_pb2 import AttemptId
+from bottega.v1.worker_pb2 import AttemptId, RunAttemptRequest
 from bottega.worker.config import EngineConfig
 from load.bench.framework import (
     CORES,
@@ -110,7 +110,8 @@ class BareEngine:
         self._started += 1
         job_id = str(self._started)
         done = self._waiting[job_id] = asyncio.get_running_loop().create_future()
-        command = EngineCommand(start=EngineStart(attempt=AttemptId(job_id=job_id, number=1), spec=spec))
+        request = RunAttemptRequest(attempt=AttemptId(job_id=job_id, number=1), spec=spec)
+        command = EngineCommand(start=EngineStart(request=request))
         async with self._sending:
             await self._child.channel.send(command.SerializeToString())
         async with asyncio.timeout(_DEADLINE_S):

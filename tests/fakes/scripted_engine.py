@@ -42,16 +42,16 @@ class Drawing:
 
     def __init__(self, start: engine_pb2.EngineStart) -> None:
         self.start = start
-        self.steps = start.spec.num_inference_steps
-        self.done = int(start.checkpoint or b"0")
+        self.steps = start.request.spec.num_inference_steps
+        self.done = int(start.request.checkpoint or b"0")
 
     @property
     def words(self) -> list[str]:
-        return self.start.spec.prompt.split()
+        return self.start.request.spec.prompt.split()
 
     @property
     def attempt(self) -> worker_pb2.AttemptId:
-        return self.start.attempt
+        return self.start.request.attempt
 
 
 class Engine:
@@ -85,7 +85,7 @@ class Engine:
                 self.lora_stores = [f"{store.name} at {store.address}" for store in command.services.services]
             case "preview":
                 if command.preview.attempt.job_id in self.drawings:
-                    self.drawings[command.preview.attempt.job_id].start.preview = True
+                    self.drawings[command.preview.attempt.job_id].start.request.preview = True
 
     def turn(self) -> None:
         if any("stall" in drawing.words for drawing in self.drawings.values()):
@@ -117,7 +117,7 @@ class Engine:
             decisions = worker_pb2.AttemptDecisions(by_kind={kinds.CACHE: decision})
             self.say(decided=engine_pb2.EngineDecided(attempt=drawing.attempt, decisions=decisions))
         progress = engine_pb2.EngineProgress(attempt=drawing.attempt, steps_done=drawing.done)
-        if drawing.start.preview:
+        if drawing.start.request.preview:
             progress.preview.CopyFrom(flat(8, 8, drawing.done))
         self.say(progress=progress)
         self.say(
@@ -127,7 +127,7 @@ class Engine:
         )
 
     def finish(self, drawing: Drawing) -> None:
-        spec = drawing.start.spec
+        spec = drawing.start.request.spec
         for index in range(spec.num_images or 1):
             pixels = flat(spec.width, spec.height, spec.seed + index)
             if drawing.start.image.data and not drawing.start.mask.data:
@@ -138,8 +138,8 @@ class Engine:
                 attempt=drawing.attempt, index=index, pixels=pixels, handed_over_s=time.monotonic()
             )
             self.say(picture=picture)
-            if spec.keep_for_editing or drawing.start.kept:
-                latents = drawing.start.kept[::-1] or LATENTS
+            if spec.keep_for_editing or drawing.start.request.kept:
+                latents = drawing.start.request.kept[::-1] or LATENTS
                 self.say(kept=engine_pb2.EngineKept(attempt=drawing.attempt, index=index, kept=latents))
         done = engine_pb2.EngineDone(attempt=drawing.attempt)
         done.provenance.model_hash = MODEL.model_hash

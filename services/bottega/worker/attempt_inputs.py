@@ -76,7 +76,7 @@ class AttemptInputs:
     async def move_into(
         self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
     ) -> None:
-        """Decode all inputs into the message that starts the attempt, which has the spec, and drop them here.
+        """Decode all inputs into the message that starts the attempt, which has the request, and drop them here.
 
         Args:
             start: The message.
@@ -86,19 +86,19 @@ class AttemptInputs:
         Raises:
             BadImage: An image cannot be decoded.
         """
-        start.checkpoint, start.kept = self._checkpoint, self._kept
+        start.request.checkpoint, start.request.kept = self._checkpoint, self._kept
         self._checkpoint = self._kept = b""
         crop = None
         if self._mask:
             crop = await self._decode_edit(start, codec, note_time)
         elif self._image:
-            decoded = await codec.decode(self._image, start.spec)
+            decoded = await codec.decode(self._image, start.request.spec)
             note_time(decoded.seconds)
             self._digest, self._source = decoded.digest, decoded.facts
             start.image_digest = decoded.digest
             await decoded.write_to(start.image)
         for image in self._control_images:
-            decoded = await codec.decode(image, start.spec, crop)
+            decoded = await codec.decode(image, start.request.spec, crop)
             note_time(decoded.seconds)
             self._controls[decoded.digest] = decoded.facts
             await decoded.write_to(start.control_images.add(digest=decoded.digest).pixels)
@@ -127,7 +127,7 @@ class AttemptInputs:
         self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
     ) -> Crop | None:
         """Decode image and mask of an edit. Return the crop of the image that is drawn, or None if all of it is."""
-        spec = start.spec
+        spec = start.request.spec
         order = _mask_order(spec)
         edit = await codec.decode_edit(self._image, self._mask, order)
         note_time(edit.seconds)

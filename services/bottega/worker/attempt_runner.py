@@ -203,11 +203,7 @@ class AttemptRunner:
     async def _send_start(self) -> None:
         command = engine_pb2.EngineCommand()
         request, start = self._request, command.start
-        start.attempt.CopyFrom(request.attempt)
-        start.spec.CopyFrom(request.spec)
-        start.addons.update(request.addons)
-        start.decisions.CopyFrom(request.decisions)
-        start.share.CopyFrom(request.share)
+        start.request.CopyFrom(request)
         size_bytes = self._inputs.size_bytes(request.spec)
         if size_bytes > _MAX_START_BYTES:
             raise TooLarge(
@@ -215,7 +211,7 @@ class AttemptRunner:
                 metadata={"limit": "start_bytes", "start_bytes": str(_MAX_START_BYTES)},
             )
         await self._inputs.move_into(start, self._images, self._note_decoding)
-        start.preview = request.preview  # a caller may have asked for previews while images were decoded
+        start.request.preview = request.preview  # a caller may have asked for previews while images were decoded
         self._engine.send(command, size_bytes)
         self._in_engine = True
 

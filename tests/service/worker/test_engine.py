@@ -22,7 +22,7 @@ from bottega.process import EngineTimeouts, FramedPipe, StartProgress, open_pair
 from bottega.v1 import error_pb2, fleet_pb2, tensor_pb2
 from bottega.v1.engine_pb2 import EngineCancel, EngineCommand, EngineEvent, EngineReady, EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec, Sampler
-from bottega.v1.worker_pb2 import AttemptId
+from bottega.v1.worker_pb2 import AttemptId, RunAttemptRequest
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.loop import run
 from bottega.worker.engine_client import WorkerEngineClient
@@ -76,8 +76,8 @@ class RunningEngine:
             await self._news.wait_for(condition)
 
     def start(self, job_id: str, spec: GenerationSpec, checkpoint: bytes = b"") -> None:
-        start = EngineStart(attempt=AttemptId(job_id=job_id, number=1), spec=spec, checkpoint=checkpoint)
-        self.front.send(EngineCommand(start=start))
+        request = RunAttemptRequest(attempt=AttemptId(job_id=job_id, number=1), spec=spec, checkpoint=checkpoint)
+        self.front.send(EngineCommand(start=EngineStart(request=request)))
 
     def cancel(self, job_id: str) -> None:
         self.front.send(EngineCommand(cancel=EngineCancel(attempt=AttemptId(job_id=job_id, number=1))))
@@ -213,8 +213,8 @@ async def test_an_attempt_of_which_nothing_can_be_drawn_fails_and_says_why(engin
 
 async def test_a_command_that_makes_no_sense_ends_its_attempt_and_no_other(engine: RunningEngine) -> None:
     image = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_UINT8, shape=(64, 64, 3), data=b"too short")
-    attempt = AttemptId(job_id="torn", number=1)
-    engine.front.send(EngineCommand(start=EngineStart(attempt=attempt, spec=spec(strength=0.5), image=image)))
+    request = RunAttemptRequest(attempt=AttemptId(job_id="torn", number=1), spec=spec(strength=0.5))
+    engine.front.send(EngineCommand(start=EngineStart(request=request, image=image)))
     await engine.until(lambda: bool(engine.kinds_of("torn")))
     [(kind, event)] = engine.said_of("torn")
     assert (kind, event.failed.error.reason) == ("failed", error_pb2.ERROR_REASON_INTERNAL)

@@ -14,6 +14,7 @@ from bottega.model.schedulers import SamplerKind
 from bottega.model_files.presets import PRESET_FILE
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.worker_pb2 import RunAttemptRequest
 from bottega.worker.engine.messages import ready_of
 from bottega.worker.engine.orders import order_of
 from tests.samples.model_folders import with_scheduler
@@ -63,7 +64,7 @@ def test_a_request_that_says_nothing_is_drawn_as_the_preset_says(tmp_path: Path,
     engine = make_engine(load(path), EngineLimits())
     said = GenerationSpec(prompt="a big red star", width=32, height=32, seed=3)
     full = specs.complete(said, ready_of(engine).ready.model)
-    order = order_of(engine_pb2.EngineStart(spec=full), engine.model)
+    order = order_of(engine_pb2.EngineStart(request=RunAttemptRequest(spec=full)), engine.model)
     spec = order.spec
     assert (spec.num_inference_steps, spec.guidance_scale) == tuple(folder.preset.values())[:2]
     assert spec.sampler is folder.sampler

@@ -14,6 +14,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.model.model import Model
 from bottega.v1.engine_pb2 import EngineStart
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec
+from bottega.v1.worker_pb2 import RunAttemptRequest
 from bottega.worker.engine.messages import event_of, ready_of
 from bottega.worker.engine.orders import order_of
 from tests.samples.small_model import SIZE, small_model
@@ -120,9 +121,9 @@ def test_a_request_computes_alone_only_in_half_precision(dtype: torch.dtype) -> 
     half = load(small_model(), dtype=dtype)
     spec = GenerationSpec(prompt="a star", num_inference_steps=2, width=SIZE, height=SIZE)
     for wanted, shares in ((None, True), (True, True), (False, dtype == torch.float32)):
-        start = EngineStart(spec=spec)
+        start = EngineStart(request=RunAttemptRequest(spec=spec))
         if wanted is not None:
-            start.spec.techniques.shared_turns = wanted
+            start.request.spec.techniques.shared_turns = wanted
         assert order_of(start, half).shared_turns == shares
 
 
@@ -131,4 +132,4 @@ def test_what_is_kept_comes_back_by_kind_and_is_ignored_if_damaged(model: Model)
     by_kind = {"a": b"1", "b": b"2"}
     event = event_of(JobKept(key=("job", 1), index=0, by_kind=by_kind), make_engine(model, EngineLimits()))
     for data, expected in ((event.kept.kept, by_kind), (b"\xff", {}), (b"", {})):
-        assert order_of(EngineStart(spec=spec, kept=data), model).kept == expected
+        assert order_of(EngineStart(request=RunAttemptRequest(spec=spec, kept=data)), model).kept == expected

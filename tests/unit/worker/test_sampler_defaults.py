@@ -16,6 +16,7 @@ from bottega.model.schedulers import SamplerKind
 from bottega.rules import MAX_STEPS
 from bottega.v1 import engine_pb2, generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.worker_pb2 import RunAttemptRequest
 from bottega.worker.engine.messages import ready_of
 from bottega.worker.engine.orders import SAMPLERS, order_of
 from tests.samples.model_folders import with_scheduler
@@ -40,7 +41,7 @@ def test_a_sampler_draws_as_the_models_configuration_says_unless_the_request_doe
             if karras is not None and not sampler:
                 continue
             full = specs.complete(GenerationSpec(**SAID, sampler=sampler, use_karras_sigmas=karras), model)
-            order = order_of(engine_pb2.EngineStart(spec=full), engine.model)
+            order = order_of(_start(full), engine.model)
             drawing = ManualEngine(engine).draw(order)
             overrides = {} if karras is None else {"use_karras_sigmas": karras}
             stock.scheduler = kind.from_config(config, **overrides)
@@ -49,14 +50,18 @@ def test_a_sampler_draws_as_the_models_configuration_says_unless_the_request_doe
             said = GenerationSpec(**SAID, sampler=full.sampler)
             if full.HasField("use_karras_sigmas"):
                 said.use_karras_sigmas = full.use_karras_sigmas
-            assert order_of(engine_pb2.EngineStart(spec=said), engine.model).spec == order.spec
+            assert order_of(_start(said), engine.model).spec == order.spec
+
+
+def _start(spec: GenerationSpec) -> engine_pb2.EngineStart:
+    return engine_pb2.EngineStart(request=RunAttemptRequest(spec=spec))
 
 
 def test_a_gateway_that_does_not_know_the_models_samplers_leaves_them_to_the_worker(tmp_path: Path) -> None:
     model = load(with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", use_karras_sigmas=True))
-    assert order_of(engine_pb2.EngineStart(spec=GenerationSpec(**SAID)), model).spec.use_karras_sigmas
+    assert order_of(_start(GenerationSpec(**SAID)), model).spec.use_karras_sigmas
     ddim = GenerationSpec(**SAID, sampler=generation_pb2.SAMPLER_DDIM)
-    assert not order_of(engine_pb2.EngineStart(spec=ddim), model).spec.use_karras_sigmas
+    assert not order_of(_start(ddim), model).spec.use_karras_sigmas
 
 
 def test_what_a_model_cannot_draw_with_is_told_with_the_reason(tmp_path: Path) -> None:

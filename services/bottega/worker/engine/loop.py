@@ -182,7 +182,7 @@ class WorkerEngineLoop:
         except Exception as error:  # noqa: BLE001 - the boundary of a command, which must not end other attempts
             kind = command.WhichOneof("command")
             if kind == "start":
-                self._send(failed(command.start.attempt, to_job_failure(error)))
+                self._send(failed(command.start.request.attempt, to_job_failure(error)))
             else:
                 _log.error("a command of the front process failed", exc_info=error, extra={"command": kind})
 

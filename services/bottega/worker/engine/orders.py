@@ -62,20 +62,21 @@ def attempt_of(key: object) -> AttemptId:
 
 def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
     """Convert the message that starts an attempt. If the spec names no sampler, use the model's default."""
+    request = start.request
     return EngineOrder(
-        key=key_of(start.attempt),
+        key=key_of(request.attempt),
         spec=_spec(start, model),
         image=_tensor(start.image) if start.HasField("image") else None,
         mask=_tensor(start.mask) if start.HasField("mask") else None,
         control_images=tuple(_tensor(image.pixels) for image in start.control_images),
-        kept=_kept(start.kept),
-        addons=dict(start.addons),
-        latent_parallelism=_may_be_lent(start.spec),
-        shared_turns=_may_share_turns(start.spec, model),
-        decisions=dict(start.decisions.by_kind),
-        checkpoint=start.checkpoint,
-        preview=start.preview,
-        share=Share(tenant=start.share.tenant, weight=start.share.weight) if start.HasField("share") else Share(),
+        kept=_kept(request.kept),
+        addons=dict(request.addons),
+        latent_parallelism=_may_be_lent(request.spec),
+        shared_turns=_may_share_turns(request.spec, model),
+        decisions=dict(request.decisions.by_kind),
+        checkpoint=request.checkpoint,
+        preview=request.preview,
+        share=Share(tenant=request.share.tenant, weight=request.share.weight) if request.HasField("share") else Share(),
     )
 
 
@@ -90,7 +91,7 @@ def _kept(data: bytes) -> dict[str, bytes]:
 
 def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
     """Convert the spec to the engine's type. The gateway has already filled in the defaults."""
-    spec = start.spec
+    spec = start.request.spec
     sampler = SAMPLERS.get(spec.sampler, model.defaults.sampler)
     own = model.samplers.default_choice(sampler)
     strength = spec.strength if keeps_steps(spec, model.family.strength_keeps_steps) else None
@@ -118,7 +119,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
 
 
 def _edit(start: engine_pb2.EngineStart) -> EditSpec:
-    spec = start.spec
+    spec = start.request.spec
     return EditSpec(
         mask_digest=start.mask_digest,
         image_digest=start.image_digest,
@@ -131,8 +132,9 @@ def _edit(start: engine_pb2.EngineStart) -> EditSpec:
 
 def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
     """Yield the ControlNets, each with its digest, because checkpoints depend on the version."""
-    hosts = read_hosts(start.addons[kinds.CONTROLNET]) if kinds.CONTROLNET in start.addons else ()
-    for net, image, host in itertools.zip_longest(start.spec.controlnets, start.control_images, hosts):
+    addons = start.request.addons
+    hosts = read_hosts(addons[kinds.CONTROLNET]) if kinds.CONTROLNET in addons else ()
+    for net, image, host in itertools.zip_longest(start.request.spec.controlnets, start.control_images, hosts):
         if net is not None and image is not None:
             yield _control(net, image.digest, (host or ControlHosts()).digest)
 
