@@ -85,6 +85,7 @@ _AFTER_AUTHORITY = re.compile("[/?#]")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 # Resolvers read names that end so as IPv4 addresses: 2130706433, 0x7f.1, 0177.0.0.1.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_NOT_ALLOWED = "the URL's host is not allowed here"
 _MAX_NAME_BYTES = 253
 _MAX_PORT = 65535
 _DEFAULT_PORTS = {"https": 443, "http": 80}
@@ -145,9 +146,9 @@ class OutsideRules:
         """Raise AddressRefused if an IP address must not be called."""
         address = address_of(text.partition("%")[0])
         if address is None:
-            raise AddressRefused(f"{text} is no address")
+            raise AddressRefused("the host has something else than addresses")
         if _is_in(address, _NEVER) or not (_is_public(address) or _is_in(address, _parsed(self.networks))):
-            raise AddressRefused(f"{address} is not a public address")
+            raise AddressRefused("the host's address is not public")
 
     def _check_parts(self, url: httpx.URL) -> None:
         schemes = ("https", "http") if self.plain_http else ("https",)
@@ -166,11 +167,11 @@ class OutsideRules:
             self.check_address(host)
             listed = ANY_HOST in self.hosts or address in map(address_of, self.hosts)
             if not (listed or _is_in(address, _parsed(self.networks))):
-                raise AddressRefused(f"the host {host} is not allowed here")
+                raise AddressRefused(_NOT_ALLOWED)
         elif not _is_name(host):
-            raise AddressRefused(f"{host!r} is neither a host name nor an address in its usual form")
+            raise AddressRefused("the URL's host is neither a name nor an address in its usual form")
         elif not any(_matches(host, pattern) for pattern in self.hosts):
-            raise AddressRefused(f"the host {host} is not allowed here")
+            raise AddressRefused(_NOT_ALLOWED)
 
 
 def host_in(url: httpx.URL) -> str:

@@ -33,6 +33,7 @@ from tests.chaos.restarts import roll
 from tests.chaos.rogues import join_rogues
 from tests.chaos.scene import TENANTS, Scene
 from tests.chaos.tally import Tally
+from tests.chaos.webhooks import kill_delivering_gateways
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
 from tests.support.warm_engines import warm_engines
 from tests.support.worker_pair import WorkerPair
@@ -73,6 +74,7 @@ PARTS: Mapping[str, Part] = {
     "kill-loading-stores": Part(play=kill_loading_stores, times=50, workers=0),
     "kill-recording-stores": Part(play=kill_recording_stores, times=50, workers=0),
     "kill-gateways": Part(play=kill_gateways, times=60),
+    "kill-delivering-gateways": Part(play=kill_delivering_gateways, times=20, workers=1),
     "full-disks": Part(play=fill_disks, times=5),
     "lost-job-stores": Part(play=lose_job_stores, times=6),
     "rogue-joins": Part(play=join_rogues, times=5),

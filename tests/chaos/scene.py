@@ -114,13 +114,14 @@ class Scene:
     """The suite. Use it in a `with` block.
 
     workers: their names. tenants: the gateway asks for API keys, those of `keys`, and the scene's client has one.
-    options: of every picture. additions: what those of a seed have besides.
+    options: of every picture. additions: what those of a seed have besides. gateway_options: of its later lives.
     """
 
     def __init__(self, folder: Path, workers: tuple[str, ...], *, tenants: Mapping[str, Quotas] | None = None) -> None:
         self.folder = folder
         self.options = dict(OPTIONS)
         self.additions: dict[int, Mapping[str, Any]] = {}
+        self.gateway_options: dict[str, object] = {}
         self.tally = Tally()
         self._services = Services(folder)
         self._port, self._fleet_port = free_ports(2)
@@ -174,7 +175,8 @@ class Scene:
         server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
         fleet = {"listen": self.fleet_address}
         tenants = str(self._tenants) if self.keys else ""
-        config = gateway_config(server=server, fleet=fleet, state=str(self.folder / "state"), tenants=tenants)
+        own = {"server": server, "fleet": fleet, "state": str(self.folder / "state"), "tenants": tenants}
+        config = gateway_config(**own, **self.gateway_options)
         service = self._services.start("gateway", config, name=self._name("gateway"))
         self._gateways.append(service)
         return service

@@ -16,7 +16,17 @@ from google.protobuf.message import DecodeError
 from bottega import kinds
 from bottega.rpc.channel import MAX_MESSAGE_MIB, channel_options
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import activations_pb2, cache_pb2, controlnet_pb2, fleet_pb2, image_pb2, link_pb2, lora_pb2, worker_pb2
+from bottega.v1 import (
+    activations_pb2,
+    cache_pb2,
+    controlnet_pb2,
+    fleet_pb2,
+    image_pb2,
+    link_pb2,
+    lora_pb2,
+    webhook_pb2,
+    worker_pb2,
+)
 from bottega.v1.error_pb2 import ERROR_REASON_NO_CONTROLNET
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.services import Service
@@ -36,6 +46,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
         for file, service in (
             (image_pb2.DESCRIPTOR, "ImageService"),
             (fleet_pb2.DESCRIPTOR, "FleetService"),
+            (webhook_pb2.DESCRIPTOR, "WebhookService"),
             (worker_pb2.DESCRIPTOR, "WorkerService"),
             (controlnet_pb2.DESCRIPTOR, "ControlNetService"),
             (lora_pb2.DESCRIPTOR, "LoraService"),
@@ -225,6 +236,7 @@ def calling(gateway: Service, worker: Service, nets: Service, store: Service, *o
     addresses = {
         "ImageService": gateway.address,
         "FleetService": gateway.fleet,
+        "WebhookService": gateway.fleet,
         "WorkerService": worker.address,
         "TemplateService": worker.address,
         "ControlNetService": nets.address,

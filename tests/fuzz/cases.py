@@ -20,6 +20,7 @@ from tests.fuzz.jobs import deletion_corpus, job_corpus, list_corpus
 from tests.fuzz.joining import joining_corpus
 from tests.fuzz.links import link_corpus
 from tests.fuzz.lora_store import lora_store_corpus
+from tests.fuzz.webhooks import webhook_corpus
 from tests.support.flooders import empty_loras, large_id, nested
 
 # One past what a message may have.
@@ -36,6 +37,7 @@ def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
     yield from job_corpus(job_id)
     yield from drawing_corpus()
     yield from list_corpus()
+    yield from webhook_corpus()
     yield from joining_corpus()
     yield from attempt_corpus()
     yield from controlnet_corpus(digest)
@@ -63,6 +65,8 @@ def _bytes() -> Iterator[Case]:
         "ListModels",
         "ListAdapters",
         "ListMembers",
+        "ListWebhookEvents",
+        "ReplayWebhookEvents",
         "Join",
         "RunAttempt",
         "CancelAttempt",

@@ -30,7 +30,7 @@ from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest
 from bottega.v1.controlnet_pb2 import ControlNetHosts
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
-from tests.fuzz import activations, cache, controlnets, links, lora_store
+from tests.fuzz import activations, cache, controlnets, links, lora_store, webhooks
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.edits import edit
 from tests.fuzz.house import House
@@ -155,7 +155,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
         case "Generate" | "SubmitJob":
             kind = getattr(image_pb2, f"{method}Request")
             waits: Sequence[tuple[str, float | None]] = (("", None), ("fuzz", None), ("fuzz", 60.0))
-            return [kind(request_id=name, spec=spec, deadline_s=s) for spec in _specs() for name, s in waits]
+            whole = [kind(request_id=name, spec=spec, deadline_s=s) for spec in _specs() for name, s in waits]
+            return [*whole, webhooks.submission()] if method == "SubmitJob" else whole
         case "GetImage" | "GetJob" | "GetJobTrace" | "WatchJob" | "CancelJob" | "DeleteJob":
             return [getattr(image_pb2, f"{method}Request")(job_id=job_id)]
         case "ListJobs":
@@ -172,6 +173,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             return [image_pb2.ListModelsRequest()]
         case "ListMembers":
             return [fleet_pb2.ListMembersRequest()]
+        case "ListWebhookEvents" | "ReplayWebhookEvents":
+            return webhooks.valid(method)
         case "Join":
             return [fleet_pb2.JoinRequest(load=_load())]
         case "RunAttempt":

@@ -39,6 +39,7 @@ from tests.fuzz.calls import Caller, calling
 from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import LOST, ROOT, registered
+from tests.fuzz.webhooks import allowing
 from tests.samples.hostile_controlnets import hostile_folders
 from tests.support.running_activations import Recorded, record_template
 from tests.support.running_cache import embedding, record
@@ -187,7 +188,8 @@ def running_house(services: Services) -> Iterator[House]:
 
 @contextmanager
 def _house(services: Services, root: Path) -> Iterator[House]:
-    gateway = services.start("gateway", gateway_config(**_GATEWAY), name="gateway")
+    with allowing() as webhooks:
+        gateway = services.start("gateway", gateway_config(**_GATEWAY, webhooks=webhooks), name="gateway")
     worker = services.start("worker", worker_config(gateway.fleet, name="fuzzed", engine=_ENGINE), name="worker")
     nets = services.start("controlnet", {**_NETS, "root": str(root)}, name="nets")
     store = services.start("loras", _STORE, name="store")

@@ -35,6 +35,7 @@ class Running:
     channel: grpc.aio.Channel
     images: image_pb2_grpc.ImageServiceAsyncStub
     fleet: fleet_pb2_grpc.FleetServiceAsyncStub
+    fleet_channel: grpc.aio.Channel
     workers: list[ScriptedWorker] = field(default_factory=list)
     servers: list[ScriptedControlNetServer] = field(default_factory=list)
 
@@ -156,7 +157,7 @@ async def _serving(*, codec_processes: int, starting: bool, **config: Any) -> As
     images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
     to_fleet = channels.open(Target(address=gateway.fleet_listener.address, role=Role.GATEWAY))
     fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(to_fleet)
-    running = Running(gateway=gateway, channel=channel, images=images, fleet=fleet)
+    running = Running(gateway=gateway, channel=channel, images=images, fleet=fleet, fleet_channel=to_fleet)
     try:
         yield running
     finally:

@@ -80,6 +80,7 @@ from bottega.client.types.provenance import (
     StageTime,
     Truncation,
 )
+from bottega.client.types.webhooks import UndeliveredWebhook, Webhook, WebhookPage
 
 __all__ = [
     "AccelerationTrial",
@@ -161,6 +162,9 @@ __all__ = [
     "Tls",
     "TraceSpan",
     "Truncation",
+    "UndeliveredWebhook",
     "WarmedTemplates",
+    "Webhook",
+    "WebhookPage",
     "parameters_of",
 ]

@@ -10,12 +10,14 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from bottega.addons.interface.views import MAX_ATTEMPTS
+from bottega.config import parse
 from bottega.content_credentials import PictureSigner
 from bottega.errors import ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
+from bottega.outside_rules import OutsideRules
 from bottega.rpc.address import Address
 from bottega.rpc.security.private_files import read_private, read_public
-from bottega.rpc.security.tenant_file import read_tenants
+from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, TenantWebhooks, read_tenants
 from bottega.rpc.server_config import ListenerConfig, ServerConfig
 from bottega.strict import STRICT
 
@@ -74,6 +76,43 @@ class SigningConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WebhooksConfig(OutsideRules):
+    """Webhooks: which receivers may be called, and how often.
+
+    They are off until hosts are listed. An operator lists hosts, because a webhook sends data of jobs wherever a caller
+    says; "*" is for tenants that are strangers and have receivers of their own.
+    """
+
+    secrets: str = ""
+    """File with the secret that signs webhooks (whsec_...), on a gateway without tenants; `tenants` has theirs.
+
+    During a rotation it has two lines, and each webhook has two signatures.
+    """
+    public_url: str = ""
+    """URL of the HTTP API, with which the payload's URLs of images begin. Empty: they are paths."""
+    delivery_s: Seconds = 15.0
+    """Upper bound on the seconds of one delivery, from the look-up of the host's name to the answer."""
+    first_retry_s: Seconds = 5.0
+    """Seconds after which a delivery that failed is repeated; twice as many after each further failure, with jitter."""
+    max_retry_s: Seconds = 3600.0
+    """Upper bound on the seconds between two deliveries of an event."""
+    give_up_s: Seconds = 86_400.0
+    """Seconds for which an event is tried. Then it waits for `bottega webhooks replay`."""
+    max_deliveries: AtLeastOne = 32
+    """Upper bound on deliveries at the same time."""
+    max_deliveries_per_tenant: AtLeastOne = 8
+    """Upper bound on deliveries of one tenant at the same time."""
+    max_deliveries_per_host: AtLeastOne = 8
+    """Upper bound on deliveries to one host at the same time."""
+    max_waiting: AtLeastOne = 100_000
+    """Upper bound on the number of events that wait for their delivery. Further ones are given up at once."""
+    max_waiting_per_tenant: AtLeastOne = 10_000
+    """Upper bound on the number of events of one tenant that wait."""
+    max_dead: AtLeastOne = 1000
+    """Upper bound on the events of one tenant that were given up. Beyond it the oldest is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """The configuration of a gateway."""
 
@@ -102,6 +141,8 @@ class GatewayConfig:
     The metrics of all other tenants are added up. 0: no metrics by tenant.
     """
     signing: SigningConfig = field(default_factory=SigningConfig)
+    webhooks: WebhooksConfig = field(default_factory=WebhooksConfig)
+    """POSTs to URLs of callers when their jobs end."""
     max_queued: AtLeastOne = 256
     """Upper bound on the number of jobs that wait for a worker."""
     max_queued_bytes: AtLeastOne = 512 << 20
@@ -223,3 +264,15 @@ def _check_tenants(config: GatewayConfig) -> None:
             read_tenants(Path(config.tenants))
         except ConfigError as error:
             raise ConfigError(f"tenants: {error.message}") from None
+
+
+def read_webhook_secrets(config: GatewayConfig) -> TenantWebhooks:
+    """Return the secrets for webhooks of a gateway without tenants. Raise ConfigError if there should be some."""
+    if config.tenants or not config.webhooks.allows_any:
+        return TenantWebhooks()
+    if not config.webhooks.secrets:
+        raise ConfigError("webhooks.secrets: name a file with a secret to sign with: bottega webhooks secret > FILE")
+    lines = read_private(Path(config.webhooks.secrets).expanduser()).decode(errors="replace").split()
+    if not 1 <= len(lines) <= MAX_WEBHOOK_SECRETS:
+        raise ConfigError(f"webhooks.secrets: {config.webhooks.secrets} must have 1 or {MAX_WEBHOOK_SECRETS} lines")
+    return parse(TenantWebhooks, {"secrets": lines}, source=config.webhooks.secrets)

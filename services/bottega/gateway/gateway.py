@@ -41,7 +41,8 @@ from bottega.errors import BottegaError, NoWorker, StorageUnavailable
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import TARGETS_PATH, FleetNotServedHere, FleetService, scrape_targets
 from bottega.gateway.api.image_service import ImageService
-from bottega.gateway.config import GatewayConfig
+from bottega.gateway.api.webhook_service import WebhookService
+from bottega.gateway.config import GatewayConfig, read_webhook_secrets
 from bottega.gateway.dispatch.connection import WorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
@@ -53,11 +54,13 @@ from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants import TenantAuthenticator, TenantTerms
+from bottega.gateway.webhooks.delivery import WebhookDelivery
+from bottega.gateway.webhooks.events import WebhookEvents
 from bottega.manifest import load_object, read_services
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 
 # Seconds between two checks of the health. It is also checked when writing begins to fail or to work again.
 _HEALTH_S = 1.0
@@ -88,7 +91,7 @@ class Gateway:
         clock = Clock()
         self._health = BackgroundTasks("health of the gateway")
         authenticator = TenantAuthenticator(Path(config.tenants), clock) if config.tenants else None
-        terms = authenticator or TenantTerms()
+        terms = authenticator or TenantTerms(webhooks=read_webhook_secrets(config))
         self.server = Server("gateway", config.server, authenticator=authenticator)
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
         self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
@@ -98,7 +101,15 @@ class Gateway:
         )
         fleet = _fleet(config, metrics, clock)
         self._storage = _storage(config, metrics, clock)
-        self._jobs = JobRepository(storage=self._storage, clock=clock)
+        self._webhooks = WebhookDelivery(
+            config=config.webhooks, storage=self._storage, terms=terms, metrics=metrics.webhooks, clock=clock
+        )
+        self._jobs = JobRepository(
+            storage=self._storage,
+            clock=clock,
+            event_of=WebhookEvents(config.webhooks, terms, self._webhooks.has_room).event_of,
+            on_end=self._webhooks.look,
+        )
         addons = _addons(
             AddOnContext(
                 fleet=fleet,
@@ -156,7 +167,14 @@ class Gateway:
             fleet=fleet, queue=self._controller.queue, this=self._this, activity=metrics.activity, clock=clock
         )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
-        self.fleet_listener.add_services([fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name])
+        webhooks = WebhookService(self._webhooks, self._storage)
+        webhook_pb2_grpc.add_WebhookServiceServicer_to_server(webhooks, self.fleet_listener.grpc)
+        self.fleet_listener.add_services(
+            [
+                fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
+                webhook_pb2.DESCRIPTOR.services_by_name["WebhookService"].full_name,
+            ]
+        )
 
     async def warm_up(self) -> None:
         """Start all parts of the gateway. Afterwards its health is SERVING, even if no worker has joined.
@@ -171,6 +189,7 @@ class Gateway:
         finally:
             await starting
         self._storage.start(self._jobs.live_records)
+        await self._webhooks.start()
         self._controller.start()
         self._periodic.start()
         self._health.start(self._keep_health())
@@ -185,6 +204,7 @@ class Gateway:
         await self._health.cancel()
         await self._periodic.stop()
         await self._controller.stop()
+        await self._webhooks.stop()
         await self._storage.close()
         await self._codec.stop()
 

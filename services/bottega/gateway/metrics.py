@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -97,6 +98,7 @@ class GatewayMetrics:
             registry=registry,
         )
         self.running = Gauge("bottega_running_jobs", "Jobs that are running on a worker.", registry=registry)
+        self.webhooks = WebhookMetrics(registry)
         self._registry = registry
 
     def job_ended(self, outcome: str, *, seconds: float, reason: str, tenant: str) -> None:
@@ -144,6 +146,40 @@ class GatewayMetrics:
         """
         if self._tenants is not None:
             self._registry.register(_Waiting(self._tenants, waiting))
+
+
+class WebhookMetrics:
+    """The metrics of webhooks.
+
+    Attributes:
+        oldest_wall: When the job of the oldest undelivered event ended, in Unix seconds; None if there is none.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.oldest_wall: float | None = None
+        self.deliveries = Counter(
+            "bottega_webhook_deliveries", "Deliveries of webhooks, by outcome.", ("outcome",), registry=registry
+        )
+        for outcome in ("delivered", "failed"):
+            self.deliveries.labels(outcome)
+        self.given_up = Counter(
+            "bottega_webhooks_given_up", "Webhooks that were not accepted in time.", registry=registry
+        )
+        self.dropped = Counter(
+            "bottega_webhooks_dropped",
+            "Webhooks that are lost: too many were given up, or their rows are damaged.",
+            registry=registry,
+        )
+        self.waiting = Gauge("bottega_webhooks_waiting", "Webhooks that wait for their delivery.", registry=registry)
+        self.dead = Gauge(
+            "bottega_webhooks_dead", "Webhooks that were given up and can be replayed.", registry=registry
+        )
+        oldest = Gauge(
+            "bottega_webhook_oldest_seconds",
+            "Seconds since the end of the job whose webhook has waited longest; 0 if none waits.",
+            registry=registry,
+        )
+        oldest.set_function(lambda: 0.0 if self.oldest_wall is None else max(0.0, time.time() - self.oldest_wall))
 
 
 class _Members(Collector):

@@ -201,9 +201,20 @@ class PictureBody(Body):
     """Bottega's own parameters."""
 
 
+class WebhookBody(Body):
+    """A receiver that hears of the end of a job, by a POST that is signed after Standard Webhooks."""
+
+    url: str
+    """URL of the receiver, whose host the operator allows."""
+    events: list[Literal["job.completed", "job.failed", "job.cancelled"]] = Field(default_factory=list, max_length=3)
+    """Types of events to announce; empty for all."""
+
+
 class JobBody(PictureBody):
     """A job to start."""
 
+    webhook: WebhookBody | None = None
+    """Where to announce the job's end, in place of the tenant's own webhook."""
     image: InputImage | None = None
     """Source of image-to-image or of an edit."""
     mask: InputImage | None = None

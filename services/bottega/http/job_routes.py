@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.types.jobs import Completed, Event, Interrupted, JobState, JobStatus, Progress, Queued
+from bottega.client.types.webhooks import Webhook
 from bottega.errors import BottegaError, JobNotFound
 from bottega.http.bodies import Body, JobBody, drawing_of, encoded, parse_fields
 from bottega.http.context import context_of, fetch_images
@@ -60,6 +61,7 @@ async def start_job(request: Request) -> Response:
         deadline_s=drawing.deadline_s,
         request_id=request.headers.get("idempotency-key") or None,
         priority=drawing.priority,
+        webhook=Webhook(url=body.webhook.url, events=tuple(body.webhook.events)) if body.webhook else None,
         **drawing.options,
     )
     status = await job.status()

@@ -39,7 +39,7 @@ from tests.samples.hostile_controlnets import CONFIG, REAL, with_config
 from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, link_model
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
-_HTTP = ("python-multipart", "sse-starlette", "starlette", "uvicorn")
+_HTTP = ("httpx", "python-multipart", "sse-starlette", "standardwebhooks", "starlette", "uvicorn")
 _NAMES = ("accelerate", "diffusers", "faiss-cpu", "numpy", "safetensors", "scikit-learn", "transformers", *_HTTP)
 NEEDED = dict.fromkeys(_NAMES, "1.0")
 

@@ -35,6 +35,7 @@ _COMMANDS: dict[str, tuple[str, str] | None] = {
     "logs": ("logs", "Show the last log lines of SERVICE, or of all services."),
     "config": ("config", "Check configurations, and show the values that services use."),
     "tenants": ("tenants", "Manage the tenants of a gateway and their API keys."),
+    "webhooks": ("webhooks", "List and replay webhooks that are not delivered yet."),
     "certs": ("certs", "Make certificates for services, tenants and operators."),
     "doctor": ("doctor", "Look for problems that keep the suite from running."),
 }

@@ -61,6 +61,7 @@ class DrawingTerms:
     timeout_s: float | None
     """Time-out in seconds; None if --timeout was not given."""
     priority: str
+    webhook: str | None
     address: str
 
 
@@ -90,6 +91,7 @@ _OPTIONS = (
         default="normal",
         help="Priority among your own requests; those of other tenants are not affected.",
     ),
+    click.option("--webhook", metavar="URL", help="With --detach: URL that gets a signed POST when the job ends."),
     address_option,
 )
 
@@ -122,6 +124,8 @@ def draw(
     target = choose_output(terms.output, options.get("format"), prompts)
     options["format"] = target.format
     _check_preview(terms)
+    if terms.webhook is not None and not terms.detach:
+        raise click.UsageError("--webhook is for --detach; otherwise the command itself waits for the end.")
     choice = gateway_choice(click.get_current_context())
     choice.timeout_advice = _DETACHED_TIMEOUT_ADVICE if terms.detach else _TIMEOUT_ADVICE
     began_s = time.monotonic()
@@ -133,6 +137,7 @@ def draw(
                 num_images=terms.num_images,
                 deadline_s=terms.timeout_s,
                 priority=Priority(terms.priority),
+                webhook=terms.webhook,
                 **options,
             )
             _say_detached(job.id, terms.output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -15,7 +15,7 @@ from bottega.rpc.security.grants import LEAST_WEIGHT, MAX_GRANTED, MAX_NAME_CHAR
 from bottega.state_folder import operator_folder
 
 if TYPE_CHECKING:
-    from bottega.rpc.security.tenant_file import Tenant
+    from bottega.rpc.security.tenant_file import Tenant, WebhookEventName
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _Tenants = tuple["Tenant", ...]
@@ -40,6 +40,7 @@ def _file_option(command: CommandT) -> CommandT:
     bottega tenants rotate shop    prints a new key
     bottega tenants quota shop --queued 100 --per-day 5000
     bottega tenants allow shop --models miniature --loras striped,dusk
+    bottega tenants webhook shop --url https://shop.example/hooks
     bottega tenants disable shop
 """)
 def command() -> None:
@@ -94,7 +95,15 @@ def list_tenants(*, file: Path) -> None:
         note("There are no tenants; bottega tenants add NAME adds one.")
         return
     table = PlainTable(
-        "tenant", "state", "weight", "keys", "quotas", "may use", wraps=("quotas",), optional=("weight", "keys")
+        "tenant",
+        "state",
+        "weight",
+        "keys",
+        "quotas",
+        "may use",
+        "webhook",
+        wraps=("quotas",),
+        optional=("weight", "keys", "webhook"),
     )
     for tenant in tenants:
         keys = ", ".join(f"btg_{key.key_id}" for key in tenant.keys)
@@ -102,7 +111,8 @@ def list_tenants(*, file: Path) -> None:
         state = "disabled" if tenant.disabled else "enabled"
         grants = dataclasses.asdict(tenant.grants).items()
         granted = ", ".join(f"{kind} {' '.join(names)}" for kind, names in grants if names)
-        table.add_row(tenant.name, state, f"{tenant.weight:g}", keys, quotas or "none", granted or "all")
+        webhook = tenant.webhooks.url or ("of requests" if tenant.webhooks.secrets else "none")
+        table.add_row(tenant.name, state, f"{tenant.weight:g}", keys, quotas or "none", granted or "all", webhook)
     print_table(table)
 
 
@@ -161,6 +171,52 @@ def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
     change_tenants(file, _changing(name, _replacing("quotas", given)))
     quotas_text = ", ".join(f"{quota} {most or 'without limit'}" for quota, most in given.items())
     say(f"{name}: {quotas_text}")
+
+
+@command.command("webhook")
+@click.argument("name")
+@click.option("--url", help='Where the ends of its jobs are announced if they name no webhook; "" for nowhere.')
+@click.option(
+    "--event",
+    "events",
+    multiple=True,
+    type=click.Choice(("job.completed", "job.failed", "job.cancelled")),
+    help="Type of events for --url; repeatable. Default: all.",
+)
+@click.option("--rotate", is_flag=True, help="Make a new secret. The previous one is not used any more.")
+@click.option("--keep-old", is_flag=True, help="With --rotate, sign with the previous secret, too, until the next.")
+@_file_option
+def change_webhook(
+    *, name: str, url: str | None, events: tuple[str, ...], rotate: bool, keep_old: bool, file: Path
+) -> None:
+    """Set a tenant's webhook and the secret that signs.
+
+    A tenant without a secret gets one. A new secret is printed, for the tenant's receivers. The gateway calls hosts
+    that webhooks.hosts of its configuration lists.
+    """
+    from bottega.rpc.security.tenant_file import change_tenants
+
+    if (events and url is None) or (keep_old and not rotate):
+        raise click.UsageError("--event needs --url, and --keep-old needs --rotate.")
+    new: list[str] = []
+
+    def changed(tenant: Tenant) -> Tenant:
+        webhooks = tenant.webhooks
+        if url is not None:
+            chosen = cast("tuple[WebhookEventName, ...]", events)
+            webhooks = dataclasses.replace(webhooks, url=url, events=chosen)
+        if rotate or not webhooks.secrets:
+            webhooks = webhooks.rotated(keep_old=keep_old)
+            new.append(webhooks.secrets[0])
+        return dataclasses.replace(tenant, webhooks=webhooks)
+
+    change_tenants(file, _changing(name, changed))
+    if url is not None:
+        note(
+            f"{name}: the ends of jobs are announced at {url}" if url else f"{name} has no webhook for all of its jobs"
+        )
+    for secret in new:
+        _show(secret, f"The secret that signs the webhooks of {name}:")
 
 
 def _names(_ctx: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...] | None:

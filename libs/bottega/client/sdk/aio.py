@@ -43,9 +43,18 @@ from bottega.client.types.models import (
 )
 from bottega.client.types.options import EditOptions, GenerationOptions, spec_from
 from bottega.client.types.picture import Picture
+from bottega.client.types.webhooks import (
+    Webhook,
+    WebhookPage,
+    replay_request,
+    webhook_page_from,
+    webhook_page_request,
+    webhook_to_wire,
+)
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, Violation
 from bottega.rules import refuse
 from bottega.v1 import image_pb2
+from bottega.v1.webhook_pb2_grpc import WebhookServiceStub
 
 ResultT = TypeVar("ResultT")
 
@@ -259,6 +268,7 @@ class AsyncGatewayClient:
         deadline_s: float | None = None,
         request_id: str | None = None,
         priority: Priority = Priority.NORMAL,
+        webhook: Webhook | str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncJob:
         """Start a job that outlives this connection: `job.result()` returns its pictures, now or much later.
@@ -266,11 +276,14 @@ class AsyncGatewayClient:
         Args:
             deadline_s: As in stream(); the default is no deadline.
             request_id: As in stream(). Without it the SDK makes an ID for this call's own retries.
+            webhook: Where to announce the job's end, if not as the tenant's own webhook says; a URL for all events.
             **options: GenerationOptions lists them; stream() documents the other arguments.
         """
         deadline = CallDeadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
         spec = await _off_loop(options, spec_from, prompt, options, num_images=num_images)
         request = image_pb2.SubmitJobRequest(spec=spec, priority=priority_to_wire(priority))
+        if webhook is not None:
+            request.webhook.CopyFrom(webhook_to_wire(webhook))
         _set_time_left(request, deadline)
         await _off_loop(options, build_message, request, request_id=request_id or uuid.uuid4().hex)
         answer = await self._connection.call(
@@ -334,6 +347,38 @@ class AsyncGatewayClient:
     async def fleet(self) -> FleetStatus:
         """Return the services that have joined, what they host and how busy they are."""
         return fleet_from(await self._connection.fleet())
+
+    async def undelivered_webhooks(
+        self, *, tenant: str | None = None, dead: bool = False, page_size: int = 20, page_token: str = ""
+    ) -> WebhookPage:
+        """Return a page of webhook events that are not delivered yet, newest first; for operators.
+
+        Args:
+            tenant: Only events of this tenant; None for all.
+            dead: Only events that were given up.
+            page_size: Largest number of events, 1 to 100.
+            page_token: `next_page_token` of the previous page.
+        """
+        request = webhook_page_request(tenant=tenant, dead=dead, page_size=page_size, page_token=page_token)
+        return webhook_page_from(
+            await self._connection.call_fleet(lambda channel: WebhookServiceStub(channel).ListWebhookEvents, request)
+        )
+
+    async def replay_webhooks(
+        self, event_ids: Iterable[str] = (), *, all_dead: bool = False, tenant: str | None = None
+    ) -> int:
+        """Deliver webhook events again, and return their number; for operators.
+
+        Args:
+            event_ids: IDs of events, at most 100.
+            all_dead: All events that were given up, in place of IDs.
+            tenant: With all_dead only those of this tenant.
+        """
+        request = replay_request(event_ids, all_dead=all_dead, tenant=tenant)
+        answer = await self._connection.call_fleet(
+            lambda channel: WebhookServiceStub(channel).ReplayWebhookEvents, request
+        )
+        return answer.replayed
 
 
 async def _off_loop(

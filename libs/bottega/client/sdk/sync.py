@@ -244,6 +244,8 @@ class GatewayClient(OnLoop):
     models = blocking(AsyncGatewayClient.models)
     adapters = blocking(AsyncGatewayClient.adapters)
     fleet = blocking(AsyncGatewayClient.fleet)
+    undelivered_webhooks = blocking(AsyncGatewayClient.undelivered_webhooks)
+    replay_webhooks = blocking(AsyncGatewayClient.replay_webhooks)
 
 
 def _close(client: AsyncGatewayClient, loop: LoopThread) -> None:

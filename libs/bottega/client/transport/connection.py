@@ -102,7 +102,15 @@ class GatewayConnection:
         return await call_with_retries(method, request, self._short_terms(), before_try=before_try)
 
     async def fleet(self) -> ListMembersResponse:
-        """Return the members of the fleet. Only this call needs the fleet listener.
+        """Return the members of the fleet."""
+        return await self.call_fleet(lambda channel: FleetServiceStub(channel).ListMembers, ListMembersRequest())
+
+    async def call_fleet(
+        self,
+        method_of: Callable[[grpc.aio.Channel], grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT]],
+        request: RequestT,
+    ) -> ResponseT:
+        """Return the response of the gateway's listener for services, which other calls do not need.
 
         Raise Forbidden if the listener asks for a certificate and the client has only an API key.
         """
@@ -115,7 +123,7 @@ class GatewayConnection:
             self._fleet_address, self._fleet_channel = address, self._open("fleet_address", address)
         _of_fleet.set(self.channels)
         terms = replace(self._short_terms(), address=address, fleet=True, report_unreached=lambda: None)
-        return await call_with_retries(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
+        return await call_with_retries(method_of(self._fleet_channel), request, terms)
 
     async def close(self) -> None:
         await self._channel.close()

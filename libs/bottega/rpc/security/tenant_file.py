@@ -7,6 +7,8 @@ through the group GROUP.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import dataclasses
 import fcntl
@@ -14,16 +16,18 @@ import grp
 import json
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from bottega.config import parse
 from bottega.errors import ConfigError
+from bottega.outside_rules import MAX_URL_BYTES
 from bottega.rpc.security.api_keys import KeyParts, hashed
 from bottega.rpc.security.grants import ALL_GRANTED, LEAST_WEIGHT, MOST_WEIGHT, Grants
 from bottega.rpc.security.private_files import FileAccess, check_private, write_file
@@ -41,6 +45,14 @@ GROUP = "bottega-tenants"
 """Group of the gateway's unit, created by deploy/install.sh. It may read a file of tenants that root owns."""
 # The current key and the previous one, for the time in which callers change to the new one.
 _MAX_KEYS = 2
+
+MAX_WEBHOOK_SECRETS = 2
+"""The current secret for webhooks and the previous one, while receivers change to the new one."""
+WebhookEventName = Literal["job.completed", "job.failed", "job.cancelled"]
+"""A type of webhook events."""
+WEBHOOK_EVENTS: tuple[WebhookEventName, ...] = get_args(WebhookEventName)
+_SECRET_BYTES = 32
+_SECRET_PREFIX = "whsec_"
 
 _Hex16 = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Hex64 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -63,6 +75,46 @@ class TenantKey:
         return cls(key_id=parts.key_id, hash=hashed(parts.secret))
 
 
+def _is_webhook_secret(secret: str) -> str:
+    try:
+        size_bytes = len(base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True))
+    except binascii.Error:
+        size_bytes = 0
+    # The bounds of Standard Webhooks.
+    if not secret.startswith(_SECRET_PREFIX) or not 24 <= size_bytes <= 64:
+        raise ValueError(f"a secret for webhooks is {_SECRET_PREFIX} and 24 to 64 bytes in base64")
+    return secret
+
+
+def new_webhook_secret() -> str:
+    """Return a random secret that signs webhooks."""
+    return _SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantWebhooks:
+    """The webhook of a tenant's jobs that name none of their own, and the secrets that sign all of its webhooks."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    url: Annotated[str, Field(max_length=MAX_URL_BYTES)] = ""
+    """Where the ends of jobs are announced; empty for nowhere."""
+    events: tuple[WebhookEventName, ...] = ()
+    """Types of events to announce; empty means all."""
+    secrets: Annotated[
+        tuple[Annotated[str, AfterValidator(_is_webhook_secret)], ...], Field(max_length=MAX_WEBHOOK_SECRETS)
+    ] = field(default=(), repr=False)
+    """Valid secrets, newest first. Each webhook is signed with all of them."""
+
+    def rotated(self, *, keep_old: bool) -> TenantWebhooks:
+        """Return the webhooks with a new secret. The previous secret still signs, too, if `keep_old` is set."""
+        old = self.secrets[: MAX_WEBHOOK_SECRETS - 1] if keep_old else ()
+        return dataclasses.replace(self, secrets=(new_webhook_secret(), *old))
+
+
+NO_WEBHOOKS = TenantWebhooks()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """A customer of the suite: a name, its API keys, its share of the workers, and its permissions and quotas."""
@@ -78,6 +130,7 @@ class Tenant:
     """Weight of its share while jobs of several tenants wait: with 3 it gets three times as much as with 1."""
     quotas: Quotas = UNBOUNDED
     grants: Grants = ALL_GRANTED
+    webhooks: TenantWebhooks = NO_WEBHOOKS
 
     def rotated(self, parts: KeyParts, *, keep_old: bool) -> Tenant:
         """Return the tenant with a new key. The previous key stays valid if `keep_old` is set."""

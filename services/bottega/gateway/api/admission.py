@@ -185,8 +185,12 @@ class Admission:
             *validation.check_request_id(request.request_id),
             *validation.check_deadline(request.deadline_s),
             *validation.check_priority(request.priority),
+            *validation.check_webhook(request.webhook, self._config.webhooks, signed=self._signs(request.tenant)),
             *validation.check_spec(spec, self._addons, max_image_bytes=self._config.max_image_bytes),
         ]
+
+    def _signs(self, tenant: str) -> bool:
+        return bool(self._controller.queue.terms.webhooks(tenant).secrets)
 
     async def _inspect(
         self, spec: GenerationSpec, violations: list[Violation], model: Model | None, request: JobRequest

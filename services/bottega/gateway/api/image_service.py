@@ -258,6 +258,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             peer=tenant or host_of(context.peer()),
             preview=preview,
             priority=request.priority or image_pb2.PRIORITY_NORMAL,
+            webhook=_webhook(request),
             log_id=_log_id(request.request_id),
             received_at=self._controller.clock.monotonic(),
         )
@@ -303,6 +304,13 @@ def _chunk_bytes() -> int:
     return _CHUNK_BYTES if call_limits.reserve(_CHUNK_BYTES + _ABOUT_CHUNK_BYTES) else _SMALL_CHUNK_BYTES
 
 
+def _webhook(request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest) -> bytes:
+    if isinstance(request, image_pb2.GenerateRequest) or not request.HasField("webhook"):
+        return b""
+    # A Webhook without fields is refused, but would be serialized to b"", which means that there is none.
+    return request.webhook.SerializeToString() or image_pb2.Webhook(url=" ").SerializeToString()
+
+
 def _log_id(request_id: str) -> str:
     """Return a request's ID for the log: its request_id (not validated yet), else the ID in the call's metadata."""
     if found := logs.request_id_from(request_id):
@@ -334,6 +342,7 @@ def _job_to_wire(job: Job) -> image_pb2.Job:
         provenance=job.provenance,
         error=to_job_error(job.error) if job.error else None,
         priority=job.request.priority,
+        webhook=image_pb2.Webhook.FromString(job.request.webhook) if job.request.webhook else None,
     )
 
 

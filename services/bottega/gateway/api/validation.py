@@ -14,9 +14,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from bottega import rules
 from bottega.addons.interface.gateway_addon import AddOn
 from bottega.codec import ImageSize, MaskOrder
-from bottega.errors import BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
+from bottega.errors import AddressRefused, BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
 from bottega.fair_order import Share
 from bottega.gateway.jobs.specs import choice_of, input_images, latent_scale, strength_of
+from bottega.outside_rules import OutsideRules
+from bottega.rpc.security.tenant_file import WEBHOOK_EVENTS
 from bottega.rules import (
     MAX_ADAPTERS,
     MAX_CLIP_SKIP,
@@ -44,7 +46,7 @@ from bottega.schedules import (
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
-from bottega.v1.image_pb2 import Priority
+from bottega.v1.image_pb2 import Priority, Webhook
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Upper bound on a page token of ListAdapters, which has a kind, a name and a hash.
@@ -76,6 +78,31 @@ def check_priority(priority: Priority.ValueType) -> Iterator[Violation]:
     """Yield the violations of a priority."""
     if priority not in Priority.values():
         yield _violation("priority", "must be PRIORITY_LOW, PRIORITY_NORMAL or PRIORITY_HIGH", spec=False)
+
+
+def check_webhook(webhook: bytes, allowed: OutsideRules, *, signed: bool) -> Iterator[Violation]:
+    """Yield the violations of a request's webhook; an empty one is allowed.
+
+    Args:
+        webhook: The serialized Webhook.
+        allowed: The hosts that may be called.
+        signed: Whether the tenant has a secret to sign with.
+    """
+    if not webhook:
+        return
+    wanted = Webhook.FromString(webhook)
+    if not allowed.allows_any:
+        yield _violation("webhook", "no host may be called; an operator lists some: webhooks.hosts", spec=False)
+        return
+    if not signed:
+        rule = "your tenant has no secret to sign with; an operator makes one: bottega tenants webhook"
+        yield _violation("webhook", rule, spec=False)
+    try:
+        allowed.check(wanted.url)
+    except AddressRefused as error:
+        yield _violation("webhook.url", error.message, spec=False)
+    if len(set(wanted.events)) != len(wanted.events) or not set(wanted.events) <= set(WEBHOOK_EVENTS):
+        yield _violation("webhook.events", f"must be of {', '.join(WEBHOOK_EVENTS)}, each once", spec=False)
 
 
 def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes: int) -> Iterator[Violation]:

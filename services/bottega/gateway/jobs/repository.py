@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import (
@@ -36,7 +36,7 @@ from bottega.gateway.jobs.conversion import (
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.page_tokens import PageTokens
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store import Change, EndTime, EventOf, JobFilter, JobRecord, TenantUsage, no_event
 from bottega.gateway.jobs.values import JobOutcome
 from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -62,13 +62,26 @@ class JobRepository:
 
     Every method that reads may raise StorageUnavailable and DataLoss.
 
+    Args:
+        event_of: Makes the webhook event of an ended job.
+        on_end: Called after each write that may have ended a job.
+
     Attributes:
         storage: The disk with the job store.
         restored: Whether the jobs from before a restart were read. From then on, all live jobs are in memory.
     """
 
-    def __init__(self, *, storage: Storage, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        storage: Storage,
+        clock: Clock,
+        event_of: EventOf = no_event,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.storage = storage
+        self._event_of = event_of
+        self._on_end = on_end
         self._store = storage.jobs
         self._writes = WriteQueue(storage)
         self._tokens = PageTokens(storage.folder / "page_tokens.key")
@@ -128,7 +141,7 @@ class JobRepository:
             raise TooLarge("the request without its images is too large", metadata=metadata)
         self._adding[job.job_id] = job
         try:
-            record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces)
+            record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces, event_of=self._event_of)
         except (StorageUnavailable, DataLoss) as error:
             if error.metadata.get("cause") != os_errors.BUSY:  # if the cause is BUSY, the write was not tried
                 self._doubtful.add(job.job_id)
@@ -144,6 +157,7 @@ class JobRepository:
             self._remember(job)
         else:
             job.finish(job.outcome)
+            self._on_end()
         return job
 
     def save(self, job: Job) -> None:
@@ -336,9 +350,9 @@ class JobRepository:
             return
         why = JobCancelled("the caller got an error and gave no request_id, so the job is cancelled")
         cancelled = JobOutcome(state=JOB_STATE_CANCELLED, ended_wall=self._clock.wall(), error=why)
-        await self._store.update(
-            job_id, self._ending(cancelled, bare=GenerationSpec.FromString(record.spec), tenant=record.tenant)
-        )
+        ending = self._ending(cancelled, bare=GenerationSpec.FromString(record.spec), tenant=record.tenant)
+        await self._store.update(job_id, ending, event_of=self._event_of)
+        self._on_end()
 
     async def _restored_job(self, record: JobRecord) -> Job:
         try:
@@ -382,7 +396,8 @@ class JobRepository:
     async def _write(self, job: Job, outcome: JobOutcome) -> JobOutcome:
         """Write an outcome, and return the stored one, which may be from an earlier try."""
         ending = self._ending(outcome, bare=job.bare, tenant=job.request.tenant, number=job.number)
-        if await self._store.update(job.job_id, ending):
+        if await self._store.update(job.job_id, ending, event_of=self._event_of):
+            self._on_end()
             return outcome
         record = await self._store.get(job.job_id)
         if record is None or record.live:

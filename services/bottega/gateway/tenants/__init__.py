@@ -23,7 +23,7 @@ from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role, caller_in
 from bottega.rpc.security.private_files import file_state
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
-from bottega.rpc.security.tenant_file import Tenant, read_tenants
+from bottega.rpc.security.tenant_file import NO_WEBHOOKS, Tenant, TenantWebhooks, read_tenants
 
 # Seconds between two checks whether the file has changed. A check takes microseconds.
 _LOOK_S = 1.0
@@ -43,7 +43,14 @@ ReadUsage = Callable[[str], Awaitable[TenantUsage]]
 
 
 class TenantTerms:
-    """The weights and quotas of tenants without a file of tenants: equal weights and no quotas."""
+    """The weights and quotas of tenants without a file of tenants: equal weights and no quotas.
+
+    Args:
+        webhooks: The secrets that sign webhooks.
+    """
+
+    def __init__(self, webhooks: TenantWebhooks = NO_WEBHOOKS) -> None:
+        self._webhooks = webhooks
 
     def weight(self, tenant: str) -> float:
         """Return the tenant's weight among tenants whose jobs wait, above 0."""
@@ -54,6 +61,14 @@ class TenantTerms:
         """Return the quotas of a tenant."""
         del tenant
         return UNBOUNDED
+
+    async def refresh(self) -> None:
+        """Read the file of tenants again if it has changed."""
+
+    def webhooks(self, tenant: str) -> TenantWebhooks:
+        """Return the webhook of a tenant and its secrets; called in any thread."""
+        del tenant
+        return self._webhooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +101,7 @@ class TenantAuthenticator(TenantTerms):
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
+        super().__init__()
         self._path = path
         self._clock = clock
         self._state = file_state(path)
@@ -98,8 +114,7 @@ class TenantAuthenticator(TenantTerms):
 
         The certificate of a door for HTTP names no caller: the key of the door's own caller comes with the call.
         """
-        if self._clock.monotonic() - self._looked_at >= _LOOK_S:
-            await self._look()
+        await self.refresh()
         named = caller_in(identities)
         if named is not None and named.role not in (Role.TENANT, Role.HTTP):
             return named
@@ -126,6 +141,16 @@ class TenantAuthenticator(TenantTerms):
         """Return the quotas of a tenant. A tenant that is not in the file has no quotas, but cannot call either."""
         known = self._known.tenants.get(tenant)
         return known.quotas if known else UNBOUNDED
+
+    def webhooks(self, tenant: str) -> TenantWebhooks:
+        """Return the webhook of a tenant and its secrets; none for a tenant that is no longer in the file."""
+        known = self._known.tenants.get(tenant)
+        return known.webhooks if known else NO_WEBHOOKS
+
+    async def refresh(self) -> None:
+        """Read the file again if it has changed since the last second."""
+        if self._clock.monotonic() - self._looked_at >= _LOOK_S:
+            await self._look()
 
     async def _look(self) -> None:
         async with self._reading:

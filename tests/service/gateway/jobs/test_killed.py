@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import pytest
 from bottega.client.suite.plan import free_ports
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.rpc.channel import open_channel
+from bottega.rpc.security.tenant_file import new_webhook_secret
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
+from tests.chaos.webhooks import failing, webhooks_config
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Service, Services, gateway_config
 from tests.support.waiting import eventually
+from tests.support.webhook_receiver import Receiver, receiving
 
 READY_S = 3.0
 
@@ -26,8 +30,9 @@ READY_S = 3.0
 class House:
     """A gateway in a process of its own, always at the same place and with the same state, and a worker here."""
 
-    def __init__(self, services: Services, folder: Path) -> None:
+    def __init__(self, services: Services, folder: Path, **config: object) -> None:
         self._services = services
+        self._config = config
         self.state = folder / "state"
         self.address, self.fleet = (f"127.0.0.1:{port}" for port in free_ports(2))
         self.gateway: Service | None = None
@@ -38,7 +43,12 @@ class House:
     async def start(self) -> None:
         server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
         config = gateway_config(
-            server=server, fleet={"listen": self.fleet}, state=str(self.state), codec_processes=1, max_queued=2000
+            server=server,
+            fleet={"listen": self.fleet},
+            state=str(self.state),
+            codec_processes=1,
+            max_queued=2000,
+            **self._config,
         )
         self.gateway = await asyncio.to_thread(self._services.start, "gateway", config, name="gateway")
 
@@ -47,8 +57,10 @@ class House:
         self.gateway.process.kill()  # now, and not when a thread is free
         await asyncio.to_thread(self.gateway.kill)
 
-    async def submit(self, request_id: str, **spec: Any) -> str:
-        request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(prompt="a star", **spec))
+    async def submit(self, request_id: str, *, webhook: image_pb2.Webhook | None = None, **spec: Any) -> str:
+        request = image_pb2.SubmitJobRequest(
+            request_id=request_id, spec=GenerationSpec(prompt="a star", **spec), webhook=webhook
+        )
         return (await self.images.SubmitJob(request, timeout=10)).job.job_id
 
     async def knows_a_model(self) -> bool:
@@ -156,3 +168,33 @@ async def test_a_thousand_live_jobs_are_ready_again_within_three_seconds(house: 
     (restored,) = [line for line in house.gateway.events() if line["event"] == "jobs restored"]
     assert restored["jobs"] == 1000
     assert restored["seconds"] < 1.0
+
+
+async def test_every_end_is_announced_although_gateway_and_receiver_fail(tmp_path: Path) -> None:
+    secret, rng = new_webhook_secret(), random.Random(1)
+    config = webhooks_config(tmp_path, secret)
+    async with receiving(secret) as receiver:
+        receiver.answer = failing(rng)
+        with Services(tmp_path) as services:
+            house = House(services, tmp_path, webhooks=config)
+            await house.start()
+            await house.worker.start()
+            jobs: set[str] = set()
+            for life in range(2):
+                await eventually(house.knows_a_model)
+                webhook = image_pb2.Webhook(url=receiver.url)
+                submitted = [await house.submit(f"order-{life}-{n}", webhook=webhook) for n in range(20)]
+                jobs.update(submitted)
+                before = len(receiver.deliveries)
+                await eventually(partial(_more, receiver, before))
+                await house.kill()
+                await house.start()
+            await eventually(lambda: {delivery.data["job_id"] for delivery in receiver.accepted} == jobs)
+            await house.worker.die()
+            await house.channel.close()
+    assert {delivery.event_id for delivery in receiver.deliveries} == {f"evt_{job_id}" for job_id in jobs}
+    assert receiver.refused == 0
+
+
+def _more(receiver: Receiver, than: int) -> bool:
+    return len(receiver.deliveries) > than
