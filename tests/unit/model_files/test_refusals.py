@@ -16,6 +16,7 @@ from bottega.model_files.configuration_rules import (
     check_tokenizer_config,
 )
 from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.model_files.scheduler_rules import SCHEDULER_RULES, check_scheduler_config
 from bottega.model_files.unet_rules import check_unet_config
 from bottega.model_files.vae_rules import check_vae_config
 from tests.samples import published_configs
@@ -125,7 +126,199 @@ FIELDS: tuple[tuple[_Check, Mapping[str, Any], dict[str, object], str], ...] = (
         {"scheduler": ["own_code", "MyScheduler"]},
         'scheduler must be ["diffusers", "CLASS"], not ["own_code", "MyScheduler"]',
     ),
+    (
+        check_unet_config,
+        UNET,
+        {"down_block_types": ["AttnDownBlock2D"]},
+        (
+            'down_block_types must be a list of DownBlock2D and CrossAttnDownBlock2D, not ["AttnDownBlock2D"]: the '
+            "forward of other blocks is not implemented"
+        ),
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"block_out_channels": [2]},
+        "block_out_channels must be a list of whole numbers from 4 to 8192, one for each level, not [2]",
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"mid_block_scale_factor": 0},
+        "mid_block_scale_factor must be a number other than 0, not 0",
+    ),
+    (check_unet_config, UNET, {"norm_eps": -1}, "norm_eps must be a number from 0, not -1"),
+    (
+        check_unet_config,
+        UNET,
+        {"cross_attention_dim": [64, 64]},
+        (
+            "cross_attention_dim must be a whole number from 1, not [64, 64]: all levels attend to the same prompt "
+            "embeddings"
+        ),
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"transformer_layers_per_block": "2"},
+        (
+            "transformer_layers_per_block must be a whole number from 0 to 64 or a list with a whole number, or a list "
+            'of them, for each level, not "2"'
+        ),
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"reverse_transformer_layers_per_block": 3},
+        "reverse_transformer_layers_per_block must be null or a list with an entry for each level, not 3",
+    ),
+    (check_unet_config, UNET, {"norm_num_groups": 7}, "block_out_channels must be multiples of norm_num_groups (7)"),
+    (
+        check_vae_config,
+        VAE,
+        {"down_block_types": ["DownBlock2D"]},
+        (
+            'down_block_types must be a list of DownEncoderBlock2D and AttnDownEncoderBlock2D, not ["DownBlock2D"]: '
+            "VAEs of other blocks are not served"
+        ),
+    ),
+    (
+        check_vae_config,
+        VAE,
+        {"block_out_channels": [0]},
+        "block_out_channels must be a list of whole numbers, one for each level, not [0]",
+    ),
+    (
+        check_vae_config,
+        VAE,
+        {"sample_size": 0},
+        (
+            "sample_size must be a whole number from 1, not 0: it gives the size of the tiles in which large pictures "
+            "may be decoded"
+        ),
+    ),
+    (
+        check_vae_config,
+        VAE,
+        {"sample_size": 1},
+        "sample_size must be at least 8, the pixels of one latent element, not 1",
+    ),
+    (check_vae_config, VAE, {"scaling_factor": 0}, "scaling_factor must be a number other than 0, not 0"),
+    (check_vae_config, VAE, {"latents_mean": ["a"]}, 'latents_mean must be null or a list of numbers, not ["a"]'),
+    (check_vae_config, VAE, {"latents_std": [0, 1, 1, 1]}, "latents_std must have no 0"),
+    (check_vae_config, VAE, {"norm_num_groups": 7}, "block_out_channels must be multiples of norm_num_groups (7)"),
 )
+
+
+SCHEDULERS: tuple[tuple[str, dict[str, object], str], ...] = (
+    ("Euler", {"beta_start": 2}, "beta_start must be a number between 0 and 1, not 2"),
+    ("Euler", {"trained_betas": [2]}, "trained_betas must be null or a list of numbers between 0 and 1, not [2]"),
+    (
+        "Euler",
+        {"trained_betas": [0.1]},
+        "trained_betas must have 1000 numbers, as num_train_timesteps says, not 1",
+    ),
+    (
+        "Euler",
+        {"steps_offset": -1},
+        "steps_offset must be a whole number from 0, not -1: timesteps are those of training",
+    ),
+    (
+        "Euler",
+        {"num_train_timesteps": 10**6},
+        (
+            "num_train_timesteps must be a whole number from 1 to 100000, not 1000000: each of them takes memory; "
+            "published models have 1000"
+        ),
+    ),
+    (
+        "Euler",
+        {"timestep_type": "odd"},
+        'timestep_type must be "discrete" or "continuous", not "odd": Diffusers takes all others for discrete',
+    ),
+    (
+        "Euler",
+        {"timestep_type": "continuous", "prediction_type": "v_prediction", "interpolation_type": "log_linear"},
+        (
+            'interpolation_type must be "linear" with continuous timesteps: with "log_linear" Diffusers makes one step '
+            "more than asked"
+        ),
+    ),
+    (
+        "Euler",
+        {"use_karras_sigmas": True, "use_beta_sigmas": True},
+        (
+            "use_beta_sigmas must be false with use_karras_sigmas: Diffusers takes one of use_karras_sigmas, "
+            "use_exponential_sigmas, use_beta_sigmas"
+        ),
+    ),
+    (
+        "DPMSolverMultistep",
+        {"variance_type": "learned"},
+        'variance_type must be null, not "learned": models that predict a variance beside the noise are not served',
+    ),
+    (
+        "DPMSolverMultistep",
+        {"solver_order": 4},
+        "solver_order must be 1, 2 or 3, not 4: Diffusers has no other solvers",
+    ),
+    (
+        "DPMSolverMultistep",
+        {"sample_max_value": 0},
+        "sample_max_value must be a number above 0, not 0: at 0 every value of the picture would be clipped to 0",
+    ),
+    (
+        "DPMSolverMultistep",
+        {"lambda_min_clipped": "low"},
+        'lambda_min_clipped must be a number or -Infinity, not "low"',
+    ),
+    (
+        "DPMSolverMultistep",
+        {"algorithm_type": "dpmsolver", "final_sigmas_type": "sigma_min", "prediction_type": "flow_prediction"},
+        'prediction_type must not be "flow_prediction" with algorithm_type "dpmsolver"',
+    ),
+    (
+        "DPMSolverMultistep",
+        {"use_flow_sigmas": True, "use_karras_sigmas": True},
+        "use_flow_sigmas must be false with use_karras_sigmas: there the noise is more than all of a latent",
+    ),
+    (
+        "UniPCMultistep",
+        {"solver_order": 3, "lower_order_final": False},
+        'lower_order_final must be true with solver_order 3 and final_sigmas_type "zero"',
+    ),
+    ("UniPCMultistep", {"predict_x0": False}, 'predict_x0 must be true with final_sigmas_type "zero"'),
+    ("UniPCMultistep", {"solver_type": "bh1"}, 'solver_type must be "bh2" with final_sigmas_type "zero", not "bh1"'),
+    (
+        "UniPCMultistep",
+        {"disable_corrector": [-1]},
+        "disable_corrector must be [] or a list of whole numbers from 0, not [-1]",
+    ),
+    (
+        "UniPCMultistep",
+        {"solver_p": "x"},
+        'solver_p must be null, not "x": another solver inside this one is not served',
+    ),
+    ("UniPCMultistep", {"shift_terminal": 0.1}, "shift_terminal must be null, not 0.1: it is for flow matching"),
+)
+
+
+@pytest.mark.parametrize(("name", "change", "sentence"), SCHEDULERS)
+def test_a_field_of_a_scheduler_that_is_not_served_is_refused(
+    name: str, change: dict[str, object], sentence: str
+) -> None:
+    kind = "EulerDiscreteScheduler" if name == "Euler" else f"{name}Scheduler"
+    assert list(check_scheduler_config({"_class_name": kind, **change})) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("CosineDPMSolverMultistepScheduler", "it is for models of sound"), ("MyScheduler", "this class is not known")],
+)
+def test_a_class_that_is_not_served_is_refused_with_the_list_of_those_that_are(name: str, why: str) -> None:
+    (sentence,) = check_scheduler_config({"_class_name": name})
+    *others, last = SCHEDULER_RULES
+    assert sentence == f'_class_name must be {", ".join(others)} or {last}, not "{name}": {why}'
 
 
 @pytest.mark.parametrize(
