@@ -64,6 +64,8 @@ class AdapterAnswer(Answer):
     """Names of the served models that it can be used with."""
     trigger_words: list[str]
     """Words that invoke a LoRA's style when they are in the prompt."""
+    control_modes: int
+    """Number of control modes of a ControlNet, which are numbered from 0; 0 if it is not a union."""
 
 
 class AdaptersAnswer(Answer):

@@ -52,6 +52,7 @@ def _adapter(adapter: Adapter) -> dict[str, object]:
         "digest": adapter.digest,
         "models": adapter.models,
         "trigger_words": adapter.trigger_words,
+        "control_modes": adapter.control_modes,
     }
 
 

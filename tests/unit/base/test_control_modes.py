@@ -9,13 +9,15 @@ import pytest
 
 from bottega import rules
 from bottega.addons.controlnets.client.cli import ControlArgument, ControlType, merged
-from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
+from bottega.addons.controlnets.gateway.addon import ControlNetAddOn, ResolvedControlNets
 from bottega.addons.interface.views import ANYTHING
 from bottega.client import ControlNet
+from bottega.client.types.models import adapter_from
 from bottega.client.types.options import options_from, spec_from
 from bottega.control_modes import mode_name, mode_names, mode_number
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2
+from tests.samples.addons import sample_addons
 from tests.samples.controlnet_hosts import net
 from tests.unit.addons.controlnets.gateway.test_hosts import MODEL, House
 
@@ -104,6 +106,13 @@ def test_the_gateway_refuses_a_mode_that_does_not_fit(case: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         resolved.check_model(MODEL)
     assert refused.value.message == f"spec.controlnets[0].control_mode: {sentence}"
+
+
+async def test_callers_see_how_many_modes_a_union_has() -> None:
+    addon = next(addon for addon in sample_addons() if isinstance(addon, ControlNetAddOn))
+    addon._hosts.update(House().server(net("edges"), net("union", control_modes=6)))
+    listed = [adapter_from(adapter) for adapter in await addon.adapters(ANYTHING, [MODEL])]
+    assert {adapter.name: adapter.control_modes for adapter in listed if adapter} == {"edges": 0, "union": 6}
 
 
 def test_the_gateway_leaves_versions_that_differ_to_the_server() -> None:

@@ -19,6 +19,7 @@ from bottega.client.sdk.clients import Client
 from bottega.client.types.models import AdapterKindName
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import Provenance
+from bottega.control_modes import mode_names
 from bottega.errors import BottegaError, Forbidden, Violation
 
 
@@ -93,10 +94,11 @@ def ask_as_operator(client: Client, kind: AdapterKindName, ask: Callable[[], Ans
     if not adapters:
         note(f"There is no {_TITLES[kind]} that you may use.")
         return None
-    columns = ["trigger words"] if kind == "lora" else []
+    unions = any(adapter.control_modes for adapter in adapters)
+    columns = ["trigger words"] if kind == "lora" else ["modes"] if unions else []
     table = PlainTable(kind, "for", *columns, "hash", wraps=("for", *columns), optional=("hash",))
     for adapter in adapters:
-        words = [", ".join(adapter.trigger_words)] if columns else []
+        words = [", ".join(adapter.trigger_words) or mode_names(adapter.control_modes)] if columns else []
         table.add_row(adapter.name, ", ".join(adapter.models) or "no served model", *words, short_hash(adapter.digest))
     print_table(table)
     return None

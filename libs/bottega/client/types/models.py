@@ -106,6 +106,8 @@ class Adapter:
     """Names of the served models that the adapter can be used with."""
     trigger_words: tuple[str, ...] = ()
     """Words that invoke a LoRA's style when they are in the prompt; empty for ControlNets."""
+    control_modes: int = 0
+    """Number of control modes of a ControlNet, which are numbered from 0; 0 if it is not a union."""
 
 
 def model_from(model: image_pb2.Model) -> ServedModel:
@@ -160,6 +162,7 @@ def adapter_from(adapter: image_pb2.Adapter) -> Adapter | None:
         digest=adapter.digest,
         models=tuple(adapter.models),
         trigger_words=tuple(adapter.trigger_words),
+        control_modes=adapter.control_modes,
     )
 
 

@@ -143,7 +143,13 @@ class ControlNetAddOn(AddOn):
         named = [name for name in self._hosts.names() if access.has_controlnet(name)]
         hidden = {access.short_name(name) for name in named if access.short_name(name) != name}
         return [
-            image_pb2.Adapter(kind=self.adapter_kind, name=access.short_name(name), digest=digest, models=fitting)
+            image_pb2.Adapter(
+                kind=self.adapter_kind,
+                name=access.short_name(name),
+                digest=digest,
+                models=fitting,
+                control_modes=self._hosts.modes_of(name, digest),
+            )
             for name in named
             if name not in hidden
             for digest, fitting in self._hosts.versions(name, models).items()

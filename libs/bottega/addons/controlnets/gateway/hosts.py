@@ -71,6 +71,11 @@ class ControlNetHosts:
         modes = {net.control_modes for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
         return modes.pop() if len(modes) == 1 else None
 
+    def modes_of(self, name: str, digest: str) -> int:
+        """Return the number of control modes of a version of a ControlNet, 0 if it is no union or unknown."""
+        hosted = self._hosts.get(name, {}).values()
+        return next((net.control_modes for net in hosted if net.digest == digest), 0)
+
     def names(self) -> list[str]:
         """Return the names of all hosted ControlNets."""
         return list(self._hosts)
