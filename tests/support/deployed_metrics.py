@@ -23,6 +23,7 @@ _OWNERS = {
     "bottega_lora_": ("loras",),
     "bottega_cache_": ("cache",),
     "bottega_activations_": ("activations",),
+    "bottega_http_": ("http",),
 }
 # Whatever is added to these must be of few values, none of which says who asked for what.
 _LABELS = frozenset(
@@ -37,12 +38,15 @@ _LABELS = frozenset(
         "kind",
         "latent",
         "le",
+        "limit",
         "method",
         "outcome",
         "reason",
+        "route",
         "rows",
         "stage",
         "state",
+        "status",
         "template",
         "tier",
         "work",

@@ -18,23 +18,13 @@ from openai import OpenAI
 
 from bottega.client import Client, parameters_of
 from bottega.errors import InvalidRequest
-from tests.e2e.conftest import Suite
-from tests.support.services import FREE_PORTS, Service
+from tests.support.services import Service
 
 _PROMPT = "a big red star on the left on a blue background"
 _PAGE = Path(__file__).resolve().parents[3] / "services/bottega/http/README.md"
 _OWN = {"seed": 7, "num_inference_steps": 6}
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-
-
-@pytest.fixture(scope="module")
-def http(suite: Suite) -> Iterator[Service]:
-    service = suite.services.start(
-        "http", {"gateway": suite.gateway.address, "fleet": suite.gateway.fleet, "server": FREE_PORTS}
-    )
-    yield service
-    service.stop()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,12 +39,9 @@ async def browser() -> AsyncIterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="module")
-def url(suite: Suite) -> Iterator[str]:
-    addresses = {"gateway": suite.gateway.address, "fleet": suite.gateway.fleet}
-    service = suite.services.start("http", {**addresses, "name": "page", "server": FREE_PORTS})
-    yield f"http://{service.address}/"
-    service.stop()
+@pytest.fixture
+def url(http: Service) -> str:
+    return f"http://{http.address}/"
 
 
 async def test_the_keyboard_alone_draws_with_previews_and_again(browser: Browser, url: str) -> None:
