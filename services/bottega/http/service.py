@@ -163,7 +163,7 @@ class _Guarded:
         own = (f"http://{host}", f"https://{host}")
         if origin is not None and origin not in own and origin not in self._config.origins:
             return refusal(403, f"pages of {_clipped(origin)} may not call the service", code="wrong_origin")
-        if origin is None and _is_embedded_elsewhere(headers, scope["path"]):
+        if origin is None and _is_embedded_elsewhere(headers, scope["path"], self._config.origins):
             return refusal(403, "pages of other origins may not call the service", code="wrong_origin")
         authorization = headers.get("authorization", "")
         if self._needs_key(scope) and parse_key(shown_key(authorization)) is None:
@@ -210,14 +210,18 @@ def _is_open(path: str) -> bool:
     return path in _OPEN_PATHS or is_page(path)
 
 
-def _is_embedded_elsewhere(headers: Headers, path: str) -> bool:
-    """Return whether a page of another origin makes a request that has no header `origin`, as for <img>.
+def _is_embedded_elsewhere(headers: Headers, path: str, origins: Sequence[str]) -> bool:
+    """Return whether a page of an origin that may not makes a request without the header `origin`, as for <img>.
 
-    Such a page could use pictures, on loopback also without a key. It may follow a link here, and show pictures whose
-    URL it was given.
+    Such a page could use pictures, on loopback also without a key. It may link here, and show pictures whose URL it was
+    given.
     """
-    is_foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
-    return is_foreign and headers.get("sec-fetch-mode") != "navigate" and not path.startswith(f"{IMAGE_PATH}/")
+    if headers.get("sec-fetch-site") not in ("cross-site", "same-site") or path.startswith(f"{IMAGE_PATH}/"):
+        return False
+    page = headers.get("referer", "") + "/"
+    return headers.get("sec-fetch-mode") != "navigate" and not page.startswith(
+        tuple(f"{origin}/" for origin in origins)
+    )
 
 
 def _is_host(header: str, names: Sequence[str]) -> bool:

@@ -38,11 +38,19 @@ async def test_the_page_is_public_and_loads_only_its_own_files(tmp_path: Path) -
             assert (await client.get(path)).status_code == 401, path
 
 
-async def test_pages_elsewhere_cannot_embed_answers_but_may_link_here(door: Door) -> None:
+async def test_pages_elsewhere_cannot_embed_answers_but_may_link_here(door: Door, house: Running) -> None:
     for site in ("cross-site", "same-site"):
         for mode, status in (("no-cors", 403), ("cors", 403), ("navigate", 200)):
             headers = {"sec-fetch-site": site, "sec-fetch-mode": mode}
             assert (await door.http.get("/", headers=headers)).status_code == status, (site, mode)
+    async with running_http(house.address, origins=["https://app.example"]) as other:
+        for page, status in (
+            ("https://app.example/", 200),
+            ("https://evil.example/", 403),
+            ("https://app.example.evil/", 403),
+        ):
+            headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "referer": page}
+            assert (await other.http.get("/v1/jobs", headers=headers)).status_code == status, page
     link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
     assert (await door.http.get("/v1/images/files/expired", headers=link)).status_code == 404
     assert (await door.http.get("/v1/jobs", headers={"sec-fetch-site": "same-origin"})).status_code == 200
