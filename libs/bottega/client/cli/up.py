@@ -346,12 +346,15 @@ def note_left_out(thing: LeftOutThing) -> None:
 
 
 def say_ready(address: str, fleet_address: str, http_address: str, seconds: float, state: StateFolder) -> None:
-    """Print that the suite is ready, a first command to draw a picture, and the address of the HTTP API."""
+    """Print that the suite is ready, and how to draw: the address of the page, a command, and the HTTP API."""
     found = state.root == state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
-    say(f'  {"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png')
     if http_address:
-        say(f"Over HTTP, as OpenAI's images API: http://{http_address}/v1")
+        say(f"  in a browser:      http://{http_address}")
+    command = f'{"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png'
+    say(f"  in a terminal:     {command}")
+    if http_address:
+        say(f"  by OpenAI's API:   http://{http_address}/v1")
     if not found:
         say(f"Commands about its services, such as bottega fleet, also need BOTTEGA_FLEET={fleet_address}.")
 
