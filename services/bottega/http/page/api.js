@@ -58,21 +58,12 @@ async function errorOf(answer) {
   return new ApiError(sentence(answer.status, error, retryAfter), { status: answer.status, fields, retryAfter });
 }
 
-const SENTENCES = {
-  401: "An API key is needed, or the one you gave is not valid.",
-  403: "Your key may not do that.",
-  413: "The pictures are too large to be sent together.",
-  502: "The gateway does not answer.",
-  503: "The gateway does not answer at the moment.",
-  504: "That took too long.",
-};
-
 function sentence(status, error, retryAfter) {
-  if (status === 429) return `Too much is going on. Try again in ${Math.max(1, Math.ceil(retryAfter))} s.`;
-  const message = error.message ?? `The service answered ${status}.`;
-  const known = SENTENCES[status];
-  if (known && status !== 403) return known;
-  return message.charAt(0).toUpperCase() + message.slice(1);
+  if (status === 401) return "An API key is needed, or the one you gave is not valid.";
+  if (error.code === "unavailable") return "The gateway does not answer at the moment.";
+  const message = (error.message ?? `the service answered ${status}`).replace(/; retry$/, "");
+  const advice = retryAfter ? ` (try again in ${Math.ceil(retryAfter)} s)` : "";
+  return message.charAt(0).toUpperCase() + message.slice(1) + advice;
 }
 
 // Yield the events of a stream: {id, type, data}. Read by fetch, because an EventSource cannot send a key.

@@ -69,7 +69,9 @@ export async function bodyOf(edit) {
       sampler: text(draft.sampler),
       fidelity: text(draft.fidelity),
       priority: draft.priority,
-      loras: draft.loras.length ? draft.loras.map((lora) => ({ name: lora.name, scale: number(lora.scale) })) : undefined,
+      loras: draft.loras.length
+        ? draft.loras.map((lora) => ({ name: lora.name, scale: number(lora.scale) }))
+        : undefined,
       controlnets: draft.controlnets.length ? await Promise.all(draft.controlnets.map(controlNet)) : undefined,
     },
   };

@@ -6,7 +6,17 @@ import { chosenModel, fillFrom } from "./draft.js";
 import { field } from "./fields.js";
 import { requestForm } from "./form.js";
 import { start } from "./job.js";
-import { addShape, beginStroke, clear, endStroke, extendStroke, maskBlob, paintOverlay, scaleOf, undo } from "./mask.js";
+import {
+  addShape,
+  beginStroke,
+  clear,
+  endStroke,
+  extendStroke,
+  maskBlob,
+  paintOverlay,
+  scaleOf,
+  undo,
+} from "./mask.js";
 import { NotAPicture, readPicture } from "./pictures.js";
 import { show } from "./router.js";
 import { stage } from "./stage.js";
@@ -74,7 +84,8 @@ export async function choose(file) {
 // Edit a picture that the suite has drawn.
 export async function editPicture(picture, job) {
   const source = await readPicture(picture.blob, `Picture ${picture.index + 1} of ${job.id}`);
-  if (job.parameters) fillFrom({ ...job.parameters, num_images: 1, guidance_scale: "", strength: null, controlnets: [] });
+  if (job.parameters)
+    fillFrom({ ...job.parameters, num_images: 1, guidance_scale: "", strength: null, controlnets: [] });
   update({ source, shapes: [], errors: {}, failure: "" });
   show("edit");
 }

@@ -16,7 +16,9 @@ export async function watchFleet() {
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     const refused = error.status === 401 || error.status === 403;
-    const failure = refused ? "The fleet is for operators: use bottega fleet with an operator's certificate." : error.message;
+    const failure = refused
+      ? "The fleet is for operators: use bottega fleet with an operator's certificate."
+      : error.message;
     update({ fleet: { data: refused ? [] : (state.fleet?.data ?? []), failure } });
     if (refused) return;
   }
@@ -87,7 +89,8 @@ function row(member) {
 }
 
 function stateOf(member) {
-  if (member.starting) return html`<span class="state queued">starting</span> <span class="hint">${member.starting}</span>`;
+  if (member.starting)
+    return html`<span class="state queued">starting</span> <span class="hint">${member.starting}</span>`;
   if (member.draining) return html`<span class="state cancelled">stopping</span>`;
   return html`<span class="state completed">ready</span>`;
 }

@@ -48,9 +48,7 @@ export function requestForm({ submit, verb, isEdit = false, before = nothing }) 
         ${isEdit ? strengthField() : numberField("n", "Pictures", "n", { min: 1, max: 8 })}
       </div>
       ${loraFields()} ${controlNetFields()} ${moreFields(isEdit)} ${failures()}
-      <div class="actions">
-        ${button(running, verb)}
-      </div>
+      <div class="actions">${button(running, verb)}</div>
     </form>
   `;
 }
@@ -94,7 +92,8 @@ function seedField() {
 }
 
 function strengthField() {
-  const standard = chosenModel()?.bottega.default_edit_strength;
+  const model = chosenModel()?.bottega ?? {};
+  const standard = state.shapes.length ? model.default_edit_strength : model.default_strength;
   return numberField("bottega.strength", "Strength", "strength", {
     min: 0,
     max: 1,
@@ -122,8 +121,7 @@ function moreFields(isEdit) {
           placeholder: shown(model.default_guidance_scale),
         })}
         ${choiceField("bottega.sampler", "Sampler", "sampler", [["", standard], ...samplers])}
-        ${choiceField("bottega.fidelity", "Fidelity", "fidelity", FIDELITIES)}
-        ${isEdit ? nothing : sizeFields(model)}
+        ${choiceField("bottega.fidelity", "Fidelity", "fidelity", FIDELITIES)} ${isEdit ? nothing : sizeFields(model)}
         ${choiceField("output_format", "File format", "output_format", FORMATS)}
         ${choiceField("bottega.priority", "Priority", "priority", PRIORITIES)}
       </div>

@@ -72,12 +72,7 @@ export function historyView() {
 function card(job) {
   const url = job.images.length ? thumbnails.get(job.images[0].url) : "";
   return html`
-    <button
-      type="button"
-      class="card"
-      aria-pressed=${state.selected?.job.id === job.id}
-      @click=${() => select(job)}
-    >
+    <button type="button" class="card" aria-pressed=${state.selected?.job.id === job.id} @click=${() => select(job)}>
       ${url ? html`<img src=${url} alt="" />` : html`<span class="no-picture" aria-hidden="true"></span>`}
       <span class="about">
         <span class="title">${job.parameters.prompt || job.parameters.prompts[0]}</span>
@@ -90,6 +85,7 @@ function card(job) {
 const when = (time) => new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
 async function select(job) {
+  for (const picture of state.selected?.pictures ?? []) URL.revokeObjectURL(picture.address);
   const selected = { job, spans: null, failure: "", pictures: [] };
   update({ selected });
   try {
@@ -100,13 +96,23 @@ async function select(job) {
         return { ...image, blob, address: URL.createObjectURL(blob) };
       }),
     );
-    if (ENDED.includes(selected.job.status)) selected.spans = (await getJson(`/v1/jobs/${job.id}/trace`)).spans;
+    if (ENDED.includes(selected.job.status)) selected.spans = await spansOf(job);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     selected.failure = error.message;
   }
   update();
   setTimeout(() => reveal("[data-details]"));
+}
+
+// The gateway keeps only the traces of the jobs that ended last.
+async function spansOf(job) {
+  try {
+    return (await getJson(`/v1/jobs/${job.id}/trace`)).spans;
+  } catch (error) {
+    if (error.status === 404) return null;
+    throw error;
+  }
 }
 
 function details({ job, spans, failure, pictures }) {
@@ -140,12 +146,14 @@ function details({ job, spans, failure, pictures }) {
     ${job.error ? html`<p class="problem">${job.error.message}</p>` : nothing}
     <div class="row">
       <button type="button" class="primary" @click=${() => again(job)}>Again with these</button>
-      ${ended
-        ? html`<button type="button" @click=${() => remove(job)}>Delete</button>`
-        : html`<button type="button" @click=${() => cancelJob(job)}>Cancel</button>`}
+      ${
+        ended
+          ? html`<button type="button" @click=${() => remove(job)}>Delete</button>`
+          : html`<button type="button" @click=${() => cancelJob(job)}>Cancel</button>`
+      }
     </div>
-    ${failure ? html`<p class="failure" role="alert">${failure}</p>` : nothing}
-    ${spans ? timeline(spans) : nothing} ${facts(job)}
+    ${failure ? html`<p class="failure" role="alert">${failure}</p>` : nothing} ${spans ? timeline(spans) : nothing}
+    ${facts(job)}
   `;
 }
 
@@ -155,13 +163,30 @@ const isPlain = (value) => value === null || value === "" || value === false || 
 function facts(job) {
   const parameters = job.provenance?.parameters ?? job.parameters;
   const rows = Object.entries(parameters).filter(([name, value]) => !isPlain(value) && name !== "prompt");
-  const took = job.ended_at && job.started_at ? seconds((new Date(job.ended_at) - new Date(job.started_at)) / 1000) : "";
+  const took =
+    job.ended_at && job.started_at ? seconds((new Date(job.ended_at) - new Date(job.started_at)) / 1000) : "";
   return html`
     <h3>Parameters</h3>
     <dl class="parameters">
-      <div><dt>job</dt><dd>${job.id}</dd></div>
-      ${took ? html`<div><dt>drawn in</dt><dd>${took}</dd></div>` : nothing}
-      ${rows.map(([name, value]) => html`<div><dt>${name.replaceAll("_", " ")}</dt><dd>${shown(value)}</dd></div>`)}
+      <div>
+        <dt>job</dt>
+        <dd>${job.id}</dd>
+      </div>
+      ${
+        took
+          ? html`<div>
+              <dt>drawn in</dt>
+              <dd>${took}</dd>
+            </div>`
+          : nothing
+      }
+      ${rows.map(
+        ([name, value]) =>
+          html`<div>
+            <dt>${name.replaceAll("_", " ")}</dt>
+            <dd>${shown(value)}</dd>
+          </div>`,
+      )}
     </dl>
   `;
 }

@@ -52,7 +52,10 @@ async function follow(job) {
   following = new AbortController();
   while (isRunning(job)) {
     try {
-      for await (const event of events(`/v1/jobs/${job.id}/events?preview=true`, { lastId, signal: following.signal })) {
+      for await (const event of events(`/v1/jobs/${job.id}/events?preview=true`, {
+        lastId,
+        signal: following.signal,
+      })) {
         lastId = event.id || lastId;
         waitMs = FIRST_WAIT_MS;
         change(job, { interrupted: false });

@@ -26,7 +26,8 @@ function page() {
       <span class="brand"><img src="/page/icon.svg" alt="" width="28" height="28" /> Bottega</span>
       <nav aria-label="Views">
         ${Object.entries(VIEWS).map(
-          ([view, title]) => html`<a href="#${view}" aria-current=${state.view === view ? "page" : "false"}>${title}</a>`,
+          ([view, title]) =>
+            html`<a href="#${view}" aria-current=${state.view === view ? "page" : "false"}>${title}</a>`,
         )}
       </nav>
       <button type="button" class="quiet key" @click=${() => update({ keyShown: true })}>
@@ -90,7 +91,15 @@ async function useKey(event) {
   setKey(key);
   forgetHistory();
   leave();
-  update({ hasKey: Boolean(key.trim()), failure: "", keyFailure: "", models: [], loras: [], controlnets: [], fleet: null });
+  update({
+    hasKey: Boolean(key.trim()),
+    failure: "",
+    keyFailure: "",
+    models: [],
+    loras: [],
+    controlnets: [],
+    fleet: null,
+  });
   if (await loadLists()) {
     form.reset();
     update({ keyShown: false });

@@ -25,15 +25,19 @@ function running(job) {
   const previews = job.previews.filter(Boolean);
   return html`
     <div class="pictures count-${Math.max(1, previews.length)}">
-      ${previews.length
-        ? previews.map((url, index) => html`<img class="preview" src=${url} alt="Preview of picture ${index + 1}" />`)
-        : html`<div class="waiting" aria-hidden="true"></div>`}
+      ${
+        previews.length
+          ? previews.map((url, index) => html`<img class="preview" src=${url} alt="Preview of picture ${index + 1}" />`)
+          : html`<div class="waiting" aria-hidden="true"></div>`
+      }
     </div>
     <div class="progress">
       <label for="progress">${progressText(job)}</label>
-      ${job.status === "running" && job.total
-        ? html`<progress id="progress" max=${job.total} .value=${job.done}></progress>`
-        : html`<progress id="progress"></progress>`}
+      ${
+        job.status === "running" && job.total
+          ? html`<progress id="progress" max=${job.total} .value=${job.done}></progress>`
+          : html`<progress id="progress"></progress>`
+      }
     </div>
   `;
 }
@@ -60,9 +64,13 @@ function finished(job) {
             <figcaption>
               <span>Seed ${picture.seed}</span>
               <span class="buttons">
-                <button type="button" class="quiet" @click=${() => setDraft({ seed: String(picture.seed) })}>Keep seed</button>
+                <button type="button" class="quiet" @click=${() => setDraft({ seed: String(picture.seed) })}>
+                  Keep seed
+                </button>
                 <button type="button" class="quiet" @click=${() => editPicture(picture, job)}>Edit</button>
-                <button type="button" class="quiet" @click=${() => saveAs(picture, fileName(job, picture))}>Save</button>
+                <button type="button" class="quiet" @click=${() => saveAs(picture, fileName(job, picture))}>
+                  Save
+                </button>
               </span>
             </figcaption>
           </figure>

@@ -29,7 +29,14 @@ export function timeline(spans) {
     <details class="more">
       <summary>As a table</summary>
       <table>
-        <thead><tr><th>Part</th><th>Span</th><th>Begin</th><th>Time</th></tr></thead>
+        <thead>
+          <tr>
+            <th>Part</th>
+            <th>Span</th>
+            <th>Begin</th>
+            <th>Time</th>
+          </tr>
+        </thead>
         <tbody>
           ${spans.map(
             (span) => html`
