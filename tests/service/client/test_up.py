@@ -6,7 +6,6 @@ import os
 import queue
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,7 +19,6 @@ from click.testing import CliRunner
 from bottega import kinds
 from bottega.client import Client, FleetMember, Readiness
 from bottega.client.cli import main
-from bottega.client.instance import StateFolder
 from bottega.errors import BottegaError
 from bottega.manifest import VARIABLE
 from bottega.miniature.scenes import STYLES, Placed, SceneLayout, Thing, draw_edges
@@ -39,7 +37,7 @@ from bottega.transport import (
 from bottega.v1 import link_pb2, link_pb2_grpc
 from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
-from tests.support.running_up import BOTTEGA, START_S, Up, running_up
+from tests.support.running_up import START_S, Up, running_up
 from tests.support.services import runs
 from tests.support.waiting import wait_until
 
@@ -245,16 +243,3 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     assert up.printed.read_text().endswith("Stopped; nothing is left running.\n")
     assert not up.state.is_held()
     bottega(up, "models", status=1)
-
-
-@pytest.mark.slow  # test_restart_policy.py has it of the supervisor, and test_wrong_folders.py of --detach
-def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    options = ["--port", "0", "--controlnet-servers", "0", "--device", "abacus", "--state", str(state)]
-    failed = subprocess.run(
-        [*BOTTEGA, "up", "--detach", *options], capture_output=True, text=True, timeout=START_S, check=False
-    )
-    assert failed.returncode == 1
-    assert "worker-0 does not start" in failed.stderr
-    assert "bottega doctor" in failed.stderr
-    assert not StateFolder(state).is_held()

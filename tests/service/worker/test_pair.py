@@ -1,8 +1,7 @@
-"""Two real workers as a pair: exact, alone while both have work, with one of them killed in the middle of a step."""
+"""Two real workers as a pair; `make chaos` kills one in the middle of a step (kill-peers)."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +13,10 @@ from bottega import kinds
 from bottega.rpc.channel import channel_options
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, link_pb2, link_pb2_grpc, lora_pb2, lora_pb2_grpc
 from bottega.v1.generation_pb2 import Lora
-from tests.chaos.peers import kill_peers
-from tests.chaos.tally import Tally
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.running_loras import upload_requests
 from tests.support.services import FREE_PORTS, SMALL_ENGINE, Services
 from tests.support.stock import Pixels, assert_same_image
-from tests.support.waiting import wait_until
 from tests.support.worker_pair import TIMEOUT_S, WorkerPair
 
 # Long enough to be disturbed in the middle.
@@ -78,19 +74,6 @@ def test_the_link_within_a_host_is_shared_memory(pair: WorkerPair) -> None:
     assert linked[-1]["backend"] == "memfd"
 
 
-@pytest.mark.slow  # as tests/service/engine/test_pair.py shows within one process
-@pytest.mark.alone  # beside other tests one begins so late that half of the other's steps are drawn together
-def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(
-    pair: WorkerPair, long_alone: Pixels
-) -> None:
-    drawings = [pair.begin(name, num_inference_steps=LONG) for name in "ab"]
-    for drawing in drawings:
-        drawn = drawing.result(TIMEOUT_S)
-        assert_same_image(drawn.pixels, long_alone)
-        assert drawn.lent_steps < LONG // 2, "only what was left when the other one had ended, and before it began"
-    assert pair.draw("a").lent_steps > 0
-
-
 def refusal_of_b(pair: WorkerPair, worker: str, model_hash: str) -> grpc.RpcError:
     """What a worker that draws with this model hears when it asks to lead b."""
     drawn_with = {"model_hash": model_hash, "dtype": "float32"}
@@ -113,17 +96,6 @@ def test_a_pair_of_two_models_is_refused_with_both_named(pair: WorkerPair) -> No
 def test_a_third_worker_cannot_lead_one_that_has_its_peer(pair: WorkerPair) -> None:
     model_hash = pair.draw("b").provenance.model_hash
     assert "already computes for a" in str(refusal_of_b(pair, "c", model_hash).details())
-
-
-@pytest.mark.slow  # as tests/service/engine/test_pair.py
-@pytest.mark.alone  # a peer is used only where the cores are free for both
-def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_again_when_it_is_back(
-    pair: WorkerPair,
-) -> None:
-    tally = Tally()
-    kill_peers(pair, tally, times=1, rng=random.Random(3))
-    assert tally.well, (tally.zeros, tally.faults)
-    wait_until(lambda: pair.draw("a").lent_steps > 0, "the pair to draw together again")
 
 
 def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(
