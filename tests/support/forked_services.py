@@ -27,11 +27,11 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Forking:
-    """What a process needs whose children shall use the server."""
+    """The environment and the open file with which a process's children use the server."""
 
     environment: Mapping[str, str]
     file: int
-    """It must be inherited."""
+    """Must be inherited."""
 
 
 @contextlib.contextmanager
@@ -52,10 +52,10 @@ def forked_services(environment: Mapping[str, str]) -> Iterator[Forking]:
 
 
 class ForkedService:
-    """A fork, with those methods of subprocess.Popen that tests use."""
+    """A fork with those methods of subprocess.Popen that tests use."""
 
     def __init__(self, order: ForkOrder, output: BinaryIO) -> None:
-        """Raises OSError if there is no fork."""
+        """Start a fork. Raise OSError if the server is gone or cannot fork."""
         server = _server()
         with Path(os.devnull).open("rb") as nothing:
             self._answers = server.send(order, stdin=nothing.fileno(), output=output.fileno())
