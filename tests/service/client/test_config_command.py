@@ -205,6 +205,9 @@ def test_a_file_with_any_name_is_checked_for_the_service_that_is_named(tmp_path:
     file.write_text("name: one\n")
     said = run("config", "check", file, "--service", "activations").output
     assert said == f"{file}: an activation store can use it; it sets 1 key\n"
+    file.write_text("fleet: 127.0.0.1:8472\n")
+    said = run("config", "check", "--no-ports", file, "--service", "http").output
+    assert said == f"{file}: an HTTP API can use it; it sets 1 key\n"
 
 
 def test_a_file_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:

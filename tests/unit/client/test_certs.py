@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bottega.client.cli.certs import command
+from bottega.rpc.security.caller import Role
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
 from tests.support.certificates import Authority
 
@@ -40,6 +41,11 @@ def test_a_newcomer_gets_files_that_a_service_can_use(folder: Path) -> None:
     assert "in 90 days" in shown
     assert _run(folder).output == shown, "without a command"
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.key")} == {0o600}
+
+
+def test_the_help_names_every_role() -> None:
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert [role for role in Role if role is not Role.LOCAL and role not in text] == []
 
 
 def test_nothing_that_is_there_is_replaced_but_by_renew(folder: Path) -> None:

@@ -89,7 +89,7 @@ def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
     if refused:
         raise ConfigError("\n  ".join([f"{file} cannot be used:", *refused]))
     count = sum(key.path in lines_of(file) for key in keys_of(config))
-    article = "an" if service.title[0] in "aeiou" else "a"
+    article = "an" if service.title.startswith((*"aeiou", "HTTP")) else "a"
     say(f"{file}: {article} {service.title} can use it; it sets {count} {'key' if count == 1 else 'keys'}")
 
 
