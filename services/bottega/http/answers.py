@@ -179,6 +179,13 @@ class JobPicture(Answer):
     """Path of the picture."""
 
 
+class JobWebhook(Answer):
+    """A receiver that hears of the end of a job."""
+
+    url: str
+    events: list[str]
+
+
 class JobAnswer(Answer):
     """A job, and how it stands."""
 
@@ -193,6 +200,7 @@ class JobAnswer(Answer):
     steps_done: int
     steps_total: int
     images: list[JobPicture]
+    webhook: JobWebhook | None
     parameters: Facts
     provenance: Facts | None
     error: ErrorObject | None

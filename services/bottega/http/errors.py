@@ -67,6 +67,7 @@ _SAME_FIELDS = frozenset(
         "page_token",
         "prompt",
         "states",
+        "webhook",
     }
 )
 

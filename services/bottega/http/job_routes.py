@@ -186,6 +186,7 @@ def job_object(status: JobStatus) -> dict[str, object]:
         "steps_done": status.steps_done,
         "steps_total": status.steps_total,
         "images": images,
+        "webhook": status.webhook,
         "parameters": status.parameters,
         "provenance": status.provenance,
         "error": error_object(status.error) if status.error else None,

@@ -258,3 +258,27 @@ async def test_events_beyond_the_bound_are_given_up_at_once_and_the_oldest_dropp
 def _knows(count: Any, events: int) -> bool:
     names = ("bottega_webhooks_waiting", "bottega_webhooks_dead", "bottega_webhooks_dropped_total")
     return bool(sum(count(name) for name in names) == events)
+
+
+async def test_a_name_that_leads_inside_is_not_called_and_the_operator_sees_why(tmp_path: Path) -> None:
+    async with receiving(SECRET) as receiver, delivering(tmp_path, hosts=("localhost",), networks=()) as house:
+        await submit(house, f"http://localhost:{receiver.port}/")
+
+        async def is_told() -> bool:
+            return [event.error for event in await listed(house)] == ["the host's address is not public"]
+
+        await eventually(is_told)
+        assert not receiver.deliveries
+
+
+async def test_a_receiver_that_asks_for_time_gets_it(tmp_path: Path) -> None:
+    async with receiving(SECRET) as receiver, delivering(tmp_path, max_retry_s=60.0) as house:
+        receiver.answer = lambda _: 429
+        receiver.headers = {"retry-after": "3600"}
+        await submit(house, receiver.url)
+
+        async def waits_long() -> bool:
+            return [event.next_attempt_s > 50 for event in await listed(house)] == [True]
+
+        await eventually(waits_long)
+        assert len(receiver.deliveries) == 1

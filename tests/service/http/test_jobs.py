@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 from bottega.errors import Forbidden, NotFinite
@@ -13,6 +14,8 @@ from tests.fakes.scripted_gateway import ScriptedGateway, job, progress, serving
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running
 from tests.support.running_http import Door, running_http
+from tests.support.waiting import eventually
+from tests.support.webhook_receiver import SECRET, delivering, receiving
 
 
 async def _start(door: Door, **body: Any) -> str:
@@ -153,3 +156,19 @@ async def test_an_unknown_job_is_not_found(door: Door) -> None:
     for path in ("", "/events", "/trace", "/images/0"):
         answer = await door.http.get(f"/v1/jobs/unknown{path}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "job_not_found")
+
+
+async def test_the_end_of_a_job_is_announced_with_urls_of_its_pictures(tmp_path: Path) -> None:
+    async with receiving(SECRET) as receiver, delivering(tmp_path) as house, running_http(house.address) as door:
+        webhook = {"url": receiver.url, "events": ["job.completed"]}
+        answer = await door.http.post("/v1/jobs", json={"prompt": "a star", "webhook": webhook})
+        assert answer.status_code == 202
+        assert answer.json()["webhook"] == webhook
+        await eventually(lambda: bool(receiver.accepted))
+        data = receiver.accepted[0].data
+        assert data["job_id"] == answer.json()["id"]
+        assert (await door.http.get(data["images"][0]["url"])).content == b"picture 0"
+        for wrong, field in (({"url": "https://evil.example/"}, "webhook.url"), ({"url": 1}, "webhook.url")):
+            refused = await door.http.post("/v1/jobs", json={"prompt": "a star", "webhook": wrong})
+            assert refused.status_code == 400
+            assert field in {violation["field"] for violation in refused.json()["error"]["bottega"]["violations"]}

@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from bottega.client.types.messages import as_list, build_message, describe, moment_from, set_timestamp
 from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import Parameters, Provenance, parameters_from, provenance_from
+from bottega.client.types.webhooks import Webhook, webhook_from
 from bottega.errors import BottegaError, Violation
 from bottega.rpc.status import from_job_error
 from bottega.rules import refuse
@@ -126,6 +127,8 @@ class JobStatus:
     """Why the job has no result, as job.result() raises it; None unless it failed or was cancelled."""
     priority: Priority
     """Priority of the job among those of its tenant."""
+    webhook: Webhook | None = None
+    """Where the job's end is announced; None if its request names nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,7 @@ def status_from(job: image_pb2.Job) -> JobStatus:
         provenance=provenance_from(job.provenance) if job.HasField("provenance") else None,
         error=from_job_error(job.error) if job.HasField("error") else None,
         priority=_priority(job.priority),
+        webhook=webhook_from(job.webhook) if job.HasField("webhook") else None,
     )
 
 

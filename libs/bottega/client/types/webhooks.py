@@ -62,6 +62,11 @@ def webhook_to_wire(webhook: Webhook | str) -> WebhookMessage:
     return build_message(WebhookMessage(), url=webhook.url, events=events)
 
 
+def webhook_from(message: WebhookMessage) -> Webhook:
+    """Convert a message to a webhook."""
+    return Webhook(url=message.url, events=tuple(message.events))
+
+
 def webhook_page_request(
     *, tenant: str | None, dead: bool, page_size: int, page_token: str
 ) -> webhook_pb2.ListWebhookEventsRequest:
