@@ -17,7 +17,7 @@ from bottega import kinds
 from bottega.client import Client, FleetMember, JobState, JobStatus, Picture
 from bottega.client.suite.plan import free_ports
 from bottega.errors import BottegaError
-from bottega.rpc.security.quotas import UNBOUNDED, Quotas
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from tests.chaos.tally import Tally
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
 from tests.support.tenants import add_tenant

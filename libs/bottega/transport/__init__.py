@@ -39,16 +39,17 @@ do.
 from bottega.transport.channel.backend import (
     Backend,
     BackendChoice,
+    Deadline,
     DeviceBuffer,
     DeviceEndpoint,
     DeviceLinks,
+    Limits,
     Part,
     ProvenConnections,
     SentBuffer,
     in_host_memory,
 )
 from bottega.transport.channel.counters import LinkCounters, LinkStatistics, TransferStatistics
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.channel.sender import Outgoing
 from bottega.transport.client import LinkClient, LinkClientHandler, LinkClientSettings, OfferSource, ServiceOffer

@@ -21,9 +21,8 @@ from bottega.errors import (
     PeerDead,
     Unavailable,
 )
-from bottega.transport.channel.backend import DeviceLinks
+from bottega.transport.channel.backend import Deadline, DeviceLinks, Limits
 from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
 from bottega.transport.handshake.connector import connect
 from bottega.transport.handshake.messages import Offer

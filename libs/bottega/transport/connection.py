@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from bottega.clocks import AwakeClock
 from bottega.errors import BadFrame, BottegaError, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead, TooLarge
-from bottega.transport.channel.backend import Part
-from bottega.transport.channel.limits import Deadline
+from bottega.transport.channel.backend import Deadline, Part
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.link import Link
 from bottega.transport.memory import SealedFile

@@ -12,7 +12,9 @@ from types import TracebackType
 from bottega.errors import BadFrame, LinkClosed, LinkError
 from bottega.transport.channel.backend import (
     BackendChoice,
+    Deadline,
     DeviceLinks,
+    Limits,
     ProvenConnections,
     ReceiverBackend,
     SenderBackend,
@@ -20,7 +22,6 @@ from bottega.transport.channel.backend import (
     on_host,
 )
 from bottega.transport.channel.counters import Lifecycle, LinkCounters
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.channel.receiver import Incoming, Receiver
 from bottega.transport.channel.sender import Outgoing, Sender
 from bottega.transport.layout import DType, Layout, TensorSpec

@@ -11,9 +11,8 @@ from typing import Generic, TypeVar
 
 from bottega.errors import Draining, LinkClosed, LinkError, LinksFull
 from bottega.sampled_log import SampledLog
-from bottega.transport.channel.backend import DeviceLinks
+from bottega.transport.channel.backend import Deadline, DeviceLinks, Limits
 from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
 from bottega.transport.handshake.binding import Endpoints
 from bottega.transport.handshake.listener import LinkListener

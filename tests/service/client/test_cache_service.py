@@ -15,7 +15,7 @@ from bottega import errors
 from bottega.addons.cache.client.sdk import ADD_ON
 from bottega.addons.cache.client.types import profile_from
 from bottega.client import AsyncClient
-from bottega.client.types.checks import CheckResult, Level
+from bottega.client.addons.addon import CheckResult, Level
 from tests.support.running_cache import MODEL_HASH, Running, joined_cache, profile
 from tests.support.running_gateway import Running as RunningGateway
 from tests.support.running_gateway import running_gateway

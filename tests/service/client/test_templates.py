@@ -12,7 +12,7 @@ from click.testing import Result
 
 from bottega.addons.edits.client.sdk import ADD_ON
 from bottega.client import AsyncClient
-from bottega.client.types.checks import CheckResult, Level
+from bottega.client.addons.addon import CheckResult, Level
 from bottega.errors import MethodNotServed, NoWorker
 from bottega.v1.activations_pb2 import (
     DropTemplateRequest,

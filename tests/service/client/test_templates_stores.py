@@ -15,7 +15,7 @@ from bottega import kinds
 from bottega.addons.edits.client.sdk import ADD_ON
 from bottega.addons.edits.client.types import profile_from
 from bottega.client import AsyncClient
-from bottega.client.types.checks import CheckResult, Level
+from bottega.client.addons.addon import CheckResult, Level
 from bottega.errors import InvalidRequest, NoActivationStore
 from tests.fakes.templates_worker import TemplatesWorker, block_profile, joined, template
 from tests.support.running_activations import Recorded, Running, joined_store

@@ -9,9 +9,9 @@ import pytest
 
 from bottega import errors, kinds
 from bottega.client import AsyncClient, Tls
+from bottega.client.addons.addon import Level
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.transport import credentials
-from bottega.client.types.checks import Level
 from bottega.rpc import fleet_membership
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rpc.fleet_membership import FleetMembership

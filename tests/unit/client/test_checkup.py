@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from bottega.addons.controlnets.config import ControlNetsConfig
+from bottega.client.addons.addon import Level
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.cli import main
 from bottega.client.cli.doctor import (
@@ -29,7 +30,6 @@ from bottega.client.cli.doctor import (
     check_unit_disks,
     pinned_versions,
 )
-from bottega.client.types.checks import Level
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS

@@ -10,13 +10,12 @@ from rich.console import Console
 
 from bottega import kinds
 from bottega.client import AttemptProgress, Readiness, ServiceLoad, ServiceStart
-from bottega.client.addons.addon import left_out_of
+from bottega.client.addons.addon import Level, left_out_of
 from bottega.client.checkup.gateway import _check_accelerations, _check_left_out
 from bottega.client.cli.fleet import FleetRates, Rates, accelerations_table, fleet_table, hit_share, top_table
 from bottega.client.cli.jobs import jobs_table
 from bottega.client.cli.models import models_table
 from bottega.client.cli.terminal import PlainTable, print_table
-from bottega.client.types.checks import Level
 from bottega.client.types.fleet import FleetStatus, ServiceActivity, fleet_from, member_from
 from bottega.client.types.jobs import status_from
 from bottega.client.types.models import model_from

@@ -15,8 +15,7 @@ from bottega.gateway.jobs.store import TenantUsage
 from bottega.gateway.tenants import QuotaLedger, TenantAuthenticator, TenantTerms
 from bottega.rpc.security.api_keys import bearer, new_key
 from bottega.rpc.security.caller import Caller, Role
-from bottega.rpc.security.quotas import UNBOUNDED, Quotas
-from bottega.rpc.security.tenant_file import Tenant, change_tenants
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas, Tenant, change_tenants
 from tests.fakes.fake_time import FakeTime
 
 SHOP = Caller(role=Role.TENANT, name="shop", tenant="shop")

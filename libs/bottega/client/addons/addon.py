@@ -1,4 +1,4 @@
-"""The add-on services of a fleet: their descriptions for `bottega fleet` and `bottega doctor`, and calls to them."""
+"""The add-on services of a fleet: how `bottega fleet` describes and `bottega doctor` checks them, and calls to them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 import grpc
 
 from bottega.client.addons import add_ons_by_command
 from bottega.client.transport.connection import service_channels
-from bottega.client.types.checks import CheckResult
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.errors import BottegaError, InternalError, Unavailable
 from bottega.rpc.channel import Target
@@ -191,3 +191,37 @@ async def all_pages(
             return
         request.page_token = page.next_page_token
     raise InternalError(f"{what} lists more than {_MAX_PAGES * request.page_size} entries, or its list does not end")
+
+
+class Level(StrEnum):
+    """The severity of a result."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of one check."""
+
+    level: Level
+    what: str
+    """The finding, in words."""
+    todo: str = ""
+    """Advice for the user; empty if nothing has to be done."""
+
+
+def ok(what: str) -> CheckResult:
+    """Return a result without a problem."""
+    return CheckResult(Level.OK, what)
+
+
+def warn(what: str, todo: str) -> CheckResult:
+    """Return a result about a problem that affects only some uses."""
+    return CheckResult(Level.WARN, what, todo)
+
+
+def fail(what: str, todo: str) -> CheckResult:
+    """Return a result about a problem that must be solved first."""
+    return CheckResult(Level.FAIL, what, todo)

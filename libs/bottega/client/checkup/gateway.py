@@ -15,11 +15,10 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega import kinds
-from bottega.client.addons.addon import add_ons_by_kind, refusals_of
+from bottega.client.addons.addon import CheckResult, add_ons_by_kind, fail, ok, refusals_of, warn
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.calls import RetryPolicy
 from bottega.client.transport.credentials import Tls, channels_of, tls_from_environment
-from bottega.client.types.checks import CheckResult, fail, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.errors import BottegaError, ConfigError
 from bottega.manifest import read_services

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import click
 
+from bottega.client.addons.addon import CheckResult, Level, fail, ok, warn
 from bottega.client.cli.options import address_option, fleet_option, gateway_choice, state_option
 from bottega.client.cli.terminal import Styled, say
 from bottega.client.instance import StateFolder
 from bottega.client.transport.connection import default_fleet_address
-from bottega.client.types.checks import CheckResult, Level, fail, ok, warn
 from bottega.errors import ConfigError, ServicesMissing
 from bottega.manifest import VARIABLE, read_services
 from bottega.miniature import WEIGHTS

@@ -1,4 +1,4 @@
-"""The file of a gateway's tenants: their names, and the hashes of their API keys.
+"""The file of a gateway's tenants: their names, quotas, and the hashes of their API keys.
 
 `bottega tenants` writes it, and gateways read it. It is replaced atomically. Only its owner may write it, because
 a writer can create keys. A gateway under systemd has its own user, which may read a file that root owns
@@ -31,7 +31,6 @@ from bottega.outside_rules import MAX_URL_BYTES
 from bottega.rpc.security.api_keys import KeyParts, hashed
 from bottega.rpc.security.grants import ALL_GRANTED, LEAST_WEIGHT, MOST_WEIGHT, Grants
 from bottega.rpc.security.private_files import FileAccess, check_private, write_file
-from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.state_folder import make_missing
 from bottega.strict import STRICT
 
@@ -56,6 +55,33 @@ _SECRET_PREFIX = "whsec_"
 
 _Hex16 = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Hex64 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+_Most = Annotated[int, Field(ge=0, le=1 << 50)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quotas:
+    """The quotas of one tenant; 0 means no bound."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    concurrent: _Most = 0
+    """Upper bound on jobs that run at the same time. Its other jobs wait without delaying other tenants."""
+    queued: _Most = 0
+    """Upper bound on waiting jobs."""
+    per_minute: _Most = 0
+    """Upper bound on new jobs in any minute."""
+    per_day: _Most = 0
+    """Upper bound on new jobs per day (UTC)."""
+    stored_bytes: _Most = 0
+    """Upper bound on the bytes of its jobs' stored pictures, and of the latents that are kept for edits."""
+    calls: _Most = 0
+    """Upper bound on unary calls that one gateway serves at the same time."""
+    streams: _Most = 0
+    """Upper bound on calls with streams of answers that one gateway serves at the same time."""
+
+
+UNBOUNDED = Quotas()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
 from bottega.transport.backends.records import Records, SealKeys
 from bottega.transport.backends.tcp import TcpReceiver, TcpSender
-from bottega.transport.channel.backend import Backend, ReceiverBackend, SenderBackend
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.backend import Backend, Limits, ReceiverBackend, SenderBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

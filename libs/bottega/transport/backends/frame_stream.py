@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead
 from bottega.transport.backends.records import Records
+from bottega.transport.channel.backend import Deadline
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind, bye, unpack
-from bottega.transport.channel.limits import Deadline
 
 # IOV_MAX allows 1024 pieces in a call.
 _PIECES = 512

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 from bottega.errors import BadFrame
 from bottega.transport.backends.frame_stream import FrameStream
-from bottega.transport.channel.backend import Part, on_host
+from bottega.transport.channel.backend import Deadline, Limits, Part, on_host
 from bottega.transport.channel.frames import Frame, FrameKind
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import Layout
 from bottega.transport.memory import GrowingSlots, SealedFile, Slot, copy, received_file, received_slot, shared_slot
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from bottega.transport.backends.frame_stream import FrameStream
 from bottega.transport.backends.records import Records
-from bottega.transport.channel.backend import Part, on_host
+from bottega.transport.channel.backend import Deadline, Part, on_host
 from bottega.transport.channel.frames import Frame
-from bottega.transport.channel.limits import Deadline
 from bottega.transport.layout import Layout
 from bottega.transport.memory import GrowingSlots, SealedFile, Slot
 

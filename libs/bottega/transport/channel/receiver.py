@@ -18,10 +18,9 @@ from bottega.errors import (
     LinkError,
     MessageAborted,
 )
-from bottega.transport.channel.backend import Part, ReceiverBackend, in_host_memory
+from bottega.transport.channel.backend import Deadline, Limits, Part, ReceiverBackend, in_host_memory
 from bottega.transport.channel.counters import Lifecycle, LinkCounters
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import Layout, TensorSpec
 
 

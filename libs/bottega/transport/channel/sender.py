@@ -10,10 +10,18 @@ from types import TracebackType
 from typing import ParamSpec
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
-from bottega.transport.channel.backend import SenderBackend, SentBuffer, SentSlot, check_file, checked, in_host_memory
+from bottega.transport.channel.backend import (
+    Deadline,
+    Limits,
+    SenderBackend,
+    SentBuffer,
+    SentSlot,
+    check_file,
+    checked,
+    in_host_memory,
+)
 from bottega.transport.channel.counters import Lifecycle, LinkCounters
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import Layout
 from bottega.transport.memory import SealedFile
 

@@ -16,9 +16,8 @@ from bottega.process import open_files
 from bottega.transport.backends import Proven, backend_ends
 from bottega.transport.backends.records import SealKeys
 from bottega.transport.backends.tcp import tune
-from bottega.transport.channel.backend import Backend, BackendChoice, DeviceLinks, ProvenConnections
+from bottega.transport.channel.backend import Backend, BackendChoice, Deadline, DeviceLinks, Limits, ProvenConnections
 from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.handshake.binding import distrust_reason, links_group
 from bottega.transport.handshake.messages import (
     CHALLENGE_BYTES,

@@ -30,9 +30,8 @@ from bottega.errors import (
 )
 from bottega.transport.backends import Proven, backend_ends
 from bottega.transport.backends.tcp import tune
-from bottega.transport.channel.backend import Backend, BackendChoice, DeviceLinks, ProvenConnections
+from bottega.transport.channel.backend import Backend, BackendChoice, Deadline, DeviceLinks, Limits, ProvenConnections
 from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix, links_group
 from bottega.transport.handshake.messages import (

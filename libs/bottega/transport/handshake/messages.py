@@ -24,8 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from bottega.errors import AuthFailed, BadFrame, InvalidRequest, StaleEpoch, Violation
 from bottega.transport.backends.records import SealKeys
-from bottega.transport.channel.backend import Backend, DeviceEndpoint
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.backend import Backend, DeviceEndpoint, Limits
 from bottega.v1 import link_pb2
 
 _MAGIC = b"btg2"

@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from bottega.activations.records import layout_part
+from bottega.activations.records import SectionRecord, TemplateRecord, layout_part
 from bottega.activations.store.sealed_parts import read_drawn
-from bottega.activations.template import SectionRecord, TemplateRecord
 from bottega.addons.edits.wire import DrawnTensors
 from bottega.addons.edits.wire.messages import MAX_HEADER_BYTES
 from bottega.caching import KnownFile, LruCache, TieredCache

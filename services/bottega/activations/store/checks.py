@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from bottega.activations.records import layout_part
-from bottega.activations.template import SectionKey, SectionRecord, key_from_wire, map_bytes
+from bottega.activations.records import SectionKey, SectionRecord, key_from_wire, layout_part, map_bytes
 from bottega.addons.edits.wire import DrawnTensors
 from bottega.addons.edits.wire.messages import MAX_HEADER_BYTES, MAX_MAP_BYTES
 from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader, TemplateQuestion

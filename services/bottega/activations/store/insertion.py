@@ -12,13 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from bottega.activations.records import load_templates, new_rows
+from bottega.activations.records import (
+    DrawnFile,
+    SectionKey,
+    SectionRecord,
+    TemplateRecord,
+    TemplateUse,
+    load_templates,
+    map_bytes,
+    new_rows,
+)
 from bottega.activations.store.checks import fits_answer
 from bottega.activations.store.recordings import PendingRecording
 from bottega.activations.store.sealed_parts import drawn_file
 from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
-from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse, map_bytes
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import BlobDisk, StoreCounts
 from bottega.caching import KnownFile, TieredCache

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from bottega.activations.records import SectionKey, SectionRecord
 from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import DropReason
-from bottega.activations.template import SectionKey, SectionRecord
 from bottega.errors import StorageUnavailable
 
 # Upper bound on the recordings of one worker, which has some tens of jobs. Those that wait to be written do not count.

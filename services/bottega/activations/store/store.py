@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 
 from bottega.activations.profiles import profile_folder
-from bottega.activations.records import activation_disk, layout_part, read_layout
+from bottega.activations.records import TemplateRecord, TemplateReply, activation_disk, layout_part, read_layout
 from bottega.activations.store.answers import DrawnCache, TemplateLoader, add_profile, template_answer
 from bottega.activations.store.checks import (
     check_header,
@@ -26,7 +26,6 @@ from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStatistics, ActivationStoreSettings, DropReason
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
-from bottega.activations.template import TemplateRecord, TemplateReply
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import StoreCounts
 from bottega.caching import CacheLease, Tier, TieredCache

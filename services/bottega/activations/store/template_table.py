@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from bottega.activations.records import section_place, use_values
-from bottega.activations.template import SectionRecord, TemplateRecord, TemplateUse
+from bottega.activations.records import SectionRecord, TemplateRecord, TemplateUse, section_place, use_values
 from bottega.blobstore import RecordChanges
 from bottega.caching import KnownFile, LruCache
 

@@ -22,8 +22,7 @@ from bottega.gateway.jobs.store import TenantUsage
 from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role, caller_in
 from bottega.rpc.security.private_files import file_state
-from bottega.rpc.security.quotas import UNBOUNDED, Quotas
-from bottega.rpc.security.tenant_file import NO_WEBHOOKS, Tenant, TenantWebhooks, read_tenants
+from bottega.rpc.security.tenant_file import NO_WEBHOOKS, UNBOUNDED, Quotas, Tenant, TenantWebhooks, read_tenants
 
 # Seconds between two checks whether the file has changed. A check takes microseconds.
 _LOOK_S = 1.0

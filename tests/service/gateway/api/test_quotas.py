@@ -14,8 +14,7 @@ import grpc
 from bottega.errors import QuotaExceeded
 from bottega.rpc.channel import open_channel
 from bottega.rpc.security.api_keys import new_key
-from bottega.rpc.security.quotas import UNBOUNDED, Quotas
-from bottega.rpc.security.tenant_file import Tenant, change_tenants
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas, Tenant, change_tenants
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2, image_pb2_grpc
 from tests.support.flooders import cancel_at_once

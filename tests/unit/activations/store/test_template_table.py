@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bottega.activations.records import section_place
+from bottega.activations.records import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse, section_place
 from bottega.activations.store.template_table import TemplateTable, files_of
-from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse
 from bottega.v1.activations_pb2 import RecordingHeader
 from tests.support.stored_templates import ALL, LAYOUT, SECTION_BYTES, SHAPE
 

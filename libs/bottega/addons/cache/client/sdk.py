@@ -21,10 +21,9 @@ from bottega.addons.cache.client.types import (
     profile_to_wire,
     stats_from,
 )
-from bottega.client.addons.addon import ClientAddOn, ServiceCalls
+from bottega.client.addons.addon import CheckResult, ClientAddOn, ServiceCalls, ok, warn
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
-from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.messages import build_message
 from bottega.client.types.models import EMBEDDED_MODEL

@@ -16,10 +16,9 @@ from bottega.addons.controlnets.client.types import (
     ProfileCase,
     ServedControlNet,
 )
-from bottega.client.addons.addon import ClientAddOn, LeftOutThing, ServiceCalls
+from bottega.client.addons.addon import CheckResult, ClientAddOn, LeftOutThing, ServiceCalls, ok, warn
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
-from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus, HostedItem, ResidualProfile
 from bottega.client.types.inputs import ControlNet
 from bottega.client.types.messages import as_list, build_message

@@ -20,8 +20,7 @@ from bottega.addons.edits.client.types import (
     TemplateOverview,
     template_from,
 )
-from bottega.client.addons.addon import ServiceCalls
-from bottega.client.types.checks import CheckResult, ok, warn
+from bottega.client.addons.addon import CheckResult, ServiceCalls, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.models import ServedModel
 from bottega.errors import BottegaError, NoActivationStore, NoWorker
