@@ -62,7 +62,7 @@ export function historyView() {
         </ul>
         ${next ? html`<button type="button" @click=${() => loadHistory({ more: true })}>Older jobs</button>` : nothing}
       </section>
-      <section class="panel" aria-label="Job" aria-live="polite" data-details>
+      <section class="panel" aria-label="Job" data-details>
         ${state.selected ? details(state.selected) : html`<div class="empty">Choose a job to see how it was drawn.</div>`}
       </section>
     </div>

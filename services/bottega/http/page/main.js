@@ -21,9 +21,9 @@ const CONNECTION = {
 
 function page() {
   return html`
-    <a class="skip" href="#${state.view}" @click=${skip}>Skip to the content</a>
+    <a class="skip" href="#main" @click=${skip}>Skip to the content</a>
     <header>
-      <span class="brand"><img src="/page/icon.svg" alt="" width="28" height="28" /> Bottega</span>
+      <h1><img src="/page/icon.svg" alt="" width="28" height="28" /> Bottega</h1>
       <nav aria-label="Views">
         ${Object.entries(VIEWS).map(
           ([view, title]) =>
