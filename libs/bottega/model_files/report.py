@@ -63,6 +63,12 @@ class ModelReport:
         return TITLES.get(self.family, self.family)
 
     @property
+    def edits_only(self) -> bool:
+        """Whether its UNet reads a mask, so that it draws only edits."""
+        config = self.parts["unet"].config if "unet" in self.parts else {}
+        return config.get("in_channels", 4) != config.get("out_channels", 4)
+
+    @property
     def advice(self) -> str:
         """A sentence on how to serve the model better; empty if there is none."""
         if self.proposal is None:

@@ -233,6 +233,8 @@ def _of_file(found: SingleFile) -> ModelFacts:
     )
     if advice and found.kind is FileKind.MODEL:
         advice = f"`bottega up --model {quote(str(found.path))}` serves it, and {advice}"
+    if advice and found.kind is FileKind.VAE:
+        advice = f"`bottega up --model MODEL --vae {quote(str(found.path))}` serves a model with it, and {advice}"
     return ModelFacts(
         path=found.path,
         name=found.path.stem,

@@ -240,7 +240,8 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
         for thing in left_out_of(client.fleet()):
             note_left_out(thing)
     say(f"Bottega runs in the background as process {record.pid}; logs in {state.logs}; bottega stop ends it.")
-    say_ready(record.address, record.fleet_address, record.http_address, time.monotonic() - began_s, state)
+    addresses = (record.address, record.fleet_address, record.http_address)
+    say_ready(*addresses, time.monotonic() - began_s, state, command=first_command(options.model))
 
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
@@ -297,7 +298,8 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
         def on_ready(fleet: FleetStatus, seconds: float) -> None:
             for thing in left_out_of(fleet):
                 listener.left_out(thing)
-            say_ready(settings.address, settings.fleet_address, plan.http_address, seconds, state)
+            addresses = (settings.address, settings.fleet_address, plan.http_address)
+            say_ready(*addresses, seconds, state, command=first_command(settings.model))
 
         asyncio.run(_run(Supervisor(plan, state, listener, fork_server=server), on_ready))
 
@@ -345,14 +347,24 @@ def note_left_out(thing: LeftOutThing) -> None:
     note(Styled(text="warning:", colour="yellow", bold=True), f" {thing.sentence}")
 
 
-def say_ready(address: str, fleet_address: str, http_address: str, seconds: float, state: StateFolder) -> None:
+def first_command(model: str) -> str:
+    """Return a command that draws a first picture with a model."""
+    from bottega.model_files import check_model_folder, folder_of
+
+    if check_model_folder(folder_of(model)).edits_only:
+        return f'bottega edit PICTURE "{FIRST_PROMPT}" --mask MASK -o star.png'
+    return f'bottega generate "{FIRST_PROMPT}" -o star.png'
+
+
+def say_ready(
+    address: str, fleet_address: str, http_address: str, seconds: float, state: StateFolder, *, command: str
+) -> None:
     """Print that the suite is ready, and how to draw: the address of the page, a command, and the HTTP API."""
     found = state.root == state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
     if http_address:
         say(f"  in a browser:      http://{http_address}")
-    command = f'{"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png'
-    say(f"  in a terminal:     {command}")
+    say(f"  in a terminal:     {'' if found else f'BOTTEGA_ADDRESS={address} '}{command}")
     if http_address:
         say(f"  by OpenAI's API:   http://{http_address}/v1")
     if not found:
