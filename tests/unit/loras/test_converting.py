@@ -377,36 +377,86 @@ def _import(path: Path, adapter_config: bytes, base: Base) -> None:
 
 
 _NAME = f"lora_unet_{_Q.replace('.', '_')}"
+_TWO_KINDS = f"unet.{_Q} has factors of LoRA ({_NAME}.lora_up.weight) and"
+_SHAPED = f"unet.{_Q} has the shape [96, 96] in the base model;"
 _SHAPES = (("down", (2, 96)), ("up", (96, 2)))
 
 
 @pytest.mark.parametrize(
     ("part", "what"),
     [
-        ("hada_w1_a", "factors of LoHa"),
-        ("lokr_w1", "factors of LoKr"),
-        ("dora_scale", "magnitudes of DoRA"),
-        ("lora_magnitude_vector", "magnitudes of DoRA"),
-        ("oft_blocks", "blocks of OFT"),
-        ("a1.weight", "factors of GLoRA"),
-        ("lora_diag", "diagonals of KaSA"),
-        ("scalar", "scalars of LyCORIS"),
-        ("diff", "full differences of weights"),
-        ("diff_b", "full differences of weights"),
-        ("set_weight", "full differences of weights"),
-        ("w_norm", "a difference of a normalisation layer"),
-        ("lora_embedding_A", "factors of embeddings"),
-        ("lora_B.bias", "biases"),
-        ("bias", "biases"),
-        ("modules_to_save.weight", "whole modules"),
-        ("anything", "1 of 4 tensors match nothing in the base model"),
+        ("hada_w1_a", f"{_TWO_KINDS} factors of LoHa ({_NAME}.hada_w1_a): save each in a file of its own"),
+        ("lokr_w1", f"{_TWO_KINDS} factors of LoKr ({_NAME}.lokr_w1): save each in a file of its own"),
+        ("diff", f"{_TWO_KINDS} full differences of weights ({_NAME}.diff): save each in a file of its own"),
+        ("dora_scale", f"{_SHAPED} the magnitudes of DoRA in {_NAME}.dora_scale, [2, 2], do not fit it"),
+        (
+            "lora_magnitude_vector",
+            f"{_SHAPED} the magnitudes of DoRA in {_NAME}.lora_magnitude_vector, [2, 2], do not fit it",
+        ),
+        ("oft_blocks", f"the file has blocks of OFT, which are not supported: {_NAME}.oft_blocks"),
+        ("a1.weight", f"the file has factors of GLoRA, which are not supported: {_NAME}.a1.weight"),
+        ("lora_diag", f"the file has diagonals of KaSA, which are not supported: {_NAME}.lora_diag"),
+        ("scalar", f"the file has scalars of LyCORIS, which are not supported: {_NAME}.scalar"),
+        (
+            "diff_b",
+            f"{_NAME}.diff_b is one of the full differences of weights for a bias, which unet.{_Q} does not have",
+        ),
+        ("set_weight", f"the file has full differences of weights, which are not supported: {_NAME}.set_weight"),
+        ("w_norm", f"{_NAME}.w_norm is a difference of a normalisation layer, and unet.{_Q} is another layer"),
+        ("lora_embedding_A", f"the file has factors of embeddings, which are not supported: {_NAME}.lora_embedding_A"),
+        ("lora_B.bias", f"the file has biases, which are not supported: {_NAME}.lora_B.bias"),
+        ("bias", f"the file has biases, which are not supported: {_NAME}.bias"),
+        (
+            "modules_to_save.weight",
+            f"the file has whole modules, which are not supported: {_NAME}.modules_to_save.weight",
+        ),
+        ("anything", f"1 of 4 tensors match nothing in the base model: {_NAME}.anything"),
     ],
 )
 def test_what_is_beside_a_loras_factors_is_refused_by_name(base: Base, tmp_path: Path, part: str, what: str) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
-    message = _refused(base, {**tensors, f"{_NAME}.{part}": torch.zeros(2, 2)}, tmp_path)
-    assert what in message
-    assert f"{_NAME}.{part}" in message
+    assert _refused(base, {**tensors, f"{_NAME}.{part}": torch.zeros(2, 2)}, tmp_path) == what
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            {"lora_down.weight": (2, 96), "lora_mid.weight": (3, 2, 1, 1), "lora_up.weight": (96, 2)},
+            (
+                f"unet.{_Q}: the middle factor (lora_mid) has the shape [3, 2, 1, 1], which does not fit that of "
+                "lora_down, [2, 96]"
+            ),
+        ),
+        (
+            {"lora_down.weight": (2, 96), "lora_mid.weight": (2, 2, 3, 3), "lora_up.weight": (96, 2)},
+            (
+                f"unet.{_Q}: the middle factor (lora_mid) has the shape [2, 2, 3, 3], and the base model's weight "
+                "[96, 96]: they do not fit"
+            ),
+        ),
+        ({"lokr_w1": (5, 5), "lokr_w2": (8, 8)}, f"{_SHAPED} its factors of LoKr, [5, 5], do not fit it"),
+        (
+            {"lokr_w1_a": (5, 2), "lokr_w1_b": (3, 5), "lokr_w2": (8, 8)},
+            f"{_SHAPED} its factors of LoKr, [5, 2] and [3, 5], do not fit it",
+        ),
+        ({"diff": (3, 3)}, f"{_SHAPED} its full difference, [3, 3], does not fit it"),
+        (
+            {"dora_scale": (96, 1)},
+            f"unet.{_Q} lacks down and up, beside its magnitudes of DoRA ({_NAME}.dora_scale)",
+        ),
+        (
+            {"lora_down.weight": (2, 96), "lora_up.weight": (96, 2), "alpha": (2,)},
+            f"{_NAME}.alpha is not a single number: F32[2]",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_tensors_that_do_not_fit_are_refused_with_their_shapes(
+    base: Base, tmp_path: Path, shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    tensors = {f"{_NAME}.{part}": torch.zeros(shape) for part, shape in shapes.items()}
+    assert _refused(base, tensors, tmp_path) == message
 
 
 def test_embeddings_that_a_file_brings_along_are_refused_by_name(base: Base, tmp_path: Path) -> None:
