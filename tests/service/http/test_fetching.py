@@ -6,6 +6,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from bottega.rpc.server_config import HttpServerConfig
 from tests.fakes.scripted_controlnet import hosted
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import Door, running_http
+from tests.support.tenants import add_tenant
 from tests.unit.base.test_outside_address import HOSTILE
 
 _LOOPBACK = FetchConfig(hosts=("127.0.0.1",), networks=("127.0.0.0/8",), ports=(), plain_http=True, timeout_s=20.0)
@@ -138,6 +140,20 @@ async def test_without_allowed_hosts_nothing_is_fetched(door: Door, house: Runni
         assert answer.status_code == 400
         assert "this service fetches none" in answer.json()["error"]["message"]
     assert not asked
+
+
+async def test_nothing_is_fetched_for_a_caller_without_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    key = add_tenant(file, "ours")
+    pages = {"/": _answer(_png())}
+    async with running_gateway(tenants=str(file), codec_processes=1) as house, _images(pages) as (url, asked):
+        await house.worker()
+        async with running_http(house.address, fetch=_LOOPBACK) as door:
+            for header, status in (("Bearer none", 401), (f"Bearer {key}", 202)):
+                body = {"prompt": "a", "image": f"{url}/"}
+                answer = await door.http.post("/v1/jobs", json=body, headers={"authorization": header})
+                assert answer.status_code == status, answer.text
+                assert len(asked) == (status == 202)
 
 
 async def test_hostile_urls_are_refused_by_field_without_a_connection(house: Running) -> None:
