@@ -16,7 +16,7 @@ from bottega.errors import ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.outside_rules import OutsideRules
 from bottega.rpc.address import Address
-from bottega.rpc.security.private_files import read_private, read_public
+from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private, read_public
 from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, TenantWebhooks, read_tenants
 from bottega.rpc.server_config import ListenerConfig, ServerConfig
 from bottega.strict import STRICT
@@ -252,9 +252,13 @@ def read_signer(config: GatewayConfig) -> PictureSigner | None:
 
 
 def check_files(config: GatewayConfig) -> None:
-    """Raise ConfigError if the file of tenants, or the certificate that signs pictures, cannot be used."""
+    """Raise ConfigError if the file of tenants, or the certificate that signs pictures, cannot be used.
+
+    Files that only the running unit can see are not checked.
+    """
     _check_tenants(config)
-    read_signer(config)
+    if not config.signing.key.startswith(FILES_OF_UNITS):
+        read_signer(config)
 
 
 def _check_tenants(config: GatewayConfig) -> None:

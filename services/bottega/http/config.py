@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from bottega.errors import ConfigError
 from bottega.outside_rules import OutsideRules
 from bottega.rpc.address import Address, OptionalAddress
-from bottega.rpc.security.private_files import read_private
+from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private
 from bottega.rpc.server_config import HttpServerConfig
 from bottega.strict import STRICT
 
@@ -83,3 +83,9 @@ def read_url_key(config: HttpConfig) -> bytes | None:
     if len(secret) < _LEAST_KEY_BYTES:
         raise ConfigError(f"url_key: {config.url_key} has {len(secret)} bytes, at least {_LEAST_KEY_BYTES} are needed")
     return secret
+
+
+def check_url_key(config: HttpConfig) -> None:
+    """Raise ConfigError if the file of `url_key` cannot be used. One that only the running unit can see is not read."""
+    if not config.url_key.startswith(FILES_OF_UNITS):
+        read_url_key(config)

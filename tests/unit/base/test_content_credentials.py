@@ -98,6 +98,7 @@ def test_what_cannot_sign_is_refused_before_a_picture_is_drawn(tmp_path: Path) -
     key_path.chmod(0o644)
     with pytest.raises(ConfigError, match=r"signing: .*chmod 600"):
         check_files(_config(path, key_path))
+    check_files(_config(path, Path("/run/credentials/bottega-gateway.service/key")))  # there while the unit runs
     with pytest.raises(ValueError, match="both certificate and key"):
         SigningConfig(certificate="a")
 

@@ -25,13 +25,13 @@ from bottega.config import KeyPath, keys_of, lines_of, load
 from bottega.errors import ConfigError
 from bottega.manifest import ServiceSpec, load_object, read_services
 from bottega.rpc.address import split
+from bottega.rpc.security.private_files import FILES_OF_UNITS
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
 from bottega.rpc.server_config import HttpServerConfig, ServerConfig, refused_ports
 from bottega.state_folder import CONFIG_VARIABLE, UNITS_CONFIG_FOLDER
 
 # A user that owns no files: files that it can read are readable for any user of DynamicUser=.
 _NOBODY = 65_534
-_CREDENTIALS = "/run/credentials/"
 _UNITS = Path("/etc/systemd/system")
 _TLS = "server.tls"
 _GIVE_CREDENTIALS = "LoadCredential= gives a unit files that are root's (deploy/README.md, What the units do)"
@@ -260,7 +260,7 @@ def _file_check(service: ServiceSpec, config: object) -> Callable[[], None]:
     own_check = load_object(service.config_check) if service.config_check else None
 
     def check() -> None:
-        if tls.given and not any(path.startswith(_CREDENTIALS) for path in paths):
+        if tls.given and not any(path.startswith(FILES_OF_UNITS) for path in paths):
             try:
                 TlsFiles(tls)
             except ConfigError as error:

@@ -20,7 +20,9 @@ from bottega.client.types.file_parameters import parameters_of, read_picture_fil
 from bottega.client.types.inputs import MASK_OPTIONS
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Picture
+from bottega.codec.structure import FORMATS
 from bottega.content_credentials import Credentials, read
+from bottega.errors import InvalidRequest
 
 # Exit statuses beside 1 (an error) and 2 (a file or a command line that cannot be used).
 _BAD_SIGNATURE, _DIFFERENT = 3, 4
@@ -168,13 +170,18 @@ class PixelDifference:
 
 
 def compare(data: bytes, again: Picture) -> PixelDifference:
-    """Return the difference between an encoded picture and the same one drawn again. Raise BadImage."""
+    """Return the difference between an encoded picture, which may be hostile, and the same one drawn again.
+
+    Raises:
+        InvalidRequest: The picture cannot be decoded.
+    """
     from PIL import Image, ImageChops
 
-    from bottega.codec import images
-
-    first, _mode = images.load(data, "RGBA")
-    second = Image.open(io.BytesIO(again.data)).convert("RGBA")
+    try:
+        first = Image.open(io.BytesIO(data), formats=FORMATS).convert("RGBA")
+    except Exception:  # noqa: BLE001 - Pillow's plugins raise whatever they meet in a broken file
+        raise InvalidRequest("the picture cannot be decoded: the file is damaged") from None
+    second = again.pil().convert("RGBA")
     if first.size != second.size:
         return PixelDifference(sizes=(first.size, second.size))
     counts = ImageChops.difference(first, second).histogram()

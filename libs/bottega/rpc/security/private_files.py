@@ -22,6 +22,9 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _BY_GROUP = stat.S_IRGRP
 _CREDENTIALS = "CREDENTIALS_DIRECTORY"
 
+FILES_OF_UNITS = "/run/credentials/"
+"""Beginning of the paths of files that systemd gives to a unit (LoadCredential), and that exist while it runs."""
+
 FileState = tuple[int, int, int, int]
 """A value that changes when a file changes."""
 
