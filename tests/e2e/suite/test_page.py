@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tests.support.browser import Tab, chromium, opened, running_browser
 from tests.support.running_http import running_http
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config
 from tests.support.tenants import add_tenant
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -44,7 +46,7 @@ def url(http: Service) -> str:
     return f"http://{http.address}/"
 
 
-async def test_the_keyboard_alone_draws_with_previews_and_again(browser: Browser, url: str) -> None:
+async def test_the_keyboard_alone_draws_and_draws_again(browser: Browser, url: str) -> None:
     async with opened(browser, url) as tab:
         page, keyboard = tab.page, tab.page.keyboard
         await _tab_to(tab, "Skip to the content")
@@ -56,10 +58,9 @@ async def test_the_keyboard_alone_draws_with_previews_and_again(browser: Browser
         await _tab_to(tab, "Steps, guidance, size and more")
         await keyboard.press("Enter")
         await _tab_to(tab, "Steps")
-        await keyboard.type("80")
+        await keyboard.type("6")
         await _tab_to(tab, "Draw")
         await keyboard.press("Enter")
-        await page.wait_for_selector("img.preview")
         await page.wait_for_selector(".stage figure img")
         assert await page.get_by_role("status").inner_text() == "The picture is ready."
         assert await _focused(tab) == "Draw", "the button keeps the focus"
@@ -74,7 +75,7 @@ async def test_the_keyboard_alone_draws_with_previews_and_again(browser: Browser
         await keyboard.press("Enter")
         await page.get_by_role("button", name="Draw").wait_for()
         assert await page.get_by_label("Seed", exact=True).input_value() == "7"
-        assert await page.locator("#f-bottega-num-inference-steps").input_value() == "80"
+        assert await page.locator("#f-bottega-num-inference-steps").input_value() == "6"
 
 
 async def _tab_to(tab: Tab, name: str, *, back: bool = False) -> None:
@@ -204,9 +205,8 @@ async def tenants(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Te
     with Services(folder) as services:
         gateway = services.start("gateway", config, name="gateway")
         worker = ScriptedWorker("w1", gateway.fleet)
-        image = io.BytesIO()
-        PIL.Image.new("RGB", (64, 64), "teal").save(image, "PNG")
-        worker.script.picture = lambda _: image.getvalue()
+        picture = _encoded("PNG")
+        worker.script.picture, worker.script.preview = (lambda _: picture), _encoded("JPEG")
         await worker.start(join_timeout_s=60.0)
         async with running_http(gateway.address, fleet=gateway.fleet, gateway_wait_s=0.2) as door:
             yield _Tenants(
@@ -219,6 +219,12 @@ async def tenants(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Te
                 config=config,
             )
         await worker.die()
+
+
+def _encoded(kind: str) -> bytes:
+    image = io.BytesIO()
+    PIL.Image.new("RGB", (64, 64), "teal").save(image, kind)
+    return image.getvalue()
 
 
 async def _sign_in(tab: Tab, key: str) -> None:
@@ -246,7 +252,7 @@ async def test_two_tenants_see_their_own_jobs_and_a_wrong_key_is_said(browser: B
         assert await page.evaluate("() => Object.keys(localStorage).length + Object.keys(sessionStorage).length") == 0
 
 
-async def test_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenants: _Tenants) -> None:
+async def test_previews_come_and_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenants: _Tenants) -> None:
     script = tenants.worker.script
     script.hold_at = 2
     async with opened(browser, tenants.url, may_complain=True) as tab:
@@ -256,6 +262,10 @@ async def test_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenan
         await page.get_by_label("Prompt", exact=True).fill("a patient star")
         await page.get_by_role("button", name="Draw").click()
         await page.get_by_text("Step 2 of 30").wait_for()
+        await eventually(lambda: bool(tenants.worker.previewed), "the page to ask for previews")
+        held, script.hold_at, script.release = script.release, 4, asyncio.Event()
+        held.set()
+        await page.wait_for_selector("img.preview")
         tenants.gateway.kill()
         await page.locator(".banner").wait_for()
         await page.get_by_text("The connection is interrupted.").wait_for()
