@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import PIL.Image
 import torch
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from bottega import kinds
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
@@ -28,7 +29,7 @@ from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.device_links.tensor_messages import DTYPES
 from bottega.engine.engine import Engine
-from bottega.engine.events import CachedStart, ImageDrawn, JobFailed, JobFinished
+from bottega.engine.events import ImageDrawn, JobFailed, JobFinished
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import LoraSpec, ResolvedSpec
@@ -38,7 +39,7 @@ from bottega.miniature import WEIGHTS
 from bottega.model.model import load_model
 from bottega.v1.cache_pb2 import CacheOrder, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity, GenerationSpec
+from bottega.v1.generation_pb2 import FIDELITY_BALANCED, CacheUse, Fidelity, GenerationSpec
 from load.bench.local_loras import LocalLoras
 
 GUIDANCE_SCALE = 4.0
@@ -78,7 +79,7 @@ class Drawn:
 
     ask: Ask
     pictures: tuple[PIL.Image.Image, ...]
-    starts: tuple[CachedStart | None, ...]
+    starts: tuple[CacheUse | None, ...]
     """Of each picture; None of one that was drawn from noise."""
 
     @property
@@ -87,7 +88,7 @@ class Drawn:
         return self.pictures[0]
 
     @property
-    def start(self) -> CachedStart | None:
+    def start(self) -> CacheUse | None:
         """The first picture's start."""
         return self.starts[0]
 
@@ -97,7 +98,7 @@ class KeptPictures:
     """Pictures of one ask, and what each started from."""
 
     pictures: tuple[PIL.Image.Image, ...]
-    starts: tuple[CachedStart | None, ...]
+    starts: tuple[CacheUse | None, ...]
 
 
 class PictureFolder:
@@ -135,7 +136,7 @@ class PictureFolder:
         for place, each in enumerate(drawn):
             for image, picture in enumerate(each.pictures):
                 picture.save(self._picture(place, image))
-        starts = [[None if start is None else asdict(start) for start in each.starts] for each in drawn]
+        starts = [[None if start is None else MessageToDict(start) for start in each.starts] for each in drawn]
         file = self._file(self._next)
         part = file.with_suffix(".part")
         part.write_text(json.dumps({"asks": list(asks), "starts": starts}), encoding="utf-8")
@@ -147,7 +148,7 @@ class PictureFolder:
         for image in range(len(starts)):
             with PIL.Image.open(self._picture(place, image)) as picture:
                 pictures.append(picture.copy())
-        found = [None if start is None else CachedStart(**start) for start in starts]  # type: ignore[arg-type]
+        found = [None if start is None else ParseDict(start, CacheUse()) for start in starts]
         return KeptPictures(pictures=tuple(pictures), starts=tuple(found))
 
     def _file(self, batch: int) -> Path:
@@ -248,7 +249,7 @@ class CachedEngine:
         """Draw without looking at kept pictures, and keep none."""
         left = list(enumerate(asks))[::-1]
         pictures: dict[object, dict[int, PIL.Image.Image]] = {}
-        starts: dict[object, dict[int, CachedStart]] = {}
+        starts: dict[object, dict[int, CacheUse]] = {}
         drawing = 0
         while left or drawing:
             while left and drawing < _AT_ONCE:
@@ -260,7 +261,7 @@ class CachedEngine:
                     case ImageDrawn():
                         pictures.setdefault(event.key, {})[event.index] = PIL.Image.fromarray(event.pixels.numpy())
                     case JobFinished():
-                        starts[event.key] = {start.image: start for start in event.record.cached_starts}
+                        starts[event.key] = {start.image: start for start in event.record.provenance.cached_starts}
                         drawing -= 1
                     case JobFailed():
                         raise event.error

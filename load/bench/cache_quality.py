@@ -178,7 +178,7 @@ def _skipped(drawn: Drawn) -> int:
 def _entry_picture(engine: CachedEngine, drawn: Drawn) -> PIL.Image.Image:
     """Return the picture of the most similar prompt, as plain retrieval would."""
     assert drawn.start is not None, "it started from a latent"
-    details = engine.store.entry(parse_start(drawn.start.name)[0])
+    details = engine.store.entry(parse_start(drawn.start.entry)[0])
     assert details is not None, "the store has room for all"
     assert details.picture is not None, "it is whole"
     return PIL.Image.fromarray(details.picture)

@@ -214,7 +214,7 @@ def engine(*, model: str, sparse: bool, token: int = TOKEN) -> Answer:
     from bottega.addons.edits.engine.addon import EngineEdits
     from bottega.addons.edits.engine.recordings.source import MemoryActivations
     from bottega.engine.engine import Engine
-    from bottega.engine.events import EditRecord, Event, JobStarted
+    from bottega.engine.events import Event, JobStarted
     from bottega.engine.limits import EngineLimits
     from load.bench.engine_runs import accelerate, edit_order, load_bench_model, run_orders
 
@@ -244,11 +244,11 @@ def engine(*, model: str, sparse: bool, token: int = TOKEN) -> Answer:
         seconds = perf_counter() - began_s
         if latent:
             save_file({LATENT: requests[0].latent.contiguous()}, latent)
-        edited = record.edit or EditRecord()
+        edited = record.provenance
         return {
             "seconds": seconds,
             "denoise_s": record.seconds["denoise"] + record.seconds["batch"],
-            "computed_share": edited.computed_share or 1.0,
+            "computed_share": edited.mask.computed_share or 1.0,
             "reused": edited.blocks_reused / edited.blocks_total if edited.blocks_total else 0.0,
         }
 

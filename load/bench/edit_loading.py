@@ -276,10 +276,10 @@ class EditLoading:
         record = run_orders(self._engines[place], [order])["edit"]
         seconds = perf_counter() - began_s
         since = {name: count - before.get(name, 0) for name, count in edits.counts.items()}
-        edited = record.edit
+        edited = record.provenance
         return {
             "steps_s": seconds - record.seconds["encode"] - record.seconds["decode"],
-            "reused": edited.blocks_reused / edited.blocks_total if edited and edited.blocks_total else 0.0,
+            "reused": edited.blocks_reused / edited.blocks_total if edited.blocks_total else 0.0,
             "loaded": since["blocks_loaded"],
             "recomputed": since["blocks_recomputed"],
             "waited_s": since["load_wait_ms"] / 1000,

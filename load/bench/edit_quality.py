@@ -32,12 +32,13 @@ from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.codec import edits
 from bottega.codec.pixels import MaskOrder, Overlay
 from bottega.engine.engine import Engine
-from bottega.engine.events import EditRecord, ImageDrawn, JobFailed, JobFinished
+from bottega.engine.events import ImageDrawn, JobFailed, JobFinished
 from bottega.engine.limits import EngineLimits
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene
 from bottega.model.model import Model
 from bottega.quality import oracle
+from bottega.v1.generation_pb2 import Provenance
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_cases import EditCase, Template, edits_of, templates
 from load.bench.edit_model import EDIT_SHAPE, square_mask, template
@@ -81,7 +82,7 @@ class Edited:
     case: EditCase
     picture: PIL.Image.Image
     """As Diffusers gives it, without the image's own pixels."""
-    record: EditRecord
+    record: Provenance
     """Empty of an exact edit."""
     denoise_s: float
 
@@ -137,8 +138,7 @@ class EditEngine:
                         record = event.record
                     case JobFailed():
                         raise event.error
-        edit = record.edit or EditRecord()
-        return Edited(case=case, picture=picture, record=edit, denoise_s=record.seconds["denoise"])
+        return Edited(case=case, picture=picture, record=record.provenance, denoise_s=record.seconds["denoise"])
 
 
 class StockEdits:
@@ -248,7 +248,7 @@ def _compare(
     """Draw a first edit of a template, and then, with what was recorded, the others one after the other."""
     first, *later = cases
     recording = engine.draw(first, steps=steps)
-    assert recording.record.recorded, f"the first edit was not recorded: {recording.record}"
+    assert recording.record.mask.recorded, f"the first edit was not recorded: {recording.record}"
     masked = [engine.draw(case, steps=steps) for case in later]
     recorded = stock.draws(first)
     full, exact = stock.draw(later, steps, recorded), stock.draw(later, steps)
@@ -372,7 +372,7 @@ def _fill(sheet: Sheet, model: Model, compared: Sequence[Compared]) -> None:
     bar = f"at least {WANTED_REUSE:g}"
     what = "blocks that were computed for masked tokens alone"
     sheet.figure(what, reused, "{:.3f}", key="blocks_reused_share", bar=bar)
-    computed = mean(each.computed_share or 1.0 for each in records)
+    computed = mean(each.mask.computed_share or 1.0 for each in records)
     sheet.figure("tokens that they computed", computed, key="computed_share")
     bar, what = f"at least {WANTED_INSIDE:g}", "SSIM with the full computation, in the dilated mask"
     sheet.figure(what, inside, "{:.4f}", key="ssim_inside", bar=bar)

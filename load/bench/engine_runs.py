@@ -103,7 +103,7 @@ def run_orders(engine: Engine, orders: Sequence[EngineOrder]) -> Mapping[Hashabl
 
 def reused_share(records: Sequence[EngineRecord]) -> float:
     """Return the share of the edits' transformer blocks that were computed for masked tokens alone."""
-    edits = [record.edit for record in records if record.edit is not None]
+    edits = [record.provenance for record in records]
     total = sum(edit.blocks_total for edit in edits)
     return sum(edit.blocks_reused for edit in edits) / total if total else 0.0
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from bottega.addons.edits.engine.loading.times import WorkFit
-from bottega.addons.edits.planning import BlockCost, plan_step
+from bottega.addons.edits.planning import BlockCost, plan_steps
 from bottega.engine.batcher import Batcher
 from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
@@ -179,7 +179,8 @@ class FleetCosts:
         """Return the seconds of one turn, some rows of which load what they do not compute: the exact plan's end."""
         full, masked = self.turns.seconds(rows) / _BLOCKS, self.turns.seconds(row_equivalents) / _BLOCKS
         load = self.load_share * self.turns.row_s * loaded / _BLOCKS
-        return plan_step([BlockCost(name="", full_s=full, masked_s=masked, load_s=load)] * _BLOCKS).compute_s
+        blocks = [BlockCost(name="", full_s=full, masked_s=masked, load_s=load)] * _BLOCKS
+        return plan_steps([blocks], most_states=None)[0].compute_s
 
     def times(self) -> StepTimes:
         """Return the seconds of plain rows, as workers report them."""

@@ -18,7 +18,7 @@ import PIL.Image
 import torch
 
 from bottega.addons.edits.config import EditsConfig
-from bottega.engine.events import EditRecord, EngineRecord
+from bottega.engine.events import EngineRecord
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import EditSpec
 from bottega.worker.engine.runtime import Runtime
@@ -47,13 +47,13 @@ def measure(rig: Rig) -> Sequence[Figure]:
     group = "Edits, times as fast as Diffusers' inpainting"
     for share, (seconds, record) in ours.items():
         name, label = f"edit_{share * 100:02.0f}", f"steps of an edit, mask of {share:g}"
-        edit = record.edit or EditRecord()
+        edit = record.provenance
         reused = edit.blocks_reused / edit.blocks_total if edit.blocks_total else 0.0
         at_least = WANTED if share == WANTED_SHARE else None
         figures += [
             rig.wanted(Figure(name, label, their_s / seconds, "x", group, at_least=at_least)),
             Figure(f"{name}_reused", "  of its transformer blocks, computed in part", reused),
-            Figure(f"{name}_computed", "  of its tokens, computed", edit.computed_share or 1.0),
+            Figure(f"{name}_computed", "  of its tokens, computed", edit.mask.computed_share or 1.0),
         ]
     return figures
 

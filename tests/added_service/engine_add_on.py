@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from bottega.engine.addon import EngineAddOn, EngineAddOnContext, JobAddOn
 from bottega.engine.encode import Conditions
@@ -61,5 +60,5 @@ class JobColours(JobAddOn):
         self._store = store
         self.decision = messages.ColourDecision(store=store).SerializeToString() if store else None
 
-    def report(self, record: EngineRecord) -> EngineRecord:
-        return replace(record, seconds={**record.seconds, KIND: self._waited_s})
+    def report(self, record: EngineRecord) -> None:
+        record.seconds[KIND] = self._waited_s

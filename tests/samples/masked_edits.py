@@ -11,12 +11,12 @@ from torch import Tensor
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.engine.addon import EngineAddOn
-from bottega.engine.events import EditRecord
 from bottega.engine.job import EngineOrder
 from bottega.engine.latent_step import Edit
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
+from bottega.v1.generation_pb2 import Provenance
 from tests.samples.edits import box_mask, edit_order, template
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
@@ -101,10 +101,10 @@ def edited(drawing: Drawing) -> Edit:
     return edit
 
 
-def edit_record(desk: EditDesk, order: EngineOrder) -> EditRecord:
+def edit_record(desk: EditDesk, order: EngineOrder) -> Provenance:
     """Of an edit that it draws."""
-    record = desk.draw(order).record.edit
-    assert record is not None
+    record = desk.draw(order).record.provenance
+    assert record.HasField("mask")
     return record
 
 

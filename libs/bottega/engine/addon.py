@@ -136,9 +136,8 @@ class JobAddOn:
         """Return the spans for the trace of the job, which has ended."""
         return ()
 
-    def report(self, record: EngineRecord) -> EngineRecord:
-        """Return a copy of the job's record with what this add-on knows about the job."""
-        return record
+    def report(self, record: EngineRecord) -> None:
+        """Add what this add-on knows about the job to its record."""
 
     def finish(self, record: EngineRecord) -> None:
         """Handle the end of a job that was reported as finished, with its complete record."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from bottega.device.device import HostCopy, Span
 from bottega.engine.addon import Parts
 from bottega.engine.checkpoint import SavedJob
-from bottega.engine.events import CutText, Decisions, EngineRecord, PairRecord
+from bottega.engine.events import CutText, Decisions, EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.parallel.pair import PairPrediction
 from bottega.engine.parallel.remote_rows import RemoteJob
@@ -23,6 +23,7 @@ from bottega.errors import NotFinite
 from bottega.fair_order import Share
 from bottega.model.rows import Row
 from bottega.model.vae import VaeDecoder
+from bottega.v1.generation_pb2 import Provenance, Truncation
 
 # A checkpoint is due after at most this share of a job's steps, so that short jobs have checkpoints too.
 _CHECKPOINT_SHARE = 0.1
@@ -101,14 +102,10 @@ class EngineJob:
     """Whether `device_s` includes encoding."""
     remote_job: RemoteJob | None = None
     """What the other worker of a pair needs to know of the job; None if it may compute no rows."""
-    pair: PairRecord | None = None
-    """What the other worker of a pair computed; None if no rows were offloaded."""
+    provenance: Provenance = field(default_factory=Provenance)
+    """Facts for its record: how its images were decoded, and what the other worker of a pair computed."""
     inputs: list[InputCheck] = field(default_factory=list)
     """Checks of prompts and pictures whose results have not been read."""
-    vae_dtype: str = ""
-    """Data type in which its images were decoded; "" before the first."""
-    vae_tiled: bool = False
-    """Whether any of its images was decoded in tiles."""
     decoded_as_stock: bool = True
     """Whether all of its images so far were decoded as stock Diffusers does."""
     shared_in_half_precision: bool = False
@@ -205,8 +202,8 @@ class EngineJob:
 
     def note_decoding(self, decoder: VaeDecoder, *, tiled: bool) -> None:
         """Record how one of its images was decoded."""
-        self.vae_dtype = decoder.dtype_name
-        self.vae_tiled |= tiled
+        self.provenance.vae_dtype = decoder.dtype_name
+        self.provenance.vae_tiled |= tiled
         self.decoded_as_stock &= not tiled and decoder.dtype == decoder.stock_dtype
 
     def note_step(self, request: Request, *, group_requests: int, shared: bool) -> None:
@@ -247,13 +244,11 @@ class EngineJob:
         taken_back = sum(request in prediction.taken_back for request in self.requests)
         if not steps and not taken_back:
             return
-        before = self.pair or PairRecord(worker=worker, steps=0, taken_back_steps=0, waited_s=0.0)
-        self.pair = PairRecord(
-            worker=worker,
-            steps=before.steps + steps,
-            taken_back_steps=before.taken_back_steps + taken_back,
-            waited_s=before.waited_s + prediction.peer_wait_s,
-        )
+        pair = self.provenance.pair
+        pair.worker = worker
+        pair.steps += steps
+        pair.taken_back_steps += taken_back
+        pair.waited_s += prediction.peer_wait_s
 
     def active_parts(self, row: Row) -> tuple[int, ...]:
         """Return what is active in a row, as `active_in` of each add-on of the remote job returns it."""
@@ -276,18 +271,19 @@ class EngineJob:
     def record(self) -> EngineRecord:
         """Return the record of the job, whose work on the device is done."""
         self.seconds["encode"] = sum(span.seconds for span in self.encodings)
-        record = EngineRecord(
+        facts = Provenance(
             begin_step=self.requests[0].begin,
-            truncations=self.truncations,
-            seconds=self.seconds,
+            truncations=[Truncation(field=cut.field, text=cut.text, encoders=cut.encoders) for cut in self.truncations],
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
-            pair=self.pair,
-            vae_dtype=self.vae_dtype,
-            vae_tiled=self.vae_tiled,
-            decoded_as_stock=self.decoded_as_stock,
-            shared_in_half_precision=self.shared_in_half_precision,
             device_s=self.device_s,
         )
+        facts.MergeFrom(self.provenance)
+        record = EngineRecord(
+            provenance=facts,
+            seconds=self.seconds,
+            decoded_as_stock=self.decoded_as_stock,
+            shared_in_half_precision=self.shared_in_half_precision,
+        )
         for part in self.addons.values():
-            record = part.report(record)
+            part.report(record)
         return record

@@ -13,7 +13,6 @@ import torch
 from diffusers import ControlNetModel
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
-from bottega.engine.events import PairRecord
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.parallel import pair
@@ -23,6 +22,7 @@ from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.model.schedulers import SamplerKind
 from bottega.transport import LinkCounters
+from bottega.v1.generation_pb2 import PairUse
 from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
@@ -78,10 +78,10 @@ def leader(model: Model, peer: Leader) -> ManualEngine:
     return ManualEngine(make_engine(model, TOGETHER, peer=peer))
 
 
-def pair_of(drawing: Drawing) -> PairRecord:
+def pair_of(drawing: Drawing) -> PairUse:
     """What the follower did for it; it must have been lent something."""
-    assert drawing.record.pair is not None
-    return drawing.record.pair
+    assert drawing.record.provenance.HasField("pair")
+    return drawing.record.provenance.pair
 
 
 @pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M, SamplerKind.DDIM])
@@ -109,13 +109,13 @@ def test_a_mixed_group_ends_as_stock_does_and_only_rows_that_may_be_lent_are(
         for index in range(order.spec.num_images):
             assert_close(drawings[key].latents[index], stock.reference(order.spec, index=index).latent)
     assert pair_of(drawings["two"]).steps > 0
-    assert drawings["plain"].record.pair is None
-    assert drawings["kept"].record.pair is None
+    assert not drawings["plain"].record.provenance.HasField("pair")
+    assert not drawings["kept"].record.provenance.HasField("pair")
 
 
 def test_nothing_is_lent_while_requests_queue(model: Model, easel: ManualEngine, peer: Leader) -> None:
     easel.engine.set_backlog(1)
-    assert easel.draw(EngineOrder(key="a", spec=PLAIN)).record.pair is None
+    assert not easel.draw(EngineOrder(key="a", spec=PLAIN)).record.provenance.HasField("pair")
     easel = leader(model, peer)
     easel.engine.set_backlog(1)
     easel.engine.set_backlog(0)
@@ -127,7 +127,7 @@ def test_a_follower_with_something_of_its_own_to_do_is_left_alone(
 ) -> None:
     follower.busy = True
     wait_until(lambda: not peer.free, "the follower to say so")
-    assert easel.draw(EngineOrder(key="a", spec=PLAIN)).record.pair is None
+    assert not easel.draw(EngineOrder(key="a", spec=PLAIN)).record.provenance.HasField("pair")
     follower.busy = False
     wait_until(lambda: peer.free, "the follower to say so")
     assert pair_of(leader(model, peer).draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
@@ -227,7 +227,7 @@ def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
     easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
     alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
     drawing = easel.draw(controlled())
-    assert drawing.record.pair is None
+    assert not drawing.record.provenance.HasField("pair")
     assert_close(drawing.latents[0], alone.draw(controlled()).latents[0])
 
 
@@ -259,16 +259,16 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
         easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
         drawing = easel.submit(order)
         plain = easel.submit(EngineOrder(key="plain", spec=replace(PLAIN, num_inference_steps=30)))
-        while plain.job is None or drawing.job is None or drawing.job.pair is None:
+        while plain.job is None or drawing.job is None or not drawing.job.provenance.HasField("pair"):
             easel.turn()
             assert not drawing.ended
         theirs.lost = lost
         easel.turn()  # its last lent row is late
-        shared, done = drawing.job.pair.steps, drawing.job.steps_done
+        shared, done = drawing.job.provenance.pair.steps, drawing.job.steps_done
         for _ in range(4):
             easel.turn()
         assert drawing.job.steps_done == done + 4
-        assert drawing.job.pair.steps == shared
+        assert drawing.job.provenance.pair.steps == shared
         assert follower.forwards > shared, "the other job's rows still go there"
         theirs.lost = False
         easel.run()
@@ -329,7 +329,7 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
         wait_until(lambda: not theirs.open, "the follower to let go of them")
         peer.stop()
     lora_weights(easel.engine).restore()
-    assert [each.from_step for each in drawing.record.loras] == [4, 4]
+    assert [each.from_step for each in drawing.record.provenance.loras] == [4, 4]
     spec = replace(PLAIN, num_inference_steps=9)
     assert_close(drawing.latents[0], styled_latent(pipeline, spec, scales, 4))
     assert pair_of(drawing).steps > 5
@@ -347,7 +347,7 @@ def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
         drawing = easel.draw(EngineOrder(key="a", spec=replace(PLAIN, loras=(lora_spec("outline"),))))
         peer.stop()
     lora_weights(easel.engine).restore()
-    assert drawing.record.pair is None
+    assert not drawing.record.provenance.HasField("pair")
     assert_close(drawing.latents[0], styled_latent(pipeline, PLAIN, {"outline": 1.0}))
 
 
@@ -367,6 +367,6 @@ def test_in_half_precision_rows_at_the_follower_are_said_to_be_shared_and_some_a
         peer.stop()
     assert pair_of(lent).steps > 0
     assert lent.record.shared_in_half_precision
-    assert alone.record.pair is None
+    assert not alone.record.provenance.HasField("pair")
     assert not alone.record.shared_in_half_precision
     assert torch.equal(alone.latents[0], Stock(small_model(), dtype=torch.bfloat16).reference(PLAIN).latent)

@@ -39,6 +39,6 @@ def test_a_pair_draws_the_same_picture_from_a_latent(model: Model) -> None:
         finally:
             peer.stop()
     assert_close(drawing.latents[0], alone.latents[0])
-    assert [start.from_step for start in drawing.record.cached_starts] == [5]
-    assert drawing.record.pair is not None
-    assert drawing.record.pair.steps >= 2
+    assert [start.from_step for start in drawing.record.provenance.cached_starts] == [5]
+    assert drawing.record.provenance.HasField("pair")
+    assert drawing.record.provenance.pair.steps >= 2

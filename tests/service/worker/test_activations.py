@@ -16,12 +16,12 @@ from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.loading.planner import LoadPlanner, LoadPolicy
 from bottega.addons.edits.planning import BlockCost, StepPlan, follow
 from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
-from bottega.engine.events import EditRecord
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.model.model import Model
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import ActivationsOrder
+from bottega.v1.generation_pb2 import Provenance
 from tests.samples.masked_edits import RIGHT, SPEC, masked_order
 from tests.samples.small_model import small_model
 from tests.support.activation_hosts import HostOffers, StoreHost, StoreProcess
@@ -105,9 +105,9 @@ def desks(model: Model, tmp_path: Path) -> Iterator[Desks]:
         yield Desks(model, tmp_path, stack)
 
 
-def edit_of(drawing: Drawing) -> EditRecord:
-    assert drawing.record.edit is not None
-    return drawing.record.edit
+def edit_of(drawing: Drawing) -> Provenance:
+    assert drawing.record.provenance.HasField("mask")
+    return drawing.record.provenance
 
 
 def assert_close(drawing: Drawing, expected: Drawing) -> None:
@@ -127,14 +127,14 @@ def test_another_worker_draws_the_same_picture_as_the_one_that_has_recorded(desk
     host = desks.host(unix=unix)
     first = desks.desk(host)
     recorded = edit_of(first.draw(FIRST))
-    assert recorded.recorded
+    assert recorded.mask.recorded
     first.wait_sent()
     in_memory = first.draw(SECOND)
     other = desks.desk(host)
     stored = other.draw(SECOND)
     assert torch.equal(stored.latents[0], in_memory.latents[0])
     assert (edit_of(stored).blocks_reused, edit_of(stored).blocks_total) == (BLOCKS, BLOCKS)
-    assert edit_of(stored).recording == edit_of(in_memory).recording
+    assert edit_of(stored).mask.recording == edit_of(in_memory).mask.recording
     at_store = {(span.track, span.name): span for span in stored.trace.spans if span.service == "store"}
     assert {("look-ups", "search"), ("waits", "wait for its turn"), ("waits", "wait to be sent")} <= at_store.keys()
     assert (("sections", "send") in at_store) is not unix
@@ -182,7 +182,7 @@ def test_what_an_edit_elsewhere_completes_all_workers_have(desks: Desks) -> None
     second = desks.desk(host)
     second.draw(SECOND)
     completing = second.draw(replace(ELSEWHERE, key="completing"))
-    assert edit_of(completing).computed_share
+    assert edit_of(completing).mask.computed_share
     host.store.flush(20.0)
     third = desks.desk(host)
     again = third.draw(ELSEWHERE)
@@ -216,7 +216,7 @@ def test_a_store_that_is_killed_while_it_is_given_a_recording_serves_nothing_tor
     process = desks.process()
     other = desks.desk(process)
     drawing = other.draw(AGAIN)
-    assert edit_of(drawing).recorded, "the store has nothing of it"
+    assert edit_of(drawing).mask.recorded, "the store has nothing of it"
     assert torch.equal(drawing.latents[0], recorded.latents[0])
 
 
@@ -257,7 +257,7 @@ def test_a_tenant_has_nothing_of_another(desks: Desks) -> None:
     first.draw(of(FIRST, "one"))
     first.wait_sent()
     other = desks.desk(host)
-    assert edit_of(other.draw(of(SECOND, "two"))).recorded
+    assert edit_of(other.draw(of(SECOND, "two"))).mask.recorded
     other.wait_sent()
     third = desks.desk(host)
     assert edit_of(third.draw(of(SECOND, "one"))).blocks_reused == BLOCKS

@@ -134,18 +134,18 @@ def test_a_picture_is_recorded_found_by_another_job_and_pinned_until_it_is_gone(
     assert (entry.parameters.prompt, entry.parameters.seed, entry.parameters.model) == (SPEC.prompt, 5, "m")
 
     second = desk.draw(cached(replace(ORDER, key="second", spec=replace(SPEC, seed=6))))
-    (start,) = second.record.cached_starts
-    assert (start.name, start.from_step) == (format_start(entry.entry, 8), 7)
+    (start,) = second.record.provenance.cached_starts
+    assert (start.entry, start.from_step) == (format_start(entry.entry, 8), 7)
     # The answer came when the picture had made its first step.
     assert start.skipped_steps <= 7
     wait_until(lambda: desk.store.statistics().steps_skipped == start.skipped_steps, "the cache to be told")
     assert start.similarity == pytest.approx(1.0, abs=1e-3)
 
-    name = start.name
+    name = start.entry
     pinned = cached(replace(ORDER, key="third", spec=replace(SPEC, seed=6)), pin=name)
     third = desk.draw(pinned)
     assert torch.equal(third.latents[0], second.latents[0])
-    assert [each.name for each in third.record.cached_starts] == [name]
+    assert [each.entry for each in third.record.provenance.cached_starts] == [name]
 
     assert list(at_cache(first)) == ["search", "select"]
     assert list(at_cache(second)) == ["search", "select", "read from the disk"]
@@ -169,7 +169,7 @@ def test_a_picture_with_loras_starts_from_what_was_recorded_without_where_the_ca
     for bound, step in ((7, None), (10, 8)):
         styled = replace(SPEC, seed=6, loras=(lora_spec("ink", bound=bound),))
         drawing = desk.draw(cached(replace(ORDER, key=("styled", bound), spec=styled), record=False))
-        starts = [(start.name, start.without_loras) for start in drawing.record.cached_starts]
+        starts = [(start.entry, start.without_loras) for start in drawing.record.provenance.cached_starts]
         assert starts == ([] if step is None else [(format_start(entry.entry, step), True)])
 
 

@@ -108,7 +108,7 @@ def test_a_job_from_a_picture_ends_as_an_unbroken_one(
     order = EngineOrder(key=1, spec=replace(SPEC, strength=0.7, sampler=kind), image=source)
     left = cut(model, order, 4)
     assert left.steps_done == 4  # of seven: the first four of the schedule are skipped
-    assert assert_resumes(easel, order, left).record.begin_step == 4
+    assert assert_resumes(easel, order, left).record.provenance.begin_step == 4
 
 
 def test_a_resumed_job_can_be_cut_again(model: Model, easel: ManualEngine) -> None:
@@ -125,7 +125,7 @@ def test_beside_others_a_resumed_job_ends_as_an_unbroken_one(model: Model, easel
     others = [EngineOrder(key=seed, spec=replace(SPEC, seed=seed)) for seed in (5, 6)]
     together = ManualEngine(make_engine(model, EngineLimits(max_wait_turns=0)))
     drawings = together.run({0: [*others, replace(order, checkpoint=left.data)]})
-    assert drawings["resumed"].record.mean_group_requests > 1
+    assert drawings["resumed"].record.provenance.mean_group_requests > 1
     assert_close(drawings["resumed"].latents[0], easel.draw(order).latents[0])
 
 

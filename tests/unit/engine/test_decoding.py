@@ -55,15 +55,15 @@ def test_a_picture_of_many_times_the_models_own_size_is_the_one_of_stock(model: 
     drawing = draw(model, LARGE)
     assert_same_image(drawing.pixels[0], stock.reference(LARGE).pixels)
     assert drawing.record.decoded_as_stock
-    assert not drawing.record.vae_tiled
-    assert drawing.record.vae_dtype == "float32"
+    assert not drawing.record.provenance.vae_tiled
+    assert drawing.record.provenance.vae_dtype == "float32"
 
 
 def test_an_operator_may_have_large_pictures_decoded_in_tiles_which_is_said(model: Model, stock: Stock) -> None:
     settings = VaeSettings(tile_pixels=2 * SIZE * SIZE)
     decoder = make_decoder(model.vae, device=model.device, dtype=model.dtype, settings=settings)
     tiled = draw(replace(model, decoder=decoder), LARGE)
-    assert tiled.record.vae_tiled
+    assert tiled.record.provenance.vae_tiled
     assert not tiled.record.decoded_as_stock
     assert levels_off(tiled.pixels[0], stock.reference(LARGE).pixels) > 1
     small = draw(replace(model, decoder=decoder))
@@ -88,7 +88,7 @@ def test_what_the_device_has_no_memory_for_is_decoded_in_tiles_which_is_said(mod
         drawing = easel.draw(EngineOrder(key=1, spec=LARGE))
         own = easel.draw(EngineOrder(key=2, spec=SPEC))
     assert isinstance(drawing.events[-1], JobFinished)
-    assert drawing.record.vae_tiled
+    assert drawing.record.provenance.vae_tiled
     assert not drawing.record.decoded_as_stock
     assert own.record.decoded_as_stock
 
@@ -103,7 +103,7 @@ def cpu_with(model: Model, available: list[int]) -> ManualEngine:
 def test_what_a_cpu_has_no_memory_for_is_decoded_in_tiles_which_is_said(model: Model, stock: Stock) -> None:
     easel = cpu_with(model, [2 * GIB])
     drawing = easel.draw(EngineOrder(key=1, spec=LARGE))
-    assert drawing.record.vae_tiled
+    assert drawing.record.provenance.vae_tiled
     assert not drawing.record.decoded_as_stock
     own = easel.draw(EngineOrder(key=2, spec=SPEC))
     assert own.record.decoded_as_stock
@@ -139,7 +139,7 @@ def test_an_element_type_that_stock_would_not_decode_in_is_said(
     half = load(small_model(), dtype=getattr(torch, dtype))
     decoder = make_decoder(half.vae, device=half.device, dtype=half.dtype, settings=VaeSettings(dtype=wanted))
     drawing = draw(replace(half, decoder=decoder))
-    assert drawing.record.vae_dtype == wanted
+    assert drawing.record.provenance.vae_dtype == wanted
     assert drawing.record.decoded_as_stock == as_stock
 
 

@@ -106,7 +106,7 @@ def test_a_request_beside_others_strays_little_further_than_the_element_type_doe
         {0: [EngineOrder(key=key, spec=spec) for key, spec in enumerate(specs)]}
     )
     for key, spec in enumerate(specs):
-        assert drawings[key].record.mean_group_requests > 1.5
+        assert drawings[key].record.provenance.mean_group_requests > 1.5
         theirs, exact = half.stock.reference(spec).latent.float(), whole.reference(spec).latent
         assert 0 < deviation(theirs, exact) < 0.1
         assert deviation(drawings[key].latents[0].float(), theirs) <= STRAY * deviation(theirs, exact)

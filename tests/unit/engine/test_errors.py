@@ -127,7 +127,7 @@ def test_a_job_that_overflows_does_not_touch_those_beside_it(
     assert isinstance(bad.error, NotFinite)
     for drawing in good:
         assert_right(drawing, right)
-        assert drawing.record.mean_group_requests > 1
+        assert drawing.record.provenance.mean_group_requests > 1
 
 
 def test_after_a_turn_that_failed_everyone_goes_on_alone(
@@ -274,6 +274,6 @@ def test_prompts_of_300_words_are_cut_as_in_diffusers_and_the_record_says_so(
     spec = replace(SPEC, num_inference_steps=3, **texts)
     drawing = easel.draw(EngineOrder(key=0, spec=spec))
     assert_same_image(drawing.pixels[0], stock.reference(spec).pixels)
-    cut = {cut.field: (cut.text.split(), cut.encoders) for cut in drawing.record.truncations}
+    cut = {cut.field: (cut.text.split(), tuple(cut.encoders)) for cut in drawing.record.provenance.truncations}
     encoders = ("text_encoder_2",) if "prompt_2" in words else ("text_encoder", "text_encoder_2")
     assert cut == {field: (each[22:], encoders) for field, each in words.items()}

@@ -105,7 +105,7 @@ def assert_as_stock(drawing: Drawing, stock: Stock, image: PIL.Image.Image | Non
 
 def assert_equal_to_stock(drawing: Drawing, stock: Stock, image: PIL.Image.Image | None = None) -> None:
     """Every image of the job to the last bit, as only one that is alone in its turns can be."""
-    assert drawing.record.mean_group_requests == 1
+    assert drawing.record.provenance.mean_group_requests == 1
     for (latent, pixels), theirs in beside_stock(drawing, stock, image=image, layout=torch.contiguous_format):
         if drawing.job is not None and drawing.job.order.spec.sampler is SamplerKind.LMS:
             assert_close(latent, theirs.latent)  # its weights are integrals, which Diffusers takes from SciPy
@@ -148,7 +148,7 @@ def busy(model: Model) -> dict[Hashable, Drawing]:
 def test_a_request_that_joins_a_busy_batch_ends_as_the_stock_pipeline_does(
     busy: dict[Hashable, Drawing], stock: Stock, index: int
 ) -> None:
-    assert busy[index].record.mean_group_requests > 2
+    assert busy[index].record.provenance.mean_group_requests > 2
     assert_as_stock(busy[index], stock)
 
 
@@ -157,14 +157,14 @@ def test_every_option_means_in_a_busy_batch_what_it_means_in_stock(
     busy: dict[Hashable, Drawing], stock: Stock, index: int
 ) -> None:
     drawing = busy[len(SAMPLERS) + index]
-    assert drawing.record.mean_group_requests > 2
+    assert drawing.record.provenance.mean_group_requests > 2
     assert_as_stock(drawing, stock)
 
 
 def test_image_i_of_a_job_is_a_single_run_with_the_seed_plus_i(model: Model, stock: Stock) -> None:
     spec = replace(PLAIN, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, seed=40)
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="three", spec=spec))
-    assert drawing.record.mean_group_requests == 3
+    assert drawing.record.provenance.mean_group_requests == 3
     assert_as_stock(drawing, stock)
 
 
@@ -173,7 +173,7 @@ def test_several_prompts_are_drawn_as_stock_draws_a_list_of_them(model: Model, s
     prompts = (*PROMPTS[:2], PROMPTS[0])
     spec = replace(PLAIN, prompts=prompts, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, **OPTIONS[index])
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="list", spec=spec))
-    assert drawing.record.mean_group_requests == 3
+    assert drawing.record.provenance.mean_group_requests == 3
     together = stock.reference_list(spec)
     last = stock.reference(replace(spec, prompt=prompts[-1], prompts=(), num_images=1), index=2)
     for place, theirs in (*enumerate(together), (2, last)):
@@ -184,7 +184,7 @@ def test_several_prompts_are_drawn_as_stock_draws_a_list_of_them(model: Model, s
 def test_each_of_several_prompts_that_was_cut_is_named(easel: ManualEngine) -> None:
     long = "a star " * 200
     spec = replace(PLAIN, num_inference_steps=1, prompts=("a star", long, long), num_images=3)
-    (cut,) = easel.draw(EngineOrder(key="long", spec=spec)).record.truncations
+    (cut,) = easel.draw(EngineOrder(key="long", spec=spec)).record.provenance.truncations
     assert cut.field == "prompts[1]"
 
 
@@ -197,7 +197,7 @@ def test_image_to_image_begins_where_stock_does_and_ends_as_it_does(
 ) -> None:
     spec = replace(PLAIN, num_inference_steps=7, sampler=kind, strength=strength)
     drawing = easel.draw(EngineOrder(key="from a picture", spec=spec, image=pixels_tensor(source)))
-    assert drawing.record.begin_step == 7 - int(7 * strength)
+    assert drawing.record.provenance.begin_step == 7 - int(7 * strength)
     assert_equal_to_stock(drawing, stock, source)
 
 
@@ -206,7 +206,7 @@ def test_every_image_from_a_picture_draws_its_own_noise(model: Model, stock: Sto
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(
         EngineOrder(key="two", spec=spec, image=pixels_tensor(source))
     )
-    assert drawing.record.mean_group_requests == 2
+    assert drawing.record.provenance.mean_group_requests == 2
     assert_as_stock(drawing, stock, source)
 
 

@@ -138,7 +138,7 @@ def test_mixed_batch(family: str) -> None:
     drawings = ManualEngine(make_engine(model_of(family), TOGETHER)).run({0: orders[:2], 1: orders[2:]})
     for order in orders:
         assert_close(drawings[order.key].latents[0], expected(family, order))
-        assert drawings[order.key].record.mean_group_requests > 1
+        assert drawings[order.key].record.provenance.mean_group_requests > 1
 
 
 @families("LoRA")
@@ -258,8 +258,8 @@ def test_pair(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
         drawing = ManualEngine(make_engine(model_of(family), TOGETHER, peer=peer)).draw(order)
         peer.stop()
     assert_close(drawing.latents[0], expected(family, order))
-    assert drawing.record.pair is not None
-    assert drawing.record.pair.steps > 0
+    assert drawing.record.provenance.HasField("pair")
+    assert drawing.record.provenance.pair.steps > 0
 
 
 @families("cached start")

@@ -154,8 +154,8 @@ def test_a_start_from_a_latent_draws_what_its_own_steps_would(models: dict[str, 
     own, begun = (Request(case.model, case.spec, encode_prompts(case.model, case.spec)) for _ in range(2))
     easel = Cached(case.model, limits=ALONE)
     drawing = easel.draw(cached(EngineOrder(key=1, spec=case.spec)), hits=[(entry(1), 4, own.latent[0])])
-    (start,) = drawing.record.cached_starts
-    assert (start.name, start.from_step) == (format_start(entry(1), 4), 4)
+    (start,) = drawing.record.provenance.cached_starts
+    assert (start.entry, start.from_step) == (format_start(entry(1), 4), 4)
     shape = (1, 4, 8, 8)
     begun.start_from(own.latent[0], 4)
     generator = torch.Generator("cpu").manual_seed(case.spec.seed)

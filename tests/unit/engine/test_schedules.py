@@ -73,7 +73,7 @@ def assert_drawn(drawing: Drawing, theirs: Reference) -> None:
 
 @pytest.mark.parametrize("name", [*SPECS, "plain"])
 def test_a_schedule_in_a_batch_of_others_is_stocks(batch: dict[str, Drawing], stock: Stock, name: str) -> None:
-    assert batch[name].record.mean_group_requests > 2
+    assert batch[name].record.provenance.mean_group_requests > 2
     assert_drawn(batch[name], stock.reference({**SPECS, "plain": PLAIN}[name]))
 
 
@@ -84,7 +84,7 @@ def test_image_to_image_makes_the_last_steps_of_a_list_as_stock_does(
     spec = replace(SPECS[name], strength=0.6)
     source = PIL.Image.linear_gradient("L").resize((SIZE, SIZE)).convert("RGB")
     drawing = easel.draw(EngineOrder(key=name, spec=spec, image=pixels_tensor(source)))
-    assert drawing.record.begin_step == 3
+    assert drawing.record.provenance.begin_step == 3
     assert drawing.job is not None
     assert drawing.job.steps_total == 3
     assert_drawn(drawing, stock.reference(spec, image=source))

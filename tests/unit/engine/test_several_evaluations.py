@@ -125,7 +125,7 @@ def test_without_runge_kutta_steps_a_picture_in_a_batch_is_stocks(skipping: tupl
     spec = replace(SPEC, sampler=SamplerKind.PNDM)
     others = [EngineOrder(key=kind, spec=replace(SPEC, sampler=kind, seed=7)) for kind in SEVERAL[1:]]
     drawings = easel.run({0: [EngineOrder(key="pndm", spec=spec)], 1: others})
-    assert drawings["pndm"].record.mean_group_requests > 2
+    assert drawings["pndm"].record.provenance.mean_group_requests > 2
     for key in ("pndm", *SEVERAL[1:]):
         job = drawings[key].job
         assert job is not None

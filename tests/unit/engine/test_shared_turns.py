@@ -59,7 +59,7 @@ def assert_stock(drawing: Drawing, stock: Stock) -> None:
 def test_pictures_of_shared_turns_say_so_in_half_precision_only(half: Model, model: Model, dtype: torch.dtype) -> None:
     easel = ManualEngine(make_engine(half if dtype == half.dtype else model, TOGETHER))
     drawings = easel.run({0: [EngineOrder(key="one", spec=SPEC), EngineOrder(key="other", spec=OTHER)]})
-    assert [drawing.record.mean_group_requests > 1 for drawing in drawings.values()] == [True, True]
+    assert [drawing.record.provenance.mean_group_requests > 1 for drawing in drawings.values()] == [True, True]
     shared = [drawing.record.shared_in_half_precision for drawing in drawings.values()]
     assert shared == [dtype == torch.bfloat16] * 2
     assert not easel.draw(EngineOrder(key="alone", spec=SPEC)).record.shared_in_half_precision
@@ -78,7 +78,7 @@ def test_beside_others_one_that_may_share_no_turns_is_stocks_to_the_last_bit(hal
         "alone": False,
         "other": True,
     }
-    assert drawings["alone"].record.mean_group_requests == 1
+    assert drawings["alone"].record.provenance.mean_group_requests == 1
     assert_stock(drawings["alone"], stock)
 
 
@@ -133,5 +133,5 @@ def test_a_resumed_job_remembers_whether_its_turns_were_shared(half: Model, comp
     resumed = ManualEngine(make_engine(half, TOGETHER)).draw(replace(order, checkpoint=left.data))
     assert resumed.job is not None
     assert resumed.job.steps_resumed == left.steps_done > 0
-    assert resumed.record.mean_group_requests == 1
+    assert resumed.record.provenance.mean_group_requests == 1
     assert resumed.record.shared_in_half_precision == company

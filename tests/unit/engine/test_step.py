@@ -82,7 +82,7 @@ def test_with_fixed_rows_images_are_equal_byte_for_byte_alone_and_in_a_busy_batc
     busy = ManualEngine(make_engine(model, limits)).run(
         {turn: [order] for turn, order in zip(turns, unlike_orders(), strict=True)}
     )
-    assert max(drawing.record.mean_group_requests for drawing in busy.values()) > 1.5
+    assert max(drawing.record.provenance.mean_group_requests for drawing in busy.values()) > 1.5
     for key, drawing in busy.items():
         for ours, theirs in zip(drawing.pixels, alone[key].pixels, strict=True):
             assert (ours == theirs).all()
@@ -214,7 +214,7 @@ def test_the_record_says_who_shared_the_turns_and_where_the_time_went(model: Mod
     )
     took_s = time.perf_counter() - began_s
     # The first is alone for one step of four, the second for its last three of six.
-    assert [drawings[key].record.mean_group_requests for key in (0, 1)] == [(1 + 3 * 2) / 4, (3 * 2 + 3) / 6]
+    assert [drawings[key].record.provenance.mean_group_requests for key in (0, 1)] == [(1 + 3 * 2) / 4, (3 * 2 + 3) / 6]
     for drawing in drawings.values():
         seconds = drawing.record.seconds
         assert tuple(seconds) == STAGES == ("encode", "denoise", "batch", "decode")

@@ -42,10 +42,10 @@ def test_a_job_says_what_it_has_used_of_the_device(model: Model) -> None:
     easel = ManualEngine(make_engine(model, EngineLimits(progress_interval_s=0.0)))
     drawing = easel.draw(EngineOrder(key=0, spec=SMALL))
     spans = [span for span in drawing.trace.spans if span.track in {"encode", "denoise", "decode"}]
-    assert drawing.record.device_s == pytest.approx(sum(span.seconds for span in spans), rel=0.01)
+    assert drawing.record.provenance.device_s == pytest.approx(sum(span.seconds for span in spans), rel=0.01)
     told = [event.device_s for event in drawing.all(JobAdvanced)]
     assert told == sorted(told)
-    assert 0.0 < told[0] < told[-1] < drawing.record.device_s
+    assert 0.0 < told[0] < told[-1] < drawing.record.provenance.device_s
 
 
 def test_jobs_that_share_turns_have_used_a_part_of_each(model: Model) -> None:
@@ -54,7 +54,7 @@ def test_jobs_that_share_turns_have_used_a_part_of_each(model: Model) -> None:
         easel.submit(EngineOrder(key=key, spec=SMALL))
     drawings = easel.run()
     turns = {span.begin_s: span.seconds for each in drawings.values() for span in each.trace.spans}
-    used_s = sum(each.record.device_s for each in drawings.values())
+    used_s = sum(each.record.provenance.device_s for each in drawings.values())
     assert used_s == pytest.approx(sum(turns.values()), rel=0.01)
 
 
@@ -86,7 +86,7 @@ def test_a_long_turn_makes_way_for_another_tenant_after_its_first_row_and_draws_
     easel.run()
     assert_same_image(heavy.pixels[0], alone.pixels[0])
     assert easel.engine.steps == 4 + 4 + 4
-    assert light.record.device_s < heavy.record.device_s
+    assert light.record.provenance.device_s < heavy.record.provenance.device_s
 
 
 def test_a_job_that_is_cancelled_in_the_middle_of_a_step_leaves_nothing(model: Model) -> None:
@@ -171,8 +171,8 @@ def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_decoding
     busy = {"encode", "denoise", "decode"}
     for drawing in (heavy, light):
         of_device_s = sum(span.seconds for span in drawing.trace.spans if span.track in busy)
-        assert drawing.record.device_s == pytest.approx(of_device_s)
-    assert light.record.device_s < paced.time.now - came_s
+        assert drawing.record.provenance.device_s == pytest.approx(of_device_s)
+    assert light.record.provenance.device_s < paced.time.now - came_s
 
 
 def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_encoding(model: Model, paced: Paced) -> None:
@@ -191,7 +191,7 @@ def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_encoding
     assert_same_image(heavy.pixels[0], alone.pixels[0])
     assert len([span for span in heavy.trace.spans if span.track == "encode"]) > 1
     used_s = sum(span.seconds for span in heavy.trace.spans if span.track in {"encode", "denoise", "decode"})
-    assert heavy.record.device_s == pytest.approx(used_s)
+    assert heavy.record.provenance.device_s == pytest.approx(used_s)
 
 
 @pytest.fixture
@@ -309,4 +309,4 @@ def test_a_picture_is_decoded_beside_a_paused_one_only_if_there_is_memory_for_bo
     begin_decoding(easel)
     easel.submit(EngineOrder(key="light", spec=SMALL, share=LIGHT))
     assert drawn_order(easel) == order
-    assert not any(drawing.record.vae_tiled for drawing in easel.drawings.values())
+    assert not any(drawing.record.provenance.vae_tiled for drawing in easel.drawings.values())

@@ -299,7 +299,7 @@ def test_rows_of_any_length_are_drawn_in_one_engine_as_alone() -> None:
         chunks = by_words[str(order.key)]
         expected = drawn_by_stock("SDXL", order.spec, chunks, [[]] * len(chunks))
         assert_close(drawings[order.key].latents[0], expected)
-        assert drawings[order.key].record.mean_group_requests > 1
+        assert drawings[order.key].record.provenance.mean_group_requests > 1
 
 
 LONG_SPEC = replace(WEIGHTED, prompt="a (red:1.4) BREAK star", negative_prompt="", num_inference_steps=6)
@@ -331,8 +331,8 @@ def test_another_worker_of_a_pair_reads_all_chunks(monkeypatch: pytest.MonkeyPat
         engine = make_engine(model_of("SDXL"), TOGETHER, peer=peer)
         drawing = ManualEngine(engine).draw(EngineOrder(key=0, spec=LONG_SPEC))
         peer.stop()
-    assert drawing.record.pair is not None
-    assert drawing.record.pair.steps > 0
+    assert drawing.record.provenance.HasField("pair")
+    assert drawing.record.provenance.pair.steps > 0
     assert_close(drawing.latents[0], drawn_by_stock("SDXL", LONG_SPEC, LONG_WORDS, [[], []]))
 
 

@@ -116,7 +116,7 @@ def _assert_lcm_starts_from_images_as_stock(model: Model, stock: Any, spec: Reso
     for strength in (0.1, 0.7, 1.0):
         drawn = drawing.draw(order(strength, Schedule(strength=strength)))
         assert_close(drawn.latents[0], _latent(from_image, image=image, strength=strength))
-        assert drawn.record.begin_step == 0
+        assert drawn.record.provenance.begin_step == 0
     listed = drawing.draw(order(0.6, Schedule(timesteps=(999, 759, 499, 259))))
     assert_close(listed.latents[0], _latent(from_image, image=image, strength=0.6, timesteps=[999, 759, 499, 259]))
     for changes, rule in (

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bottega.engine.acceleration.acceleration import AccelerationResult
-from bottega.engine.events import CachedStart, EngineRecord, JobFinished, JobKept, LoraRecord
+from bottega.engine.events import EngineRecord, JobFinished, JobKept
 from bottega.engine.limits import EngineLimits
 from bottega.model.model import Model
 from bottega.v1.engine_pb2 import EngineStart
-from bottega.v1.generation_pb2 import CacheUse, GenerationSpec
+from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, LoraUse, Provenance
 from bottega.v1.worker_pb2 import RunAttemptRequest
 from bottega.worker.engine.messages import event_of, ready_of
 from bottega.worker.engine.orders import order_of
@@ -28,24 +28,17 @@ def model() -> Model:
 
 
 def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Model) -> None:
-    starts = tuple(
-        CachedStart(
-            image=image, name="a cached latent", from_step=4, skipped_steps=3, similarity=0.75, without_loras=image > 0
-        )
-        for image in (0, 2)
-    )
-    record = EngineRecord(
-        begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, cached_starts=starts, exact=False
-    )
-    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
-    provenance = event.done.provenance
-    assert not provenance.exact
-    assert list(provenance.cached_starts) == [
+    starts = [
         CacheUse(
             entry="a cached latent", similarity=0.75, from_step=4, skipped_steps=3, image=image, without_loras=image > 0
         )
         for image in (0, 2)
     ]
+    record = EngineRecord(provenance=Provenance(cached_starts=starts), seconds={}, exact=False)
+    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
+    provenance = event.done.provenance
+    assert not provenance.exact
+    assert list(provenance.cached_starts) == starts
     assert not provenance.HasField("cache")
 
 
@@ -55,7 +48,7 @@ def test_accelerations_that_were_kept_are_named_and_all_are_told_of_at_the_start
         AccelerationResult(name="kept", kept=True, speedup=1.5, difference=0.001, tolerance=0.02),
         AccelerationResult(name="wrong", kept=False, difference=math.inf, tolerance=0.02, reason="it differs by inf"),
     ]
-    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0)
+    record = EngineRecord(provenance=Provenance(), seconds={})
     event = event_of(JobFinished(key=("job", 1), record=record), engine)
     assert list(event.done.provenance.accelerations) == ["kept"]
     told = ready_of(engine).ready.accelerations
@@ -67,45 +60,30 @@ def test_accelerations_that_were_kept_are_named_and_all_are_told_of_at_the_start
 
 def test_a_picture_that_was_not_decoded_as_stock_decodes_is_not_exact(model: Model) -> None:
     engine = make_engine(model, EngineLimits())
-    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, vae_dtype="float32")
+    record = EngineRecord(provenance=Provenance(vae_dtype="float32"), seconds={})
     whole = event_of(JobFinished(key=("job", 1), record=record), engine).done.provenance
     assert (whole.exact, whole.vae_tiled, whole.vae_dtype) == (True, False, "float32")
-    assert (
-        event_of(JobFinished(key=("job", 1), record=replace(record, device_s=1.5)), engine).done.provenance.device_s
-        == 1.5
-    )
-    tiled_record = replace(record, vae_tiled=True, decoded_as_stock=False)
+    tiled_record = EngineRecord(provenance=Provenance(vae_tiled=True), seconds={}, decoded_as_stock=False)
     tiled = event_of(JobFinished(key=("job", 1), record=tiled_record), engine).done.provenance
     assert (tiled.exact, tiled.vae_tiled) == (False, True)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_a_lora_that_half_precision_rounds_otherwise_than_stock_is_named(model: Model, rounded: bool) -> None:
-    lora = LoraRecord(
-        name="ink",
-        digest="d" * 64,
-        scale=1.0,
-        from_step=0,
-        load_s=0.1,
-        wait_s=0.0,
-        patch_s=0.0,
-        rounded_otherwise=rounded,
-    )
-    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, loras=(lora,))
+    lora = LoraUse(name="ink", digest="d" * 64, scale=1.0, load_s=0.1, rounded_otherwise=rounded)
+    record = EngineRecord(provenance=Provenance(loras=[lora]), seconds={})
     inked = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits())).done.provenance
     assert inked.loras[0].rounded_otherwise is rounded
 
 
 def test_what_a_job_has_used_of_the_device_is_said(model: Model) -> None:
-    record = EngineRecord(begin_step=0, truncations=(), seconds={}, mean_group_requests=1.0, device_s=1.5)
+    record = EngineRecord(provenance=Provenance(device_s=1.5), seconds={})
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
     assert event.done.provenance.device_s == 1.5
 
 
 def test_shared_turns_in_half_precision_make_a_picture_approximate(model: Model) -> None:
-    record = EngineRecord(
-        begin_step=0, truncations=(), seconds={}, mean_group_requests=2.0, shared_in_half_precision=True
-    )
+    record = EngineRecord(provenance=Provenance(), seconds={}, shared_in_half_precision=True)
     assert record.exact, "nothing was approximated, so that the record's latents may be cached"
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
     provenance = event.done.provenance

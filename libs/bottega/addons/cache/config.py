@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -18,6 +19,12 @@ class CachedStartsConfig:
     """Settings for pictures that start from cached latents."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    former_engine_keys: ClassVar[Mapping[str, str]] = {
+        "cache_timeout_s": "cache.timeout_s",
+        "cache_silence_s": "cache.silence_s",
+        "cache_recording_bytes": "cache.recording_bytes",
+    }
+    """Former keys of the engine's settings, and the keys here that replaced them."""
 
     timeout_s: Seconds = 10.0
     """Seconds that a request waits for a cached latent that it names itself (cache_entry)."""

@@ -135,11 +135,6 @@ def skip_steps(profile: SkipProfile, *, similarity: float, words: int, steps: in
     )
 
 
-def skip_step(profile: SkipProfile, *, similarity: float, words: int, steps: int) -> int:
-    """Return the largest of skip_steps, which is Nirvana's K; 0 if there is none."""
-    return next(iter(skip_steps(profile, similarity=similarity, words=words, steps=steps)), 0)
-
-
 def served_step(allowed: Sequence[int], present: Collection[int]) -> int:
     """Return the largest allowed step whose latent is still present; 0 if there is none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -18,6 +19,11 @@ class ControlNetsConfig:
     """Settings for ControlNets in a worker."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    former_engine_keys: ClassVar[Mapping[str, str]] = {
+        "controlnet_budget_bytes": "controlnets.budget_bytes",
+        "controlnet_silence_s": "controlnets.silence_s",
+    }
+    """Former keys of the engine's settings, and the keys here that replaced them."""
 
     folders: dict[str, str] = field(default_factory=dict)
     """Folders of ControlNets, by name, that the worker runs itself when no ControlNet server hosts them."""

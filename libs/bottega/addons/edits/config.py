@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -18,6 +19,15 @@ class EditsConfig:
     """Settings for edits that reuse recorded activations."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    former_engine_keys: ClassVar[Mapping[str, str]] = {
+        "activations_mib": "edits.activations_mib",
+        "activations_template_mib": "edits.template_mib",
+        "activations_upload_mib": "edits.upload_mib",
+        "activations_silence_s": "edits.silence_s",
+        "mask_margin": "edits.mask_margin",
+        "sparse_convolutions": "edits.sparse_convolutions",
+    }
+    """Former keys of the engine's settings, and the keys here that replaced them."""
 
     activations_mib: NotNegative = 512
     """Maximum MiB of recorded activations of edited images in the worker's memory, which later edits reuse.

@@ -104,11 +104,6 @@ class StepPlan:
     """For each block, how long computing waits for its load."""
 
 
-def plan_step(blocks: Sequence[BlockCost], *, load_busy_s: float = 0.0) -> StepPlan:
-    """Return the plan with which one step ends earliest. It is exact; see `plan_steps`."""
-    return plan_steps([blocks], load_busy_s=load_busy_s, most_states=None)[0]
-
-
 def plan_steps(
     steps: Sequence[Sequence[BlockCost]], *, load_busy_s: float = 0.0, most_states: int | None = MOST_STATES
 ) -> list[StepPlan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -18,6 +19,14 @@ class LorasConfig:
     """Settings for LoRAs in a worker."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    former_engine_keys: ClassVar[Mapping[str, str]] = {
+        "lora_budget_bytes": "loras.budget_bytes",
+        "lora_timeout_s": "loras.timeout_s",
+        "lora_silence_s": "loras.silence_s",
+        "lora_pristine": "loras.pristine",
+        "lora_merge_half_precision": "loras.merge_half_precision",
+    }
+    """Former keys of the engine's settings, and the keys here that replaced them."""
 
     budget_bytes: AtLeastOne = 1 << 30
     """Maximum bytes of cached LoRAs, in addition to those that requests are waiting for.

@@ -11,9 +11,6 @@ from torch import Tensor
 from bottega.engine.engine import Engine
 from bottega.engine.errors import to_job_failure
 from bottega.engine.events import (
-    CachedStart,
-    ControlUse,
-    EditRecord,
     Event,
     ImageDrawn,
     JobAdvanced,
@@ -23,8 +20,6 @@ from bottega.engine.events import (
     JobFinished,
     JobKept,
     JobStarted,
-    LoraRecord,
-    PairRecord,
 )
 from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError, MethodNotServed
@@ -205,32 +200,17 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:
     record = event.record
     exact_if_alone = record.exact and record.decoded_as_stock
-    return generation_pb2.Provenance(
+    provenance = generation_pb2.Provenance(
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
         exact=exact_if_alone and not record.shared_in_half_precision,
-        begin_step=record.begin_step,
-        truncations=[
-            generation_pb2.Truncation(field=cut.field, text=cut.text, encoders=cut.encoders)
-            for cut in record.truncations
-        ],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
-        mean_group_requests=record.mean_group_requests,
-        controlnets=[_use(use) for use in record.controlnets],
-        loras=[_lora_use(lora) for lora in record.loras],
-        encoder_s=record.encoder_s,
-        pair=None if record.pair is None else _pair(record.pair),
-        cached_starts=[_start(start) for start in record.cached_starts],
-        blocks_reused=record.edit.blocks_reused if record.edit is not None else 0,
-        blocks_total=record.edit.blocks_total if record.edit is not None else 0,
-        mask=None if record.edit is None else _mask_use(record.edit),
         accelerations=[check.name for check in engine.accelerations if check.kept],
-        vae_dtype=record.vae_dtype,
-        vae_tiled=record.vae_tiled,
-        device_s=record.device_s,
         shared_in_half_precision=exact_if_alone and record.shared_in_half_precision,
     )
+    provenance.MergeFrom(record.provenance)
+    return provenance
 
 
 def _trace(trace: EngineTrace) -> Trace:
@@ -247,71 +227,6 @@ def _trace(trace: EngineTrace) -> Trace:
         for span in trace.spans
     ]
     return Trace(spans=spans, dropped=trace.dropped)
-
-
-def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
-    """Return the facts about a mask that the engine knows; the front process adds the others."""
-    return generation_pb2.MaskUse(
-        computed_share=edit.computed_share,
-        recording=edit.recording,
-        computed_all_because=edit.computed_all_because,
-        recorded=edit.recorded,
-        dilated_share=edit.dilated_share,
-        kept_latents=edit.restored,
-    )
-
-
-def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
-    return generation_pb2.LoraUse(
-        name=lora.name,
-        digest=lora.digest,
-        scale=lora.scale,
-        from_step=lora.from_step,
-        load_s=lora.load_s,
-        wait_s=lora.wait_s,
-        patch_s=lora.patch_s,
-        mixed_alphas=lora.mixed_alphas,
-        stock_may_leave_out=lora.stock_may_leave_out,
-        similarities=lora.similarities,
-        rounded_otherwise=lora.rounded_otherwise,
-        token=lora.token,
-        ignored_layers=lora.ignored_layers,
-    )
-
-
-def _start(start: CachedStart) -> generation_pb2.CacheUse:
-    return generation_pb2.CacheUse(
-        entry=start.name,
-        similarity=start.similarity,
-        from_step=start.from_step,
-        skipped_steps=start.skipped_steps,
-        image=start.image,
-        without_loras=start.without_loras,
-    )
-
-
-def _pair(pair: PairRecord) -> generation_pb2.PairUse:
-    return generation_pb2.PairUse(
-        worker=pair.worker, steps=pair.steps, taken_back_steps=pair.taken_back_steps, waited_s=pair.waited_s
-    )
-
-
-def _use(use: ControlUse) -> generation_pb2.ControlNetUse:
-    pb = generation_pb2
-    return pb.ControlNetUse(
-        name=use.name,
-        stale_steps=use.stale_steps,
-        image_digest=use.image_digest,
-        begin_step=use.begin_step,
-        end_step=use.end_step,
-        waited_s=use.waited_s,
-        servers=use.servers,
-        mode=pb.RESIDUAL_MODE_PIPELINED if use.pipelined else pb.RESIDUAL_MODE_SYNCHRONOUS,
-        scale=use.scale,
-        digest=use.digest,
-        similarity=use.similarity,
-        control_mode=use.control_mode,
-    )
 
 
 def _pixels(pixels: Tensor) -> tensor_pb2.Tensor:

@@ -45,7 +45,7 @@ def test_a_picture_whose_residuals_were_computed_beside_anothers_is_not_exact_un
         for thread in threads:
             thread.join(JOIN_S)
         mine = next(drawing for drawing in drawings if drawing.job is not None and drawing.job.order is order)
-        assert mine.record.mean_group_requests == 1
+        assert mine.record.provenance.mean_group_requests == 1
         assert mine.record.shared_in_half_precision == may_share
         if not may_share:
             assert torch.equal(mine.latents[0], alone(half, LocalControlNets(shelf), order))

@@ -20,6 +20,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.model.model import Model
 from bottega.model.rows import Row
+from bottega.v1.generation_pb2 import RESIDUAL_MODE_PIPELINED
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import layout_of, shelf_of
 from tests.support import linked_servers
@@ -64,8 +65,8 @@ def test_pipelined_steps_use_the_residuals_of_the_step_before_and_the_first_one_
     with shelf_of(model, folders) as shelf:
         expected = alone(model, StaleLocal(shelf), order)
     assert_close(drawing.latents[0], expected)
-    (use,) = drawing.record.controlnets
-    assert (use.pipelined, use.stale_steps) == (True, PLAIN.num_inference_steps - 1)
+    (use,) = drawing.record.provenance.controlnets
+    assert (use.mode, use.stale_steps) == (RESIDUAL_MODE_PIPELINED, PLAIN.num_inference_steps - 1)
 
 
 def similar(order: EngineOrder) -> EngineOrder:
@@ -82,8 +83,8 @@ def test_a_server_that_computes_for_long_is_waited_for(model: Model, link: str, 
     server.block_s = 0.02
     drawing = Desk(model, linked_servers.Offers(server)).draw(similar(on(controlled((0, 0.8)), server)))
     server.block_s = 0.0
-    assert drawing.record.controlnets[0].waited_s > 0.3
-    assert drawing.record.controlnets[0].stale_steps == 0
+    assert drawing.record.provenance.controlnets[0].waited_s > 0.3
+    assert drawing.record.provenance.controlnets[0].stale_steps == 0
 
 
 def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, near: LinkedServer) -> None:
@@ -106,8 +107,8 @@ def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, 
     assert near.executor.busy, "the answer of the last step, which both have asked for, is on its way"
     near.computes.set()
     until(lambda: desk.easel.turn() is not None and long.ended)
-    assert long.record.mean_group_requests > 1
-    assert long.record.controlnets[0].stale_steps == 30 - 1
+    assert long.record.provenance.mean_group_requests > 1
+    assert long.record.provenance.controlnets[0].stale_steps == 30 - 1
 
 
 def test_who_wants_exact_pictures_waits_for_every_step(
@@ -116,7 +117,7 @@ def test_who_wants_exact_pictures_waits_for_every_step(
     order = on(controlled((0, 0.8)), near)
     drawing = Desk(model, linked_servers.Offers(near), staleness=AlwaysPipelined()).draw(order)
     assert torch.equal(drawing.latents[0], alone(model, local, order))
-    assert drawing.record.controlnets[0].stale_steps == 0
+    assert drawing.record.provenance.controlnets[0].stale_steps == 0
 
 
 def test_after_a_resume_the_first_pipelined_step_waits(model: Model, near: LinkedServer) -> None:
@@ -127,7 +128,7 @@ def test_after_a_resume_the_first_pipelined_step_waits(model: Model, near: Linke
     assert checkpoint.steps_done == 2
     resumed = replace(order, checkpoint=checkpoint.data)
     drawing = Desk(model, linked_servers.Offers(near), staleness=AlwaysPipelined()).draw(resumed)
-    assert drawing.record.controlnets[0].stale_steps == PLAIN.num_inference_steps - 2 - 1
+    assert drawing.record.provenance.controlnets[0].stale_steps == PLAIN.num_inference_steps - 2 - 1
 
 
 def test_a_pipelined_session_whose_server_dies_waits_for_the_first_step_elsewhere(
@@ -138,6 +139,6 @@ def test_a_pipelined_session_whose_server_dies_waits_for_the_first_step_elsewher
     order = on(controlled((0, 0.8)), bad, near, stale_residuals=True)
     drawing = Desk(model, Pair(bad, near), staleness=AlwaysPipelined()).draw(order)
     bad.close()
-    (use,) = drawing.record.controlnets
-    assert use.servers == ("bad", "near")
+    (use,) = drawing.record.provenance.controlnets
+    assert use.servers == ["bad", "near"]
     assert 0 < use.stale_steps < PLAIN.num_inference_steps - 1

@@ -21,6 +21,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.model.model import Model
 from bottega.transport import Limits, number_message
+from bottega.v1.generation_pb2 import RESIDUAL_MODE_SYNCHRONOUS
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import Gate, control_image, control_spec, layout_of, shelf_of
@@ -55,8 +56,11 @@ def test_on_a_server_it_ends_to_the_last_bit_as_in_the_engines_own_process(
     for server in (near, far):
         drawing = Desk(model, linked_servers.Offers(server)).draw(on(order, server))
         assert torch.equal(drawing.latents[0], expected)
-        assert {use.servers for use in drawing.record.controlnets} == {(server.server.name,)}
-        assert all(use.stale_steps == 0 and not use.pipelined for use in drawing.record.controlnets)
+        assert {tuple(use.servers) for use in drawing.record.provenance.controlnets} == {(server.server.name,)}
+        assert all(
+            use.stale_steps == 0 and use.mode == RESIDUAL_MODE_SYNCHRONOUS
+            for use in drawing.record.provenance.controlnets
+        )
 
 
 def test_jobs_in_company_end_as_alone_and_give_everything_back(
@@ -107,7 +111,7 @@ def test_a_server_that_cannot_be_reached_is_passed_over(
     drawing = Desk(model, offers).draw(replace(order, addons=placed([hosts])))
     assert torch.equal(drawing.latents[0], alone(model, local, order))
     assert [address for address, _ in offers.asked] == ["gone", "near"]
-    assert drawing.record.controlnets[0].servers == ("near",)
+    assert drawing.record.provenance.controlnets[0].servers == ["near"]
 
 
 def test_what_does_not_fit_is_said_as_the_server_says_it(model: Model, near: LinkedServer) -> None:
@@ -129,7 +133,7 @@ def test_what_the_link_has_no_room_for_is_refused_and_the_others_go_on(
         desk = Desk(model, linked_servers.Offers(narrow))
         drawings = desk.easel.run({0: [fits], 2: [large]})
     assert isinstance(drawings["large"].error, TooLarge)
-    assert drawings[fits.key].record.controlnets[0].servers == ("narrow",)
+    assert drawings[fits.key].record.provenance.controlnets[0].servers == ["narrow"]
     assert_close(drawings[fits.key].latents[0], alone(model, local, fits))
 
 
@@ -165,7 +169,9 @@ def test_whatever_a_server_does_wrong_another_one_finishes_the_same_latent(
     desk = Desk(model, Pair(bad, near), ALONE, **IMPATIENT.get(what, {}))
     drawing = desk.draw(on(order, bad, near))
     bad.close()
-    assert drawing.record.controlnets[0].servers[-1] == "near"  # first: a job that failed has a latent as well
+    assert (
+        drawing.record.provenance.controlnets[0].servers[-1] == "near"
+    )  # first: a job that failed has a latent as well
     assert torch.equal(drawing.latents[0], alone(model, local, order))
     assert time.monotonic() - began_s < 10
 
@@ -196,7 +202,7 @@ def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
     bad.close()
     assert torch.equal(moving.latents[0], alone(model, local, order))
     assert len(moving.all(JobStarted)) == 1
-    assert moving.record.controlnets[0].servers == ("bad", "slow")
+    assert moving.record.provenance.controlnets[0].servers == ["bad", "slow"]
     assert moving.record.seconds["controlnets"] > 0
 
 
@@ -210,7 +216,7 @@ def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
         desk = Desk(model, Pair(bad, None), local=LocalControlNets(shelf, digests={"edges": "d"}), silence_s=SILENCE_S)
         drawing = desk.draw(on(order, bad))
         assert torch.equal(drawing.latents[0], alone(model, local, order))
-        assert drawing.record.controlnets[0].servers == ("bad", "")
+        assert drawing.record.provenance.controlnets[0].servers == ["bad", ""]
         other = on(order, bad)
         elsewhere = placed([ControlHosts(digest="another version", servers=(bad.server,))])
         failed = desk.draw(replace(other, addons=elsewhere))

@@ -21,7 +21,6 @@ from bottega.addons.cache.skip_profile import (
     least_similarity,
     measured_class,
     served_step,
-    skip_step,
     skip_steps,
 )
 from bottega.addons.cache.starts import recorded_steps
@@ -44,8 +43,8 @@ PROFILE = SkipProfile(
 def test_the_fallback_is_nirvanas_table(similarity: float, step: int) -> None:
     profile = fallback_profile(768)
     assert profile is NIRVANA_768
-    assert skip_step(profile, similarity=similarity, words=15, steps=50) == step
-    assert skip_step(profile, similarity=similarity, words=16, steps=50) == 0, "similarity misleads in long prompts"
+    assert max(skip_steps(profile, similarity=similarity, words=15, steps=50), default=0) == step
+    assert not skip_steps(profile, similarity=similarity, words=16, steps=50), "similarity misleads in long prompts"
 
 
 @pytest.mark.parametrize("width", [64, 512, 767, 1024, 1280])
@@ -74,7 +73,6 @@ def test_a_similarity_allows_the_steps_of_its_class(
     similarity: float, words: int, steps: int, allowed: tuple[int, ...]
 ) -> None:
     assert skip_steps(PROFILE, similarity=similarity, words=words, steps=steps) == allowed
-    assert skip_step(PROFILE, similarity=similarity, words=words, steps=steps) == max(allowed, default=0)
 
 
 def test_a_prompt_of_no_class_uses_nothing() -> None:

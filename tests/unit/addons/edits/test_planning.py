@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from bottega.addons.edits.planning import (
     BlockCost,
     BlockValue,
+    StepPlan,
     choose,
     follow,
     least_end_s,
-    plan_step,
     plan_steps,
 )
 from load.bench.edit_loading import decide_one_by_one
@@ -41,6 +41,11 @@ _few_steps = st.one_of(
 
 def block(full_s: float, masked_s: float, load_s: float = 0.0, ready_s: float = 0.0) -> BlockCost:
     return BlockCost(name="", full_s=full_s, masked_s=masked_s, load_s=load_s, ready_s=ready_s)
+
+
+def plan_step(blocks: Sequence[BlockCost], *, load_busy_s: float = 0.0) -> StepPlan:
+    """The plan with which one step ends earliest."""
+    return plan_steps([blocks], load_busy_s=load_busy_s, most_states=None)[0]
 
 
 def network(rng: Random, loading: float, alike: bool, steps: int) -> list[list[BlockCost]]:

@@ -137,7 +137,7 @@ def test_the_network_has_its_channels_last_for_a_while_and_edits_stay(sparse: bo
         drawings = last.draw(order), plain.draw(order)
         (ours,), (theirs,) = (drawing.latents for drawing in drawings)
         assert (ours - theirs).abs().max() < 1e-4
-        reused = [drawing.record.edit.blocks_reused for drawing in drawings if drawing.record.edit]
+        reused = [drawing.record.provenance.blocks_reused for drawing in drawings]
         assert reused[0] == reused[1]
         assert reused[0] > 0 or number == 0, "the first one records"
     laid_out.disable()

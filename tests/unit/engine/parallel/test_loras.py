@@ -40,7 +40,7 @@ def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are(
         peer.stop()
     assert_close(drawings["late"].latents[0], styled_latent(stock, SPEC, {"pastel": 1.0}, FROM_STEP))
     assert_close(drawings["plain"].latents[0], latent_of(load_stock(small_model()), plain.spec))
-    record = drawings["late"].record.pair
+    record = drawings["late"].record.provenance.pair
     assert record is not None
     assert record.steps > FROM_STEP, "rows of steps before and after it, or this says little"
     assert record.taken_back_steps == 0

@@ -32,7 +32,7 @@ from bottega.addons.cache.starts import ENTRY_PATTERN, format_start, prompt_dige
 from bottega.device.device import HostCopy
 from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions
-from bottega.engine.events import CachedStart, EngineRecord
+from bottega.engine.events import EngineRecord
 from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.request import Request
 from bottega.engine.spans import TracedSpan
@@ -43,6 +43,7 @@ from bottega.model.rows import Row
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.generation_pb2 import CacheUse
 
 EVENTS = ("hits", "steps_skipped", "late_hits", "unfit_hits", "recordings", "dropped_recordings")
 
@@ -242,12 +243,13 @@ class JobCachedStarts(JobAddOn):
         if self._reply is not None and self._reply.work is not None:
             yield from self._reply.work.spans("look-ups")
 
-    def report(self, record: EngineRecord) -> EngineRecord:
+    def report(self, record: EngineRecord) -> None:
         """Add to the record which latents the pictures started from."""
-        starts = tuple(picture.started for picture in self._pictures if picture.started is not None)
+        starts = [picture.started for picture in self._pictures if picture.started is not None]
+        record.provenance.cached_starts.extend(starts)
+        record.exact &= not starts
         if self._waited_s:
-            record = replace(record, seconds={**record.seconds, CACHE: self._waited_s})
-        return replace(record, cached_starts=starts, exact=record.exact and not starts)
+            record.seconds[CACHE] = self._waited_s
 
     def finish(self, record: EngineRecord) -> None:
         """Send the recording of this job to the cache, if the cache wants it."""
@@ -387,7 +389,7 @@ class JobCachedStarts(JobAddOn):
             )
             self._addon.source.report(self._reply, starts)
 
-    def _start(self, picture: StartingPicture) -> CachedStart | None:
+    def _start(self, picture: StartingPicture) -> CacheUse | None:
         """Start a picture from its latent. Return the start, or None if that is not possible now."""
         if picture.hit is None:
             return None

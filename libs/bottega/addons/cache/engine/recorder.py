@@ -18,13 +18,14 @@ from torch import Tensor
 from bottega.addons.cache.starts import format_start, recorded_steps
 from bottega.addons.cache.wire import MAX_PICTURE_SIDE
 from bottega.device.devices import open_device
-from bottega.engine.events import CachedStart, EngineRecord
+from bottega.engine.events import EngineRecord
 from bottega.engine.request import Request
 from bottega.engine.spans import StoreWork
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.v1.cache_pb2 import CacheAnswer, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.generation_pb2 import CacheUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +133,7 @@ class StartingPicture:
     """A latent that has arrived and that the picture may start from; None without one."""
     start: CacheStart | None = None
     """The latent that the picture has started from; None for noise."""
-    started: CachedStart | None = None
+    started: CacheUse | None = None
     """The same, for the job's record."""
 
     @property
@@ -157,9 +158,9 @@ class StartingPicture:
         self.hit = None
         self.start = start
         first = self.first_step(start)
-        self.started = CachedStart(
+        self.started = CacheUse(
             image=self.request.index,
-            name=format_start(start.entry, start.step),
+            entry=format_start(start.entry, start.step),
             from_step=first,
             skipped_steps=max(0, first - made_steps),
             similarity=start.similarity,

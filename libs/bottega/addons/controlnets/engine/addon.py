@@ -33,7 +33,7 @@ from bottega.addons.controlnets.engine.provider import (
 )
 from bottega.engine.addon import EngineAddOn, JobAddOn
 from bottega.engine.encode import Conditions
-from bottega.engine.events import ControlUse, EngineRecord
+from bottega.engine.events import EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.parallel.remote_rows import OffloadedPart
@@ -43,6 +43,7 @@ from bottega.engine.spec import ControlSpec
 from bottega.errors import InternalError, Unavailable, Violation
 from bottega.fair_order import Share
 from bottega.model.rows import Embeds, Half, Row
+from bottega.v1.generation_pb2 import RESIDUAL_MODE_PIPELINED, RESIDUAL_MODE_SYNCHRONOUS, ControlNetUse
 
 # Servers in a message, best first. A follower that finds none of them refuses, and the leader computes the rows itself.
 _MAX_SERVERS = 8
@@ -201,24 +202,21 @@ class JobControlNets(JobAddOn):
                     service=call.server,
                 )
 
-    def report(self, record: EngineRecord) -> EngineRecord:
+    def report(self, record: EngineRecord) -> None:
         """Add the use of each ControlNet to the record, in the spec's order, including those that were never active."""
         spec = self._order.spec
         records: dict[int, list[ControlRecord]] = {}
         for session, made in zip(self._uses, self._records or (), strict=False):
             for place in session.places:
                 records.setdefault(place, []).append(made)
-        uses = tuple(
+        uses = [
             _use(control, self._requests[0].control_steps(control), _joined(records.get(place, [])))
             for place, control in enumerate(spec.controlnets)
-        )
-        return replace(
-            record,
-            seconds={**record.seconds, CONTROLNETS: self._waited_s},
-            encoder_s=self._encoder_s,
-            controlnets=uses,
-            exact=record.exact and not any(use.stale_steps for use in uses),
-        )
+        ]
+        record.provenance.controlnets.extend(uses)
+        record.provenance.encoder_s = self._encoder_s
+        record.exact &= not any(use.stale_steps for use in uses)
+        record.seconds[CONTROLNETS] = self._waited_s
 
     def close(self) -> None:
         if self._provider is not None and self.active and self._records is None:
@@ -315,9 +313,9 @@ def _joined(records: Sequence[ControlRecord]) -> ControlRecord:
     )
 
 
-def _use(control: ControlSpec, steps: tuple[int, int], record: ControlRecord) -> ControlUse:
+def _use(control: ControlSpec, steps: tuple[int, int], record: ControlRecord) -> ControlNetUse:
     begin, end = steps
-    return ControlUse(
+    return ControlNetUse(
         name=control.name,
         image_digest=control.image_digest,
         begin_step=begin,
@@ -326,7 +324,7 @@ def _use(control: ControlSpec, steps: tuple[int, int], record: ControlRecord) ->
         digest=control.digest,
         waited_s=record.waited_s,
         stale_steps=record.stale_steps,
-        pipelined=record.pipelined,
+        mode=RESIDUAL_MODE_PIPELINED if record.pipelined else RESIDUAL_MODE_SYNCHRONOUS,
         servers=record.servers,
         similarity=record.similarity,
         control_mode=control.control_mode,

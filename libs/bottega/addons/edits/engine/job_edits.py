@@ -26,7 +26,7 @@ from bottega.addons.edits.engine.recordings.step_access import ImageRecorder, St
 from bottega.addons.edits.wire.messages import taken_from
 from bottega.engine.addon import JobAddOn
 from bottega.engine.encode import Conditions, Sources, encode_image
-from bottega.engine.events import EditRecord, EngineRecord
+from bottega.engine.events import EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.latent_step import Edit
@@ -34,6 +34,7 @@ from bottega.engine.request import Request
 from bottega.engine.spans import MAX_SPANS, StoreWork, TracedSpan
 from bottega.engine.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import EditDecision
+from bottega.v1.generation_pb2 import MaskUse
 
 if TYPE_CHECKING:
     from bottega.addons.edits.engine.addon import EngineEdits
@@ -164,31 +165,31 @@ class JobEdits(JobAddOn):
         in_store = [span for came in counts.came if came.work is not None for span in came.work.spans("sections")]
         self._loads += [*loads, *waits, *in_store][:room]
 
-    def report(self, record: EngineRecord) -> EngineRecord:
+    def report(self, record: EngineRecord) -> None:
         """Add what the edit did to the job's record, and complete the recording.
 
         Only now is it known whether residuals were stale; a recording that contains stale residuals is discarded.
         """
         if self._recorder is not None:
-            if any(use.stale_steps for use in record.controlnets):
+            if any(use.stale_steps for use in record.provenance.controlnets):
                 self._recorder.give_up("residuals of its ControlNets were stale")
             self._recorded = self._recorder.complete()
         elif any(reader.wrote for reader in self._readers.values()):
             self._recorded = True
-        edit = EditRecord(
-            blocks_reused=self._reused,
-            blocks_total=self._total,
+        record.provenance.blocks_reused, record.provenance.blocks_total = self._reused, self._total
+        mask = MaskUse(
             computed_share=max((reader.most_share for reader in self._readers.values()), default=0.0),
             recording=taken_from(self._taken(self._decided or Decided())),
             computed_all_because="" if self._reused else self._reason(),
             recorded=self._recorded,
             dilated_share=self._dilated_share,
-            restored=bool(self._kept_name),
+            kept_latents=bool(self._kept_name),
         )
+        record.provenance.mask.CopyFrom(mask)
+        record.exact &= not self._reused and not self._common
         waited_s = self._waited_s + (self._answer.waited_s if self._answer is not None else 0.0)
         if waited_s:
-            record = replace(record, seconds={**record.seconds, kinds.ACTIVATIONS: waited_s})
-        return replace(record, edit=edit, exact=record.exact and not self._reused and not self._common)
+            record.seconds[kinds.ACTIVATIONS] = waited_s
 
     def close(self) -> None:
         """Release the recording that was read, and discard a new one if the job did not finish."""

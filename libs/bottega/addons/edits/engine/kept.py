@@ -275,13 +275,12 @@ class JobKeeping(JobAddOn):
                 picture.recorder.give_up("its latents are not kept")
         return kept
 
-    def report(self, record: EngineRecord) -> EngineRecord:
+    def report(self, record: EngineRecord) -> None:
         """Complete the recordings. Discard those with stale residuals, which are known only now."""
         for recorder in self._recorders():
-            if any(use.stale_steps for use in record.controlnets):
+            if any(use.stale_steps for use in record.provenance.controlnets):
                 recorder.give_up("residuals of its ControlNets were stale")
             recorder.complete()
-        return record
 
     def close(self) -> None:
         for answer in self._answers:

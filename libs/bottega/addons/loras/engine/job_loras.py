@@ -8,7 +8,7 @@ seed and sampler. It only lacks the LoRAs in the UNet, like an image whose LoRAs
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,7 @@ from bottega.addons.loras.engine.lora_set import loras_part
 from bottega.addons.loras.wire.canonical import TOKEN_EMBEDDING
 from bottega.engine.addon import JobAddOn
 from bottega.engine.encode import Conditions
-from bottega.engine.events import EngineRecord, LoraRecord
+from bottega.engine.events import EngineRecord
 from bottega.engine.job import EngineJob
 from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.request import Request
@@ -42,6 +42,7 @@ from bottega.engine.spans import MAX_SPANS, StoreWork, TracedSpan
 from bottega.engine.spec import EmbeddingSpec, LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError, InvalidRequest, LoraUnusable, NoLora, Violation
 from bottega.model.rows import Row
+from bottega.v1.generation_pb2 import LoraUse
 from bottega.v1.lora_pb2 import LoraDecision
 
 if TYPE_CHECKING:
@@ -259,14 +260,14 @@ class JobLoras(JobAddOn):
         """Return 1 if the batch row uses the LoRAs, else 0."""
         return int(row.loras is not None)
 
-    def report(self, record: EngineRecord) -> EngineRecord:
+    def report(self, record: EngineRecord) -> None:
         """Add the use of each LoRA to the record, if the LoRAs were used."""
-        record = replace(record, seconds={**record.seconds, LORAS: self.wait_s + self.patch_s})
+        record.seconds[LORAS] = self.wait_s + self.patch_s
         if self.step is None or not self.arrived:
-            return record
+            return
         rounds = [self.addon.weights.rounds_as_stock(low_rank=unlike.low_rank) for unlike in self._unlike_stock]
-        loras = tuple(
-            LoraRecord(
+        record.provenance.loras.extend(
+            LoraUse(
                 name=spec.name,
                 digest=spec.digest,
                 scale=spec.scale,
@@ -284,8 +285,8 @@ class JobLoras(JobAddOn):
                 self.specs, self._load_s[: len(self.specs)], self._unlike_stock, rounds, strict=True
             )
         )
-        embeddings = tuple(
-            LoraRecord(
+        record.provenance.loras.extend(
+            LoraUse(
                 name=spec.name,
                 digest=spec.digest,
                 scale=1.0,
@@ -297,8 +298,7 @@ class JobLoras(JobAddOn):
             )
             for spec, load_s in zip(self.embeddings, self._load_s[len(self.specs) :], strict=True)
         )
-        exact = self.step <= record.begin_step and all(rounds)
-        return replace(record, loras=(*loras, *embeddings), exact=record.exact and exact)
+        record.exact &= self.step <= record.provenance.begin_step and all(rounds)
 
     def close(self) -> None:
         """Release the handles and drop the requests."""

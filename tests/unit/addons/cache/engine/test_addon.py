@@ -71,7 +71,7 @@ def test_a_picture_from_a_latent_is_the_same_byte_for_byte_whenever_that_comes(
     assert desk.starts.counts["hits"] == 1
     # The first step after the latent is step 4; the picture had made `turn` of those before it.
     assert desk.starts.counts["steps_skipped"] == 4 - turn
-    (start,) = drawing.record.cached_starts
+    (start,) = drawing.record.provenance.cached_starts
     assert (start.from_step, start.skipped_steps) == (4, 4 - turn)
     assert [(told.pictures, told.skipped_steps) for told in desk.source.reports] == [(1, 4 - turn)]
 
@@ -80,14 +80,15 @@ def test_a_picture_from_a_latent_is_the_same_byte_for_byte_whenever_that_comes(
 def test_a_pin_makes_the_same_picture_again(model: Model, kind: SamplerKind) -> None:
     order = replace(ORDER, spec=replace(SPEC, sampler=kind))
     first = Cached(model).draw(order, at_turn=2, hits=[HIT])
-    (start,) = first.record.cached_starts
-    pinned = cached(order, pin=start.name, record=False)
+    (start,) = first.record.provenance.cached_starts
+    pinned = cached(order, pin=start.entry, record=False)
     desk = Cached(model, ScriptedLatents(pinned={HIT[:2]: HIT[2]}))
     again = desk.draw(pinned)
     assert same(first, again)
     # What is pinned is waited for, so that no step is made in vain.
-    similarity = again.record.cached_starts[0].similarity
-    assert again.record.cached_starts == (replace(start, skipped_steps=start.from_step, similarity=similarity),)
+    (restart,) = again.record.provenance.cached_starts
+    start.skipped_steps, start.similarity = start.from_step, restart.similarity
+    assert restart == start
     (asked,) = desk.source.asked
     assert [(each.entry, each.step) for each in asked.header.pinned] == [HIT[:2]]
 
@@ -96,7 +97,7 @@ def test_pndm_never_starts_from_a_cached_latent(model: Model) -> None:
     """It counts on earlier steps of its schedule."""
     order = replace(ORDER, spec=replace(SPEC, sampler=SamplerKind.PNDM))
     desk = Cached(model)
-    assert not desk.draw(cached(order)).record.cached_starts
+    assert not desk.draw(cached(order)).record.provenance.cached_starts
     assert not desk.source.asked
     with pytest.raises(InvalidRequest, match="a picture like this never starts from a cached latent"):
         desk.draw(cached(order, pin=format_start(*HIT[:2])))
@@ -159,8 +160,8 @@ def test_each_picture_starts_from_a_latent_of_its_own(model: Model) -> None:
     order = replace(ORDER, spec=replace(SPEC, num_images=3))
     desk = Cached(model, ScriptedLatents([answer(HIT, (entry(2), 3, latent(2)))]))
     drawing = desk.draw(order)
-    starts = drawing.record.cached_starts
-    assert [(start.image, start.name, start.from_step) for start in starts] == [
+    starts = drawing.record.provenance.cached_starts
+    assert [(start.image, start.entry, start.from_step) for start in starts] == [
         (0, format_start(entry(1), 5), 4),
         (1, format_start(entry(2), 3), 2),
     ]
@@ -324,7 +325,7 @@ def test_a_job_resumed_from_a_checkpoint_keeps_its_start(model: Model, turns: in
     assert resumed.job is not None
     assert resumed.job.steps_resumed == checkpoint.steps_done > 0
     assert same(resumed, whole)
-    assert resumed.record.cached_starts == whole.record.cached_starts
+    assert resumed.record.provenance.cached_starts == whole.record.provenance.cached_starts
     assert not resumed.record.exact
     assert len(again.source.asked) == (turns == 2)
 

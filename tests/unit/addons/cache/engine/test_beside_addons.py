@@ -71,8 +71,8 @@ def test_a_hit_waits_for_the_lora_and_is_taken_when_that_is_in(
     assert drawing.job.requests[0].step == 3, "the job does not wait"
     desk.easel.run()
     assert torch.equal(drawing.latents[0], at_once.latents[0])
-    assert [start.from_step for start in drawing.record.cached_starts] == [4]
-    assert [lora.from_step for lora in drawing.record.loras] == [3]
+    assert [start.from_step for start in drawing.record.provenance.cached_starts] == [4]
+    assert [lora.from_step for lora in drawing.record.provenance.loras] == [3]
     assert desk.starts.counts["steps_skipped"] == 1
 
 
@@ -80,8 +80,8 @@ def test_a_hit_is_too_late_when_the_lora_is(model: Model, loras: LorasByHand, at
     desk = Cached(model, ScriptedLatents([answer(HIT, record=True)]), loras=loras)
     drawing = begun(desk, loras, styled(bound=8), 6)
     desk.easel.run()
-    assert drawing.record.cached_starts == ()
-    assert [lora.from_step for lora in drawing.record.loras] == [6]
+    assert not drawing.record.provenance.cached_starts
+    assert [lora.from_step for lora in drawing.record.provenance.loras] == [6]
     assert desk.starts.counts["late_hits"] == 1
     assert desk.source.recordings == [], "not exact from the first step on"
 
@@ -114,7 +114,7 @@ def test_a_hit_before_the_step_of_its_loras_does_not_fit(model: Model, loras: Lo
     desk = Cached(model, ScriptedLatents([answer(HIT)]), loras=loras)
     drawing = begun(desk, loras, styled(from_step=6), 0)
     desk.easel.run()
-    assert drawing.record.cached_starts == ()
+    assert not drawing.record.provenance.cached_starts
     assert desk.starts.counts["unfit_hits"] == 1
 
 
@@ -131,9 +131,9 @@ def test_a_hit_without_loras_is_taken_before_they_are_here(model: Model, loras: 
     assert drawing.job is not None
     assert drawing.job.requests[0].step == 6, "from step 4 on, two turns"
     desk.easel.run()
-    (start,) = drawing.record.cached_starts
+    (start,) = drawing.record.provenance.cached_starts
     assert (start.from_step, start.without_loras) == (4, True)
-    assert [lora.from_step for lora in drawing.record.loras] == [6]
+    assert [lora.from_step for lora in drawing.record.provenance.loras] == [6]
     assert not drawing.record.exact
 
 
@@ -151,7 +151,7 @@ def test_a_picture_from_a_hit_without_loras_is_drawn_again_with_its_pin_and_the_
         desk = Cached(model, ScriptedLatents([without_loras()]), loras=loras)
         drawing = begun(desk, loras, order, turns)
         desk.easel.run()
-        assert drawing.record.cached_starts[0].from_step == 4
+        assert drawing.record.provenance.cached_starts[0].from_step == 4
         pictures.append(drawing.latents[0])
     assert torch.equal(pictures[0], pictures[1])
     assert torch.equal(pictures[2], pictures[3])
@@ -172,8 +172,10 @@ def test_a_picture_that_a_hit_moves_to_the_step_of_its_loras_waits_for_them(mode
         desk = Cached(model, ScriptedLatents([without_loras()]), loras=loras)
         drawing = begun(desk, loras, order, turns)
         desk.easel.run()
-        assert drawing.record.cached_starts[0].from_step == 4
-        assert all(lora.from_step <= 4 for lora in drawing.record.loras), "no step after the bound is without them"
+        assert drawing.record.provenance.cached_starts[0].from_step == 4
+        assert all(lora.from_step <= 4 for lora in drawing.record.provenance.loras), (
+            "no step after the bound is without them"
+        )
         pictures.append(drawing.latents[0])
     for picture in pictures[1:]:
         assert torch.equal(picture, pictures[0])

@@ -103,8 +103,8 @@ class Approximates(EngineAddOn):
 
 
 class _Approximated(JobAddOn):
-    def report(self, record: EngineRecord) -> EngineRecord:
-        return replace(record, exact=False)
+    def report(self, record: EngineRecord) -> None:
+        record.exact = False
 
 
 def test_a_job_that_another_add_on_has_approximated_is_not_recorded(model: Model) -> None:

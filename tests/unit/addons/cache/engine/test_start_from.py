@@ -100,8 +100,8 @@ def test_it_goes_on_as_stock_does_from_the_same_latent(
     order = cached(EngineOrder(key=1, spec=spec))
     drawing = Cached(model, limits=ALONE).draw(order, hits=[(entry(1), STEPS, recorded[0])])
     assert_close(drawing.latents[0], expected)
-    (start,) = drawing.record.cached_starts
-    assert (start.name, start.from_step) == (format_start(entry(1), STEPS), first)
+    (start,) = drawing.record.provenance.cached_starts
+    assert (start.entry, start.from_step) == (format_start(entry(1), STEPS), first)
     assert not drawing.record.exact
 
 

@@ -189,7 +189,7 @@ def company(easel: ManualEngine) -> dict[str, Drawing]:
 def test_in_company_it_ends_as_the_stock_pipeline_does(
     company: dict[str, Drawing], reference: Reference, name: str
 ) -> None:
-    assert company[name].record.mean_group_requests > 3
+    assert company[name].record.provenance.mean_group_requests > 3
     assert_close(company[name].latents[0], reference(COMPANY[name]))
 
 
@@ -252,23 +252,23 @@ def test_a_checkpoint_fits_no_other_controls(model: Model, other: EngineOrder) -
 
 def test_the_record_says_what_took_part_and_what_was_waited_for(company: dict[str, Drawing]) -> None:
     record = company["late"].record
-    (use,) = record.controlnets
+    (use,) = record.provenance.controlnets
     spec = COMPANY["late"].spec.controlnets[0]
     assert (use.name, use.image_digest) == ("edges", spec.image_digest)
     assert (use.begin_step, use.end_step, use.stale_steps) == (4, 7, 0)
     assert 0 < use.waited_s <= record.seconds["controlnets"]
-    assert 0 < record.encoder_s < record.seconds["denoise"]
+    assert 0 < record.provenance.encoder_s < record.seconds["denoise"]
     plain = company["plain"].record
-    assert plain.controlnets == ()
+    assert not plain.provenance.controlnets
     assert "controlnets" not in plain.seconds
-    assert [use.name for use in company["two"].record.controlnets] == ["edges", "depth"]
+    assert [use.name for use in company["two"].record.provenance.controlnets] == ["edges", "depth"]
 
 
 def test_a_controlnet_that_is_in_no_step_is_not_even_asked_for(easel: ManualEngine, shelf: ControlNetCache) -> None:
     before = shelf.counts
     order = controlled((0, 1.0), control_guidance_start=0.4, control_guidance_end=0.45)
     drawing = easel.draw(order)
-    (use,) = drawing.record.controlnets
+    (use,) = drawing.record.provenance.controlnets
     assert use.begin_step == use.end_step
     assert shelf.counts == before
     assert torch.equal(drawing.latents[0], easel.draw(EngineOrder(key="plain", spec=PLAIN)).latents[0])
@@ -281,7 +281,7 @@ def test_from_a_picture_it_is_active_in_shares_of_the_steps_that_run(
     picture = control_image(4, SIZE, SIZE)
     order = replace(controlled((0, 1.0), control_guidance_start=0.5, spec=spec), image=picture)
     drawing = easel.draw(order)
-    (use,) = drawing.record.controlnets
+    (use,) = drawing.record.provenance.controlnets
     assert (use.begin_step, use.end_step) == (6, 8)
     pipeline = variant(stock, StableDiffusionXLControlNetImg2ImgPipeline, controlnet=nets["edges"])
     options = stock_options(order.spec.controlnets, order.control_images)

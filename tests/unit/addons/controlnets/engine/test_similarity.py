@@ -70,7 +70,7 @@ def draw(model: Model, nets: LocalControlNets, names: Sequence[str], *, steps: i
 
 def test_it_is_the_mean_cosine_of_what_forwards_took_in_adjacent_steps(model: Model, shelf: ControlNetCache) -> None:
     witness = Witness(shelf)
-    (use,) = draw(model, witness, ["edges"], steps=6).record.controlnets
+    (use,) = draw(model, witness, ["edges"], steps=6).record.provenance.controlnets
     vectors = {key: torch.cat(points).double() for key, points in witness.taken.items()}
     cosines = [
         torch.nn.functional.cosine_similarity(vectors[step - 1, half], vectors[step, half], dim=0).item()
@@ -83,7 +83,8 @@ def test_it_is_the_mean_cosine_of_what_forwards_took_in_adjacent_steps(model: Mo
 def test_who_does_not_ask_pays_nothing_and_one_step_says_nothing(model: Model, shelf: ControlNetCache) -> None:
     for steps, measured in ((3, False), (1, True)):
         drawing = draw(model, LocalControlNets(shelf), ["edges"], steps=steps, measured=measured)
-        assert [use.similarity for use in drawing.record.controlnets] == [None]
+        (use,) = drawing.record.provenance.controlnets
+        assert not use.HasField("similarity")
 
 
 def test_what_is_measured_is_never_one_step_old(model: Model, shelf: ControlNetCache) -> None:

@@ -156,8 +156,8 @@ def test_on_a_server_two_images_end_as_in_the_stock_pipeline(
     with linked_server("server", folders, tmp_path) as server, Desk.closing():
         drawing = Desk(model, Offers(server)).draw(on(job, server))
     assert_close(drawing.latents[0], union_latent(stock, unions, job.spec, job.control_images))
-    assert [use.control_mode for use in drawing.record.controlnets] == [0, 3]
-    assert all(use.servers == ("server",) for use in drawing.record.controlnets)
+    assert [use.control_mode for use in drawing.record.provenance.controlnets] == [0, 3]
+    assert all(use.servers == ["server"] for use in drawing.record.provenance.controlnets)
 
 
 def test_a_server_refuses_a_mode_that_does_not_fit(model: Model, folders: Mapping[str, Path], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_job_waits_for_its_controlnet_while_others_are_drawn(model: Model, she
         gate.open()
         easel.run()
         assert waiting.record.seconds["controlnets"] > other.record.seconds["denoise"]
-        assert waiting.record.mean_group_requests == 1
+        assert waiting.record.provenance.mean_group_requests == 1
 
 
 def test_an_engine_with_nothing_to_do_but_wait_sleeps_and_hears_of_the_load(model: Model, shelves: Shelves) -> None:
@@ -85,7 +85,7 @@ def test_an_engine_with_nothing_to_do_but_wait_sleeps_and_hears_of_the_load(mode
         assert turns <= 0.5 / waiting._PAUSE_S + 1
         gate.open()
         easel.run()
-        assert drawing.record.controlnets[0].name == "edges"
+        assert drawing.record.provenance.controlnets[0].name == "edges"
 
 
 def test_a_job_ends_its_loan_with_its_last_image(model: Model, shelves: Shelves, size_bytes: int) -> None:
@@ -93,7 +93,10 @@ def test_a_job_ends_its_loan_with_its_last_image(model: Model, shelves: Shelves,
         easel = easel_of(model, shelf)
         jobs = [controlled(name, key=f"{name} {turn}") for turn in range(2) for name in ("edges", "depth")]
         drawings = easel.run({0: jobs})
-        assert [drawing.record.controlnets[0].name for drawing in drawings.values()] == ["edges", "depth"] * 2
+        assert [drawing.record.provenance.controlnets[0].name for drawing in drawings.values()] == [
+            "edges",
+            "depth",
+        ] * 2
         assert_all_given_back(shelf)
 
 
@@ -106,7 +109,7 @@ def test_a_controlnet_is_given_back_after_its_last_step(model: Model, shelves: S
             easel.turn()
         assert not early.ended
         easel.run()
-        assert early.record.controlnets[0].waited_s > 0
+        assert early.record.provenance.controlnets[0].waited_s > 0
 
 
 @pytest.mark.parametrize("turns", [1, 3], ids=["while it waits", "in the middle"])
@@ -135,7 +138,7 @@ def test_a_load_that_fails_fails_its_job_alone(
         easel = easel_of(model, shelf)
         drawings = easel.run({0: [controlled("depth", key="bad"), controlled("edges", key="good")]})
         assert isinstance(drawings["bad"].error, ControlNetUnusable)
-        assert drawings["good"].record.controlnets[0].name == "edges"
+        assert drawings["good"].record.provenance.controlnets[0].name == "edges"
 
 
 def refusal(easel: ManualEngine, order: EngineOrder) -> BottegaError:

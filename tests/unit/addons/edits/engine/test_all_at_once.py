@@ -174,7 +174,7 @@ def test_exact_each_is_what_diffusers_draws_of_it_alone(
     exact: Mapping[Hashable, Drawing], stock: Stock, name: str
 ) -> None:
     drawing = exact[name]
-    assert drawing.record.mean_group_requests > 2
+    assert drawing.record.provenance.mean_group_requests > 2
     assert drawing.record.exact
     assert_close(drawing.latents[0], stock.latent(CAST[name]))
 
@@ -213,8 +213,8 @@ def balanced(
     prompt = EDIT.prompt if request.param == "the same prompt" else "a yellow square"
     for name, asked in EDITS.items():
         first = easel.draw(before(asked, prompt).order(f"before {name}", **MASKED))
-        assert first.record.edit is not None
-        assert first.record.edit.recorded
+        assert first.record.provenance.HasField("mask")
+        assert first.record.provenance.mask.recorded
         assert first.record.exact
     orders = [asked.order(name, **(MASKED if asked.mask is not None else {})) for name, asked in CAST.items()]
     return prompt, easel.run({0: orders[:3], 2: orders[3:]})
@@ -226,11 +226,10 @@ def test_balanced_each_edit_is_near_the_full_computation_under_the_same_noise(
 ) -> None:
     prompt, drawings = balanced
     asked, drawing = EDITS[name], drawings[name]
-    edit = drawing.record.edit
-    assert edit is not None
+    edit = drawing.record.provenance
     assert 0 < edit.blocks_reused == edit.blocks_total
     assert not drawing.record.exact
-    assert drawing.record.mean_group_requests > 2
+    assert drawing.record.provenance.mean_group_requests > 2
     theirs = stock.latent(asked, before(asked, prompt))
     apart = (stock.latent(asked) - theirs).norm()  # the same edit with its own noise everywhere
     assert (drawing.latents[0] - theirs).norm() < 0.15 * apart

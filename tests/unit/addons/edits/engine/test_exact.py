@@ -86,7 +86,7 @@ def test_in_a_busy_batch_an_edit_ends_as_the_stock_pipeline_does(
 ) -> None:
     spec, mask = EDITS[name]
     drawing = busy[name]
-    assert drawing.record.mean_group_requests > 2
+    assert drawing.record.provenance.mean_group_requests > 2
     assert len(drawing.latents) == spec.num_images
     for index, (latent, pixels) in enumerate(zip(drawing.latents, drawing.pixels, strict=True)):
         theirs = stock.edit(spec, IMAGE, mask, index=index)
@@ -100,7 +100,7 @@ def test_alone_an_edit_ends_as_the_stock_pipeline_does(model: Model, stock: Stoc
     spec = replace(spec, num_images=1, width=96)
     image, mask = IMAGE.resize((96, 64)), mask.resize((96, 64))
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(edit_order(spec, image, mask))
-    assert drawing.record.mean_group_requests == 1
+    assert drawing.record.provenance.mean_group_requests == 1
     assert_close(drawing.latents[0], stock.edit(spec, image, mask).latent)
 
 

@@ -91,9 +91,9 @@ def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_bac
     assert len(desk.source.recordings) == 2
     order = edit_of(drawing, kept[1])
     edit = desk.draw(order)
-    assert edit.record.edit is not None
-    assert 0 < edit.record.edit.blocks_reused == edit.record.edit.blocks_total
-    assert edit.record.edit.restored
+    assert edit.record.provenance.HasField("mask")
+    assert 0 < edit.record.provenance.blocks_reused == edit.record.provenance.blocks_total
+    assert edit.record.provenance.mask.kept_latents
     assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
     assert not edit.record.exact
 
@@ -105,23 +105,24 @@ def test_a_kept_picture_is_recorded_for_edits_of_its_own_tenant(model: Model) ->
     desk = EditDesk(model)
     drawing = desk.draw(of(EngineOrder(key="generation", spec=replace(GENERATED, num_images=1)), "one"))
     order = edit_of(drawing, drawing.all(JobKept)[0])
-    own, other = (desk.draw(of(replace(order, key=tenant), tenant)).record.edit for tenant in ("one", "two"))
-    assert own is not None
-    assert other is not None
+    own, other = (desk.draw(of(replace(order, key=tenant), tenant)).record.provenance for tenant in ("one", "two"))
     assert 0 < own.blocks_reused == own.blocks_total
-    assert (other.blocks_reused, other.recorded) == (0, True)
+    assert (other.blocks_reused, other.mask.recorded) == (0, True)
 
 
 def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model: Model) -> None:
     drawing, kept = generated(EditDesk(model))
     desk, order = EditDesk(model), edit_of(drawing, kept[0])
     first, second = desk.draw(order), desk.draw(replace(order, key="second"))
-    assert first.record.edit is not None
-    assert second.record.edit is not None
-    assert (first.record.edit.recorded, first.record.edit.blocks_reused) == (True, 0)
-    assert (first.record.exact, first.record.edit.recording) == (False, template_of(kept[0].by_kind[kinds.ACTIVATIONS]))
-    assert second.record.edit.recording == desk.source.recordings[0].id
-    assert second.record.edit.blocks_reused == second.record.edit.blocks_total
+    assert first.record.provenance.HasField("mask")
+    assert second.record.provenance.HasField("mask")
+    assert (first.record.provenance.mask.recorded, first.record.provenance.blocks_reused) == (True, 0)
+    assert (first.record.exact, first.record.provenance.mask.recording) == (
+        False,
+        template_of(kept[0].by_kind[kinds.ACTIVATIONS]),
+    )
+    assert second.record.provenance.mask.recording == desk.source.recordings[0].id
+    assert second.record.provenance.blocks_reused == second.record.provenance.blocks_total
     assert torch.equal(outside(first.latents[0], order), outside(drawing.latents[0], order))
 
 
@@ -163,8 +164,10 @@ def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str,
         order = replace(edit_order(replace(SPEC, strength=1.0), image, LEFT), kept=order.kept)
     drawn, without = (EditDesk(model).draw(each) for each in (order, replace(order, kept={})))
     assert torch.equal(drawn.latents[0], without.latents[0])
-    assert (None if drawn.record.edit is None else drawn.record.edit.computed_all_because) == said
-    assert drawn.record.edit is None or not drawn.record.edit.restored
+    assert (
+        drawn.record.provenance.mask.computed_all_because if drawn.record.provenance.HasField("mask") else None
+    ) == said
+    assert not drawn.record.provenance.mask.kept_latents
 
 
 @pytest.mark.parametrize("mib", [(64, 64), (64, 0), (0, 64), (0, 0)], ids=["both", "first", "second", "none"])
@@ -181,8 +184,8 @@ def test_a_resumed_edit_puts_the_same_latents_back(model: Model, mib: tuple[int,
     resumed = replace(order, checkpoint=half.all(JobCheckpointed)[0].data, decisions=decisions)
     again, whole = EditDesk(model, mib=mib[1]).draw(resumed), EditDesk(model).draw(order)
     torch.testing.assert_close(again.latents[0], whole.latents[0], atol=1e-4, rtol=0)
-    assert again.record.edit is not None
-    assert again.record.edit.restored
+    assert again.record.provenance.HasField("mask")
+    assert again.record.provenance.mask.kept_latents
     assert not again.record.exact
 
 

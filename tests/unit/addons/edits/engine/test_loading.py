@@ -76,8 +76,8 @@ def test_what_is_loaded_gives_the_picture_that_memory_gives(desk: LoadingDesk) -
     desk.move()
     loaded = desk.draw(replace(SECOND, key="loaded"))
     assert_close(loaded, from_memory, atol=0)
-    assert loaded.record.edit is not None
-    assert loaded.record.edit.blocks_reused == loaded.record.edit.blocks_total == 24
+    assert loaded.record.provenance.HasField("mask")
+    assert loaded.record.provenance.blocks_reused == loaded.record.provenance.blocks_total == 24
     blocks, recomputed = load_counts(desk)
     assert blocks > 24, "feature maps are loaded, too"
     assert recomputed == 0
@@ -90,9 +90,9 @@ def test_what_does_not_come_is_waited_for_no_longer_than_its_computation_and_the
     drawn = desk.draw(replace(FIRST, key="nothing came"))
     assert_close(drawn, in_full, FLOAT16)
     record = drawn.record
-    assert record.edit is not None
-    assert record.edit.blocks_reused == 0
-    assert record.edit.computed_all_because == "its recorded activations did not arrive in time"
+    assert record.provenance.HasField("mask")
+    assert record.provenance.blocks_reused == 0
+    assert record.provenance.mask.computed_all_because == "its recorded activations did not arrive in time"
     assert load_counts(desk)[0] == 0
     assert load_counts(desk)[1] > 24
     assert any(step.requested for step in steps)
@@ -141,8 +141,8 @@ def test_what_is_here_is_not_requested(desk: LoadingDesk) -> None:
     for step in steps:
         step.load()
     drawn = desk.draw(SECOND)
-    assert drawn.record.edit is not None
-    assert drawn.record.edit.blocks_reused == 24
+    assert drawn.record.provenance.HasField("mask")
+    assert drawn.record.provenance.blocks_reused == 24
     assert not any(step.requested for step in steps)
     assert load_counts(desk) == (0, 0)
 
@@ -171,8 +171,8 @@ def test_a_step_elsewhere_is_copied_before_an_edit_completes_it(desk: LoadingDes
     (recording,) = desk.source.recordings
     share = recording.valid_share
     drawn = desk.draw(masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere"))
-    assert drawn.record.edit is not None
-    assert drawn.record.edit.recorded
+    assert drawn.record.provenance.HasField("mask")
+    assert drawn.record.provenance.mask.recorded
     assert recording.valid_share > share
     assert all(step.writable for step in recording.steps.values())
     for step in steps:
@@ -185,8 +185,8 @@ def test_a_step_that_is_not_whole_here_is_read_and_not_completed(desk: LoadingDe
     (recording,) = desk.source.recordings
     share = recording.valid_share
     drawn = desk.draw(masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere"))
-    assert drawn.record.edit is not None
-    assert drawn.record.edit.blocks_reused
+    assert drawn.record.provenance.HasField("mask")
+    assert drawn.record.provenance.blocks_reused
     assert recording.valid_share == share
 
 
@@ -201,7 +201,7 @@ def test_loads_in_a_busy_batch_change_nobodys_picture(desk: LoadingDesk) -> None
     turns = iter(range(10**6))
     desk.source.comes, desk.device.per_flop_s = lambda name: next(turns) % 3 > 0, 1e-8
     together = desk.run({0: [replace(order, key=("busy", order.key)) for order in (FIRST, other, plain)]})
-    assert together["busy", "plain"].record.mean_group_requests > 1
+    assert together["busy", "plain"].record.provenance.mean_group_requests > 1
     for key, tolerance in {FIRST.key: FLOAT16, other.key: FLOAT16, plain.key: 1e-4}.items():
         assert_close(together["busy", key], alone[key], tolerance)
     loaded, recomputed = load_counts(desk)
@@ -232,8 +232,8 @@ def test_a_tensor_of_another_shape_is_not_taken(desk: LoadingDesk) -> None:
         tokens, channels = step.outputs[name].shape
         step.outputs[name] = step.outputs[name].reshape(channels, tokens)
     drawn = desk.draw(replace(FIRST, key="again"))
-    assert drawn.record.edit is not None
-    assert drawn.record.edit.blocks_reused == drawn.record.edit.blocks_total - 6
+    assert drawn.record.provenance.HasField("mask")
+    assert drawn.record.provenance.blocks_reused == drawn.record.provenance.blocks_total - 6
     assert_close(drawn, desk.drawings[FIRST.key], FLOAT16)
 
 
@@ -241,8 +241,8 @@ def test_a_recording_of_another_size_is_not_used(desk: LoadingDesk) -> None:
     (recording,) = desk.source.recordings
     recording.shape = (8, 8)
     drawn = desk.draw(replace(FIRST, key="again"))
-    assert drawn.record.edit is not None
-    assert drawn.record.edit.computed_all_because == "the recording of this image has another size"
+    assert drawn.record.provenance.HasField("mask")
+    assert drawn.record.provenance.mask.computed_all_because == "the recording of this image has another size"
     assert recording.is_idle
 
 

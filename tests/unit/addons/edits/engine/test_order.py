@@ -63,8 +63,8 @@ def test_an_edit_waits_for_the_answer_and_others_do_not(desk: AskingDesk) -> Non
     assert other.ended
     desk.source.answers[0].set_result(None)
     desk.run()
-    assert edit.record.edit is not None
-    assert edit.record.edit.recorded
+    assert edit.record.provenance.HasField("mask")
+    assert edit.record.provenance.mask.recorded
     assert not edit.record.seconds.get(kinds.ACTIVATIONS)
 
 

@@ -17,7 +17,7 @@ from bottega.addons.edits.engine.masked.checks import LEAST_COSINE, PromptCosine
 from bottega.addons.edits.engine.recordings.recording import rounded
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.engine.addon import EngineAddOn, JobAddOn
-from bottega.engine.events import ControlUse, EngineRecord, JobAdvanced, JobCheckpointed, JobFailed
+from bottega.engine.events import EngineRecord, JobAdvanced, JobCheckpointed, JobFailed
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
@@ -54,20 +54,19 @@ def test_the_first_edit_computes_in_full_and_records_and_the_second_one_uses_it(
     desk = EditDesk(model)
     first, second = desk.draw(FIRST), desk.draw(SECOND)
     assert first.record.exact
-    assert first.record.edit is not None
-    assert first.record.edit.recorded
-    assert first.record.edit.computed_all_because == "it is the first edit of this image"
-    assert first.record.edit.blocks_total == 0
+    assert first.record.provenance.HasField("mask")
+    assert first.record.provenance.mask.recorded
+    assert first.record.provenance.mask.computed_all_because == "it is the first edit of this image"
+    assert first.record.provenance.blocks_total == 0
     torch.testing.assert_close(first.latents[0], drawn_alone(model, FIRST).latents[0], atol=1e-5, rtol=0)
-    record = second.record.edit
-    assert record is not None
+    record = second.record.provenance
     assert not second.record.exact
     # Four transformer blocks, two halves, three steps.
     assert (record.blocks_reused, record.blocks_total) == (24, 24)
-    assert record.recording == desk.source.recordings[0].id
-    assert 0 < record.computed_share < 0.6
-    assert first.record.edit.dilated_share == record.dilated_share == record.computed_share
-    assert not record.computed_all_because
+    assert record.mask.recording == desk.source.recordings[0].id
+    assert 0 < record.mask.computed_share < 0.6
+    assert first.record.provenance.mask.dilated_share == record.mask.dilated_share == record.mask.computed_share
+    assert not record.mask.computed_all_because
     assert desk.edits.counts["blocks_reused"] == 24
     assert desk.edits.counts["hits"] == 1
 
@@ -78,9 +77,9 @@ def test_an_edit_that_takes_the_noise_of_a_recording_alone_names_it(model: Model
     (recording,) = desk.source.recordings
     recording.forget_steps(lambda step: True)  # as a store that has lost its sections
     drawn = desk.draw(SECOND)
-    assert drawn.record.edit is not None
-    assert (drawn.record.edit.blocks_reused, drawn.record.exact) == (0, False)
-    assert drawn.record.edit.recording == recording.id
+    assert drawn.record.provenance.HasField("mask")
+    assert (drawn.record.provenance.blocks_reused, drawn.record.exact) == (0, False)
+    assert drawn.record.provenance.mask.recording == recording.id
 
 
 def test_two_seeds_on_one_template_differ_inside_only(model: Model) -> None:
@@ -105,8 +104,8 @@ def test_the_same_edit_again_draws_what_the_full_computation_draws_of_the_same_n
     """The recording is of this very edit: what it does not compute is what it would have computed."""
     desk = EditDesk(model)
     first, again = desk.draw(FIRST), desk.draw(replace(FIRST, key="again"))
-    assert again.record.edit is not None
-    assert again.record.edit.blocks_reused
+    assert again.record.provenance.HasField("mask")
+    assert again.record.provenance.blocks_reused
     # Activations are kept in float16.
     torch.testing.assert_close(again.latents[0], first.latents[0], atol=0.02, rtol=0)
 
@@ -117,13 +116,13 @@ def test_an_edit_elsewhere_completes_the_recording(model: Model) -> None:
     (recording,) = desk.source.recordings
     share = recording.valid_share
     completing = desk.draw(ELSEWHERE)
-    assert completing.record.edit is not None
-    assert completing.record.edit.recorded
+    assert completing.record.provenance.HasField("mask")
+    assert completing.record.provenance.mask.recorded
     assert share < recording.valid_share == 1.0
     again = desk.draw(replace(ELSEWHERE, key="again"))
-    assert again.record.edit is not None
-    assert not again.record.edit.recorded
-    assert again.record.edit.computed_share < completing.record.edit.computed_share
+    assert again.record.provenance.HasField("mask")
+    assert not again.record.provenance.mask.recorded
+    assert again.record.provenance.mask.computed_share < completing.record.provenance.mask.computed_share
 
 
 def test_an_edit_of_the_same_place_completes_nothing(model: Model) -> None:
@@ -133,8 +132,8 @@ def test_an_edit_of_the_same_place_completes_nothing(model: Model) -> None:
     (recording,) = desk.source.recordings
     share = recording.valid_share
     again = desk.draw(SECOND)
-    assert again.record.edit is not None
-    assert not again.record.edit.recorded
+    assert again.record.provenance.HasField("mask")
+    assert not again.record.provenance.mask.recorded
     assert recording.valid_share == share < 1.0
 
 
@@ -167,21 +166,21 @@ def test_an_edit_whose_activations_float16_has_no_room_for_leaves_the_recording_
         beyond = desk.draw(ELSEWHERE)
     finally:
         hook.remove()
-    assert beyond.record.edit is not None
-    assert beyond.record.edit.blocks_reused
-    assert not beyond.record.edit.recorded
+    assert beyond.record.provenance.HasField("mask")
+    assert beyond.record.provenance.blocks_reused
+    assert not beyond.record.provenance.mask.recorded
     assert recording.valid_share == share < 1.0
     assert all(bool(recorded(step, block).isfinite().all()) for step in recording.steps.values())
     later = desk.draw(replace(ELSEWHERE, key="later"))
-    assert later.record.edit is not None
-    assert later.record.edit.recorded
+    assert later.record.provenance.HasField("mask")
+    assert later.record.provenance.mask.recorded
     assert bool(later.latents[0].isfinite().all())
 
 
 def test_while_a_template_is_recorded_others_of_it_compute_in_full_and_record_nothing(model: Model) -> None:
     desk = EditDesk(model)
     drawings = desk.run({0: [FIRST, SECOND]})
-    record = drawings["second"].record.edit
+    record = drawings["second"].record.provenance.mask
     assert record is not None
     assert record.computed_all_because == "another edit is recording this image"
     assert drawings["second"].record.exact
@@ -193,8 +192,8 @@ def test_of_several_images_the_first_one_is_recorded_and_all_read(model: Model) 
     desk = EditDesk(model)
     desk.draw(replace(FIRST, spec=replace(FIRST.spec, num_images=2)))
     both = desk.draw(replace(SECOND, spec=replace(SECOND.spec, num_images=2)))
-    assert both.record.edit is not None
-    assert both.record.edit.blocks_reused == both.record.edit.blocks_total == 48
+    assert both.record.provenance.HasField("mask")
+    assert both.record.provenance.blocks_reused == both.record.provenance.blocks_total == 48
     assert torch.equal(outside(both.latents[0], SECOND), outside(both.latents[1], SECOND))
 
 
@@ -210,11 +209,11 @@ def test_within_a_template_s_budget_the_blocks_that_save_most_are_recorded_and_r
     everything = next(iter(whole.source.recordings[0].steps.values()))
     assert names < set(everything.names)
     again = desk.draw(replace(FIRST, key="again"))
-    assert again.record.edit is not None
-    assert again.record.edit.blocks_reused
+    assert again.record.provenance.HasField("mask")
+    assert again.record.provenance.blocks_reused
     torch.testing.assert_close(again.latents[0], in_full.latents[0], atol=0.02, rtol=0)
     other = desk.draw(replace(SECOND, spec=replace(SECOND.spec, num_inference_steps=7)))
-    assert other.record.edit is not None
+    assert other.record.provenance.HasField("mask")
     assert recording.size_bytes <= size_bytes // 3, "further timesteps have no more room"
 
 
@@ -225,7 +224,7 @@ def test_edits_and_plain_jobs_share_turns(model: Model) -> None:
     alone = drawn_alone(model, plain)
     drawings = desk.run({0: [SECOND, ELSEWHERE, plain]})
     torch.testing.assert_close(drawings["plain"].latents[0], alone.latents[0], atol=1e-4, rtol=0)
-    assert drawings["plain"].record.mean_group_requests > 1
+    assert drawings["plain"].record.provenance.mean_group_requests > 1
     assert drawings["plain"].record.exact
     assert drawings["second"].all(JobAdvanced)
 
@@ -235,8 +234,8 @@ def test_other_images_loras_and_sizes_are_other_templates(model: Model) -> None:
     desk.draw(FIRST)
     flipped = replace(SECOND, image=torch.flip(FIRST.image, (1,)) if FIRST.image is not None else None)
     drawing = desk.draw(flipped)
-    assert drawing.record.edit is not None
-    assert not drawing.record.edit.blocks_reused
+    assert drawing.record.provenance.HasField("mask")
+    assert not drawing.record.provenance.blocks_reused
     keys = {
         desk.edits.key(order).digest
         for order in (
@@ -271,13 +270,15 @@ def test_timesteps_that_were_not_recorded_are_computed_and_added(model: Model) -
     assert recording.step_count == 3
     other = replace(SECOND, spec=replace(SECOND.spec, num_inference_steps=7))
     first = desk.draw(other)
-    assert first.record.edit is not None
-    assert 0 < first.record.edit.blocks_reused < first.record.edit.blocks_total / 2  # the last one is the same
-    assert first.record.edit.recorded
+    assert first.record.provenance.HasField("mask")
+    assert (
+        0 < first.record.provenance.blocks_reused < first.record.provenance.blocks_total / 2
+    )  # the last one is the same
+    assert first.record.provenance.mask.recorded
     assert recording.step_count > 3
     again = desk.draw(replace(other, key="again"))
-    assert again.record.edit is not None
-    assert again.record.edit.blocks_reused == again.record.edit.blocks_total
+    assert again.record.provenance.HasField("mask")
+    assert again.record.provenance.blocks_reused == again.record.provenance.blocks_total
 
 
 def test_at_one_timestep_all_samplers_give_the_model_the_same_input(model: Model) -> None:
@@ -303,8 +304,8 @@ def test_a_recording_serves_edits_with_another_sampler(model: Model) -> None:
     desk = EditDesk(model)
     desk.draw(FIRST)
     other = desk.draw(replace(SECOND, spec=replace(SECOND.spec, sampler=SamplerKind.EULER_ANCESTRAL)))
-    assert other.record.edit is not None
-    assert other.record.edit.blocks_reused == other.record.edit.blocks_total
+    assert other.record.provenance.HasField("mask")
+    assert other.record.provenance.blocks_reused == other.record.provenance.blocks_total
 
 
 def test_of_two_steps_at_one_timestep_each_takes_what_its_own_noise_made(model: Model) -> None:
@@ -316,8 +317,8 @@ def test_of_two_steps_at_one_timestep_each_takes_what_its_own_noise_made(model: 
     assert recording.step_count == 6
     assert len({key.timestep for key in recording.steps}) < 6
     again = desk.draw(masked_order(karras, key="again"))
-    assert again.record.edit is not None
-    assert again.record.edit.blocks_reused == again.record.edit.blocks_total
+    assert again.record.provenance.HasField("mask")
+    assert again.record.provenance.blocks_reused == again.record.provenance.blocks_total
     # Activations are kept in float16.
     torch.testing.assert_close(again.latents[0], first.latents[0], atol=2e-3, rtol=0)
 
@@ -333,9 +334,9 @@ def test_a_recording_with_karras_sigmas_is_not_taken_for_other_noise_at_its_time
     request = plain.job.requests[0]
     timesteps = {request.timestep_of(step) for step in range(request.begin, request.end)}
     assert timesteps & {key.timestep for key in recording.steps}, "else there is nothing to tell apart"
-    assert plain.record.edit is not None
-    assert plain.record.edit.blocks_reused == 0
-    assert plain.record.edit.computed_all_because == "the recording has none of its steps"
+    assert plain.record.provenance.HasField("mask")
+    assert plain.record.provenance.blocks_reused == 0
+    assert plain.record.provenance.mask.computed_all_because == "the recording has none of its steps"
 
 
 def test_keys_tell_all_steps_apart_though_the_last_bits_of_their_noise_do_not_count(model: Model) -> None:
@@ -368,7 +369,7 @@ def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_ano
     other = replace(SECOND.spec, prompt="a yellow square")
     cautious = edit_record(desk, masked_order(other, key="cautious", any_prompt=False))
     assert cautious.blocks_reused == cautious.blocks_total / 2
-    assert cautious.recorded, "what was computed in full takes the other prompt's place"
+    assert cautious.mask.recorded, "what was computed in full takes the other prompt's place"
     again = edit_record(desk, masked_order(other, key="again", any_prompt=False))
     assert again.blocks_reused == again.blocks_total
     insisting = edit_record(desk, masked_order(SECOND.spec, key="insisting"))
@@ -433,7 +434,7 @@ def test_where_blocks_follow_the_prompt_an_unguided_edit_with_another_one_comput
     other = replace(unguided, prompt="a yellow square", seed=9)
     record = edit_record(desk, masked_order(other, key="other", any_prompt=False))
     assert record.blocks_reused == 0
-    assert "another prompt" in record.computed_all_because
+    assert "another prompt" in record.mask.computed_all_because
 
 
 @pytest.mark.parametrize("changes", [{}, {"prompt": "a red BREAK (star:1.2)", "weighted": True}], ids=["plain", "long"])
@@ -489,12 +490,12 @@ def test_a_resumed_edit_whose_recording_is_gone_keeps_its_noise(model: Model) ->
     elsewhere = EditDesk(model).draw(replace(SECOND, checkpoint=checkpoint, decisions=decisions))
     assert torch.equal(edited(elsewhere).noise, edited(whole).noise)
     assert torch.equal(outside(elsewhere.latents[0], SECOND), outside(whole.latents[0], SECOND))
-    assert elsewhere.record.edit is not None
+    assert elsewhere.record.provenance.HasField("mask")
     said = "the recording that an earlier attempt used is gone; step 2 is the first that was made without it"
-    assert elsewhere.record.edit.computed_all_because == said
-    assert not elsewhere.record.edit.recorded
+    assert elsewhere.record.provenance.mask.computed_all_because == said
+    assert not elsewhere.record.provenance.mask.recorded
     assert not elsewhere.record.exact
-    assert elsewhere.record.edit.recording == desk.source.recordings[0].id
+    assert elsewhere.record.provenance.mask.recording == desk.source.recordings[0].id
 
 
 def test_an_attempt_from_the_beginning_draws_with_the_same_noise_without_the_recording(model: Model) -> None:
@@ -505,19 +506,19 @@ def test_an_attempt_from_the_beginning_draws_with_the_same_noise_without_the_rec
     elsewhere = EditDesk(model).draw(replace(SECOND, decisions=dict(whole.job.decided)))
     assert torch.equal(edited(elsewhere).noise, edited(whole).noise)
     assert torch.equal(edited(elsewhere).image_latent, edited(whole).image_latent)
-    assert elsewhere.record.edit is not None
-    assert (elsewhere.record.exact, elsewhere.record.edit.recording) == (False, desk.source.recordings[0].id)
+    assert elsewhere.record.provenance.HasField("mask")
+    assert (elsewhere.record.exact, elsewhere.record.provenance.mask.recording) == (False, desk.source.recordings[0].id)
 
 
 def test_an_attempt_that_finds_the_recording_goes_on_with_it(model: Model) -> None:
     desk = EditDesk(model)
     desk.draw(FIRST)
     whole = desk.draw(SECOND)
-    assert whole.record.edit is not None
+    assert whole.record.provenance.HasField("mask")
     checkpoint, decisions = half_drawn(desk, replace(SECOND, key="half"))
     resumed = desk.draw(replace(SECOND, key="resumed", checkpoint=checkpoint, decisions=decisions))
-    assert resumed.record.edit is not None
-    assert 0 < resumed.record.edit.blocks_reused < whole.record.edit.blocks_reused
+    assert resumed.record.provenance.HasField("mask")
+    assert 0 < resumed.record.provenance.blocks_reused < whole.record.provenance.blocks_reused
     torch.testing.assert_close(resumed.latents[0], whole.latents[0], atol=1e-5, rtol=0)
 
 
@@ -531,8 +532,8 @@ def test_an_attempt_that_began_with_its_own_noise_never_turns_to_a_recording(mod
     again = desk.draw(replace(SECOND, decisions=decisions))
     assert torch.equal(edited(again).noise, edited(whole).noise)
     assert again.record.exact
-    assert again.record.edit is not None
-    assert again.record.edit.computed_all_because == "an earlier attempt began without the recording"
+    assert again.record.provenance.HasField("mask")
+    assert again.record.provenance.mask.computed_all_because == "an earlier attempt began without the recording"
 
 
 @pytest.mark.parametrize("decision", [b"\xff", EditDecision(recording="x").SerializeToString()])
@@ -546,7 +547,7 @@ def test_exact_edits_neither_read_nor_record(model: Model) -> None:
     plain = replace(edit_order(SPEC, template(), LEFT), key="plain")
     before = desk.draw(plain)
     assert not desk.source.recordings
-    assert before.record.edit is None
+    assert not before.record.provenance.HasField("mask")
     desk.draw(FIRST)
     after = desk.draw(replace(plain, key="after"))
     assert torch.equal(before.latents[0], after.latents[0])
@@ -565,11 +566,11 @@ def test_a_late_lora_leaves_no_recording(model: Model, late: bool) -> None:
     desk.turn()
     source.come("style")
     desk.run()
-    assert drawing.record.edit is not None
-    assert drawing.record.edit.recorded is not late
+    assert drawing.record.provenance.HasField("mask")
+    assert drawing.record.provenance.mask.recorded is not late
     assert len(desk.source.recordings) == (0 if late else 1)
     if late:
-        assert drawing.record.edit.computed_all_because.endswith("a LoRA arrived only after the first step")
+        assert drawing.record.provenance.mask.computed_all_because.endswith("a LoRA arrived only after the first step")
 
 
 FULL = box_mask((0, 0, 64, 64))
@@ -581,16 +582,16 @@ def test_an_edit_that_redraws_all_takes_nothing_and_says_so(model: Model) -> Non
     desk = EditDesk(model)
     desk.draw(FIRST)
     record = edit_record(desk, masked_order(mask=FULL, key="full"))
-    assert (record.blocks_reused, record.computed_all_because) == (0, WHOLE)
+    assert (record.blocks_reused, record.mask.computed_all_because) == (0, WHOLE)
 
 
 def test_a_first_edit_that_redraws_all_records_nothing(model: Model) -> None:
     """It would take room, and give nobody anything."""
     desk = EditDesk(model)
     record = edit_record(desk, masked_order(mask=FULL, key="full"))
-    assert (record.recorded, record.computed_all_because) == (False, WHOLE)
+    assert (record.mask.recorded, record.mask.computed_all_because) == (False, WHOLE)
     assert not desk.source.recordings
-    assert edit_record(desk, SECOND).recorded
+    assert edit_record(desk, SECOND).mask.recorded
 
 
 def test_where_nothing_of_what_an_edit_does_not_redraw_is_recorded_it_says_so(model: Model) -> None:
@@ -598,7 +599,7 @@ def test_where_nothing_of_what_an_edit_does_not_redraw_is_recorded_it_says_so(mo
     desk.draw(masked_order(mask=box_mask((0, 0, 64, 48)), key="first"))
     record = edit_record(desk, masked_order(mask=box_mask((0, 40, 64, 64)), key="below"))
     assert record.blocks_reused == 0
-    assert record.computed_all_because == "the recording lacks the part that the edit does not redraw"
+    assert record.mask.computed_all_because == "the recording lacks the part that the edit does not redraw"
 
 
 def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Model) -> None:
@@ -612,18 +613,17 @@ def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Mod
     assert rounded(first.job.requests[0].noise_levels[0]) not in {key.noise_level for key in recording.steps}
     # Half as large steps come by the same timestep, and record it.
     finer = edit_record(desk, masked_order(replace(SPEC, num_inference_steps=8), key="finer"))
-    assert finer.recorded
+    assert finer.mask.recorded
     assert rounded(first.job.requests[0].noise_levels[0]) in {key.noise_level for key in recording.steps}
     again = edit_record(desk, replace(full, key="again"))
     assert again.blocks_reused == again.blocks_total * 3 / 4
     alone = edit_record(desk, masked_order(replace(SPEC, strength=1.0, num_inference_steps=1), key="alone"))
-    assert alone.computed_all_because == "at strength 1 it begins with noise alone"
+    assert alone.mask.computed_all_because == "at strength 1 it begins with noise alone"
 
 
 class _StaleJob(JobAddOn):
-    def report(self, record: EngineRecord) -> EngineRecord:
-        use = ControlUse(name="edges", image_digest="", begin_step=0, end_step=4, stale_steps=1)
-        return replace(record, controlnets=(use,))
+    def report(self, record: EngineRecord) -> None:
+        record.provenance.controlnets.add(name="edges", end_step=4, stale_steps=1)
 
 
 class _Stale(EngineAddOn):
@@ -638,9 +638,9 @@ class _Stale(EngineAddOn):
 def test_stale_residuals_leave_no_recording(model: Model) -> None:
     desk = EditDesk(model, addons=(_Stale(),))
     drawing = desk.draw(FIRST)
-    assert drawing.record.edit is not None
-    assert not drawing.record.edit.recorded
-    assert "stale" in drawing.record.edit.computed_all_because
+    assert drawing.record.provenance.HasField("mask")
+    assert not drawing.record.provenance.mask.recorded
+    assert "stale" in drawing.record.provenance.mask.computed_all_because
     assert not desk.source.recordings
 
 
@@ -663,16 +663,16 @@ def test_a_worker_that_cannot_reuse_says_why(model: Model, fixed_rows: int, mib:
     for order in (FIRST, SECOND):
         record = desk.draw(order).record
         assert record.exact
-        assert record.edit is not None
-        assert because in record.edit.computed_all_because
-        assert 0 < record.edit.dilated_share < 0.6
+        assert record.provenance.HasField("mask")
+        assert because in record.provenance.mask.computed_all_because
+        assert 0 < record.provenance.mask.dilated_share < 0.6
 
 
 def test_a_recording_without_room_is_given_up(model: Model) -> None:
     desk = EditDesk(model, mib=64)
     desk.source = type(desk.source)(1000)
     desk.edits.source = desk.source
-    record = desk.draw(FIRST).record.edit
+    record = desk.draw(FIRST).record.provenance.mask
     assert record is not None
     assert not record.recorded
     assert record.computed_all_because.endswith("its activations do not fit into memory")

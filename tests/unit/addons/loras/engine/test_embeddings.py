@@ -112,8 +112,8 @@ def test_embeddings_in_a_mixed_batch_draw_what_stock_draws(family: str) -> None:
         assert drawings[key].record.exact
     assert_close(drawings["plain"].latents[0], FamilyStock(family).latent(orders[1].spec))
     assert deviation(drawings["plain"].latents[0], stock.latent(orders[1].spec)) > 1e-3  # the tokens matter
-    assert drawings["both"].record.mean_group_requests > 1
-    assert [(use.name, use.token) for use in drawings["with a LoRA"].record.loras] == [
+    assert drawings["both"].record.provenance.mean_group_requests > 1
+    assert [(use.name, use.token) for use in drawings["with a LoRA"].record.provenance.loras] == [
         ("style", ""),
         *((token, token) for token in TOKENS),
     ]
@@ -125,7 +125,7 @@ def test_truncation_counts_vectors_as_stock(family: str) -> None:
     long = order(prompt=f"{'star ' * (room - 5)}<toy> on <toy> <toy> red circle")
     drawing = ManualEngine(engine_of(family)).draw(long)
     assert_close(drawing.latents[0], stock_of(family).latent(long.spec))
-    ((cut,),) = [[cut.text for cut in drawing.record.truncations]]
+    ((cut,),) = [[cut.text for cut in drawing.record.provenance.truncations]]
     assert cut.startswith("<toy>_1")
     assert cut.endswith("red circle")
 

@@ -96,10 +96,10 @@ def test_a_set_of_loras_draws_what_stock_with_peft_draws(
     assert_close(drawing.latents[0], theirs)
     assert (theirs - plain_latent).abs().max() > 0.05  # the LoRAs matter
     assert (lora_weights(easel.engine).patched is not None) == patches
-    assert [(each.name, each.scale, each.from_step) for each in drawing.record.loras] == [
+    assert [(each.name, each.scale, each.from_step) for each in drawing.record.provenance.loras] == [
         (name, scale, 0) for name, scale in scales.items()
     ]
-    assert {each.name for each in drawing.record.loras if each.mixed_alphas} == scales.keys() & {"pastel"}
+    assert {each.name for each in drawing.record.provenance.loras if each.mixed_alphas} == scales.keys() & {"pastel"}
     plain = easel.draw(EngineOrder(key="plain", spec=SPEC))
     assert_close(plain.latents[0], plain_latent)
     assert lora_weights(easel.engine).patched is None
@@ -130,7 +130,7 @@ def test_unlike_sets_plain_rows_and_controlnets_share_groups_and_each_is_its_own
             drawings["controlled"].latents[0],
             alone.draw(replace(controlled, control_images=(image,))).latents[0],
         )
-    assert drawings["three"].record.mean_group_requests > 3
+    assert drawings["three"].record.provenance.mean_group_requests > 3
     for key, (spec, scales) in jobs.items():
         theirs = reference(stock, spec, scales)
         assert_close(drawings[key].latents[0], theirs)
@@ -184,7 +184,7 @@ def test_a_resumed_attempt_uses_its_loras_from_the_same_step(
     again = easels(limits=every_step)
     order = replace(styled_order(scales, spec, bound=6), checkpoint=checkpoint, decisions=went_in.decisions)
     resumed = again.draw(order)
-    assert [each.from_step for each in resumed.record.loras] == [3]
+    assert [each.from_step for each in resumed.record.provenance.loras] == [3]
     assert resumed.job is not None
     assert resumed.job.steps_resumed == at
     assert_close(resumed.latents[0], reference(stock, spec, scales, 3))
@@ -204,7 +204,7 @@ def test_in_half_precision_a_picture_with_loras_has_the_bits_of_stock(dtype: tor
         drawing = easel.draw(styled_order(scales, HALF_SPEC))
         assert torch.equal(drawing.latents[0], styled_latent(pipeline, HALF_SPEC, scales))
         assert drawing.record.exact
-        assert not any(use.rounded_otherwise for use in drawing.record.loras)
+        assert not any(use.rounded_otherwise for use in drawing.record.provenance.loras)
         assert lora_weights(easel.engine).patched is None
     plain = easel.draw(EngineOrder(key="plain", spec=HALF_SPEC))
     assert torch.equal(plain.latents[0], styled_latent(pipeline, HALF_SPEC, {}))
@@ -220,4 +220,4 @@ def test_loras_merged_into_half_precision_say_that_they_are_not_exact(
     drawing = ManualEngine(engine).draw(styled_order({"pastel": 0.8}, HALF_SPEC))
     assert lora_weights(engine).patched is not None
     assert not drawing.record.exact
-    assert [use.rounded_otherwise for use in drawing.record.loras] == [True]
+    assert [use.rounded_otherwise for use in drawing.record.provenance.loras] == [True]

@@ -63,8 +63,8 @@ def _latents(easel: ManualEngine, order: EngineOrder) -> list[list[Tensor]]:
 
 
 def _measured(drawing: Drawing) -> tuple[float, ...]:
-    (record,) = drawing.record.loras
-    return record.similarities
+    (record,) = drawing.record.provenance.loras
+    return tuple(record.similarities)
 
 
 def test_it_is_the_cosine_with_what_the_same_prompt_gives_without_the_unets_part(easel: ManualEngine) -> None:
@@ -124,7 +124,7 @@ def test_a_cancelled_one_leaves_nothing_behind(easel: ManualEngine) -> None:
         easel.turn()
     easel.engine.cancel("measured")
     assert not easel.engine.busy
-    assert easel.draw(EngineOrder(key="plain", spec=SPEC)).record.mean_group_requests == SPEC.num_images
+    assert easel.draw(EngineOrder(key="plain", spec=SPEC)).record.provenance.mean_group_requests == SPEC.num_images
     assert not easel.turn()
 
 

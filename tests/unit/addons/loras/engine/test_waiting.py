@@ -106,10 +106,10 @@ def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
     loras.come("outline")
     easel.run()
     assert [type(event) for event in waiting.events[:3]] == [JobDecided, JobStarted, JobAdvanced]
-    (record,) = waiting.record.loras
+    (record,) = waiting.record.provenance.loras
     assert (record.from_step, record.load_s, record.wait_s) == (0, 1.25, 2.5)
     assert waiting.record.seconds["loras"] == pytest.approx(2.5 + record.patch_s)
-    assert other.record.loras == ()
+    assert not other.record.provenance.loras
     assert not loras.open
 
 
@@ -156,7 +156,7 @@ def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
     loras.come("pastel")
     easel.run()
     assert [event.decisions for event in bounded.all(JobDecided)] == [loras_at(2)]
-    assert [(each.name, each.from_step, each.wait_s) for each in bounded.record.loras] == [
+    assert [(each.name, each.from_step, each.wait_s) for each in bounded.record.provenance.loras] == [
         ("outline", 2, 3.0),
         ("pastel", 2, 3.0),
     ]
@@ -178,7 +178,7 @@ def test_loras_that_come_before_the_bound_go_in_at_the_next_step_which_is_told_b
     place = next(place for place, event in enumerate(drawing.events) if isinstance(event, JobDecided))
     assert [event.decisions for event in drawing.all(JobDecided)] == [loras_at(3)]
     assert [event.steps_done for event in drawing.events[:place] if isinstance(event, JobAdvanced)] == [1, 2, 3]
-    assert drawing.record.loras[0].wait_s == 0
+    assert drawing.record.provenance.loras[0].wait_s == 0
 
 
 def test_a_pinned_step_is_kept_whether_the_lora_is_early_or_late(easel: ManualEngine, loras: LorasByHand) -> None:
@@ -192,7 +192,7 @@ def test_a_pinned_step_is_kept_whether_the_lora_is_early_or_late(easel: ManualEn
     assert steps_done(late) == 3
     loras.come("outline")
     easel.run()
-    assert late.record.loras[0].from_step == 3
+    assert late.record.provenance.loras[0].from_step == 3
     assert torch.allclose(early.latents[0], late.latents[0], atol=1e-4)
 
 
@@ -317,7 +317,7 @@ def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, l
     beside = easel.submit(styled("outline", key="beside", scale=0.5))
     turn_until(easel, lambda: beside.ended)
     assert lora_weights(easel.engine).swaps == 2, "in, and out for the sake of both"
-    patch_s = [drawing.record.loras[0].patch_s for drawing in (with_it, beside)]
+    patch_s = [drawing.record.provenance.loras[0].patch_s for drawing in (with_it, beside)]
     assert patch_s == [0.0, 0.0], "it was in already; it never went in"
     assert part.patch_s == put_in_s
 
@@ -330,8 +330,8 @@ def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
     styled_text = easel.draw(styled("pastel", key="text"))
     unet_alone = easel.draw(styled("outline", key="UNet alone"))
     assert lora_weights(easel.engine).swaps == 0
-    assert styled_text.record.loras[0].patch_s > 0
-    assert unet_alone.record.loras[0].patch_s == 0.0
+    assert styled_text.record.provenance.loras[0].patch_s > 0
+    assert unet_alone.record.provenance.loras[0].patch_s == 0.0
 
 
 def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:

@@ -120,7 +120,7 @@ def test_a_set_draws_what_stock_draws_with_the_changed_weights(
             styled_order({}, replace(SPEC, seed=3), key="c"),
         ]
         drawn = easel.run({0: mixed})
-        assert drawn["b"].record.mean_group_requests > 2
+        assert drawn["b"].record.provenance.mean_group_requests > 2
         assert_close(drawn["a"].latents[0], drawing.latents[0])
         assert_close(drawn["c"].latents[0], latent_of(stock, replace(SPEC, seed=3)))
     finally:
@@ -159,7 +159,7 @@ def test_changed_norms_draw_what_stock_draws_and_share_steps_among_themselves(mo
         drawn = easel.run({0: mixed})
         for order, pipeline in zip(mixed, (changed, changed, stock), strict=True):
             assert_close(drawn[order.key].latents[0], latent_of(pipeline, order.spec))
-        assert drawn["b"].record.mean_group_requests > 1
+        assert drawn["b"].record.provenance.mean_group_requests > 1
     finally:
         weights.restore()
 
@@ -169,7 +169,7 @@ def test_in_half_precision_a_set_says_that_it_is_not_exact(components: dict[str,
     engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"whole": components}))
     drawing = ManualEngine(engine).draw(styled_order({"whole": 0.7}, replace(SPEC, num_inference_steps=2)))
     assert not drawing.record.exact
-    assert [use.rounded_otherwise for use in drawing.record.loras] == [True]
+    assert [use.rounded_otherwise for use in drawing.record.provenance.loras] == [True]
 
 
 def test_norms_are_those_of_the_weights_without_the_merged_set() -> None:
