@@ -260,7 +260,7 @@ class JobControlNets(JobAddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SessionUse:
-    """What a session is used for."""
+    """The use of a session by a job."""
 
     places: tuple[int, ...]
     """Indexes of its images in the spec."""
