@@ -18,7 +18,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.v1.generation_pb2 import Provenance
 from tests.samples.edits import box_mask, edit_order, template
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(
@@ -110,4 +110,4 @@ def edit_record(desk: EditDesk, order: EngineOrder) -> Provenance:
 
 def drawn_alone(model: Model, order: EngineOrder) -> Drawing:
     """The same edit by an engine that records nothing."""
-    return ManualEngine(make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0))).draw(order)
+    return ManualEngine(make_engine(model, TOGETHER)).draw(order)

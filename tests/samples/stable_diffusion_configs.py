@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.samples.published_configs import tokenizer
+from tests.samples.published_configs import text_encoder, tokenizer
 
 Config = dict[str, Any]
 
@@ -43,28 +43,11 @@ def sd15() -> Mapping[str, Config]:
             "up_block_types": _UP,
         },
         "vae": _vae("0.6.0", 512),
-        "text_encoder": {
+        "text_encoder": text_encoder()
+        | {
             "_name_or_path": "openai/clip-vit-large-patch14",
-            "architectures": ["CLIPTextModel"],
-            "attention_dropout": 0.0,
-            "bos_token_id": 0,
-            "dropout": 0.0,
-            "eos_token_id": 2,
-            "hidden_act": "quick_gelu",
-            "hidden_size": 768,
-            "initializer_factor": 1.0,
-            "initializer_range": 0.02,
-            "intermediate_size": 3072,
-            "layer_norm_eps": 1e-05,
-            "max_position_embeddings": 77,
-            "model_type": "clip_text_model",
-            "num_attention_heads": 12,
-            "num_hidden_layers": 12,
-            "pad_token_id": 1,
-            "projection_dim": 768,
             "torch_dtype": "float32",
             "transformers_version": "4.22.0.dev0",
-            "vocab_size": 49408,
         },
         "scheduler": _scheduler("PNDMScheduler"),
         "tokenizer": tokenizer("<|endoftext|>")["tokenizer_config.json"],
@@ -102,28 +85,17 @@ def sd21() -> Mapping[str, Config]:
             "use_linear_projection": True,
         },
         "vae": _vae("0.10.0.dev0", 768),
-        "text_encoder": {
+        "text_encoder": text_encoder()
+        | {
             "_name_or_path": "hf-models/stable-diffusion-v2-768x768/text_encoder",
-            "architectures": ["CLIPTextModel"],
-            "attention_dropout": 0.0,
-            "bos_token_id": 0,
-            "dropout": 0.0,
-            "eos_token_id": 2,
             "hidden_act": "gelu",
             "hidden_size": 1024,
-            "initializer_factor": 1.0,
-            "initializer_range": 0.02,
             "intermediate_size": 4096,
-            "layer_norm_eps": 1e-05,
-            "max_position_embeddings": 77,
-            "model_type": "clip_text_model",
             "num_attention_heads": 16,
             "num_hidden_layers": 23,
-            "pad_token_id": 1,
             "projection_dim": 512,
             "torch_dtype": "float32",
             "transformers_version": "4.25.0.dev0",
-            "vocab_size": 49408,
         },
         "scheduler": {**_scheduler("DDIMScheduler"), "prediction_type": "v_prediction"},
         "tokenizer": tokenizer("!")["tokenizer_config.json"],

@@ -18,6 +18,9 @@ from bottega.model.model import Model
 
 # How long a job waits for its LoRAs.
 LORA_TIMEOUT_S = 10.0
+TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
+"""Limits with which all that fit into a group share every turn, whatever turns cost here and now: nobody may be passed
+over."""
 
 
 def make_engine(

@@ -14,7 +14,6 @@ from diffusers import ControlNetModel
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.parallel import pair
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ModelMismatch, NoControlNet
@@ -27,13 +26,12 @@ from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import SIZE, small_model
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import Stock, assert_close, load_stock
 from tests.support.waiting import wait_until
 
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 PLAIN = ResolvedSpec(
     prompt="a big red star on the left on a blue background",
     num_inference_steps=6,

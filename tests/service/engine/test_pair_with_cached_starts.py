@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from tests.fakes.scripted_latents import Cached, Hit, cached, entry
 from tests.samples.small_model import SIZE
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close
 from tests.support.waiting import wait_until
 
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SPEC = ResolvedSpec(
     prompt="a small green circle",
     num_inference_steps=10,

@@ -10,14 +10,13 @@ from diffusers import ControlNetModel
 
 from bottega.addons.controlnets.worker import RemoteControlNets
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
 from tests.samples.small_model import SIZE, small_model
 from tests.support.addon_messages import placed
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
 from tests.support.manual_engine import MOST_TURNS, ManualEngine
 from tests.support.pair_follower import FollowerThread, led
@@ -25,7 +24,6 @@ from tests.support.stock import assert_close, load_stock
 from tests.support.torch_threads import torch_threads
 from tests.support.waiting import wait_until
 
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 PLAIN = ResolvedSpec(
     prompt="a big red star on the left on a blue background",
     num_inference_steps=10,

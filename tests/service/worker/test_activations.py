@@ -17,7 +17,6 @@ from bottega.addons.edits.engine.loading.planner import LoadPlanner, LoadPolicy
 from bottega.addons.edits.planning import BlockCost, StepPlan, follow
 from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.model.model import Model
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import ActivationsOrder
@@ -25,7 +24,7 @@ from bottega.v1.generation_pb2 import Provenance
 from tests.samples.masked_edits import RIGHT, SPEC, masked_order
 from tests.samples.small_model import small_model
 from tests.support.activation_hosts import HostOffers, StoreHost, StoreProcess
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.waiting import wait_until
 
@@ -64,7 +63,7 @@ class StoreDesk(ManualEngine):
         if waits:
             policy = LoadPolicy(choose=everything, patience=1e6, turns=turns)
             self.edits.planner = LoadPlanner(self.source, self.edits.times, policy)
-        super().__init__(make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0), addons=(self.edits,)))
+        super().__init__(make_engine(model, TOGETHER, addons=(self.edits,)))
         self.edits.set_services(offers.addresses())
         wait_until(lambda: self.source.linked == len(offers.hosts), "the links")
 

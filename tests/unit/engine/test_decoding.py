@@ -38,11 +38,6 @@ FIT = LatentPreview.fit
 NO_LIMIT = EngineLimits(max_pixels=1 << 20)
 
 
-@pytest.fixture(scope="module")
-def stock() -> Stock:
-    return Stock(small_model())
-
-
 def draw(model: Model, spec: ResolvedSpec = SPEC) -> Drawing:
     return ManualEngine(make_engine(model, NO_LIMIT)).draw(EngineOrder(key=1, spec=spec))
 

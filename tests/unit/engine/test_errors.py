@@ -21,7 +21,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InternalError, NotFinite, TooLarge
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
-from tests.samples.small_model import SIZE, small_model
+from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
@@ -44,11 +44,6 @@ def right(model: Model) -> dict[ResolvedSpec, Pixels]:
     """The images, by their specs, when nothing goes wrong and nobody else is there."""
     easel = ManualEngine(make_engine(model, EngineLimits()))
     return {spec: easel.draw(EngineOrder(key=0, spec=spec)).pixels[0] for spec in SPECS}
-
-
-@pytest.fixture(scope="module")
-def stock() -> Stock:
-    return Stock(small_model())
 
 
 @pytest.fixture

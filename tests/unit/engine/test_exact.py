@@ -16,8 +16,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.schedulers import KARRAS, SamplerKind
-from tests.samples.small_model import small_model
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.schedulers import BASIC, WITH_STATE
 from tests.support.stock import Pixels, Reference, Stock, assert_close, assert_same_image
@@ -46,8 +45,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"clip_skip": 0},
     {"clip_skip": 1, "negative_prompt": "a circle"},
 )
-# Nobody may be passed over, so all that fit into a group share every turn, whatever turns cost here and now.
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 # Beside others, sums differ in their last bits. Of 140 drawings so made, from ten seeds, the median deviation was
 # 2.4e-6, and the largest 7.6e-6.
 SEED = 16
@@ -58,11 +55,6 @@ def two_threads() -> Iterator[None]:
     """As a worker on several cores has: last bits depend on their number."""
     with torch_threads(2):
         yield
-
-
-@pytest.fixture(scope="module")
-def stock() -> Stock:
-    return Stock(small_model())
 
 
 @pytest.fixture(scope="module")

@@ -47,13 +47,12 @@ from tests.samples.family_models import (
 )
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, recording
 from tests.support.controlled_engine import Desk, on
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close
 
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 ONE_BY_ONE = EngineLimits(max_rows=2, checkpoint_interval_s=0.0, progress_interval_s=0.0)
 SPEC = ResolvedSpec(prompt="a big red star on the left", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
 IMAGE, MASK = template(SIZE, SIZE), box_mask((4, 8, 20, 28), SIZE, SIZE)

@@ -16,8 +16,8 @@ from bottega.errors import InvalidRequest
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from bottega.schedules import Schedule
-from tests.samples.small_model import SIZE, small_model
-from tests.support.engines import make_engine
+from tests.samples.small_model import SIZE
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Reference, Stock, assert_close, assert_same_image
 from tests.support.torch_threads import torch_threads
@@ -48,11 +48,6 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def stock() -> Stock:
-    return Stock(small_model())
-
-
-@pytest.fixture(scope="module")
 def easel(model: Model) -> ManualEngine:
     return ManualEngine(make_engine(model, EngineLimits(max_rows=2, max_wait_turns=1000)))
 
@@ -60,7 +55,7 @@ def easel(model: Model) -> ManualEngine:
 @pytest.fixture(scope="module")
 def batch(model: Model) -> dict[str, Drawing]:
     """All of them in one batch, each of which comes a turn after the other, beside one without a schedule."""
-    engine = ManualEngine(make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0)))
+    engine = ManualEngine(make_engine(model, TOGETHER))
     specs = {**SPECS, "plain": PLAIN}
     orders = {turn: [EngineOrder(key=name, spec=specs[name])] for turn, name in enumerate(specs)}
     return {str(key): drawing for key, drawing in engine.run(orders).items()}

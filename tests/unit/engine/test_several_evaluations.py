@@ -20,7 +20,7 @@ from bottega.model.model import Model
 from bottega.model.samplers import Sampler
 from bottega.model.schedulers import SamplerKind
 from tests.samples.model_folders import with_scheduler
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.schedulers import SEVERAL
 from tests.support.stock import Stock, assert_close
@@ -121,7 +121,7 @@ def test_a_job_without_runge_kutta_steps_cut_anywhere_ends_as_an_unbroken_one(sk
 
 def test_without_runge_kutta_steps_a_picture_in_a_batch_is_stocks(skipping: tuple[Model, Stock]) -> None:
     model, stock = skipping
-    easel = ManualEngine(make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0)))
+    easel = ManualEngine(make_engine(model, TOGETHER))
     spec = replace(SPEC, sampler=SamplerKind.PNDM)
     others = [EngineOrder(key=kind, spec=replace(SPEC, sampler=kind, seed=7)) for kind in SEVERAL[1:]]
     drawings = easel.run({0: [EngineOrder(key="pndm", spec=spec)], 1: others})

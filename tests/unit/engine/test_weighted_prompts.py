@@ -42,13 +42,12 @@ from tests.samples.family_models import (
     reads_mask,
 )
 from tests.support.controlled_engine import Desk, on
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close
 
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 PLAIN = ResolvedSpec(prompt="a big red star", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
 WEIGHTED = replace(PLAIN, weighted=True)
 CHUNK = 22

@@ -8,17 +8,15 @@ import pytest
 
 from bottega.engine.engine import Engine
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.parallel import pair
 from bottega.engine.spec import ResolvedSpec
 from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import SIZE, small_model
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close, latent_of, load_stock
 
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SPEC = ResolvedSpec(
     prompt="a big red star on the left on a blue background", num_inference_steps=6, width=SIZE, height=SIZE, seed=15
 )

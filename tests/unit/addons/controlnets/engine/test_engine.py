@@ -20,7 +20,6 @@ from bottega.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpo
 from bottega.engine.encode import encode_prompts
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.errors import NotFinite
 from bottega.model.model import Model
@@ -36,12 +35,9 @@ from tests.samples.controlnets import (
 )
 from tests.samples.small_model import SIZE, small_model
 from tests.support.controlled_engine import IMAGES, NAMES, PLAIN, controlled
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock, variant
-
-# Nobody may be passed over, so all that fit into a group share every turn, whatever turns cost here and now.
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +53,6 @@ def nets(stock: Any) -> dict[str, ControlNetModel]:
 @pytest.fixture(scope="module")
 def folders(nets: dict[str, ControlNetModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save(nets, tmp_path_factory.mktemp("controlnets"))
-
-
-@pytest.fixture(scope="module")
-def shelf(model: Model, folders: Mapping[str, Path]) -> Iterator[ControlNetCache]:
-    with shelf_of(model, folders) as shelf:
-        yield shelf
-
-
-@pytest.fixture(scope="module")
-def easel(model: Model, shelf: ControlNetCache) -> ManualEngine:
-    """An engine that is idle between the tests."""
-    return ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
 
 
 Reference = Callable[[EngineOrder], Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ import torch
 from diffusers import ControlNetUnionModel
 from torch import Tensor
 
-from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets, find_controlnet
+from bottega.addons.controlnets.engine import ControlNetCache, find_controlnet
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ControlNetUnusable
 from bottega.model.model import Model
@@ -27,19 +26,16 @@ from tests.samples.controlnets import (
     random_controlnet,
     random_union,
     save,
-    shelf_of,
     union_latent,
 )
 from tests.samples.small_model import small_model
 from tests.support.controlled_engine import IMAGES, PLAIN, Desk, on
-from tests.support.engines import make_engine
 from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine
 from tests.support.stock import assert_close, load_stock
 
 SHORT = replace(PLAIN, num_inference_steps=3)
 UNGUIDED = replace(SHORT, guidance_scale=1.0)
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +51,6 @@ def unions(stock: Any) -> dict[str, ControlNetUnionModel]:
 @pytest.fixture(scope="module")
 def folders(stock: Any, unions: dict[str, ControlNetUnionModel], tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save({**unions, "edges": random_controlnet(stock.unet, 3)}, tmp_path_factory.mktemp("unions"))
-
-
-@pytest.fixture(scope="module")
-def shelf(model: Model, folders: Mapping[str, Path]) -> Iterator[ControlNetCache]:
-    with shelf_of(model, folders) as shelf:
-        yield shelf
-
-
-@pytest.fixture(scope="module")
-def easel(model: Model, shelf: ControlNetCache) -> ManualEngine:
-    """An engine that is idle between the tests."""
-    return ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
 
 
 def order(

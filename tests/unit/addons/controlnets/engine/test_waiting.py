@@ -20,20 +20,18 @@ from bottega.engine.encode import encode_prompts
 from bottega.engine.events import JobStarted
 from bottega.engine.forward import Network
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, ControlNetNotFound, ControlNetUnusable, InvalidRequest, TooLarge, Unavailable
 from bottega.model.model import Model
 from tests.samples.controlnets import Gate, control_image, control_spec, shelf_of
 from tests.samples.small_model import SIZE
-from tests.support.engines import make_engine
+from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import ManualEngine
 
 PLAIN = ResolvedSpec(prompt="a small green circle", num_inference_steps=3, width=SIZE, height=SIZE, seed=1)
 LONG = replace(PLAIN, num_inference_steps=40)
 IMAGE = control_image(1)
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 WAIT_S = 20.0
 
 Shelves = Callable[..., AbstractContextManager[ControlNetCache]]

@@ -22,7 +22,6 @@ from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
@@ -32,12 +31,10 @@ from tests.samples.engine_loras import Components, LorasByHand, lora_spec, style
 from tests.samples.small_model import small_model
 from tests.support.composed_noise import composed_noise, draws_of
 from tests.support.controlled_engine import IMAGES, NAMES
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import assert_close, edit_options, variant
 
-# Nobody may be passed over, so all that fit into a group share every turn, whatever turns cost here and now.
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 IMAGE = template()
 PLAIN = ResolvedSpec(
     prompt="a big red star on the left on a blue background", num_inference_steps=6, width=64, height=64, seed=3

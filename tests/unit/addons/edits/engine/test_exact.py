@@ -29,12 +29,10 @@ from tests.samples.edits import box_mask, edit_order, ellipse_mask, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import small_model
 from tests.support.controlled_engine import IMAGES, NAMES
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Stock, assert_close, assert_same_image, edit_options, latent_of, variant
 
-# Nobody may be passed over, so all that fit into a group share every turn, whatever turns cost here and now.
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SPEC = ResolvedSpec(
     prompt="a small green circle on a white background",
     num_inference_steps=6,

@@ -27,11 +27,10 @@ from bottega.errors import InvalidRequest, LoraUnusable, NotFinite
 from bottega.model.model import Model
 from tests.samples.engine_loras import LorasByHand, digest_of, lora_spec, random_layers
 from tests.samples.family_models import SIZE, FamilyStock, family_model
-from tests.support.engines import lora_weights, make_engine
+from tests.support.engines import TOGETHER, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close, deviation
 
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 # Tokens, numbers of vectors and names. The first token is in the prompt twice, and the second one is negative.
 TOKENS = {"<toy>": 3, "uglything": 1}
 SPEC = ResolvedSpec(

@@ -23,14 +23,13 @@ from tests.samples.controlnets import control_image, control_spec, random_contro
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import SIZE, small_model
 from tests.support.addon_messages import loras_at
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock
 
 SPEC = ResolvedSpec(
     prompt="a big red star on the left on a blue background", num_inference_steps=5, width=SIZE, height=SIZE, seed=15
 )
-TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SETS: list[dict[str, float]] = [
     {"outline": 0.8},
     {"outline": 0.5, "pastel": 1.1, "pixel": 0.3},

@@ -16,7 +16,6 @@ from torch import Tensor
 from bottega.addons.loras.engine import UNET, Layers
 from bottega.addons.loras.wire import canonical
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert, sources
@@ -24,7 +23,7 @@ from bottega.model.model import Model
 from tests.samples.engine_loras import LorasByHand, lora_spec
 from tests.samples.lora_files import base_shapes, canonical_layers, factors, save
 from tests.samples.published import Layout, published_model
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import Reference, assert_close, assert_same_image, load_stock, pixels_of, said
 
@@ -196,7 +195,7 @@ def _assert_drawn_alike(
     finally:
         stock.unload_lora_weights()
     loras = LorasByHand.of({"lora": _imported(ours, folder)})
-    engine = make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0), loras=loras)
+    engine = make_engine(model, TOGETHER, loras=loras)
     lora_weights(engine).costs = FixedCosts(pays=patches)
     drawing = ManualEngine(engine).draw(EngineOrder(key="lora", spec=replace(_SPEC, loras=(lora_spec("lora"),))))
     lora_weights(engine).restore()

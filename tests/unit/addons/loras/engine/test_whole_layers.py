@@ -18,17 +18,15 @@ from bottega.addons.loras.engine.lora import weight_difference
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.events import JobStarted
 from bottega.engine.job import EngineOrder
-from bottega.engine.limits import EngineLimits
 from bottega.errors import LoraUnusable, TooLarge
 from bottega.model.model import Model
 from tests.samples.engine_loras import LorasByHand, random_layers
 from tests.samples.small_model import small_model
-from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock
 from tests.unit.addons.loras.engine.test_exact import SPEC, styled_order
 
-_TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 _UNET_TARGETS = ("attn1.to_q", "attn2.to_out.0", "conv1", "ff.net.2", "downsamplers.0.conv")
 
 
@@ -100,7 +98,7 @@ def test_a_set_draws_what_stock_draws_with_the_changed_weights(
     stock = load_stock(small_model())
     low_rank = {UNET: random_layers(model.backbone.unet, 3)}
     source = LorasByHand.of({"whole": components, "low": low_rank})
-    engine = make_engine(model, _TOGETHER, loras=source)
+    engine = make_engine(model, TOGETHER, loras=source)
     weights = lora_weights(engine)
     weights.costs = FixedCosts(pays=patches)
     before = {name: value.clone() for name, value in model.backbone.unet.state_dict().items()}
@@ -142,7 +140,7 @@ def test_changed_norms_draw_what_stock_draws_and_share_steps_among_themselves(mo
             for path, norm in norms.items()
         }
     stock = load_stock(small_model())
-    engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"norms": components}))
+    engine = make_engine(model, TOGETHER, loras=LorasByHand.of({"norms": components}))
     weights = lora_weights(engine)
     weights.costs = FixedCosts(pays=patches)
     changed = _changed(stock, components, 0.7)
@@ -166,7 +164,7 @@ def test_changed_norms_draw_what_stock_draws_and_share_steps_among_themselves(mo
 
 def test_in_half_precision_a_set_says_that_it_is_not_exact(components: dict[str, Layers]) -> None:
     model = load(small_model(), dtype=torch.bfloat16)
-    engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    engine = make_engine(model, TOGETHER, loras=LorasByHand.of({"whole": components}))
     drawing = ManualEngine(engine).draw(styled_order({"whole": 0.7}, replace(SPEC, num_inference_steps=2)))
     assert not drawing.record.exact
     assert [use.rounded_otherwise for use in drawing.record.provenance.loras] == [True]
@@ -221,7 +219,7 @@ class _Ticking:
 
 
 def test_other_jobs_make_steps_while_a_set_is_made(model: Model, components: dict[str, Layers]) -> None:
-    engine = make_engine(model, _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    engine = make_engine(model, TOGETHER, loras=LorasByHand.of({"whole": components}))
     easel = ManualEngine(engine)
     running = easel.submit(EngineOrder(key="running", spec=replace(SPEC, num_inference_steps=200)))
     easel.turn()
@@ -244,7 +242,7 @@ def test_other_jobs_make_steps_while_a_set_is_made(model: Model, components: dic
 
 def test_memory_is_reserved_while_a_set_is_used(model: Model, components: dict[str, Layers]) -> None:
     plan = MemoryPlan(64 << 20)
-    engine = make_engine(replace(model, memory=plan), _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    engine = make_engine(replace(model, memory=plan), TOGETHER, loras=LorasByHand.of({"whole": components}))
     weights = lora_weights(engine)
     use = LoraAtScale(digest="a", scale=1.0, layers=components)
     made = weights.unet_set([use])
@@ -265,7 +263,7 @@ def test_a_set_that_is_kept_for_later_gives_its_memory_to_another(
     model: Model, components: dict[str, Layers], merged: bool
 ) -> None:
     plan = MemoryPlan(64 << 20)
-    engine = make_engine(replace(model, memory=plan), _TOGETHER, loras=LorasByHand.of({"whole": components}))
+    engine = make_engine(replace(model, memory=plan), TOGETHER, loras=LorasByHand.of({"whole": components}))
     weights = lora_weights(engine)
     use = LoraAtScale(digest="a", scale=1.0, layers=components)
     made = weights.unet_set([use])
