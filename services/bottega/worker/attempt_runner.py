@@ -21,7 +21,6 @@ from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.image_pb2 import Model, SamplerChoice
 from bottega.v1.trace_pb2 import Trace
 from bottega.v1.worker_pb2 import AttemptDecisions, RunAttemptRequest
-from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempts import (
     Attempt,
     FailedEvent,
@@ -31,7 +30,7 @@ from bottega.worker.attempts import (
     StartedEvent,
 )
 from bottega.worker.engine_client import WorkerEngineClient
-from bottega.worker.image_codec import ImageCodec
+from bottega.worker.image_codec import AttemptInputs, ImageCodec
 from bottega.worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)

@@ -19,12 +19,11 @@ from bottega.background_tasks import copied
 from bottega.codec.structure import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
 from bottega.rpc.operation import logs
-from bottega.rpc.security.grants import LEAST_WEIGHT, MOST_WEIGHT
+from bottega.rpc.security.caller import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.rpc.status import to_job_error
 from bottega.schedules import check_sampler_schedule, check_schedule
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
@@ -36,6 +35,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
+from bottega.worker.image_codec import AttemptInputs
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)

@@ -39,12 +39,11 @@ from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from bottega.v1.worker_pb2 import RunAttemptRequest
-from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempt_runner import AttemptRunner, PictureOrigin
 from bottega.worker.attempts import Attempt, AttemptCheckpoint, AttemptKey, Attempts, CheckpointWatch
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import StartMonitor, WorkerEngineClient, reported_at_once
-from bottega.worker.image_codec import ImageCodec
+from bottega.worker.image_codec import AttemptInputs, ImageCodec
 from bottega.worker.link_resolver import LinkResolver, check_peer
 from bottega.worker.metrics import WorkerMetrics
 

@@ -10,7 +10,7 @@ import pytest
 from bottega.client import AsyncClient
 from bottega.errors import InvalidRequest, Unauthenticated
 from bottega.rpc.security.api_keys import new_key, parse_key
-from bottega.rpc.security.grants import ALL_GRANTED, Grants
+from bottega.rpc.security.caller import ALL_GRANTED, Grants
 from bottega.rpc.security.tenant_file import read_tenants
 from tests.fakes.scripted_controlnet import hosted
 from tests.support.gateway_with_loras import lora_house

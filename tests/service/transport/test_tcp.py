@@ -11,7 +11,7 @@ import pytest
 
 from bottega.errors import DeadlineExceeded, LinkClosed, LinkError, StaleEpoch
 from bottega.transport import Backend, Deadline, DType, Layout, TensorSpec
-from bottega.transport.backends.tcp import TcpReceiver, tune
+from bottega.transport.backends.frame_stream import TcpReceiver, tune
 from tests.support.transport_backends import linked, patience, soon
 
 SIZE = 300_000

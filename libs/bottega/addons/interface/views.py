@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from bottega import kinds, rules
 from bottega.planning import RowFractions, Shape, StepTable, StepTimes
 from bottega.rpc.channel import Target
-from bottega.rpc.security.caller import Caller
-from bottega.rpc.security.grants import ALL_GRANTED, Grants
+from bottega.rpc.security.caller import ALL_GRANTED, Caller, Grants
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted

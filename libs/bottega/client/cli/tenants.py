@@ -11,7 +11,7 @@ import click
 
 from bottega.client.cli.options import ListGroup, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
-from bottega.rpc.security.grants import LEAST_WEIGHT, MAX_GRANTED, MAX_NAME_CHARACTERS, MOST_WEIGHT
+from bottega.rpc.security.caller import LEAST_WEIGHT, MAX_GRANTED, MAX_NAME_CHARACTERS, MOST_WEIGHT
 from bottega.state_folder import operator_folder
 
 if TYPE_CHECKING:

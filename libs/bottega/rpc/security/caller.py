@@ -1,8 +1,10 @@
-"""The caller of a call: its role, name and tenant, and the methods that its role may call.
+"""The caller of a call: its role, name and tenant, what its tenant was granted, and the methods that its role may call.
 
 A certificate of Bottega's authority has the URI bottega://ROLE/NAME, by which a server identifies its caller, and the
 DNS names NAME.ROLE.bottega and ROLE.bottega, by which gRPC checks that it reached the right service. Certificates have
 no host names, because services may move.
+
+The module imports little, because every command imports it.
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from bottega.errors import Forbidden, Unauthenticated
-from bottega.rpc.security.grants import ALL_GRANTED, Grants
+from bottega.strict import STRICT
+
+MAX_GRANTED = 1024
+MAX_NAME_CHARACTERS = 200
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+"""Bounds of a tenant's weight."""
 
 NAME_RULE = "1 to 63 of a-z, 0-9, - and ., with neither - nor . at the beginning or end"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
@@ -25,6 +32,33 @@ _NOBODY = "the certificate has no valid identity: create one with bottega certs 
 
 Metadata = Sequence[tuple[str, str | bytes]]
 """Metadata of a call, as in gRPC. Keys are in lower case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grants:
+    """The names of shared models and adapters that a tenant may use. An empty list allows all of that kind.
+
+    Raises ValueError for invalid names.
+    """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    models: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
+    """Names of shared LoRAs. A tenant may always use its own."""
+    controlnets: tuple[str, ...] = ()
+    """Names of shared ControlNets. A tenant may always use its own."""
+
+    def __post_init__(self) -> None:
+        for kind in (field.name for field in fields(self)):
+            names = getattr(self, kind)
+            if len(names) > MAX_GRANTED:
+                raise ValueError(f"{kind} must have at most {MAX_GRANTED} names")
+            if not all(0 < len(name) <= MAX_NAME_CHARACTERS for name in names):
+                raise ValueError(f"names in {kind} must have 1 to {MAX_NAME_CHARACTERS} characters")
+
+
+ALL_GRANTED = Grants()
 
 
 class Role(StrEnum):

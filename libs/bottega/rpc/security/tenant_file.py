@@ -29,7 +29,7 @@ from bottega.config import parse
 from bottega.errors import ConfigError
 from bottega.outside_rules import MAX_URL_BYTES
 from bottega.rpc.security.api_keys import KeyParts, hashed
-from bottega.rpc.security.grants import ALL_GRANTED, LEAST_WEIGHT, MOST_WEIGHT, Grants
+from bottega.rpc.security.caller import ALL_GRANTED, LEAST_WEIGHT, MOST_WEIGHT, Grants
 from bottega.rpc.security.private_files import FileAccess, check_private, write_file
 from bottega.state_folder import make_missing
 from bottega.strict import STRICT

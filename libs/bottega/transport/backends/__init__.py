@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from bottega.transport.backends.frame_stream import TcpReceiver, TcpSender
 from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
 from bottega.transport.backends.records import Records, SealKeys
-from bottega.transport.backends.tcp import TcpReceiver, TcpSender
 from bottega.transport.channel.backend import Backend, Limits, ReceiverBackend, SenderBackend
 
 

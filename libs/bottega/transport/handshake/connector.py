@@ -14,8 +14,8 @@ from contextlib import suppress
 from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkError, PeerDead, StaleEpoch
 from bottega.process import open_files
 from bottega.transport.backends import Proven, backend_ends
+from bottega.transport.backends.frame_stream import tune
 from bottega.transport.backends.records import SealKeys
-from bottega.transport.backends.tcp import tune
 from bottega.transport.channel.backend import Backend, BackendChoice, Deadline, DeviceLinks, Limits, ProvenConnections
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.handshake.binding import distrust_reason, links_group

@@ -29,7 +29,7 @@ from bottega.errors import (
     Violation,
 )
 from bottega.transport.backends import Proven, backend_ends
-from bottega.transport.backends.tcp import tune
+from bottega.transport.backends.frame_stream import tune
 from bottega.transport.channel.backend import Backend, BackendChoice, Deadline, DeviceLinks, Limits, ProvenConnections
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.handshake.acceptor import Acceptor

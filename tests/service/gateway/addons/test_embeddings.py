@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bottega import errors
-from bottega.rpc.security.grants import Grants
+from bottega.rpc.security.caller import Grants
 from bottega.v1 import image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora

@@ -16,7 +16,7 @@ from PIL import Image
 
 from bottega import errors
 from bottega.errors import BottegaError
-from bottega.rpc.security.grants import ALL_GRANTED, Grants
+from bottega.rpc.security.caller import ALL_GRANTED, Grants
 from bottega.rpc.security.tenant_file import change_tenants
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import ControlNet, Lora

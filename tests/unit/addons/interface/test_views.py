@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.addons.interface.views import ANYTHING, Access
-from bottega.rpc.security.caller import LOCAL, Caller, Role
-from bottega.rpc.security.grants import Grants
+from bottega.rpc.security.caller import LOCAL, Caller, Grants, Role
 
 SHOP = Access(tenant="shop")
 GIVEN = Access(tenant="shop", grants=Grants(models=("m",), loras=("ink",), controlnets=("edges",)))

@@ -11,7 +11,7 @@ from bottega.addons.interface.views import Access, Member
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
 from bottega.gateway.fleet.registry import Fleet
-from bottega.rpc.security.grants import Grants
+from bottega.rpc.security.caller import Grants
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.hosted_pb2 import LeftOut
 from tests.samples.controlnet_hosts import bounds, server, worker

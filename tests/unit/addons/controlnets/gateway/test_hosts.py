@@ -9,7 +9,7 @@ from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.interface.views import ANYTHING, Access, Member
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, NoControlNet
 from bottega.gateway.fleet.registry import Fleet
-from bottega.rpc.security.grants import Grants
+from bottega.rpc.security.caller import Grants
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.fake_time import FakeTime
