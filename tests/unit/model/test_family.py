@@ -31,6 +31,11 @@ from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from bottega.model_files.family_names import SDXL
 from bottega.schedules import Schedule
+from bottega.v1.engine_pb2 import EngineStart
+from bottega.v1.generation_pb2 import SAMPLER_LCM, GenerationSpec
+from bottega.v1.worker_pb2 import RunAttemptRequest
+from bottega.worker.engine.messages import ready_of
+from bottega.worker.engine.orders import order_of
 from tests.samples.edits import template
 from tests.samples.family_models import SIZE, family_model
 from tests.support.engines import make_engine
@@ -117,6 +122,10 @@ def _assert_lcm_starts_from_images_as_stock(model: Model, stock: Any, spec: Reso
         drawn = drawing.draw(order(strength, Schedule(strength=strength)))
         assert_close(drawn.latents[0], _latent(from_image, image=image, strength=strength))
         assert drawn.record.provenance.begin_step == 0
+    sent = GenerationSpec(prompt=spec.prompt, sampler=SAMPLER_LCM, num_inference_steps=4, strength=0.1)
+    received = order_of(EngineStart(request=RunAttemptRequest(spec=sent)), model).spec
+    assert (received.schedule, received.steps) == (Schedule(strength=0.1), 4)
+    assert ready_of(drawing.engine).ready.model.strength_keeps_steps
     listed = drawing.draw(order(0.6, Schedule(timesteps=(999, 759, 499, 259))))
     assert_close(listed.latents[0], _latent(from_image, image=image, strength=0.6, timesteps=[999, 759, 499, 259]))
     for changes, rule in (
