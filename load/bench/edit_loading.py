@@ -35,9 +35,9 @@ from tests.support.services import FREE_PORTS, Services
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from bottega.addons.edits.engine.loading.planner import EditReader, LoadPlanner, PlannedStep
-    from bottega.addons.edits.engine.loading.times import BlockTimes
+    from bottega.addons.edits.engine.planner import EditReader, LoadPlanner, PlannedStep
     from bottega.addons.edits.engine.recordings.source import ActivationSource
+    from bottega.addons.edits.engine.times import BlockTimes
     from bottega.transport import ServiceOffer
 
 # What loading a step takes, in times of what the step takes without loading.
@@ -317,7 +317,7 @@ def planners(source: ActivationSource, times: BlockTimes) -> Mapping[str, LoadPl
     plan: The suite's. one_by_one: Algorithm 1. pipeline: Loads everything, step after step, while it computes, and
     waits for each block. sequence: Loads everything of a step, then computes it.
     """
-    from bottega.addons.edits.engine.loading.planner import LoadPlanner, LoadPolicy
+    from bottega.addons.edits.engine.planner import LoadPlanner, LoadPolicy
 
     class SequencePlanner(LoadPlanner):
         """Loads all of a step before it is computed, and nothing meanwhile."""

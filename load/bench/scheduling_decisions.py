@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.addons.edits.gateway.addon import ActivationsAddOn
+from bottega.addons.edits.gateway import ActivationsAddOn
 from bottega.addons.interface.gateway_addon import AddOnMetrics
 from bottega.addons.interface.views import JobRequest, Member
 from bottega.gateway.fleet.registry import Fleet

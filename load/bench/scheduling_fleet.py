@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from bottega.addons.edits.engine.loading.times import WorkFit
+from bottega.addons.edits.engine.times import WorkFit
 from bottega.addons.edits.planning import BlockCost, plan_steps
 from bottega.engine.batcher import Batcher
 from bottega.engine.engine import Engine

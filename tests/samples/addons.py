@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from bottega.addons.cache.gateway import CacheAddOn
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
-from bottega.addons.edits.gateway.addon import ActivationsAddOn
+from bottega.addons.edits.gateway import ActivationsAddOn
 from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics
 from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.clocks import Clock

@@ -13,7 +13,7 @@ import torch
 
 from bottega import kinds
 from bottega.addons.edits.engine.addon import EngineEdits
-from bottega.addons.edits.engine.loading.planner import LoadPlanner, LoadPolicy
+from bottega.addons.edits.engine.planner import LoadPlanner, LoadPolicy
 from bottega.addons.edits.planning import BlockCost, StepPlan, follow
 from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
 from bottega.engine.job import EngineOrder

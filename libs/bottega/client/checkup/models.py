@@ -16,9 +16,8 @@ from bottega.model_files.family_names import SDXL, TITLES
 from bottega.model_files.presets import read_preset
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
-from bottega.model_files.single_file_check import check_header
+from bottega.model_files.single_file_check import check_header, scheduler_config
 from bottega.model_files.single_file_config import Config
-from bottega.model_files.single_file_folder import scheduler_config
 from bottega.model_files.vae_rules import latent_scale
 
 _SINGLE_FILE = "single file"

@@ -23,8 +23,7 @@ from bottega.model_files.digest import file_digest
 from bottega.model_files.importing import remove_abandoned
 from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
-from bottega.model_files.single_file_check import configurations_of
-from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
+from bottega.model_files.single_file_check import configurations_of, index_of, scheduler_config, tokenizer_configs
 from bottega.process.memory import available_bytes
 from bottega.storage import folders
 from bottega.storage.folders import ProcessLock

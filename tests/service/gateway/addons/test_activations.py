@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from bottega import errors, kinds
-from bottega.addons.edits.gateway.addon import ActivationsAddOn
+from bottega.addons.edits.gateway import ActivationsAddOn
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.activations_pb2 import ActivationsOrder
 from bottega.v1.fleet_pb2 import MaskTokens

@@ -4,21 +4,23 @@ A session is the use of one ControlNet by one request. ControlNet servers use th
 ControlNets themselves.
 """
 
-from bottega.addons.controlnets.engine.local import ControlNetCache, ControlNetLease, LocalControlNets
+from bottega.addons.controlnets.engine.local import (
+    ControlNetCache,
+    ControlNetLease,
+    ControlRow,
+    ControlSession,
+    LocalControlNets,
+    computes_one_session,
+    process_image,
+    run_group,
+    write_residuals,
+)
 from bottega.addons.controlnets.engine.network import (
     ControlNetSource,
     LoadedControlNet,
     check_weights,
     find_controlnet,
     load_controlnet,
-)
-from bottega.addons.controlnets.engine.session import (
-    ControlRow,
-    ControlSession,
-    computes_one_session,
-    process_image,
-    run_group,
-    write_residuals,
 )
 from bottega.model_files.controlnet_folder import ControlLayout, base_layout, read_base_layout
 

@@ -14,9 +14,6 @@ from torch import Tensor
 from bottega import kinds
 from bottega.addons.edits.engine.job_edits import JobEdits
 from bottega.addons.edits.engine.kept import JobKeeping, open_keeping
-from bottega.addons.edits.engine.loading.planner import LoadPlanner
-from bottega.addons.edits.engine.loading.profile import kept_names, measure_blocks
-from bottega.addons.edits.engine.loading.times import BlockTimes
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
 from bottega.addons.edits.engine.masked.checks import (
     LEAST_COSINE,
@@ -28,12 +25,15 @@ from bottega.addons.edits.engine.masked.checks import (
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, finest_stride
 from bottega.addons.edits.engine.order import PendingAnswer, read_decision, read_order
+from bottega.addons.edits.engine.planner import LoadPlanner
+from bottega.addons.edits.engine.profile import kept_names, measure_blocks
 from bottega.addons.edits.engine.recordings.image_reader import ImageReader
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery
 from bottega.addons.edits.engine.recordings.step import ProjectionsRoom
 from bottega.addons.edits.engine.recordings.step_access import ImageRecorder, StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
+from bottega.addons.edits.engine.times import BlockTimes
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions

@@ -9,9 +9,9 @@ import torch
 from PIL import ImageOps
 from torch import Tensor
 
-from bottega.addons.edits.engine.loading.times import WorkCost, WorkFit
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep
+from bottega.addons.edits.engine.times import WorkCost, WorkFit
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model

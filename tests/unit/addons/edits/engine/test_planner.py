@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from bottega.addons.edits.engine.loading.planner import Coming, ComingRow, LoadPlanner, LoadPolicy
-from bottega.addons.edits.engine.loading.times import BlockTimes
+from bottega.addons.edits.engine.planner import Coming, ComingRow, LoadPlanner, LoadPolicy
 from bottega.addons.edits.engine.recordings.recording import StepKey
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.addons.edits.engine.recordings.step_access import StepLoads
+from bottega.addons.edits.engine.times import BlockTimes
 from bottega.addons.edits.planning import BlockCost, StepPlan, plan_steps
 from bottega.model.rows import Half
 from tests.samples.activations_elsewhere import ActivationsElsewhere, StepElsewhere
@@ -111,7 +111,7 @@ def test_a_fast_store_is_asked_for_all_that_saves_anything_some_turns_ahead_and_
 def test_requests_are_in_the_order_of_use_and_within_some_bytes_for_both_halves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bottega.addons.edits.engine.loading.planner._REQUEST_BYTES", 1 << 15)
+    monkeypatch.setattr("bottega.addons.edits.engine.planner._REQUEST_BYTES", 1 << 15)
     plans, times = planner(1e12)
     reader = Reader(2, times)
     plans.plan([reader], others=0)

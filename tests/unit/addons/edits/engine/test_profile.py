@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bottega.addons.edits.engine.loading.profile import kept_names
 from bottega.addons.edits.engine.masked.work import BlockKind, blocks_of
+from bottega.addons.edits.engine.profile import kept_names
 from bottega.device.devices import CpuDevice
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.addons.edits.engine.activations import EditActivations
-from bottega.addons.edits.engine.loading.times import MAX_BATCHES, BlockTimes, WorkCost, WorkFit
 from bottega.addons.edits.engine.masked.work import BlockKind
+from bottega.addons.edits.engine.times import MAX_BATCHES, BlockTimes, WorkCost, WorkFit
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model

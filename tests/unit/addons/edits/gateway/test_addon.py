@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.addons.edits.gateway import addon as activations_addon
-from bottega.addons.edits.gateway.addon import ActivationsAddOn, Residences
+from bottega.addons.edits import gateway as activations_addon
+from bottega.addons.edits.gateway import ActivationsAddOn, Residences
 from bottega.addons.interface.gateway_addon import AddOnMetrics, PrefetchReason
 from bottega.addons.interface.views import ANYTHING, JobRequest, Member, hosted_by_kind
 from bottega.errors import RecordingNotKept

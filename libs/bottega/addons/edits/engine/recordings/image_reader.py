@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bottega.addons.edits.engine.activations import EditActivations, KeptProjections
-from bottega.addons.edits.engine.loading.planner import Coming, ComingRow
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, share
+from bottega.addons.edits.engine.planner import Coming, ComingRow
 from bottega.addons.edits.engine.recordings.recording import (
     Recording,
     StepKey,

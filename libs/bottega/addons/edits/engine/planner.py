@@ -14,12 +14,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bottega.addons.edits.engine.loading.times import BlockTimes, Size
 from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.recordings.recording import StepKey
 from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.engine.recordings.step_access import StepLoads
+from bottega.addons.edits.engine.times import BlockTimes, Size
 from bottega.addons.edits.planning import BlockCost, StepPlan, plan_steps
 
 # Bytes per request, in the order of use over all rows: the tensors of one SDXL block are some MiB.
