@@ -190,6 +190,16 @@ def _become(order: Mapping[str, Any], files: list[int]) -> NoReturn:
     os._exit(status)
 
 
+def _load_embedded_model() -> None:
+    """Load the model of most engines once: what libraries and `ModelSamplers` remember of it, forks need not make."""
+    import torch
+
+    from bottega.miniature import WEIGHTS
+    from bottega.model.model import load_model
+
+    load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
+
+
 def main() -> None:
     """Import, then serve. Whoever asks meanwhile waits, as it would import for as long."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -203,6 +213,7 @@ def main() -> None:
                 if service.engine_add_on:
                     load_object(service.engine_add_on)
         remember_init_keys()
+        _load_embedded_model()
         Server(listener).run()
 
 
