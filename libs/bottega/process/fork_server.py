@@ -32,6 +32,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
+# Seconds until a fork says that it has started: many times what the imports before it take on a busy machine.
+_START_S = 30.0
 _MAX_ORDER_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 32
 _PROCESS = Path("/proc/self")
@@ -65,10 +67,12 @@ def fork_server() -> Iterator[ForkServer | None]:
     if (pid := os.fork()) == 0:
         serve(theirs, f"bottega fork server of process {os.getppid()}")
     theirs.close()
+    ours.setblocking(False)
     try:
         yield ForkServer(ours)
     finally:
         ours.close()
+        os.kill(pid, signal.SIGKILL)  # it may hang
         os.waitpid(pid, 0)
 
 
@@ -77,20 +81,25 @@ class ForkServer:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        self._hangs = False
 
     async def start(self, order: ForkOrder, *, stdin: int, output: int) -> ForkedProcess:
         """Start a process, with `output` as stdout and stderr.
 
-        Raises OSError if the server is gone or cannot fork.
+        Raises OSError if the server is gone, hangs or cannot fork. It is not asked again after it has hung.
         """
+        if self._hangs:
+            raise ChildProcessError("the server hangs")
         answers = self.send(order, stdin=stdin, output=output)
         try:
             answers.setblocking(False)
-            kind, _, pid = (await _answer(answers)).partition(" ")
+            async with asyncio.timeout(_START_S):
+                kind, _, pid = (await _answer(answers)).partition(" ")
             if kind != "started":
                 raise ChildProcessError("the server did not start the process")
-        except BaseException:
-            answers.close()
+        except BaseException as error:
+            self._hangs = isinstance(error, TimeoutError)
+            answers.close()  # a fork that comes later cannot report its start, and ends
             raise
         return ForkedProcess(int(pid), answers)
 
@@ -228,6 +237,7 @@ def _become(order: ForkOrder, stdin: int, output: int, answers: socket.socket) -
     sys.argv = [order.module, *order.arguments]
     _show_command(sys.executable, "-m", order.module, *order.arguments, over_environment=True)
     gc.enable()
+    sys.modules.pop(f"{order.module}.__main__", None)  # runpy warns of a module that was imported before it runs
     runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 
 

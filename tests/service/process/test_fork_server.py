@@ -30,22 +30,25 @@ serve(socket.socket(fileno=int(sys.argv[1])), "a fork server")
 """
 TOY = """
 import json, os, resource, signal, sys
-if sys.argv[1] == "tells":
-    umask = os.umask(0)
-    print(json.dumps({
-        "name": __name__, "arguments": sys.argv[1:], "pid": os.getpid(), "session": os.getsid(0), "umask": umask,
-        "folder": os.getcwd(), "environment": dict(os.environ), "read": sys.stdin.readline(),
-        "files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-        "shared": "shared" in sys.modules, "threads": len(os.listdir("/proc/self/task")),
-    }))
-    print("a warning", file=sys.stderr)
-    sys.exit(3)
-elif sys.argv[1] == "fails":
-    raise ValueError("no such thing")
-print("waits", flush=True)
-signal.pause()
+def main():
+    if sys.argv[1] == "tells":
+        umask = os.umask(0)
+        print(json.dumps({
+            "name": __name__, "arguments": sys.argv[1:], "pid": os.getpid(), "session": os.getsid(0), "umask": umask,
+            "folder": os.getcwd(), "environment": dict(os.environ), "read": sys.stdin.readline(),
+            "files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "shared": "shared" in sys.modules, "threads": len(os.listdir("/proc/self/task")),
+        }))
+        print("a warning", file=sys.stderr)
+        sys.exit(3)
+    elif sys.argv[1] == "fails":
+        raise ValueError("no such thing")
+    print("waits", flush=True)
+    signal.pause()
+if __name__ == "__main__":
+    main()
 """
 THREADS = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 COMMENT = "a long argument " * 20
@@ -80,8 +83,9 @@ class Forking:
 
 @pytest.fixture
 def forking(tmp_path: Path) -> Iterator[Forking]:
-    (tmp_path / "toy.py").write_text(TOY)
-    (tmp_path / "shared.py").write_text("")
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "__main__.py").write_text(TOY)
+    (tmp_path / "shared.py").write_text("import toy.__main__")
     (tmp_path / "threads.py").write_text(THREADS)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -165,6 +169,15 @@ async def test_forks_of_a_server_that_dies_are_killed(forking: Forking) -> None:
     assert await process.wait() == -signal.SIGKILL
     await asyncio.to_thread(forked.wait, 10)
     with pytest.raises(BrokenPipeError):
+        await forking.start("waits")
+
+
+async def test_a_server_that_hangs_is_not_waited_for(forking: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.process.fork_server._START_S", 0.1)
+    forking.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        await forking.start("waits")
+    with pytest.raises(ChildProcessError, match="hangs"):
         await forking.start("waits")
 
 
