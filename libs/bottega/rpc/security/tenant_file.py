@@ -123,7 +123,7 @@ class TenantWebhooks:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    url: Annotated[str, Field(max_length=MAX_URL_BYTES)] = ""
+    url: Annotated[str, Field(max_length=MAX_URL_BYTES, pattern="^(https?://[!-~]+)?$")] = ""
     """Where the ends of jobs are announced; empty for nowhere."""
     events: tuple[WebhookEventName, ...] = ()
     """Types of events to announce; empty means all."""

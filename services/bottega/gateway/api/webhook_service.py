@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -14,6 +13,7 @@ from bottega.errors import Violation
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import OutboxEvent
 from bottega.gateway.webhooks.delivery import WebhookDelivery
+from bottega.gateway.webhooks.events import without_query
 from bottega.rpc.security.tenant_file import NAME_RULE, is_tenant_name
 from bottega.rules import MAX_PAGE
 from bottega.v1 import webhook_pb2, webhook_pb2_grpc
@@ -88,7 +88,7 @@ def _to_wire(event: OutboxEvent, steady: float) -> webhook_pb2.WebhookEvent:
         job_id=event.job_id,
         tenant=event.tenant,
         type=event.kind,
-        url=urlunsplit(urlsplit(event.url)._replace(query="")),
+        url=without_query(event.url),
         create_time=created,
         attempts=event.attempts,
         error=event.error,

@@ -36,6 +36,7 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import OutboxEvent, OutboxPlace
 from bottega.gateway.metrics import WebhookMetrics
 from bottega.gateway.tenants import TenantTerms
+from bottega.gateway.webhooks.events import event_id_of
 from bottega.gateway.webhooks.lanes import DeliveryLanes, DeliveryLimits
 
 if TYPE_CHECKING:
@@ -126,6 +127,11 @@ class WebhookDelivery:
             and self._lanes.waiting_of(tenant) < self._config.max_waiting_per_tenant
         )
 
+    def forget(self, job_id: str) -> None:
+        """Note that a job was deleted, and its event with it."""
+        for tenant in tuple(self._dead):
+            self._forget_dead(tenant, event_id_of(job_id))
+
     async def page(
         self, *, tenant: str | None, dead: bool | None, before: int | None, size: int
     ) -> list[tuple[int, OutboxEvent]]:
@@ -138,7 +144,9 @@ class WebhookDelivery:
             raise MethodNotServed("this gateway delivers no webhooks: webhooks.hosts of its configuration is empty")
         replayed = 0
         for event_id in event_ids:
-            event = None if self._lanes.is_in_flight(event_id) else await self._outbox.get(event_id)
+            if self._lanes.is_in_flight(event_id):
+                continue
+            event = await self._outbox.get(event_id)
             if event is None:
                 continue
             now = self._storage.steady()

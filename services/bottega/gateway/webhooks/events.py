@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Callable, Mapping
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from bottega.gateway.config import WebhooksConfig
 from bottega.gateway.jobs.store import JobRecord, OutboxEvent
@@ -48,12 +48,12 @@ class WebhookEvents:
         full = not self._has_room(record.tenant)
         steady = record.ended_steady or 0.0
         return OutboxEvent(
-            event_id=f"evt_{record.job_id}",  # a job ends once
+            event_id=event_id_of(record.job_id),
             job_id=record.job_id,
             tenant=record.tenant,
             kind=kind,
             url=webhook.url,
-            host=(urlsplit(webhook.url).hostname or "").removesuffix("."),
+            host=_host(webhook.url),
             body=_body(kind, record, self._config.public_url),
             created_wall=record.ended_wall or 0.0,
             tried_since_steady=steady,
@@ -69,6 +69,26 @@ class WebhookEvents:
             return Webhook.FromString(record.webhook)
         own = self._terms.webhooks(record.tenant)
         return Webhook(url=own.url, events=own.events)
+
+
+def event_id_of(job_id: str) -> str:
+    """Return the ID of the event of a job's end. A job ends once."""
+    return f"evt_{job_id}"
+
+
+def without_query(url: str) -> str:
+    """Return a URL without its query, which may have a secret; "" if it is no URL."""
+    try:
+        return urlunsplit(urlsplit(url)._replace(query=""))
+    except ValueError:
+        return ""
+
+
+def _host(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").removesuffix(".")
+    except ValueError:  # a tenant's URL that is none: its deliveries fail, and not the end of the job
+        return ""
 
 
 def _body(kind: str, record: JobRecord, public_url: str) -> bytes:
