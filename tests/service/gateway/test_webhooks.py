@@ -163,23 +163,34 @@ async def test_webhooks_are_refused_unless_the_operator_allows_their_host(tmp_pa
 
 
 async def test_a_receiver_that_drips_or_says_nothing_is_cut_in_time(tmp_path: Path) -> None:
-    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connected.append(1)
-        with contextlib.suppress(ConnectionError):
-            while True:
-                writer.write(b"H" if len(connected) % 2 else b"")
-                await writer.drain()
-                await asyncio.sleep(0.01)
+    calls = 0
+    open_calls: set[asyncio.Task[None]] = set()
 
-    connected: list[int] = []
-    server = await asyncio.start_server(drip, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with delivering(tmp_path, delivery_s=0.1) as house:
-        await submit(house, f"http://127.0.0.1:{port}/")
-        await eventually(lambda: len(connected) >= 3)
-        (event,) = await listed(house)
-        assert event.error
-    server.close()
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        calls += 1
+        byte = b"H" if calls % 2 else b""
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(byte)
+                await writer.drain()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(1 << 16), 0.01)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_calls.add(asyncio.create_task(drip(reader, writer)))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with delivering(tmp_path, delivery_s=0.1) as house:
+            await submit(house, f"http://127.0.0.1:{port}/")
+            await eventually(lambda: calls >= 3)
+            (event,) = await listed(house)
+            assert event.error == "no answer within 0.1 s"
+        await asyncio.gather(*open_calls)
 
 
 async def test_a_dead_receiver_of_one_tenant_does_not_delay_another(tmp_path: Path) -> None:
