@@ -5,13 +5,12 @@ The models check types and names. The gateway, which knows the model, checks eve
 
 from __future__ import annotations
 
-import binascii
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from bottega.client.types.inputs import ControlNet, Lora
@@ -19,6 +18,7 @@ from bottega.client.types.jobs import Priority
 from bottega.client.types.options import OTHER_NAMES, FidelityName, GenerationOptions, PromptSyntaxName, nearest_name
 from bottega.errors import Violation
 from bottega.http.errors import FieldsRefused
+from bottega.http.input_images import InputImage
 from bottega.rules import (
     MAX_ADAPTERS,
     MAX_STEPS,
@@ -31,7 +31,6 @@ from bottega.rules import (
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
-_DATA_URL = re.compile(r"data:[a-z0-9/+.-]*;base64,", re.ASCII | re.IGNORECASE)
 _MOST_NAMED = 32
 # Errors beyond this number are only counted: each that is listed takes about a KiB.
 _MOST_LISTED = 256
@@ -39,38 +38,6 @@ _MOST_LISTED = 256
 _MOST_VALUES = 1 << 15
 # Characters of an unknown field's name that are compared with the known ones.
 _MOST_COMPARED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteImage:
-    """The URL of an input image, which the service fetches if an operator allows its host."""
-
-    url: str
-
-
-def image_in(value: object) -> bytes | RemoteImage:
-    """Return the image that a text is, in base64 or as a URL. Raise ValueError for anything else."""
-    if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
-        return RemoteImage(value)
-    try:
-        if not isinstance(value, str):
-            raise ValueError
-        return binascii.a2b_base64(value[_end_of_head(value) :], strict_mode=True)
-    except (binascii.Error, ValueError):  # ValueError: not ASCII
-        raise ValueError("must be the bytes of an image in base64, or its URL") from None
-
-
-def _end_of_head(value: str) -> int:
-    head = _DATA_URL.match(value[:64])
-    return head.end() if head else 0
-
-
-InputImage = Annotated[
-    bytes | RemoteImage,
-    PlainValidator(image_in),
-    WithJsonSchema({"anyOf": [{"type": "string", "contentEncoding": "base64"}, {"type": "string", "format": "uri"}]}),
-]
-"""An image, which JSON has in base64, also as a data URL, or as a URL."""
 
 
 class Body(BaseModel):
@@ -243,33 +210,6 @@ class EditBody(GenerationBody):
 
     input_fidelity: Literal["low", "high"] | None = None
     """Refused: set bottega.strength."""
-
-
-def remote_images(body: PictureBody) -> dict[str, RemoteImage]:
-    """Return the images that a body names by URL, by their fields."""
-    images = {field: getattr(model, field.rpartition(".")[2]) for field, model in _image_holders(body)}
-    return {field: image for field, image in images.items() if isinstance(image, RemoteImage)}
-
-
-def set_images(body: PictureBody, images: Mapping[str, bytes]) -> None:
-    """Replace images of a body by their fields."""
-    for field, model in _image_holders(body):
-        if field in images:
-            setattr(model, field.rpartition(".")[2], images[field])
-
-
-def encoded(image: bytes | RemoteImage | None) -> bytes | None:
-    """Return the bytes of an image, which has been fetched if it was a URL."""
-    assert not isinstance(image, RemoteImage)
-    return image
-
-
-def _image_holders(body: PictureBody) -> Iterator[tuple[str, BaseModel]]:
-    """Yield the fields of a body that are images, each with the model that has it."""
-    if isinstance(body, JobBody):
-        yield from (("image", body), ("mask", body))
-    for index, net in enumerate((body.bottega.controlnets if body.bottega else None) or ()):
-        yield f"bottega.controlnets[{index}].image", net
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

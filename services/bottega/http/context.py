@@ -11,10 +11,11 @@ from typing import TypeVar, cast
 from starlette.requests import Request
 
 from bottega.errors import JobCancelled
-from bottega.http.bodies import PictureBody, RemoteImage, remote_images, set_images
+from bottega.http.bodies import PictureBody
 from bottega.http.config import HttpConfig
-from bottega.http.fetching import ImageFetcher
+from bottega.http.fetching import ImageFetcher, remote_images, set_images
 from bottega.http.gateway import ForwardingClient
+from bottega.http.input_images import RemoteImage
 from bottega.http.pictures import UrlSeal
 from bottega.http.reading import BodyReader
 

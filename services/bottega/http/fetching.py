@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
 from starlette.requests import Request
 
 from bottega.codec.structure import MAX_IMAGE_BYTES
 from bottega.errors import AddressRefused, QueueFull, Violation
-from bottega.http.bodies import RemoteImage
+from bottega.http.bodies import JobBody, PictureBody
 from bottega.http.config import FetchConfig
 from bottega.http.errors import FieldsRefused
+from bottega.http.input_images import RemoteImage
 from bottega.http.limits import PeerLimit
 from bottega.http.reading import BodyReader, host_of_request
 from bottega.rules import refuse
@@ -156,3 +158,24 @@ class ImageFetcher:
             transport = PinnedTransport(self._config, resolve=self._resolve)
             self._http = outside_client(transport, timeout_s=self._config.timeout_s)
         return self._http
+
+
+def remote_images(body: PictureBody) -> dict[str, RemoteImage]:
+    """Return the images that a body names by URL, by their fields."""
+    images = {field: getattr(model, field.rpartition(".")[2]) for field, model in _image_holders(body)}
+    return {field: image for field, image in images.items() if isinstance(image, RemoteImage)}
+
+
+def set_images(body: PictureBody, images: Mapping[str, bytes]) -> None:
+    """Replace images of a body by their fields."""
+    for field, model in _image_holders(body):
+        if field in images:
+            setattr(model, field.rpartition(".")[2], images[field])
+
+
+def _image_holders(body: PictureBody) -> Iterator[tuple[str, BaseModel]]:
+    """Yield the fields of a body that are images, each with the model that has it."""
+    if isinstance(body, JobBody):
+        yield from (("image", body), ("mask", body))
+    for index, net in enumerate((body.bottega.controlnets if body.bottega else None) or ()):
+        yield f"bottega.controlnets[{index}].image", net

@@ -15,10 +15,11 @@ from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.types.jobs import Completed, Event, Interrupted, JobState, JobStatus, Progress, Queued
 from bottega.client.types.webhooks import Webhook
 from bottega.errors import BottegaError, JobNotFound
-from bottega.http.bodies import Body, JobBody, drawing_of, encoded, parse_fields
+from bottega.http.bodies import Body, JobBody, drawing_of, parse_fields
 from bottega.http.context import context_of, fetch_images
 from bottega.http.errors import error_object
 from bottega.http.events import event, event_stream, with_pings
+from bottega.http.input_images import encoded
 from bottega.http.pictures import base64_text, file_response, picture_facts
 
 # Seconds for which a stream of a job's events goes on; a client attaches again with Last-Event-ID.

@@ -18,11 +18,12 @@ from bottega.client.types.jobs import Completed, Event, Progress
 from bottega.client.types.models import ServedModel
 from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError, ModelNotFound, Violation
-from bottega.http.bodies import Drawing, GenerationBody, RemoteImage, drawing_of, image_in, parse_edit
+from bottega.http.bodies import Drawing, GenerationBody, drawing_of, parse_edit
 from bottega.http.context import Context, context_of, fetch_images, unless_client_leaves
 from bottega.http.errors import FieldsRefused, error_object
 from bottega.http.events import event, event_stream, with_pings
 from bottega.http.gateway import bind_key, bound_key
+from bottega.http.input_images import RemoteImage, image_in
 from bottega.http.pictures import (
     authorization_of,
     base64_response,

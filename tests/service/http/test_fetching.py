@@ -16,9 +16,9 @@ from starlette.requests import Request
 
 from bottega.codec.structure import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest
-from bottega.http.bodies import RemoteImage
 from bottega.http.config import FetchConfig
 from bottega.http.fetching import ImageFetcher
+from bottega.http.input_images import RemoteImage
 from bottega.http.reading import BodyReader
 from bottega.rpc.server_config import HttpServerConfig
 from tests.fakes.scripted_controlnet import hosted
