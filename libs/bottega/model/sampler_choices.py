@@ -15,7 +15,8 @@ from bottega.device.device import run_pieces
 from bottega.errors import Violation
 from bottega.model.samplers import Sampler
 from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise, make_scheduler, pace_of
-from bottega.model_files.scheduler_rules import CONVERTED_SIGMAS, sampler_problems
+from bottega.model_files.scheduler_check import sampler_problems
+from bottega.model_files.scheduler_rules import CONVERTED_SIGMAS
 from bottega.plain_text import excerpt
 from bottega.planning import Pace
 from bottega.rules import MAX_STEPS

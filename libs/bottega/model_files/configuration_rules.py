@@ -25,7 +25,7 @@ from bottega.model_files.field_rules import (
     with_defaults,
 )
 from bottega.model_files.presets import Preset
-from bottega.model_files.scheduler_rules import check_scheduler_config
+from bottega.model_files.scheduler_check import check_scheduler_config
 from bottega.model_files.unet_rules import TIME_IDS, UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
 from bottega.plain_text import excerpt

@@ -22,14 +22,8 @@ from bottega.model.model import _scheduler_config
 from bottega.model.sampler_choices import CHOICES, ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise
 from bottega.model_files.presets import Preset
-from bottega.model_files.scheduler_rules import (
-    SAMPLER_CLASSES,
-    SCHEDULER_RULES,
-    UNSERVED_CLASSES,
-    check_scheduler_config,
-    sampler_problems,
-    takes_karras_sigmas,
-)
+from bottega.model_files.scheduler_check import check_scheduler_config, sampler_problems
+from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES, UNSERVED_CLASSES, takes_karras_sigmas
 from bottega.v1.generation_pb2 import SAMPLER_UNSPECIFIED, Sampler
 from tests.support.schedulers import SEED, SHAPE, our_latent, stock_latent, stock_scheduler
 from tests.support.slow_cases import in_every_run

@@ -16,7 +16,8 @@ from bottega.model_files.configuration_rules import (
     check_tokenizer_config,
 )
 from bottega.model_files.controlnet_folder import check_controlnet
-from bottega.model_files.scheduler_rules import SCHEDULER_RULES, check_scheduler_config
+from bottega.model_files.scheduler_check import check_scheduler_config
+from bottega.model_files.scheduler_rules import SCHEDULER_RULES
 from bottega.model_files.unet_rules import check_unet_config
 from bottega.model_files.vae_rules import check_vae_config
 from tests.samples import published_configs
