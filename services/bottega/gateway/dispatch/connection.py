@@ -43,6 +43,8 @@ _LIST_DEADLINE_S = 2.0
 _WATCH_PAUSE_S = 0.5
 # Upper bound on simultaneous calls that stop stale attempts of a worker: it may report thousands of them.
 MAX_STALE = 64
+# Upper bound on a provenance: the four prompts, what was cut off them, and some numbers of each LoRA and ControlNet.
+_MAX_PROVENANCE_BYTES = 512 << 10
 
 AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 
@@ -131,6 +133,23 @@ class DispatchedAttempt:
         self.reported_at = self.job.clock.monotonic()
         if 0.0 < device_s < math.inf:
             self.device_s = device_s
+
+    def note_provenance(self, provenance: Provenance) -> None:
+        """Store the provenance that the worker sent last, without fields that this gateway does not know.
+
+        Raises InternalError if it is larger than the provenance of any request can be.
+        """
+        provenance.DiscardUnknownFields()
+        if provenance.ByteSize() > _MAX_PROVENANCE_BYTES:
+            raise InternalError(f"the worker's provenance has more than {_MAX_PROVENANCE_BYTES} bytes")
+        self.provenance = provenance
+        self.note_device_s(provenance.device_s)
+
+    def request_previews(self) -> None:
+        """Request previews from the worker once, if the job wants them and the attempt has started."""
+        if self.job.preview and self.started and not self.previewed:
+            self.previewed = True
+            self.connection.enable_previews(self)
 
     def append_chunk(self, chunk: worker_pb2.AttemptImageChunk, *, max_bytes: int) -> None:
         """Append bytes of an image. Raises TooLarge if all images together exceed max_bytes."""

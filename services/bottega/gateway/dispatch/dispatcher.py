@@ -37,8 +37,6 @@ _MAX_CHECKPOINT_BYTES = 16 << 20
 _MAX_REQUEST_BYTES = (MAX_MESSAGE_MIB << 20) - (64 << 10)
 # Upper bound on decisions, which are stored with the job; each is some numbers.
 _MAX_DECISIONS_BYTES = 4 << 10
-# Upper bound on a provenance: the four prompts, what was cut off them, and some numbers of each LoRA and ControlNet.
-_MAX_PROVENANCE_BYTES = 512 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +108,8 @@ class Dispatcher:
         self._max_result_bytes = max_result_bytes
         self._weigh = weigh
         self._observer = observer
-        self._connections: dict[Member, WorkerConnection] = {}
+        self.connections: dict[Member, WorkerConnection] = {}
+        """The connections by worker. A worker has one from when it joins until it is lost."""
         self._attempts: dict[str, DispatchedAttempt] = {}
         self._by_tenant: dict[str, Counter[str]] = {}
         self._running = BackgroundTasks("attempts")
@@ -132,24 +131,19 @@ class Dispatcher:
 
     def add_worker(self, member: Member) -> None:
         """Open a connection to a worker, unless there is one."""
-        if member not in self._connections:
+        if member not in self.connections:
             client = self._connect(member.target)
-            self._connections[member] = WorkerConnection(member, client, self._calls, self._keep_checkpoint)
+            self.connections[member] = WorkerConnection(member, client, self._calls, self._keep_checkpoint)
 
     def remove_worker(self, member: Member) -> None:
         """Close the connection to a worker that is lost, and report each of its attempts as lost."""
-        connection = self._connections.pop(member, None)
+        connection = self.connections.pop(member, None)
         if connection is None:
             return
         for attempt in list(connection.attempts.values()):
             self._abandon(attempt, used_s=attempt.used_s)
             self._report_loss(attempt, WorkerLost("the worker did not reconnect within its lease"))
         connection.close()
-
-    @property
-    def connections(self) -> Mapping[Member, WorkerConnection]:
-        """The connections by worker. A worker has one from when it joins until it is lost."""
-        return self._connections
 
     def has_completed(self, attempt: worker_pb2.AttemptId) -> bool:
         """Return whether an attempt has just completed. The worker's next report may still list it as running."""
@@ -164,7 +158,7 @@ class Dispatcher:
             free_at: Time from which the worker could have run the job, on the monotonic clock.
             exclusive: Whether the worker runs no other job.
         """
-        connection = self._connections[member]
+        connection = self.connections[member]
         for other in connection.attempts.values():
             other.job.mark_shared()
         job.start_attempt(member.name, free_at=free_at, exclusive=exclusive)
@@ -182,7 +176,7 @@ class Dispatcher:
         job.preview = True
         attempt = self._attempts.get(job.job_id)
         if attempt is not None:
-            self._request_previews(attempt)
+            attempt.request_previews()
 
     def cancel_attempt(self, job: Job) -> None:
         """Stop the running attempt of a job that no longer needs it, here and on the worker."""
@@ -201,7 +195,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Stop reading events, and end every call."""
         self.detach()
-        for member in list(self._connections):
+        for member in list(self.connections):
             self.remove_worker(member)
         await self._running.join()
         await self._calls.join()
@@ -302,7 +296,7 @@ class Dispatcher:
                 job.start_denoising(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
                 attempt.started = True
                 attempt.connection.revision += 1
-                self._request_previews(attempt)
+                attempt.request_previews()
             case "progress":
                 self._apply_progress(attempt, event.progress)
             case "decided":
@@ -318,8 +312,7 @@ class Dispatcher:
             case "trace":
                 attempt.trace = event.trace
             case "completed":
-                attempt.provenance = _bounded(event.completed.provenance)
-                attempt.note_device_s(attempt.provenance.device_s)
+                attempt.note_provenance(event.completed.provenance)
             case "failed":
                 raise from_job_error(event.failed)
 
@@ -357,12 +350,6 @@ class Dispatcher:
         ):
             checkpoint = JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
             attempt.job.set_checkpoint(news.attempt.number, checkpoint)
-
-    def _request_previews(self, attempt: DispatchedAttempt) -> None:
-        """Request previews from the worker once, if the job wants them and the attempt has started."""
-        if attempt.job.preview and attempt.started and not attempt.previewed:
-            attempt.previewed = True
-            attempt.connection.enable_previews(attempt)
 
     def _note_trace(self, attempt: DispatchedAttempt) -> None:
         if attempt.traced:
@@ -410,15 +397,3 @@ class Dispatcher:
         for release in attempt.releases:
             release()
         self._observer.attempt_over(job, used_s)
-
-
-def _bounded(provenance: Provenance) -> Provenance:
-    """Return the provenance that a worker sent, without fields that this gateway does not know.
-
-    Raises:
-        InternalError: If it is larger than the provenance of any request can be.
-    """
-    provenance.DiscardUnknownFields()
-    if provenance.ByteSize() > _MAX_PROVENANCE_BYTES:
-        raise InternalError(f"the worker's provenance has more than {_MAX_PROVENANCE_BYTES} bytes")
-    return provenance

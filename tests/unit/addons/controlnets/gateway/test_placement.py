@@ -246,7 +246,7 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     worker = shop.worker()
     job = next(shop.log.live())
     assert job.adopt_attempt(worker.name, job.number)
-    shop.dispatcher.adopt_attempt(job, shop.dispatcher._connections[worker])
+    shop.dispatcher.adopt_attempt(job, shop.dispatcher.connections[worker])
     assert _told(shop, job) == [("", [])]
     job.set_checkpoint(job.number, JobCheckpoint(steps_done=4, data=b"4"))
     _server(shop, net("edges"))
