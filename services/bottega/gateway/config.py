@@ -252,13 +252,15 @@ def read_signer(config: GatewayConfig) -> PictureSigner | None:
 
 
 def check_files(config: GatewayConfig) -> None:
-    """Raise ConfigError if the file of tenants, or the certificate that signs pictures, cannot be used.
+    """Raise ConfigError if the file of tenants, the certificate, or the secrets of webhooks cannot be used.
 
     Files that only the running unit can see are not checked.
     """
     _check_tenants(config)
     if not config.signing.key.startswith(FILES_OF_UNITS):
         read_signer(config)
+    if not config.webhooks.secrets.startswith(FILES_OF_UNITS):
+        read_webhook_secrets(config)
 
 
 def _check_tenants(config: GatewayConfig) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bottega.config import parse
 from bottega.errors import ConfigError
-from bottega.gateway.config import DEFAULT_ADDRESS, DEFAULT_FLEET_ADDRESS, GatewayConfig
+from bottega.gateway.config import (
+    DEFAULT_ADDRESS,
+    DEFAULT_FLEET_ADDRESS,
+    GatewayConfig,
+    WebhooksConfig,
+    check_files,
+    read_webhook_secrets,
+)
+from bottega.rpc.security.tenant_file import new_webhook_secret
 
 
 def test_the_gateway_is_where_everybody_looks_for_it_whatever_else_is_said_of_its_server() -> None:
@@ -43,3 +52,24 @@ def test_numbers_that_do_not_fit_each_other_refuse_to_start(
         parse(GatewayConfig, wrong, source="test")
     assert told in caught.value.message
     parse(GatewayConfig, wrong | right, source="test")
+
+
+def test_webhooks_without_tenants_need_a_file_with_one_or_two_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "secrets"
+    first, second = new_webhook_secret(), new_webhook_secret()
+
+    def config(text: str) -> GatewayConfig:
+        file.write_text(text)
+        file.chmod(0o600)
+        return GatewayConfig(webhooks=WebhooksConfig(hosts=("*",), secrets=str(file)))
+
+    assert read_webhook_secrets(config(f"{first}\n{second}\n")).secrets == (first, second)
+    check_files(config(first))
+    for wrong in ("", f"{first} {second} {first}", "whsec_c2hvcnQ=", first.removeprefix("whsec_")):
+        with pytest.raises(ConfigError) as caught:
+            check_files(config(wrong))
+        assert not wrong or wrong not in str(caught.value), "no secret is shown"
+    with pytest.raises(ConfigError, match="bottega webhooks secret"):
+        check_files(GatewayConfig(webhooks=WebhooksConfig(hosts=("*",))))
+    check_files(GatewayConfig(webhooks=WebhooksConfig(hosts=("*",), secrets="/run/credentials/bottega-gateway/secret")))
+    assert read_webhook_secrets(GatewayConfig()).secrets == ()
