@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from bottega.rpc.channel import Channels
 from bottega.rpc.security.caller import identity_from
@@ -29,3 +34,24 @@ class Authority:
     def channels(self, name: str, *, days: int = 5) -> Channels:
         """What opens channels in the name of ROLE/NAME."""
         return Channels(TlsFiles(self.issue(name, days=days)))
+
+
+def self_signed(folder: Path, name: str) -> Path:
+    """Write a certificate for a name, signed by itself, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = dt.datetime.now(dt.UTC)
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "receiver.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    return path

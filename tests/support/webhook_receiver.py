@@ -106,15 +106,18 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def receiving(*secrets: str) -> AsyncIterator[Receiver]:
-    """Serve a receiver on loopback until the block ends. secrets: of which one has to have signed."""
+async def receiving(*secrets: str, certificate: Path | None = None) -> AsyncIterator[Receiver]:
+    """Serve a receiver on loopback until the block ends. secrets: of which one has to have signed. certificate: PEM."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         receiver = Receiver(port=listener.getsockname()[1], secrets=list(secrets))
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await (await receiver.handle(Request(scope, receive)))(scope, receive, send)
 
-        server = _Server(uvicorn.Config(app, log_level="error", lifespan="off", access_log=False))
+        config = uvicorn.Config(
+            app, log_level="error", lifespan="off", access_log=False, ssl_certfile=certificate, ssl_keyfile=certificate
+        )
+        server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield receiver

@@ -88,6 +88,8 @@ class WebhooksConfig(OutsideRules):
 
     During a rotation it has two lines, and each webhook has two signatures.
     """
+    authorities: str = ""
+    """File with certificates of further authorities, in PEM, for receivers inside. Empty: well-known ones alone."""
     public_url: str = ""
     """URL of the HTTP API, with which the payload's URLs of images begin. Empty: they are paths."""
     delivery_s: Seconds = 15.0

@@ -15,6 +15,7 @@ from bottega.rpc.security.tenant_file import TenantWebhooks, change_tenants, new
 from bottega.v1 import image_pb2, webhook_pb2, webhook_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import Webhook
+from tests.support.certificates import self_signed
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.tenants import add_tenant, calling
 from tests.support.waiting import eventually
@@ -295,3 +296,19 @@ async def test_a_receiver_that_asks_for_time_gets_it(tmp_path: Path) -> None:
 
         await eventually(waits_long)
         assert len(receiver.deliveries) == 1
+
+
+async def test_a_receiver_with_a_certificate_of_the_company_is_verified_by_its_name(tmp_path: Path) -> None:
+    certificate = self_signed(tmp_path, "localhost")
+    inside: dict[str, Any] = {"hosts": ("localhost",), "plain_http": False}
+    async with receiving(SECRET, certificate=certificate) as receiver:
+        url = f"https://localhost:{receiver.port}/"
+        async with delivering(tmp_path, **inside) as house:
+            await submit(house, url)
+
+            async def is_refused() -> bool:
+                return any("certificate verify failed" in event.error for event in await listed(house))
+
+            await eventually(is_refused)
+        async with delivering(tmp_path, authorities=str(certificate), **inside) as house:
+            await eventually(lambda: len(receiver.accepted) == 1)

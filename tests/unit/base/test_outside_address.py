@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import ipaddress
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -12,13 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from bottega.config import parse
 from bottega.errors import AddressRefused, ConfigError
 from bottega.outside_address import OutsideRules, PinnedTransport, outside_client
+from tests.support.certificates import self_signed
 
 PUBLIC = OutsideRules(hosts=("*",))
 HOSTILE = [
@@ -232,7 +229,7 @@ async def test_names_without_an_answer_end_with_the_time_for_connecting() -> Non
 
 
 async def test_tls_verifies_the_name_and_not_the_address(tmp_path: Path) -> None:
-    path = _certificate(tmp_path, "right.example")
+    path = self_signed(tmp_path, "right.example")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(path)
     trusted = ssl.create_default_context(cafile=str(path))
@@ -246,27 +243,6 @@ async def test_tls_verifies_the_name_and_not_the_address(tmp_path: Path) -> None
     async with _receiver(_OK, context) as (port, _), _client(_LOOPBACK, lambda host: ["127.0.0.1"]) as client:
         with pytest.raises(httpx.ConnectError, match="self-signed"):
             await client.get(f"https://right.example:{port}/")
-
-
-def _certificate(folder: Path, name: str) -> Path:
-    """Write a certificate for a name, signed by itself, with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = dt.datetime.now(dt.UTC)
-    certificate = (
-        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    path = folder / "receiver.pem"
-    path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        + certificate.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
 
 
 def test_addresses_are_judged_the_same_on_every_version_of_python() -> None:

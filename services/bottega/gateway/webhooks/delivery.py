@@ -23,13 +23,14 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from standardwebhooks import Webhook
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
-from bottega.errors import AddressRefused, BottegaError, DataLoss, MethodNotServed
+from bottega.errors import AddressRefused, BottegaError, ConfigError, DataLoss, MethodNotServed
 from bottega.gateway.config import WebhooksConfig
 from bottega.gateway.jobs.conversion import version
 from bottega.gateway.jobs.storage import Storage
@@ -282,9 +283,18 @@ class WebhookDelivery:
         )
 
     def _new_client(self) -> httpx.AsyncClient:
+        import httpx
+
         from bottega.outside_address import PinnedTransport, outside_client
 
-        transport = PinnedTransport(self._config, max_resolving=self._config.max_deliveries)
+        verify = httpx.create_ssl_context(trust_env=False)
+        if self._config.authorities:
+            try:
+                verify.load_verify_locations(Path(self._config.authorities).expanduser())
+            except OSError as error:  # an SSLError is one, too
+                why = error.strerror or "it has no certificates"
+                raise ConfigError(f"webhooks.authorities: {self._config.authorities} cannot be used: {why}") from None
+        transport = PinnedTransport(self._config, max_resolving=self._config.max_deliveries, verify=verify)
         return outside_client(transport, timeout_s=self._config.delivery_s)
 
     async def _note_dead(self, tenant: str, event_id: str) -> None:
