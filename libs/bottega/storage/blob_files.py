@@ -21,7 +21,6 @@ from types import TracebackType
 
 from bottega.errors import DataLoss
 from bottega.storage import folders, os_errors
-from bottega.storage import os_errors as free_space
 from bottega.storage.thread import FairThread
 
 PROBE_BYTES = 256 << 10
@@ -160,11 +159,11 @@ class BlobFiles:
 
     def check_room(self, size_bytes: int) -> None:
         """Raise StorageUnavailable if writing this many bytes would leave too little free space to other programs."""
-        free_space.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
+        os_errors.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def lack(self, size_bytes: int) -> int:
         """Return how many bytes must be freed before `size_bytes` more may be written."""
-        return free_space.lack(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
+        return os_errors.lack(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def probe(self) -> None:
         """Write and remove a file, as a test of the disk."""

@@ -29,7 +29,6 @@ from bottega.errors import QueueFull, StorageUnavailable, TooLarge
 from bottega.loras.quarantine import WEIGHTS, QuarantineFolder
 from bottega.loras.records import DESCRIPTION, CatalogueRecord, description_of, description_stem
 from bottega.storage import BlobFiles, folders, os_errors
-from bottega.storage import os_errors as free_space
 
 # Seconds after which to retry: some running uploads have ended by then.
 _RETRY_S = 5.0
@@ -137,7 +136,7 @@ class DiskQuota:
 
     def _disk(self) -> tuple[int, int, int]:
         """Return the free bytes of the disk, how many of them are reserved, and how many must stay free."""
-        free_bytes, kept_bytes = free_space.measure(self._folder, min_free_bytes=self._min_free_bytes)
+        free_bytes, kept_bytes = os_errors.measure(self._folder, min_free_bytes=self._min_free_bytes)
         return free_bytes, sum(reservation.pending_bytes for reservation in tuple(self._reserved)), kept_bytes
 
 

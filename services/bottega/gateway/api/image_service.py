@@ -18,19 +18,25 @@ from bottega.addons.interface.views import Access, JobRequest
 from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, JobNotFound, TraceNotFound
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission
-from bottega.gateway.api.watching import EndedEvent, JobWatch, RunningEvent, WatchEvent
+from bottega.gateway.api.watching import (
+    EndedEvent,
+    JobWatch,
+    WatchEvent,
+    event_to_wire,
+    image_to_wire,
+    job_to_wire,
+)
 from bottega.gateway.dispatch.job_traces import JobTraces
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobFilter
-from bottega.gateway.jobs.values import QueuePosition, StoredImage
+from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.scheduling.controller import JobController
 from bottega.rpc.address import host_of
 from bottega.rpc.interceptor import call_limits
 from bottega.rpc.operation import logs
 from bottega.rpc.security.caller import caller
-from bottega.rpc.status import to_job_error
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
@@ -121,7 +127,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Stream a finished image."""
         job = await self._job(request.job_id)
         async with await self._reader(job, request.index) as reader:
-            image: image_pb2.Image | None = _image_to_wire(job, request.index)
+            image: image_pb2.Image | None = image_to_wire(job, request.index)
             begin = 0
             while image is not None or begin < reader.size_bytes:
                 size_bytes = _chunk_bytes()
@@ -132,11 +138,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Accept a request as a job that outlives the call. The call's deadline does not bound the job."""
         job, _ = await self._admission.admit(request.spec, self._received(request, context), Access.of(caller()))
         _bind(job)
-        return image_pb2.SubmitJobResponse(job=_job_to_wire(job))
+        return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
         """Return the current state of a job."""
-        return image_pb2.GetJobResponse(job=_job_to_wire(await self._job(request.job_id)))
+        return image_pb2.GetJobResponse(job=job_to_wire(await self._job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
         """Return a page of jobs, filtered by state and time, newest first."""
@@ -154,7 +160,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             jobs, answer.next_page_token = await self._jobs.page(
                 wanted, size=part, max_bytes=room, token=answer.next_page_token
             )
-            listed = [_job_to_wire(job) for job in jobs]
+            listed = [job_to_wire(job) for job in jobs]
             answer.jobs.extend(listed)
             left, room = left - part, room - sum(job.ByteSize() for job in listed)
             if not answer.next_page_token:
@@ -176,7 +182,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Cancel a job, and return when the cancellation is durable."""
         job = await self._job(request.job_id)
         await self._controller.cancel_durably(job)
-        return image_pb2.CancelJobResponse(job=_job_to_wire(job))
+        return image_pb2.CancelJobResponse(job=job_to_wire(job))
 
     async def DeleteJob(self, request: image_pb2.DeleteJobRequest, context: _Context) -> image_pb2.DeleteJobResponse:
         """Delete a job that has ended, and return when the deletion is durable."""
@@ -275,7 +281,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Convert an event of a job. Images are omitted while too many bytes already wait for callers to read them."""
         inline = isinstance(event, EndedEvent) and _travels_inline(job) and call_limits.reserve(_inline_bytes(job))
         data = [await self._inline(picture) for picture in job.images] if inline else []
-        return _event_to_wire(job, event, data)
+        return event_to_wire(job, event, data)
 
     async def _inline(self, picture: StoredImage) -> bytes:
         """Return the bytes of a picture, or b"" if it cannot be read: GetImage then reports the error."""
@@ -326,56 +332,6 @@ def _unix_s(timestamp: Timestamp) -> float:
     return float(timestamp.seconds) + timestamp.nanos / 1e9
 
 
-def _job_to_wire(job: Job) -> image_pb2.Job:
-    """Convert the current state of a job to its message, without the bytes of its images."""
-    return image_pb2.Job(
-        job_id=job.job_id,
-        request_id=job.request.request_id,
-        state=job.state,
-        spec=job.bare,
-        create_time=_timestamp(job.created_wall),
-        start_time=_timestamp(job.started_wall),
-        end_time=_timestamp(job.ended_wall),
-        steps_done=job.steps.done,
-        steps_total=job.steps.total,
-        images=[_image_to_wire(job, index) for index in range(len(job.images))],
-        provenance=job.provenance,
-        error=to_job_error(job.error) if job.error else None,
-        priority=job.request.priority,
-        webhook=image_pb2.Webhook.FromString(job.request.webhook) if job.request.webhook else None,
-    )
-
-
-def _image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
-    picture = job.images[index]
-    width, height = job.request.result_size if any(job.request.result_size) else (job.bare.width, job.bare.height)
-    return image_pb2.Image(
-        index=index,
-        seed=job.bare.seed + index,
-        format=job.bare.format,
-        width=width,
-        height=height,
-        size_bytes=picture.size_bytes,
-        digest=picture.digest,
-        data=data,
-    )
-
-
-def _event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
-    """Convert an event of a job to its message. `data` has the bytes of its images; empty to send none."""
-    if isinstance(event, QueuePosition):
-        return image_pb2.JobEvent(
-            job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)
-        )
-    if isinstance(event, RunningEvent):
-        previews = [image_pb2.Preview(index=index, jpeg=jpeg) for index, jpeg in event.previews.items()]
-        progress = image_pb2.Progress(steps_done=event.steps_done, steps_total=event.steps_total, previews=previews)
-        return image_pb2.JobEvent(job_id=job.job_id, progress=progress)
-    if job.error is not None:
-        return image_pb2.JobEvent(job_id=job.job_id, failed=to_job_error(job.error))
-    return image_pb2.JobEvent(job_id=job.job_id, completed=_completed(job, data))
-
-
 def _travels_inline(job: Job) -> bool:
     """Return whether the completion event of a job may include the bytes of its images."""
     return _result_bytes(job) < _MAX_INLINE_BYTES
@@ -388,17 +344,3 @@ def _inline_bytes(job: Job) -> int:
 
 def _result_bytes(job: Job) -> int:
     return sum(picture.size_bytes for picture in job.images)
-
-
-def _completed(job: Job, data: Sequence[bytes]) -> image_pb2.Completed:
-    data = data or [b""] * len(job.images)
-    images = [_image_to_wire(job, index, data[index]) for index in range(len(job.images))]
-    return image_pb2.Completed(images=images, provenance=job.provenance)
-
-
-def _timestamp(unix_s: float | None) -> Timestamp | None:
-    if unix_s is None:
-        return None
-    timestamp = Timestamp()
-    timestamp.FromNanoseconds(int(unix_s * 1e9))
-    return timestamp

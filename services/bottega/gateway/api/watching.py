@@ -1,4 +1,4 @@
-"""Watches of jobs. A watch streams the events of one job to one caller, as fast as the caller reads.
+"""What callers see of a job: messages of its state and events, and watches, which stream the events to one caller.
 
 A watch has no queue of events. It compares the job's state with the last state that it sent and yields the changes, so
 a slow caller uses no memory and does not delay other callers.
@@ -7,11 +7,14 @@ a slow caller uses no memory and does not delay other callers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import QueuePosition
+from bottega.rpc.status import to_job_error
 from bottega.v1 import image_pb2
 
 _PROGRESS_INTERVAL_S = 0.1
@@ -103,3 +106,68 @@ class JobWatch:
             await asyncio.wait_for(self._job.ended.wait(), _PROGRESS_INTERVAL_S)
         except TimeoutError:
             return
+
+
+def job_to_wire(job: Job) -> image_pb2.Job:
+    """Convert the current state of a job to its message, without the bytes of its images."""
+    return image_pb2.Job(
+        job_id=job.job_id,
+        request_id=job.request.request_id,
+        state=job.state,
+        spec=job.bare,
+        create_time=_timestamp(job.created_wall),
+        start_time=_timestamp(job.started_wall),
+        end_time=_timestamp(job.ended_wall),
+        steps_done=job.steps.done,
+        steps_total=job.steps.total,
+        images=[image_to_wire(job, index) for index in range(len(job.images))],
+        provenance=job.provenance,
+        error=to_job_error(job.error) if job.error else None,
+        priority=job.request.priority,
+        webhook=image_pb2.Webhook.FromString(job.request.webhook) if job.request.webhook else None,
+    )
+
+
+def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
+    """Convert an image of a job. `data` has its bytes; empty to send none."""
+    picture = job.images[index]
+    width, height = job.request.result_size if any(job.request.result_size) else (job.bare.width, job.bare.height)
+    return image_pb2.Image(
+        index=index,
+        seed=job.bare.seed + index,
+        format=job.bare.format,
+        width=width,
+        height=height,
+        size_bytes=picture.size_bytes,
+        digest=picture.digest,
+        data=data,
+    )
+
+
+def event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
+    """Convert an event of a job to its message. `data` has the bytes of its images; empty to send none."""
+    if isinstance(event, QueuePosition):
+        return image_pb2.JobEvent(
+            job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)
+        )
+    if isinstance(event, RunningEvent):
+        previews = [image_pb2.Preview(index=index, jpeg=jpeg) for index, jpeg in event.previews.items()]
+        progress = image_pb2.Progress(steps_done=event.steps_done, steps_total=event.steps_total, previews=previews)
+        return image_pb2.JobEvent(job_id=job.job_id, progress=progress)
+    if job.error is not None:
+        return image_pb2.JobEvent(job_id=job.job_id, failed=to_job_error(job.error))
+    return image_pb2.JobEvent(job_id=job.job_id, completed=_completed(job, data))
+
+
+def _completed(job: Job, data: Sequence[bytes]) -> image_pb2.Completed:
+    data = data or [b""] * len(job.images)
+    images = [image_to_wire(job, index, data[index]) for index in range(len(job.images))]
+    return image_pb2.Completed(images=images, provenance=job.provenance)
+
+
+def _timestamp(unix_s: float | None) -> Timestamp | None:
+    if unix_s is None:
+        return None
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(int(unix_s * 1e9))
+    return timestamp
