@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.addons.controlnets.engine.addon import RemoteControls, controls_part, read_controls
 from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput, ControlServer
+from bottega.addons.controlnets.engine.remote import RemoteControls, controls_part, read_controls
 from bottega.addons.loras.engine.lora_set import RemoteLoras, loras_part, read_loras
 from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.spec import LoraSpec
