@@ -59,3 +59,8 @@ def test_a_tenants_webhook_and_secrets_are_set_shown_and_rotated(tmp_path: Path)
     assert read_tenants(file)[0].webhooks.url == ""
     assert run("tenants", "webhook", "shop", "--keep-old", "--file", file).exit_code == 2
     assert run("tenants", "webhook", "other", "--file", file).exit_code == 2
+    before = (tmp_path / "tenants.json").read_bytes()
+    refused = run("tenants", "webhook", "shop", "--url", "shop.example/hooks", "--file", file)
+    assert refused.exit_code != 0
+    assert "must begin with https://" in refused.stderr.replace("\n", " ")
+    assert (tmp_path / "tenants.json").read_bytes() == before

@@ -50,6 +50,7 @@ MAX_WEBHOOK_SECRETS = 2
 WebhookEventName = Literal["job.completed", "job.failed", "job.cancelled"]
 """A type of webhook events."""
 WEBHOOK_EVENTS: tuple[WebhookEventName, ...] = get_args(WebhookEventName)
+_WEBHOOK_URL = re.compile("https?://[!-~]+")
 _SECRET_BYTES = 32
 _SECRET_PREFIX = "whsec_"
 
@@ -112,6 +113,12 @@ def _is_webhook_secret(secret: str) -> str:
     return secret
 
 
+def _is_webhook_url(url: str) -> str:
+    if url and not _WEBHOOK_URL.fullmatch(url):
+        raise ValueError("a URL of a webhook must begin with https:// or http://, and has no spaces")
+    return url
+
+
 def new_webhook_secret() -> str:
     """Return a random secret that signs webhooks."""
     return _SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
@@ -123,7 +130,7 @@ class TenantWebhooks:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    url: Annotated[str, Field(max_length=MAX_URL_BYTES, pattern="^(https?://[!-~]+)?$")] = ""
+    url: Annotated[str, Field(max_length=MAX_URL_BYTES), AfterValidator(_is_webhook_url)] = ""
     """Where the ends of jobs are announced; empty for nowhere."""
     events: tuple[WebhookEventName, ...] = ()
     """Types of events to announce; empty means all."""
@@ -216,6 +223,7 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
             fcntl.flock(lock, fcntl.LOCK_EX)
             before = read_tenants(path) if path.exists() else ()
             text = json.dumps(dataclasses.asdict(_Contents(tenants=change(before))), indent=1) + "\n"
+            parse(_Contents, json.loads(text), source="the new file of tenants")  # dataclasses.replace checks nothing
             write_file(path, text.encode(), _access_to(path))
         finally:
             os.close(lock)
