@@ -105,6 +105,7 @@ class OutsideRules:
     networks: tuple[str, ...] = ()
     """Networks inside that may be called too, such as 10.20.0.0/16, if a listed host has an address there.
 
+    An address in a URL must be among the hosts. With "*" callers reach all of the network by names of their own.
     Otherwise only public addresses are called. Addresses of multicast and of clouds' metadata are never called.
     """
     ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = (80, 443)
@@ -165,8 +166,8 @@ class OutsideRules:
         address = address_of(host)
         if address is not None:
             self.check_address(host)
-            listed = ANY_HOST in self.hosts or address in map(address_of, self.hosts)
-            if not (listed or _is_in(address, _parsed(self.networks))):
+            # A caller who may name any address of a network inside could scan it.
+            if address not in map(address_of, self.hosts) and not (ANY_HOST in self.hosts and _is_public(address)):
                 raise AddressRefused(_NOT_ALLOWED)
         elif not _is_name(host):
             raise AddressRefused("the URL's host is neither a name nor an address in its usual form")

@@ -113,7 +113,10 @@ def test_public_urls_are_accepted_where_every_public_host_is_allowed(url: str) -
 
 def test_only_listed_hosts_networks_and_ports_are_allowed() -> None:
     rules = OutsideRules(
-        hosts=("hooks.example", "*.partner.example"), networks=("10.1.0.0/16",), ports=(443, 8443), plain_http=True
+        hosts=("hooks.example", "*.partner.example", "10.1.2.3"),
+        networks=("10.1.0.0/16",),
+        ports=(443, 8443),
+        plain_http=True,
     )
     for url in ("https://hooks.example:8443/x", "http://a.b.partner.example:443/", "https://10.1.2.3/"):
         rules.check(url)
@@ -122,12 +125,15 @@ def test_only_listed_hosts_networks_and_ports_are_allowed() -> None:
         "https://a.hooks.example/",
         "https://partner.example/",
         "https://evilpartner.example/",
+        "https://10.1.2.4/",
         "https://10.2.0.1/",
         "https://8.8.8.8/",
         "http://hooks.example/",
     ):
         with pytest.raises(AddressRefused):
             rules.check(url)
+    with pytest.raises(AddressRefused, match="not allowed here"):
+        OutsideRules(hosts=("*",), networks=("10.1.0.0/16",)).check("https://10.1.2.3/")
     assert not OutsideRules().allows_any
     with pytest.raises(AddressRefused, match="not allowed here"):
         OutsideRules().check("https://example.com/")
