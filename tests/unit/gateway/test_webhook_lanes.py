@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
+
 from bottega.gateway.jobs.store import OutboxPlace
 from bottega.gateway.webhooks.lanes import DeliveryLanes, DeliveryLimits
 
@@ -86,3 +89,79 @@ def test_the_oldest_undelivered_event_is_known() -> None:
     assert (old.event_id, lanes.oldest_wall()) == ("old", 10.0)
     lanes.end(old, failed=False)
     assert lanes.oldest_wall() == 20.0
+
+
+def test_lanes_that_wait_for_a_host_come_before_tenants_that_were_served_since() -> None:
+    events = [_place(f"{tenant}{n}", tenant, "shared") for tenant in "ab" for n in range(3)]
+    lanes = _lanes(*events, _place("c0", "c", "own"), per_host=1)
+    first, own = _begun(lanes)
+    assert (first.host, own.host) == ("shared", "own")
+    lanes.end(first, failed=False)
+    (second,) = _begun(lanes)
+    assert {first.tenant, second.tenant} == {"a", "b"}
+
+
+def test_a_tenant_with_no_delivery_left_does_not_keep_a_host_from_others() -> None:
+    lanes = _lanes(_place("a0", "a", "shared"), _place("b0", "b", "shared"), per_host=1, per_tenant=1)
+    lanes.add(_place("a1", "a", "slow", due=1.0))
+    (running,) = _begun(lanes)
+    assert running.event_id == "a0"
+    lanes.add(_place("a2", "a", "shared"))
+    assert _begun(lanes, 1.0) == []
+    lanes.end(running, failed=False)
+    assert _ids(_begun(lanes, 1.0)) == ["b0", "a1"]
+    assert _begun(lanes, 1.0) == []
+
+
+def _calls_of_100_deliveries(lanes: DeliveryLanes) -> int:
+    """Return how many functions, also built-in ones, are called."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for _ in range(100):
+            place = lanes.begin(1.0)
+            lanes.next_due()
+            assert place is not None
+            lanes.end(place, failed=True)
+            lanes.add(_place(place.event_id, place.tenant, place.host, due=1.0))
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_the_cost_of_a_delivery_does_not_grow_with_the_number_of_lanes() -> None:
+    def cost(tenants: int, host: str) -> int:
+        events = [_place(f"e{n}", f"t{n}", host.format(n), due=float(n % 2 * 9)) for n in range(tenants)]
+        lanes = _lanes(*events, per_host=2)
+        running = [lanes.begin(1.0), lanes.begin(1.0)]  # the shared host has no room
+        for place in running[:1]:
+            assert place is not None
+            lanes.end(place, failed=False)
+        return _calls_of_100_deliveries(lanes)
+
+    for host in ("host-{}", "shared"):
+        assert cost(5000, host) < 2 * cost(10, host)
+
+
+def test_memory_is_not_kept_for_events_that_were_delivered() -> None:
+    lanes = _lanes(_place("stuck", due=99.0))
+
+    def deliver(numbers: range) -> None:
+        for number in numbers:
+            lanes.add(_place(f"e{number}", created=float(number)))
+            (place,) = _begun(lanes, 1.0)
+            lanes.end(place, failed=False)
+
+    deliver(range(100))
+    tracemalloc.start()
+    try:
+        deliver(range(100, 2000))
+        assert tracemalloc.get_traced_memory()[0] < 50_000
+    finally:
+        tracemalloc.stop()
