@@ -15,7 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from bottega.codec import structure
-from bottega.codec.metadata import exif_with
+from bottega.codec.metadata import exif_with, jpeg_segments_with
 from bottega.codec.pixels import DecodedImage, ImageFacts, ImageSize, Pixels
 from bottega.codec.structure import (
     FORMATS,
@@ -102,7 +102,9 @@ def encode_image(
     exif = exif_with(text, is_jpeg=is_jpeg) if is_jpeg or image_format == generation_pb2.IMAGE_FORMAT_WEBP else b""
     if is_jpeg:
         # In full colour resolution: flat colours keep their edges.
-        image.convert("RGB").save(out, "JPEG", quality=quality, subsampling=0, icc_profile=profile, exif=exif)
+        extra = jpeg_segments_with(text, exif)
+        options = {"quality": quality, "subsampling": 0, "icc_profile": profile, "exif": exif, "extra": extra}
+        image.convert("RGB").save(out, "JPEG", **options)
     elif image_format == generation_pb2.IMAGE_FORMAT_WEBP and quality == 100:
         # exact: the colours of transparent pixels stay.
         image.save(out, "WEBP", lossless=True, method=_WEBP_LOSSLESS_METHOD, exact=True, icc_profile=profile, exif=exif)

@@ -1,7 +1,8 @@
 """Texts in the metadata of pictures: the parameters that draw a picture again, and the summary that other tools show.
 
 A PNG has each as a text chunk. JPEG and WebP have them in EXIF data: the summary in UserComment, where AUTOMATIC1111's
-web UI and its readers have it, and the parameters in MakerNote, which is for the program that made a picture.
+web UI and its readers have it, and the parameters in MakerNote, which is for the program that made a picture. The EXIF
+data of a JPEG has less than 64 KiB: longer parameters stand in segments of their own, and a longer summary is left out.
 
 Files are untrusted when they are read. Pillow reads every entry of EXIF data, and entries may overlap: a MiB of them
 would take gigabytes. So `read_exif_texts` only follows the entries that it needs.
@@ -29,15 +30,11 @@ _LONG, _BYTES = 4, frozenset({1, 2, 7})
 # Cameras write about a hundred entries.
 _MOST_ENTRIES = 1024
 _MOST_SEGMENTS = 256
-_JPEG_SIGNATURE, _APP1, _SOS = b"\xff\xd8", 0xE1, 0xDA
+_JPEG_SIGNATURE, _APP1, _APP13, _SOS = b"\xff\xd8", 0xE1, 0xED, 0xDA
 
 
 def exif_with(texts: Mapping[str, str], *, is_jpeg: bool) -> bytes:
-    """Return EXIF data with texts by keyword; b"" for none.
-
-    The EXIF data of a JPEG has less than 64 KiB. If the texts take more, the summary is left out, and the parameters
-    are if they alone take more.
-    """
+    """Return EXIF data with texts by keyword; b"" for none, or if a JPEG has no room for them."""
     from PIL import Image
 
     summary, parameters = texts.get(SUMMARY_KEYWORD), texts.get(PARAMETERS_KEYWORD)
@@ -47,26 +44,36 @@ def exif_with(texts: Mapping[str, str], *, is_jpeg: bool) -> bytes:
     if summary is not None:
         values[_USER_COMMENT] = _UTF_16_HEAD + summary.encode("utf-16-be")
     for left_out in (0, _USER_COMMENT, _MAKER_NOTE):
-        values.pop(left_out, None)
-        if not values:
-            break
+        kept = {tag: value for tag, value in values.items() if tag != left_out}
+        if not kept:
+            continue
         exif = Image.Exif()
-        exif.get_ifd(_EXIF_IFD).update(values)
+        exif.get_ifd(_EXIF_IFD).update(kept)
         data = exif.tobytes()
         if not is_jpeg or len(data) <= _MAX_JPEG_EXIF_BYTES:
             return data
     return b""
 
 
+def jpeg_segments_with(texts: Mapping[str, str], exif: bytes) -> bytes:
+    """Return JPEG segments with the parameters; b"" if there are none, or they are in the EXIF data."""
+    parameters = texts.get(PARAMETERS_KEYWORD, "").encode()
+    if _MAKER_HEAD + parameters in exif:
+        return b""
+    room = _MAX_JPEG_EXIF_BYTES - len(_MAKER_HEAD)
+    parts = [_MAKER_HEAD + parameters[at : at + room] for at in range(0, len(parameters), room)]
+    return b"".join(bytes([0xFF, _APP13]) + (2 + len(part)).to_bytes(2, "big") + part for part in parts)
+
+
 def read_exif_texts(data: bytes) -> Mapping[str, str]:
     """Return the texts in the EXIF data of a JPEG or WebP file, by keyword. Damaged data has none."""
-    exif = _jpeg_exif(data) if data.startswith(_JPEG_SIGNATURE) else _webp_exif(data)
+    exif, own = _jpeg_exif(data) if data.startswith(_JPEG_SIGNATURE) else (_webp_exif(data), b"")
     try:
         values = dict(_values(exif.removeprefix(_EXIF_HEAD)))
     except struct.error:  # the data ends before what it points to
-        return {}
+        values = {}
     texts = {}
-    note, comment = values.get(_MAKER_NOTE, b""), values.get(_USER_COMMENT, b"")
+    note, comment = _MAKER_HEAD + own if own else values.get(_MAKER_NOTE, b""), values.get(_USER_COMMENT, b"")
     if note.startswith(_MAKER_HEAD):
         texts[PARAMETERS_KEYWORD] = note.removeprefix(_MAKER_HEAD).decode(errors="replace")
     if comment.startswith(_UTF_16_HEAD):
@@ -74,16 +81,19 @@ def read_exif_texts(data: bytes) -> Mapping[str, str]:
     return texts
 
 
-def _jpeg_exif(data: bytes) -> bytes:
-    at = len(_JPEG_SIGNATURE)
+def _jpeg_exif(data: bytes) -> tuple[bytes, bytes]:
+    """Return the EXIF data of a JPEG, and the parameters in segments of their own."""
+    at, exif, own = len(_JPEG_SIGNATURE), b"", []
     for _ in range(_MOST_SEGMENTS):
         if data[at : at + 1] != b"\xff" or data[at + 1 : at + 2] in (b"", bytes([_SOS])):
             break
         end = at + 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
         if data[at + 1] == _APP1 and data.startswith(_EXIF_HEAD, at + 4):
-            return data[at + 4 : end]
+            exif = exif or data[at + 4 : end]
+        elif data[at + 1] == _APP13 and data.startswith(_MAKER_HEAD, at + 4):
+            own.append(data[at + 4 + len(_MAKER_HEAD) : end])
         at = end
-    return b""
+    return exif, b"".join(own)
 
 
 def _webp_exif(data: bytes) -> bytes:

@@ -42,9 +42,16 @@ def test_readers_of_the_web_ui_find_its_text(image_format: ImageFormat.ValueType
 
 @pytest.mark.parametrize(
     ("own", "summary", "kept"),
-    [(20_000, 40_000, ["bottega"]), (66_000, 100, []), (20_000, 20_000, ["bottega", "parameters"])],
+    [
+        (20_000, 40_000, ["bottega"]),
+        (66_000, 40_000, ["bottega"]),
+        (140_000, 100, ["bottega", "parameters"]),
+        (20_000, 20_000, ["bottega", "parameters"]),
+    ],
 )
-def test_a_jpeg_contains_what_has_room_in_its_exif(own: int, summary: int, kept: list[str]) -> None:
+def test_a_jpeg_contains_its_parameters_and_a_summary_of_less_than_64_kib(
+    own: int, summary: int, kept: list[str]
+) -> None:
     texts = {"bottega": "x" * own, "parameters": "y" * summary}
     read = metadata.read_exif_texts(encoded(JPEG, texts))
     assert read == {name: texts[name] for name in kept}
