@@ -20,17 +20,17 @@ from bottega.client.types.file_parameters import parameters_of, read_picture_fil
 from bottega.client.types.inputs import MASK_OPTIONS
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Picture
+from bottega.codec.metadata import PARAMETERS_KEYWORD, SUMMARY_KEYWORD
 from bottega.codec.structure import FORMATS
 from bottega.content_credentials import Credentials, read
 from bottega.errors import InvalidRequest
 
 # Exit statuses beside 1 (an error) and 2 (a file or a command line that cannot be used).
-_BAD_SIGNATURE, _DIFFERENT = 3, 4
+_BAD_SIGNATURE, _DIFFERENT, _NOT_COMPARABLE = 3, 4, 5
 
-# Pictures that were computed in batches of other sizes differ by a level in less than .2 % of their values; resizing
-# a part that was cut out doubles that. JPEG and WebP round blocks of pixels together.
-_LEVELS, _SHARE = 2, 2e-3
-_LOSSY_LEVELS, _LOSSY_SHARE = 24, 0.02
+_HALF_PRECISION = frozenset({"float16", "bfloat16"})
+# Arguments that allow approximations. A picture that was drawn exactly is drawn again without them.
+_APPROXIMATIONS = ("bounded_lora_loading", "stale_residuals", "masked_blocks", "cache_entry", "recording")
 _MODEL_HASH = re.compile(r"(?:^|, )Model hash: ([0-9a-f]+)")
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -61,7 +61,8 @@ _OWN_OPTIONS = frozenset({"file", "trust", "replay", "levels", "image", "mask", 
     "--tolerance",
     "levels",
     type=click.IntRange(0, 255),
-    help="Largest difference of a value; default: 2 levels of 255 in .2 % of the values, in JPEG and WebP 24 in 2 %.",
+    help="Largest difference of a value; default: 2 levels of 255 in .2 % of the values, in half precision 10 levels"
+    " (2 if it is signed as exact).",
 )
 @click.option("--image", type=_FILE, help="The picture that it was drawn from (image-to-image and edits).")
 @mask_options
@@ -91,28 +92,50 @@ def command(
     anyone can write parameters into a file.
 
     The exit status is 0 if the picture is the same within the tolerance and its signature, if there is one, is valid; 3
-    if the signature is not, or --trust is given and no trusted one is there; 4 if the picture is another one; 1 or 2 if
-    it cannot be checked.
+    if the signature is not, or --trust is given and no trusted one is there, and then nothing is drawn; 4 if the
+    picture is another one; 5 if it differs, and something else than a change may be the cause: it is approximate, the
+    suite has another model, dtype or version, or JPEG or WebP rounded it; 1 or 2 if it cannot be checked.
     """
     data = read_picture_file(file)
     credentials = read(data, anchors=trust.read_text(errors="replace") if trust else "")
     _say_signature(credentials, trust)
     is_genuine = credentials.state == "trusted" if credentials and trust else trust is None
-    is_broken = not is_genuine or (credentials is not None and not credentials.valid)
-    difference = None
-    if replay:
-        prompt, options = parameters_of(file)
-        _add_inputs(options, file, image, mask, inputs)
-        with connect(address, timeout_s=timeout_s) as client:
-            again = client.generate(prompt, timeout_s=timeout_s, **{**options, "identical_results": False})  # type: ignore[arg-type]
-        difference = compare(data, again)
-        _say_difference(difference, levels, lossy=again.format != "png")
-        for line in _other_facts(texts_of(file).get("parameters", ""), credentials, again):
-            note(line)
-    if is_broken:
+    if not is_genuine or (credentials is not None and not credentials.valid):
         fail("the file is not shown to be genuine", status=_BAD_SIGNATURE)
-    if difference is not None and not difference.is_within(levels, lossy=again.format != "png"):
-        fail("the picture is another one", status=_DIFFERENT)
+    if not replay:
+        return
+    texts = texts_of(file)
+    if credentials is not None and PARAMETERS_KEYWORD not in texts:
+        say("signed; it was drawn without metadata, or by another tool, so it cannot be drawn again")
+        return
+    prompt, options = parameters_of(file)
+    _add_inputs(options, file, image, mask, inputs)
+    with connect(address, timeout_s=timeout_s) as client:
+        again = client.generate(prompt, timeout_s=timeout_s, **_replayed(options, credentials))
+    difference = compare(data, again)
+    doubts = list(_doubts(texts.get(SUMMARY_KEYWORD, ""), credentials, again))
+    tolerance = tolerance_for(again, credentials, levels)
+    _say_difference(difference, tolerance)
+    for doubt in doubts:
+        note(doubt)
+    if difference.is_within(tolerance):
+        return
+    if not doubts and levels is None and again.format != "png" and difference.is_within(LOSSY):
+        doubts.append(f"{again.format} may have rounded it, or someone has changed it a little")
+        note(doubts[-1])
+    if doubts:
+        fail("the pictures cannot be compared", status=_NOT_COMPARABLE)
+    fail("the picture is another one", status=_DIFFERENT)
+
+
+def _replayed(options: GenerationOptions, credentials: Credentials | None) -> GenerationOptions:
+    """Return the arguments that draw a picture again, alone in its forward passes, and exactly if it was exact."""
+    again: GenerationOptions = {**options, "identical_results": False, "shared_turns": False}
+    if credentials is not None and credentials.facts.get("exact") is True:
+        for name in _APPROXIMATIONS:
+            again.pop(name, None)  # type: ignore[misc]
+        again |= {"fidelity": "exact", "approximate_cache": False}
+    return again
 
 
 def _say_signature(credentials: Credentials | None, trust: Path | None) -> None:
@@ -146,27 +169,62 @@ def _add_inputs(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """The largest difference between two pictures that count as the same one."""
+
+    levels: int
+    """Difference of a value, of 255."""
+    share: float
+    """Share of the values of colours that differ."""
+
+
+# Pictures that were computed in batches of other sizes differ by a level in less than .2 % of their values; resizing
+# a part that was cut out doubles that.
+TIGHT = Tolerance(levels=2, share=2e-3)
+"""The tolerance for pictures in float32, and for those that were drawn exactly."""
+# One layer of SDXL that is computed in other batches makes a difference of 10 levels.
+HALF = Tolerance(levels=10, share=1.0)
+"""The tolerance for pictures in half precision that may have shared their forward passes."""
+LOSSY = Tolerance(levels=24, share=0.02)
+"""The tolerance within which the rounding of JPEG and WebP, which takes blocks of pixels, may explain a difference."""
+
+
+def tolerance_for(again: Picture, credentials: Credentials | None, levels: int | None) -> Tolerance:
+    """Return the tolerance for a picture that was drawn again.
+
+    Args:
+        again: The picture drawn again.
+        credentials: The Content Credentials of the file. The wide tolerance of JPEG and WebP, which a faint change may
+            hide in, is only for trusted ones.
+        levels: The difference that the caller allows; None for the defaults.
+    """
+    if levels is not None:
+        return Tolerance(levels=levels, share=1.0)
+    facts = credentials.facts if credentials else {}
+    bounds = [TIGHT]
+    if again.provenance.dtype in _HALF_PRECISION and facts.get("exact") is not True:
+        bounds.append(HALF)
+    if again.format != "png" and credentials is not None and credentials.state == "trusted":
+        bounds.append(LOSSY)
+    return Tolerance(levels=max(bound.levels for bound in bounds), share=max(bound.share for bound in bounds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PixelDifference:
     """The difference between two pictures."""
 
     levels: int = 0
     """Largest difference of a value, of 255."""
     share: float = 0.0
-    """Share of the values that differ."""
+    """Share of the values of red, green and blue that differ."""
+    place: tuple[int, int] = (0, 0)
+    """Column and row of a pixel with the largest difference."""
     sizes: tuple[tuple[int, int], tuple[int, int]] | None = None
     """Width and height of both, if those differ; then the other fields are 0."""
 
-    def is_within(self, levels: int | None, *, lossy: bool) -> bool:
-        """Return whether two pictures count as the same one.
-
-        Args:
-            levels: Largest difference of a value that is allowed; None for the defaults.
-            lossy: Whether the format is lossy.
-        """
-        most_levels, most_share = (_LOSSY_LEVELS, _LOSSY_SHARE) if lossy else (_LEVELS, _SHARE)
-        if levels is not None:
-            most_levels, most_share = levels, 1.0
-        return self.sizes is None and self.levels <= most_levels and self.share <= most_share
+    def is_within(self, tolerance: Tolerance) -> bool:
+        """Return whether two pictures count as the same one."""
+        return self.sizes is None and self.levels <= tolerance.levels and self.share <= tolerance.share
 
 
 def compare(data: bytes, again: Picture) -> PixelDifference:
@@ -184,31 +242,39 @@ def compare(data: bytes, again: Picture) -> PixelDifference:
     second = again.pil().convert("RGBA")
     if first.size != second.size:
         return PixelDifference(sizes=(first.size, second.size))
-    counts = ImageChops.difference(first, second).histogram()
-    by_level = [sum(counts[level::256]) for level in range(256)]
-    levels = max(level for level, count in enumerate(by_level) if count)
-    return PixelDifference(levels=levels, share=1 - by_level[0] / sum(by_level))
+    difference = ImageChops.difference(first, second)
+    # Opacity counts for the largest difference alone: where it is equal everywhere, it would halve a share.
+    largest = functools.reduce(ImageChops.lighter, difference.split())
+    values = largest.tobytes()
+    levels = max(values)
+    row, column = divmod(values.index(levels), largest.width)
+    counts = difference.histogram()[: 3 * 256]
+    return PixelDifference(levels=levels, share=1 - sum(counts[::256]) / sum(counts), place=(column, row))
 
 
-def _say_difference(found: PixelDifference, levels: int | None, *, lossy: bool) -> None:
+def _say_difference(found: PixelDifference, tolerance: Tolerance) -> None:
     if found.sizes is not None:
         (width, height), (new_width, new_height) = found.sizes
         say(f"different: it has {width}x{height} pixels, drawn again {new_width}x{new_height}")
     elif not found.levels:
         say("equal: drawn again, every pixel is the same")
     else:
-        outcome = "within the tolerance" if found.is_within(levels, lossy=lossy) else "different"
-        say(f"{outcome}: {share_text(found.share)} of the values differ, by at most {found.levels} of 255")
+        outcome = "within the tolerance" if found.is_within(tolerance) else "different"
+        column, row = found.place
+        share = share_text(found.share)
+        say(f"{outcome}: {share} of the values differ, by at most {found.levels} of 255 (column {column}, row {row})")
 
 
-def _other_facts(summary: str, credentials: Credentials | None, again: Picture) -> Iterator[str]:
-    """Yield what the file says of its picture that does not hold for the new one."""
+def _doubts(summary: str, credentials: Credentials | None, again: Picture) -> Iterator[str]:
+    """Yield reasons, other than a change of the file, for which a picture may differ from the new one."""
     new = again.provenance
     facts = dict(credentials.facts) if credentials else {}
     found = _MODEL_HASH.search(summary.rpartition("\n")[2])
     model_hash = str(facts.get("model_hash") or (found[1] if found else ""))
     if model_hash and not new.model_hash.startswith(model_hash):
         yield f"the model has changed: it was {short_hash(model_hash)}, and is {short_hash(new.model_hash)}"
-    for name, value in (("dtype", new.dtype), ("exact", new.exact), ("bottega_version", new.bottega_version)):
+    for name, value in (("dtype", new.dtype), ("bottega_version", new.bottega_version)):
         if name in facts and facts[name] != value:
             yield f"{name} was {facts[name]}, and is {value}"
+    if not facts.get("exact", new.exact):
+        yield "the picture is approximate, so it may be drawn differently each time"
