@@ -62,6 +62,8 @@ class PictureSigner:
     def __init__(self, certificate: bytes, key: bytes, *, version: str) -> None:
         self._c2pa = _library()
         self._certificate, self._key, self._algorithm = certificate, key, _algorithm(certificate, key)
+        self.expires_wall = _expires_wall(certificate)
+        """Unix time in seconds at which the first of the certificates expires."""
         self._agent = {"name": "Bottega", "version": version}
         try:
             trial = read(self._sign(_TRIAL, "image/png", {}, _DRAWN))
@@ -228,6 +230,13 @@ def _algorithm(certificate: bytes, key: bytes) -> str:
         case rsa.RSAPrivateKey():
             return "ps256"
     raise ConfigError("the key must be of P-256, P-384, P-521, Ed25519 or RSA")
+
+
+def _expires_wall(certificates: bytes) -> float:
+    from cryptography import x509
+
+    ends = [certificate.not_valid_after_utc for certificate in x509.load_pem_x509_certificates(certificates)]
+    return min(ends).timestamp()
 
 
 def _belong_together(certificate: x509.Certificate, private: Any) -> bool:

@@ -24,6 +24,7 @@ _OWNERS = {
     "bottega_cache_": ("cache",),
     "bottega_activations_": ("activations",),
     "bottega_http_": ("http",),
+    "bottega_certificate_": (),  # only with TLS
 }
 # Whatever is added to these must be of few values, none of which says who asked for what.
 _LABELS = frozenset(

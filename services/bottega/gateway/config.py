@@ -65,7 +65,8 @@ class SigningConfig:
     certificate: str = ""
     """File with the certificate and those of its issuers but the root's, in PEM. Empty: nothing is signed.
 
-    Its key usage is digitalSignature, its extended key usage emailProtection or that of C2PA.
+    Its key usage is digitalSignature, its extended key usage emailProtection or that of C2PA. Renewed files are used at
+    once. When the certificate has expired, new jobs are refused.
     """
     key: str = ""
     """File with its private key, in PEM, which only the gateway's user can read."""
@@ -247,8 +248,10 @@ def read_signer(config: GatewayConfig) -> PictureSigner | None:
     if not files.certificate:
         return None
     try:
-        certificate, key = read_public(Path(files.certificate)), read_private(Path(files.key))
-        return PictureSigner(certificate, key, version=importlib.metadata.version("bottega-services"))
+        certificate, key = (Path(path).expanduser() for path in (files.certificate, files.key))
+        return PictureSigner(
+            read_public(certificate), read_private(key), version=importlib.metadata.version("bottega-services")
+        )
     except ConfigError as error:
         raise ConfigError(f"signing: {error.message}") from None
 

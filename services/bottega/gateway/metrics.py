@@ -98,6 +98,11 @@ class GatewayMetrics:
             registry=registry,
         )
         self.running = Gauge("bottega_running_jobs", "Jobs that are running on a worker.", registry=registry)
+        self.signing_expires = Gauge(
+            "bottega_signing_certificate_expires_timestamp_seconds",
+            "Unix time at which the certificate that signs pictures expires; 0 if they are not signed.",
+            registry=registry,
+        )
         self.webhooks = WebhookMetrics(registry)
         self._registry = registry
 

@@ -175,6 +175,7 @@ class Admission:
             resolution.check_model(model)
         if identical is not None:
             return self._answered_job(request, identical, model)
+        await self._controller.signing.check()
         full = self._complete(spec, before, model, resolutions)
         request = await self._sources.describe(request, full, model, seen)
         self._refuse_if_draining()  # a drain may have begun meanwhile

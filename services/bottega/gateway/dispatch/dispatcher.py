@@ -15,7 +15,6 @@ from typing import Protocol
 from bottega.addons.interface.gateway_addon import AddOn
 from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
-from bottega.content_credentials import PictureSigner
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
 from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection
 from bottega.gateway.dispatch.job_traces import AttemptTimes, JobTraces
@@ -24,6 +23,7 @@ from bottega.gateway.jobs.conversion import completed_provenance
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
+from bottega.gateway.signing import SigningFiles
 from bottega.rpc.channel import MAX_MESSAGE_MIB, Target
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
@@ -85,7 +85,7 @@ class Dispatcher:
         traces: Collects the times of each attempt.
         max_result_bytes: Upper bound on the bytes of all images of a job.
         weigh: Returns the weight of a tenant.
-        signer: Signs the pictures before they are stored; None leaves them unsigned.
+        signing: Has the signer of pictures, which signs them before they are stored.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Dispatcher:
         traces: JobTraces,
         max_result_bytes: int,
         weigh: Callable[[str], float],
-        signer: PictureSigner | None = None,
+        signing: SigningFiles,
     ) -> None:
-        self._signer = signer
+        self._signing = signing
         self._connect = connect
         self._traces = traces
         self._addons = addons
@@ -332,9 +332,9 @@ class Dispatcher:
         # The worker has sent everything. From here on its death does not matter.
         self._remove_if_current(attempt)
         full = completed_provenance(job, provenance)
-        if self._signer is not None:
+        if (signer := await self._signing.signer()) is not None:
             began_s = time.monotonic()
-            encoded = await self._signer.sign(encoded, job.bare, full)
+            encoded = await signer.sign(encoded, job.bare, full)
             full.times.add(stage="sign", seconds=time.monotonic() - began_s)
         images = await self._storage.store_images(encoded, kept, tenant=job.request.tenant)
         self._completed.append((job.job_id, number))

@@ -14,7 +14,7 @@ from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlinePassed
-from bottega.gateway.config import GatewayConfig, read_signer
+from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.connection import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.dispatch.job_traces import JobTraces
@@ -37,6 +37,7 @@ from bottega.gateway.scheduling.outcomes import (
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.scheduler import AttemptRecovery, Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.gateway.signing import SigningFiles
 from bottega.gateway.tenants import QuotaLedger, TenantTerms
 from bottega.rpc.channel import Target
 from bottega.v1.generation_pb2 import Provenance
@@ -57,6 +58,7 @@ class JobController:
         scheduler: Assigns the jobs of the queue to workers.
         estimates: Estimates when jobs complete.
         draining: Whether new jobs are refused.
+        signing: The certificate that signs pictures.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class JobController:
         self._deadlines = Deadlines(clock)
         self._finding = BackgroundTasks("jobs that were found in the store")
         self.traces = JobTraces(config.traces_bytes)
+        self.signing = SigningFiles(config, clock)
         self._dispatcher = Dispatcher(
             connect,
             jobs.storage,
@@ -89,7 +92,7 @@ class JobController:
             traces=self.traces,
             max_result_bytes=config.max_result_bytes,
             weigh=terms.weight,
-            signer=read_signer(config),
+            signing=self.signing,
         )
         self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
         self.queue = JobQueue(
@@ -119,6 +122,7 @@ class JobController:
         metrics.queued.set_function(self.queue.__len__)
         metrics.longest_wait.set_function(self.queue.longest_wait_s)
         metrics.running.set_function(lambda: self._dispatcher.attempts)
+        metrics.signing_expires.set_function(self.signing.expires_wall)
         metrics.register_tenants(self.queue.held_by_tenant)
         fleet.subscribe(self)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import grpc
 import pytest
 from PIL import Image
 
+from bottega.clocks import Clock
 from bottega.codec import images
 from bottega.content_credentials import read
 from bottega.gateway.config import SigningConfig
@@ -38,3 +41,27 @@ async def test_every_picture_is_signed_and_one_that_cannot_be_is_not_delivered(
         worker.script.picture = lambda index: b"no picture"
         failed = await house.ended((await house.submit(prompt="a star")).job_id)
         assert "the picture cannot be signed" in from_job_error(failed.error).message
+
+
+async def test_an_expired_certificate_refuses_jobs_until_it_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    authority = PictureAuthority()
+    authority.issue(tmp_path)
+    async with running_gateway(signing=SigningConfig(certificate="~/pictures.pem", key="~/pictures.key")) as house:
+        worker = await house.worker()
+        png = images.encode_image(Image.new("RGB", (8, 8)), generation_pb2.IMAGE_FORMAT_PNG, 90, {})
+        worker.script.picture = lambda index: png
+        house.gateway._controller.signing._clock = Clock(wall=lambda: time.time() + 6 * 86_400)
+        name = "bottega_signing_certificate_expires_timestamp_seconds"
+        assert time.time() < (house.gateway.server.registry.get_sample_value(name) or 0) < time.time() + 6 * 86_400
+        with pytest.raises(grpc.aio.AioRpcError, match="certificate that signs pictures has expired"):
+            await house.submit(prompt="a star")
+        (tmp_path / "pictures.pem").write_text("half of it")
+        with pytest.raises(grpc.aio.AioRpcError, match="has expired"):
+            await house.submit(prompt="a star")
+        authority.issue(tmp_path, days=20)
+        job = await house.submit(prompt="a star")
+        await house.ended(job.job_id)
+        assert read(await house.image(job.job_id)) is not None
