@@ -30,30 +30,61 @@ ZERO = FinalSigmasType.FINAL_SIGMAS_TYPE_ZERO
             "use_beta_sigmas",
             "must be absent or false with use_karras_sigmas: a schedule has one of them",
         ),
-        ({"timesteps": [5], "sigmas": [1.0, 0.0]}, "sigmas", "must be empty with timesteps: a schedule has one"),
-        ({"timesteps": [5], "timestep_spacing": TRAILING}, "timestep_spacing", "must be absent with timesteps"),
-        ({"sigmas": [1, 0], "timestep_spacing": TRAILING}, "timestep_spacing", "must be absent with sigmas"),
-        ({"sigmas": [1, 0], "final_sigmas_type": ZERO}, "final_sigmas_type", "must be absent with sigmas, whose last"),
-        ({"sigmas": [1, 0], "use_karras_sigmas": True}, "use_karras_sigmas", "must be absent or false with sigmas"),
+        (
+            {"timesteps": [5], "sigmas": [1.0, 0.0]},
+            "sigmas",
+            "must be empty with timesteps: a schedule has one of the two",
+        ),
+        (
+            {"timesteps": [5], "timestep_spacing": TRAILING},
+            "timestep_spacing",
+            "must be absent with timesteps, which take its place",
+        ),
+        (
+            {"sigmas": [1, 0], "timestep_spacing": TRAILING},
+            "timestep_spacing",
+            "must be absent with sigmas, which take its place",
+        ),
+        (
+            {"sigmas": [1, 0], "final_sigmas_type": ZERO},
+            "final_sigmas_type",
+            "must be absent with sigmas, whose last one takes its place",
+        ),
+        (
+            {"sigmas": [1, 0], "use_karras_sigmas": True},
+            "use_karras_sigmas",
+            "must be absent or false with sigmas, which take its place",
+        ),
         ({"timesteps": range(MAX_STEPS, -1, -1)}, "timesteps", "must have at most 200 numbers"),
         ({"timesteps": [5, 5]}, "timesteps", "must fall from each to the next"),
         ({"timesteps": [5, 9]}, "timesteps", "must fall from each to the next"),
         ({"timesteps": [5, -1]}, "timesteps", "must be 0 to 99999"),
         ({"timesteps": [100_000]}, "timesteps", "must be 0 to 99999"),
         ({"sigmas": [1.0]}, "sigmas", "must be 2 to 201: one before each step, and one after the last"),
-        ({"sigmas": range(MAX_STEPS + 1, -1, -1)}, "sigmas", "must be 2 to 201"),
+        (
+            {"sigmas": range(MAX_STEPS + 1, -1, -1)},
+            "sigmas",
+            "must be 2 to 201: one before each step, and one after the last",
+        ),
         ({"sigmas": [1.0, 1.0]}, "sigmas", "must fall from each to the next"),
         ({"sigmas": [1.0, -0.1]}, "sigmas", "must be 0 to 10000"),
         ({"sigmas": [math.inf, 0.0]}, "sigmas", "must be 0 to 10000"),
         ({"sigmas": [math.nan, 0.0]}, "sigmas", "must be 0 to 10000"),
-        ({"timesteps": [9, 5], "num_inference_steps": 3}, "num_inference_steps", "must be 2, the steps of timesteps"),
-        ({"sigmas": [9, 5, 0], "num_inference_steps": 3}, "num_inference_steps", "must be 2, the steps of sigmas"),
+        (
+            {"timesteps": [9, 5], "num_inference_steps": 3},
+            "num_inference_steps",
+            "must be 2, the steps of timesteps, or absent",
+        ),
+        (
+            {"sigmas": [9, 5, 0], "num_inference_steps": 3},
+            "num_inference_steps",
+            "must be 2, the steps of sigmas, or absent",
+        ),
     ],
 )
 def test_a_broken_schedule_is_refused_by_its_field(fields: dict[str, Any], field: str, rule: str) -> None:
     (violation,) = check_schedule(GenerationSpec(**fields))
-    assert violation.field == f"spec.{field}"
-    assert violation.description.startswith(rule)
+    assert violation == Violation(field=f"spec.{field}", description=rule)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ given, no file outside it is read, even through links.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -139,10 +140,13 @@ def check_same(wanted: Mapping[str, tuple[int, ...]], files: Sequence[WeightsFil
     entries = [entry for weights in files for entry in weights.header.tensors]
     found = {entry.name: entry.shape for entry in entries}
     if len(found) < len(entries):
-        raise ValueError("two of its files have a tensor of the same name")
+        raise ValueError("two of its weight files have tensors of one name; download the ControlNet again")
     if wrong := [*_misshapen(wanted, found)]:
         more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-        raise ValueError(f"its weights are not those of its config.json: {'; '.join(wrong[:_LISTED])}{more}")
+        raise ValueError(
+            f"its weights are not those of its config.json: {'; '.join(wrong[:_LISTED])}{more}; "
+            "download both from one ControlNet"
+        )
 
 
 def _misshapen(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -174,7 +178,9 @@ def _weights(folder: Path, root: Path | None) -> list[Path]:
         raise ValueError(nothing_to_load(folder.name, DIFFUSERS, names))
     found = find_files(folder, DIFFUSERS, names, choose_variant({folder.name: variants}), root)
     if len(found.files) > _MAX_SHARDS:
-        raise ValueError(f"its weights are in {len(found.files)} parts; at most {_MAX_SHARDS} are accepted")
+        raise ValueError(
+            f"its weights are in {len(found.files)} files; save the ControlNet in at most {_MAX_SHARDS} shards"
+        )
     return list(found.files)
 
 
@@ -190,13 +196,18 @@ def _opened(path: Path, file: BufferedReader) -> WeightsFile:
         raise ValueError(f"{path.name}: it is damaged or cut off ({error}); {DOWNLOAD_AGAIN}") from None
     for entry in header.tensors:
         if entry.dtype not in FLOATING_POINT:
-            raise ValueError(f"{path.name}: {entry.name[:80]} has elements of {entry.dtype}, no floating point numbers")
+            raise ValueError(
+                f"{path.name}: the tensor {entry.name[:80]} has elements of {entry.dtype}; quantized weights are not "
+                "served, download float32, float16 or bfloat16 ones"
+            )
     return WeightsFile(file=file, header=header)
 
 
 def _of_file(error: OSError) -> str:
     """Return the text of an error without the folder, which only the operator may know. The log has it."""
     where = f"{os.path.basename(error.filename)}: " if isinstance(error.filename, str) else ""  # noqa: PTH119
+    if error.errno == errno.ENOENT:
+        return f"{where}there is no such file; download the ControlNet again, with all of its files"
     return f"{where}{error.strerror or 'the disk fails'}"
 
 

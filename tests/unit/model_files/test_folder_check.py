@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bottega.miniature import WEIGHTS
 from bottega.model_files import check_model_folder
-from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, change_json, link_model, write_vocabulary
+from tests.samples.wrong_folders import (
+    WRONG_FOLDERS,
+    WrongFolder,
+    change_json,
+    link_model,
+    replace,
+    split_unet,
+    tensors_of,
+    write_vocabulary,
+    write_zeros,
+)
 
 # For a folder; it takes some milliseconds on a machine that does nothing else.
 LIMIT_S = 1.0
@@ -42,6 +53,77 @@ def test_a_wrong_folder_is_refused_with_its_sentence(wrong: WrongFolder, tmp_pat
     assert report.problems == (sentence,)
     assert report.refusal == f"the model {given} cannot be served: {sentence}"
     assert "\n" not in report.refusal
+
+
+_INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
+_TEXT = "text_encoder/model.safetensors"
+
+
+def _repeat_a_shard(folder: Path) -> None:
+    first, second = sorted((folder / "unet").glob("*-of-*"))
+    write_zeros(second, tensors_of(first))
+
+
+def _add_the_old_name(folder: Path) -> None:
+    tensors = tensors_of(folder / _TEXT)
+    name = next(iter(tensors))
+    write_zeros(folder / _TEXT, tensors | {f"text_model.{name}": tensors[name]})
+
+
+def _write_one_sided_merges(folder: Path) -> None:
+    path = folder / "tokenizer" / "tokenizer.json"
+    change_json(path, model=json.loads(path.read_bytes())["model"] | {"merges": [1]})
+
+
+def _fill(folder: Path) -> None:
+    for number in range(4097):
+        (folder / "unet" / str(number)).touch()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (
+            lambda folder: change_json(folder / _INDEX, weight_map=[]),
+            f"{_INDEX}: weight_map is no object of tensors; download the file again",
+        ),
+        (
+            lambda folder: change_json(folder / _INDEX, metadata=None),
+            f"{_INDEX}: metadata is no object; download the file again",
+        ),
+        (
+            lambda folder: change_json(
+                folder / _INDEX, weight_map={str(number): f"{number}.safetensors" for number in range(257)}
+            ),
+            f"{_INDEX}: it names over 256 files; save the model in fewer shards",
+        ),
+        (
+            _repeat_a_shard,
+            f"{_INDEX}: two of its files have tensors of one name; download the part unet again",
+        ),
+        (_fill, "the folder unet has over 4096 files; give the folder of a model alone"),
+        (
+            _add_the_old_name,
+            f"{_TEXT}: two tensors are loaded under one name; download the part text_encoder again",
+        ),
+        (
+            lambda folder: replace(folder / "vae" / "config.json", "{" + " " * (1 << 20) + "}"),
+            "vae/config.json: it has over 1048576 bytes, more than such a file can need; download the file again",
+        ),
+        (
+            _write_one_sided_merges,
+            "tokenizer/tokenizer.json: its merges are no pairs of tokens; download the file again",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_do(
+    spoil: Callable[[Path], object], sentence: str, tmp_path: Path
+) -> None:
+    link_model(tmp_path / "model")
+    split_unet(tmp_path / "model")
+    assert check_model_folder(tmp_path / "model").problems == ()
+    spoil(tmp_path / "model")
+    assert check_model_folder(tmp_path / "model").problems == (sentence,)
 
 
 def test_further_problems_are_counted(tmp_path: Path) -> None:

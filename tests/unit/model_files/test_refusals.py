@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bottega.miniature import WEIGHTS
 from bottega.model_files.configuration_rules import (
     check_index,
     check_parts_together,
     check_text_encoder_config,
     check_tokenizer_config,
 )
-from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.model_files.controlnet_folder import base_layout, check_controlnet
 from bottega.model_files.scheduler_check import check_scheduler_config
 from bottega.model_files.scheduler_rules import SCHEDULER_RULES
 from bottega.model_files.unet_rules import check_unet_config
 from bottega.model_files.vae_rules import check_vae_config
 from tests.samples import published_configs
+from tests.samples.wrong_folders import replace, tensors_of, write_zeros
 
 _Check = Callable[[Mapping[str, object]], Iterable[str]]
 UNET, VAE = published_configs.unet(), published_configs.vae()
@@ -111,6 +115,48 @@ FIELDS: tuple[tuple[_Check, Mapping[str, Any], dict[str, object], str], ...] = (
         {"model_max_length": 77},
         {"model_max_length": 0},
         "model_max_length must be a whole number from 1, not 0",
+    ),
+    (
+        check_index,
+        published_configs.model_index(),
+        {"image_encoder": "clip"},
+        (
+            'image_encoder must be the library and the class of a part, or [null, null], not "clip": only IP-Adapters '
+            "use it: it is not loaded"
+        ),
+    ),
+    (
+        check_text_encoder_config,
+        published_configs.text_encoder(),
+        {"hidden_act": "sine"},
+        (
+            'hidden_act must be "quick_gelu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu", '
+            '"swish" or "tanh", not "sine": published text encoders have no other'
+        ),
+    ),
+    (
+        check_text_encoder_config,
+        published_configs.text_encoder(),
+        {"attention_dropout": 2},
+        "attention_dropout must be a number from 0 to 1 or null, not 2",
+    ),
+    (
+        check_text_encoder_config,
+        published_configs.text_encoder(),
+        {"num_attention_heads": 7},
+        "hidden_size must be a multiple of num_attention_heads (7)",
+    ),
+    (
+        check_unet_config,
+        UNET,
+        {"attention_head_dim": 4096},
+        "attention_head_dim must be at most the channels of its level, not 4096",
+    ),
+    (
+        partial(check_unet_config, added_conditions=False),
+        UNET | {"addition_embed_type": None},
+        {"addition_embed_type": "text_time"},
+        'addition_embed_type must be null, not "text_time": Stable Diffusion 1 and 2 have no added conditions',
     ),
     (
         check_index,
@@ -300,6 +346,25 @@ SCHEDULERS: tuple[tuple[str, dict[str, object], str], ...] = (
         {"solver_p": "x"},
         'solver_p must be null, not "x": another solver inside this one is not served',
     ),
+    (
+        "UniPCMultistep",
+        {"use_dynamic_shifting": True},
+        "use_dynamic_shifting must be false or null, not true: Diffusers' pipelines do not support it",
+    ),
+    ("DDIM", {"steps_offset": 1000}, "steps_offset must be below 1000, num_train_timesteps, not 1000"),
+    (
+        "DDIM",
+        {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False},
+        (
+            'rescale_betas_zero_snr must be false with prediction_type "epsilon" and timestep_spacing "trailing": '
+            "Diffusers divides by zero at the last timestep"
+        ),
+    ),
+    (
+        "DPMSolverMultistep",
+        {"algorithm_type": "sde-dpmsolver", "final_sigmas_type": "sigma_min", "solver_order": 3},
+        'solver_order must be 1 or 2 with algorithm_type "sde-dpmsolver", not 3',
+    ),
     ("UniPCMultistep", {"shift_terminal": 0.1}, "shift_terminal must be null, not 0.1: it is for flow matching"),
 )
 
@@ -314,7 +379,12 @@ def test_a_field_of_a_scheduler_that_is_not_served_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("CosineDPMSolverMultistepScheduler", "it is for models of sound"), ("MyScheduler", "this class is not known")],
+    [
+        ("CosineDPMSolverMultistepScheduler", "it is for models of sound"),
+        ("DPMSolverSDEScheduler", "it needs torchsde, which is not installed with the suite"),
+        ("FlowMatchEulerDiscreteScheduler", "it is for models that were trained with flow matching"),
+        ("MyScheduler", "this class is not known"),
+    ],
 )
 def test_a_class_that_is_not_served_is_refused_with_the_list_of_those_that_are(name: str, why: str) -> None:
     (sentence,) = check_scheduler_config({"_class_name": name})
@@ -391,12 +461,15 @@ def test_a_controlnet_that_is_not_served_is_refused(change: dict[str, object], s
     assert check_controlnet("net", tmp_path, None) == f"ControlNet net {sentence}"
 
 
+_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("[]", "ControlNet net cannot be used: config.json: is no configuration"),
         (
-            "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n",
+            _POINTER,
             (
                 "ControlNet net cannot be used: config.json is a Git LFS pointer in place of the file; run `git "
                 "lfs pull` in its folder"
@@ -408,6 +481,93 @@ def test_a_controlnet_that_is_not_served_is_refused(change: dict[str, object], s
 def test_a_controlnets_configuration_that_is_none_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert check_controlnet("net", tmp_path, None) == sentence
+
+
+_NET = "diffusion_pytorch_model.safetensors"
+
+
+def _change_net(folder: Path, **tensors: tuple[str, tuple[int, ...]]) -> None:
+    changed = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    write_zeros(folder / _NET, tensors_of(folder / _NET) | changed)
+
+
+def _shard_net(folder: Path, count: int) -> None:
+    """Make shards that all have the same tensors."""
+    shards = [f"diffusion_pytorch_model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    for shard in shards:
+        write_zeros(folder / shard, {"conv_in.bias": ("F16", (48,))})
+    index = {"metadata": {}, "weight_map": {f"tensor{number}": shard for number, shard in enumerate(shards)}}
+    replace(folder / f"{_NET}.index.json", json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "config.json: there is no such file; download the ControlNet again, with all of its files",
+        ),
+        (
+            lambda folder: (folder / _NET).unlink(),
+            f"net has no {_NET}; download the model again, with all of its files",
+        ),
+        (
+            lambda folder: (folder / _NET).rename(folder / "diffusion_pytorch_model.bin"),
+            (
+                "net has only pickled weights (diffusion_pytorch_model.bin), which are never opened because they may "
+                f"run code; download net/{_NET}, or save the model again with safe_serialization=True"
+            ),
+        ),
+        (
+            lambda folder: replace(folder / _NET, _POINTER),
+            f"{_NET} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder",
+        ),
+        (
+            lambda folder: replace(folder / _NET, bytes(4)),
+            (f"{_NET}: it is damaged or cut off (it is shorter than the length of a header); download the file again"),
+        ),
+        (
+            lambda folder: _change_net(folder, conv_in__bias=("I8", (48,))),
+            (
+                f"{_NET}: the tensor conv_in.bias has elements of I8; quantized weights are not served, download "
+                "float32, float16 or bfloat16 ones"
+            ),
+        ),
+        (
+            lambda folder: _change_net(folder, conv_in__bias=("F16", (47,)), more=("F16", (1,))),
+            (
+                "its weights are not those of its config.json: conv_in.bias is [47] and should be [48]; nothing takes "
+                "more; download both from one ControlNet"
+            ),
+        ),
+        (
+            lambda folder: _shard_net(folder, 2),
+            "two of its weight files have tensors of one name; download the ControlNet again",
+        ),
+        (
+            lambda folder: _shard_net(folder, 65),
+            "its weights are in 65 files; save the ControlNet in at most 64 shards",
+        ),
+    ],
+)
+def test_a_controlnets_folder_that_cannot_be_used_is_refused(
+    spoil: Callable[[Path], object], sentence: str, tmp_path: Path
+) -> None:
+    shutil.copytree(WEIGHTS / "controlnets" / "edges", tmp_path / "net")
+    assert check_controlnet("net", tmp_path / "net", None) == ""
+    spoil(tmp_path / "net")
+    assert check_controlnet("net", tmp_path / "net", None) == f"ControlNet net cannot be used: {sentence}"
+
+
+def test_a_controlnet_of_another_model_is_refused_with_the_fields_that_differ() -> None:
+    base = base_layout({**UNET, "block_out_channels": [320], "addition_embed_type": None}, 8)
+    assert check_controlnet("net", WEIGHTS / "controlnets" / "edges", base) == (
+        "ControlNet net does not fit the model: its context_width is 128, the model's 2048 (cross_attention_dim); its "
+        "pooled_width is 64, the model's 0 (addition_embed_type, addition_time_embed_dim and "
+        "projection_class_embeddings_input_dim); its latent_scale is 4, the model's 8 "
+        "(conditioning_embedding_out_channels); its residual points are 48/1 48/1 48/1 48/2 96/2 96/2 96/2, the "
+        "model's 320/1 320/1 320/1 320/1 (block_out_channels, layers_per_block)"
+    )
 
 
 def test_a_controlnets_single_file_in_place_of_its_folder_is_refused(tmp_path: Path) -> None:

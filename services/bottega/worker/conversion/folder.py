@@ -200,7 +200,10 @@ def _staged(folder: Path, size_bytes: int) -> Iterator[Path]:
         remove_abandoned(left)
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < size_bytes:
-        raise ValueError(f"it needs {size_bytes >> 20} MiB in {folder.parent}, and {free_bytes >> 20} MiB are free")
+        raise ValueError(
+            f"it needs {size_bytes >> 20} MiB in {folder.parent}, and {free_bytes >> 20} MiB are free; delete files "
+            "there, or name a folder on another disk with --to"
+        )
     staging = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     lock = ProcessLock(staging)
     try:

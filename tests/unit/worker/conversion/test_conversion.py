@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,23 @@ def test_a_model_without_a_vae_gets_that_of_a_file(tmp_path: Path) -> None:
         convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=other)
     with pytest.raises(ConfigError, match="was imported from another file or as another family"):
         convert_file(tmp_path / "m.safetensors", tmp_path / "m", vae=write_vae_file(vae, prefix="vae."))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vae = write_vae_file(tmp_path / "vae.safetensors")
+    with pytest.raises(ConfigError) as refused:
+        convert_file(vae, tmp_path, "sd15")
+    assert refused.value.message == (
+        f"{vae} cannot be converted: {tmp_path} is there already, and no import made it; name another folder with --to"
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    with pytest.raises(ConfigError) as refused:
+        convert_file(vae, tmp_path / "vae", "sd15")
+    needed = (vae.stat().st_size + (16 << 20)) >> 20
+    assert refused.value.message == (
+        f"{vae} cannot be converted: it needs {needed} MiB in {tmp_path}, and 1 MiB are free; delete files there, or "
+        "name a folder on another disk with --to"
+    )
 
 
 def test_a_vae_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
