@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bottega.errors import QueueFull, StorageUnavailable, TooLarge
+from bottega.errors import QueueFull, StorageUnavailable, TooLarge, Violation
 from bottega.loras.config import ImportConfig
 from bottega.loras.files import DiskQuota
-from bottega.loras.upload import UploadLimits
+from bottega.loras.upload import Upload, UploadLimits, UploadPart, check_upload
 from tests.support.full_disk import fill, small_disk
 
 _DISK_BYTES = 4 << 20
@@ -119,3 +121,36 @@ def test_one_host_may_always_bring_one_file_of_the_largest_size() -> None:
 def test_uploads_that_may_never_be_as_large_as_a_file_may_be_are_refused_as_a_configuration() -> None:
     with pytest.raises(ValueError, match="upload_bytes is 5; it must be at least max_bytes, 6"):
         ImportConfig(max_bytes=6, upload_bytes=5)
+
+
+_PART = UploadPart(component="unet", size_bytes=9, adapter_config=b"")
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "rule"),
+    [
+        ({"sha256": "A" * 64}, "sha256", "must be 64 hexadecimal digits, in lower case"),
+        ({"size_bytes": 11}, "size_bytes", "must be from 1 to 10"),
+        ({"adapter_config": bytes((1 << 20) + 1)}, "adapter_config", "must be at most 1048576 bytes"),
+        (
+            {"adapter_config": b"{}", "parts": (_PART,)},
+            "adapter_config",
+            "must be empty if there are parts, which have their own",
+        ),
+        (
+            {"parts": (_PART, _PART)},
+            "parts",
+            "each must be for a different component: text_encoder, text_encoder_2, unet",
+        ),
+        ({"parts": (replace(_PART, size_bytes=8),)}, "size_bytes", "must be the sum of the parts' sizes"),
+        (
+            {"parts": (replace(_PART, adapter_config=bytes((1 << 20) + 1)),)},
+            "parts[0].adapter_config",
+            "must be at most 1048576 bytes",
+        ),
+    ],
+)
+def test_an_upload_that_cannot_be_is_refused_by_its_field(change: dict[str, Any], field: str, rule: str) -> None:
+    upload = Upload(sha256="0" * 64, size_bytes=9, adapter_config=b"")
+    assert list(check_upload(upload, max_bytes=10)) == []
+    assert list(check_upload(replace(upload, **change), max_bytes=10)) == [Violation(field=field, description=rule)]

@@ -101,23 +101,79 @@ def test_each_layout_keeps_its_vectors_and_gets_a_token(
                 "text_encoder, text_encoder_2, and the model reads text_encoder"
             ),
         ),
-        ({"<toy>": torch.full((1, 32), torch.nan)}, "SD 1", "", "<toy> has elements that are not finite"),
+        (
+            {"<toy>": torch.full((1, 32), torch.nan)},
+            "SD 1",
+            "",
+            "<toy> has elements that are not finite (NaN or infinity)",
+        ),
         (
             {"<toy>": torch.full((1, 32), -1e30)},
             "SD 1",
             "",
             "<toy> has elements up to 1e+30; float16 holds at most 65504",
         ),
-        ({"<toy>": torch.full((32,), 7e4, dtype=torch.bfloat16)}, "SD 1", "", "<toy> has elements up to 7.01e+04"),
-        ({"<toy>": torch.zeros(1, 32, dtype=torch.int64)}, "SD 1", "", "<toy> has elements of I64"),
+        (
+            {"<toy>": torch.full((32,), 7e4, dtype=torch.bfloat16)},
+            "SD 1",
+            "",
+            "<toy> has elements up to 7.01e+04; float16 holds at most 65504",
+        ),
+        (
+            {"<toy>": torch.zeros(1, 32, dtype=torch.int64)},
+            "SD 1",
+            "",
+            "<toy> has elements of I64; BF16, F16, F32 are supported",
+        ),
         ({"<toy>": torch.zeros(76, 32)}, "SD 1", "", "<toy> has the shape [76, 32]; an embedding has 1 to 75 vectors"),
         ({"<toy>": torch.zeros(0, 32)}, "SD 1", "", "<toy> has the shape [0, 32]; an embedding has 1 to 75 vectors"),
-        ({"<toy>": torch.zeros(1, 1, 32)}, "SD 1", "", "<toy> has the shape [1, 1, 32]"),
-        ({"my toy": _THREE}, "SD 1", "", "the token 'my toy' must have 1 to 200 printable characters, without spaces"),
-        ({"emb_params": _THREE}, "SD 1", "a(b", "the token 'a(b' must have"),
-        ({"emb_params": _THREE}, "SD 1", "t" * 201, "must have 1 to 200 printable characters"),
-        ({"emb_params": _THREE}, "SD 1", "star</w>", "the token star</w> is in the vocabulary of the base model"),
-        ({"emb_params": _THREE}, "SD 1", "<|EndOfText|>", "the token <|endoftext|> is in the vocabulary"),
+        (
+            {"<toy>": torch.zeros(1, 1, 32)},
+            "SD 1",
+            "",
+            "<toy> has the shape [1, 1, 32]; an embedding has 1 to 75 vectors",
+        ),
+        (
+            {"my toy": _THREE},
+            "SD 1",
+            "",
+            (
+                "the token 'my toy' must have 1 to 200 printable characters, without spaces, capitals and "
+                "any of ( ) , : [ \\ ]: give another one as its trigger word"
+            ),
+        ),
+        (
+            {"emb_params": _THREE},
+            "SD 1",
+            "a(b",
+            (
+                "the token 'a(b' must have 1 to 200 printable characters, without spaces, capitals and any "
+                "of ( ) , : [ \\ ]: give another one as its trigger word"
+            ),
+        ),
+        (
+            {"emb_params": _THREE},
+            "SD 1",
+            "t" * 201,
+            (
+                "the token "
+                "'tttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt...' must"
+                " have 1 to 200 printable characters, without spaces, capitals and any of ( ) , : [ \\ ]: "
+                "give another one as its trigger word"
+            ),
+        ),
+        (
+            {"emb_params": _THREE},
+            "SD 1",
+            "star</w>",
+            ("the token star</w> is in the vocabulary of the base model: give another one as its trigger word"),
+        ),
+        (
+            {"emb_params": _THREE},
+            "SD 1",
+            "<|EndOfText|>",
+            ("the token <|endoftext|> is in the vocabulary of the base model: give another one as its trigger word"),
+        ),
     ],
 )
 def test_what_cannot_be_an_embedding_of_the_model_is_refused(
@@ -125,7 +181,7 @@ def test_what_cannot_be_an_embedding_of_the_model_is_refused(
 ) -> None:
     with pytest.raises(BadLora) as refused:
         _convert(tensors, tmp_path, family, token=token)
-    assert says in refused.value.message
+    assert refused.value.message == says
 
 
 def test_a_canonical_file_that_lies_about_its_token_or_vectors_is_refused(tmp_path: Path) -> None:

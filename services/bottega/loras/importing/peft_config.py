@@ -74,14 +74,14 @@ _UNSERVED = MappingProxyType(
     {
         "use_qalora": "QALoRA",
         "use_bdlora": "BD-LoRA",
-        "alora_invocation_tokens": "activated LoRA",
+        "alora_invocation_tokens": "activation by tokens (aLoRA)",
         "arrow_config": "Arrow's routing",
         "kasa_config": "KaSA",
         "monteclora_config": "MonteCLoRA",
         "velora_config": "VeLoRA",
-        "lora_bias": "biases of its own",
+        "lora_bias": "biases of their own",
         "modules_to_save": "whole modules",
-        "trainable_token_indices": "tokens of its own",
+        "trainable_token_indices": "tokens of their own",
         "layer_replication": "repeated layers",
         "target_parameters": "parameters outside of modules",
         "megatron_config": "Megatron's layers",
@@ -277,7 +277,8 @@ def _check_kind(fields: _Fields, where: str) -> None:
     kind = str(fields.init_lora_weights or "").lower()
     if kind.startswith(_CHANGES_BASE):
         raise BadLora(
-            f"{where} says init_lora_weights {excerpt(kind, 40)}, which changes the base model's weights: not supported"
+            f"{where} says init_lora_weights {excerpt(kind, 40)}, which changes the base model's weights: save the "
+            "LoRA with PEFT's path_initial_model_for_weight_conversion"
         )
 
 

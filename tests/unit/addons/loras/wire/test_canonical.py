@@ -121,22 +121,42 @@ def test_a_lora_without_text_encoders_has_an_empty_first_section() -> None:
     assert {module.component for module in lora.modules} == {"unet"}
 
 
+_NO_FORMAT = (
+    "its metadata is not {'format': 'bottega.lora/1'}, the same with bottega.lora/2, or that of an embedding with "
+    "its token"
+)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"__metadata__": {"format": "pt"}}, "metadata"),
-        ({"__metadata__": {"more": "x"}}, "metadata"),
-        ({"__metadata__": None}, "metadata"),
-        ({f"unet.{_LINEAR}.up": {"shape": [4, 6]}}, "up of unet"),
-        ({f"unet.{_LINEAR}.down": {"shape": [8, 4]}}, "up of unet"),
-        ({f"unet.{_LINEAR}.down": {"dtype": "I16"}}, "elements"),
-        ({f"unet.{_LINEAR}.scale": {"shape": [1]}}, "scale of unet"),
-        ({f"unet.{_LINEAR}.down": {"shape": [2, 2, 8]}}, "down of unet"),
+        ({"__metadata__": {"format": "pt"}}, _NO_FORMAT),
+        ({"__metadata__": {"more": "x"}}, _NO_FORMAT),
+        ({"__metadata__": None}, _NO_FORMAT),
+        ({"__metadata__": {"ignored": "\n" * 300}}, "ignored is not a list of at most 256 layers"),
+        (
+            {f"unet.{_LINEAR}.up": {"shape": [4, 6]}},
+            f"up of unet.{_LINEAR} has the shape [4, 6], which does not follow down's, [4, 8]",
+        ),
+        (
+            {f"unet.{_LINEAR}.down": {"shape": [8, 4]}},
+            f"up of unet.{_LINEAR} has the shape [6, 4], which does not follow down's, [8, 4]",
+        ),
+        (
+            {f"unet.{_LINEAR}.down": {"dtype": "I16"}},
+            f"unet.{_LINEAR} has elements that are none of BF16, F16, F32",
+        ),
+        ({f"unet.{_LINEAR}.scale": {"shape": [1]}}, f"the scale of unet.{_LINEAR} is not a single F32"),
+        (
+            {f"unet.{_LINEAR}.down": {"shape": [2, 2, 8]}},
+            f"down of unet.{_LINEAR} has the shape [2, 2, 8]; [rank, in] or a convolution's is accepted",
+        ),
     ],
 )
 def test_a_header_that_breaks_a_rule_is_refused_with_the_rule(change: dict[str, object | None], says: str) -> None:
-    with pytest.raises(BadLora, match=says):
+    with pytest.raises(BadLora) as refused:
         _parsed(_with_fields(_written(_modules()), change))
+    assert refused.value.message == f"the file is no LoRA in canonical form: {says}"
 
 
 @pytest.mark.parametrize("name", ["vae.conv.down", "unet.conv.weight", "unet..down", "unet.a/b.down", "unet.down"])
@@ -237,6 +257,19 @@ _BIG = 70_000
         (
             {"full": _weights("F16", 6, 0)},
             f"full of unet.{_LINEAR} has the shape [6, 0], which has no elements",
+        ),
+        (
+            {"full": _weights("F16", 6)},
+            f"full of unet.{_LINEAR} has the shape [6]; [out, in] or a convolution's is accepted",
+        ),
+        ({"norm": _weights("F16", 6, 2)}, f"norm of unet.{_LINEAR} has the shape [6, 2]; [channels] is accepted"),
+        (
+            {"norm": _weights("F16", 6), "magnitude": _weights("F32", 6, 1)},
+            f"unet.{_LINEAR} is a normalisation layer with norms of its weight",
+        ),
+        (
+            {"vectors": _weights("F16", 6, 2)},
+            f"unet.{_LINEAR} has vectors, which only token_embedding of a text encoder may have",
         ),
         (
             {"kron": _weights("F16", 2, 2, 2), "full": _DOWN},
