@@ -147,6 +147,7 @@ async def test_what_a_worker_had_begun_is_nothing_when_its_link_ends_or_it_gives
         await eventually(may_record)
         send_section(two, made, 0)
         send(two, messages.abandon_message(made.id, made.key))
+        await asyncio.to_thread(ask, two, made.question())  # its answer comes after all before it was heard
         with await store.link("three") as three:
             await asyncio.to_thread(record_template, three, made)
             await eventually(lambda: _is_told(store, two, made))
