@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -216,10 +217,12 @@ def test_a_file_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:
 
 
 def shown(*arguments: object) -> dict[str, list[str]]:
-    """The rows of the table by key: value and origin."""
+    """Return the rows of the table by key: value and origin."""
     done = run("config", "show", *arguments)
     assert done.exit_code == 0, done.output
-    return {row.split()[0]: row.strip().split(maxsplit=2)[1:] for row in done.output.splitlines() if row.strip()}
+    # A value that is a list has single blanks in it.
+    rows = [re.split(r"\s{2,}", row.strip()) for row in done.output.splitlines() if row.strip()]
+    return {key: cells for key, *cells in rows}
 
 
 def test_a_units_configuration_is_shown_with_the_lines_that_set_it(worker: Path) -> None:

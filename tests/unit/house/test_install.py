@@ -43,18 +43,18 @@ def _normalised(name: str) -> str:
 
 def _brought_along(name: str, extras: frozenset[str]) -> set[str]:
     """All distributions that an installed one requires with these extras, and what those require."""
-    found: set[str] = set()
+    found: set[tuple[str, frozenset[str]]] = set()
     waiting = [(name, extras)]
     while waiting:
         wanted, extras = waiting.pop()
-        if _normalised(wanted) in found:
+        if (_normalised(wanted), extras) in found:
             continue
-        found.add(_normalised(wanted))
+        found.add((_normalised(wanted), extras))
         for text in metadata.requires(wanted) or ():
             required = Requirement(text)
             if required.marker is None or any(required.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
                 waiting.append((required.name, frozenset(required.extras)))
-    return found
+    return {distribution for distribution, _ in found}
 
 
 def test_installing_the_gateway_brings_grpc_and_no_torch() -> None:
