@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
-from PIL import Image, ImageCms
+from PIL import ExifTags, Image, ImageCms
 
+from bottega.codec.metadata import PARAMETERS_KEYWORD, SUMMARY_KEYWORD, read_exif_texts
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
 from tests.samples.edits import box_mask, template
 from tests.samples.hostile_images import saved
@@ -136,15 +137,30 @@ def cut_out() -> Image.Image:
     return image
 
 
+SECRETS = (b"a house", b"a camera", b"its number", b"a remark", b"a place")
+KEYWORDS = {PARAMETERS_KEYWORD, SUMMARY_KEYWORD}
+
+
+def photograph() -> Image.Exif:
+    """Return EXIF data of every kind that a camera writes, with SECRETS in it."""
+    description, maker, note, remark, place = SECRETS
+    exif = Image.Exif()
+    exif[ExifTags.Base.ImageDescription], exif[ExifTags.Base.Make] = description.decode(), maker.decode()
+    exif[ExifTags.Base.Orientation] = 3
+    exif.get_ifd(ExifTags.IFD.Exif).update({ExifTags.Base.MakerNote: note, ExifTags.Base.UserComment: remark})
+    exif.get_ifd(ExifTags.IFD.GPSInfo).update(
+        {ExifTags.GPS.GPSLatitudeRef: "N", ExifTags.GPS.GPSAreaInformation: place}
+    )
+    return exif
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("what", ["image-to-image", "an edit", "an edit that keeps nothing"])
 async def test_pictures_have_the_colour_profile_of_their_source_and_nothing_of_its_exif(
     running: Running, what: str, format_: generation_pb2.ImageFormat.ValueType
 ) -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    exif = Image.Exif()
-    exif[0x010E] = "a house"
-    order = edit(saved(template(), "JPEG", icc_profile=profile, exif=exif), saved(box_mask()), format=format_)
+    order = edit(saved(template(), "JPEG", icc_profile=profile, exif=photograph()), saved(box_mask()), format=format_)
     if what == "image-to-image":
         for name in ("mask_image", "keep_unmasked"):
             order.spec.ClearField(name)
@@ -152,9 +168,17 @@ async def test_pictures_have_the_colour_profile_of_their_source_and_nothing_of_i
         order.spec.keep_unmasked = False
     if what != "an edit":
         order.spec.ClearField("mask_feather")
-    with Image.open(io.BytesIO(images(await running.events(order))[0])) as picture:
+    data = images(await running.events(order))[0]
+    with Image.open(io.BytesIO(data)) as picture:
         assert picture.info.get("icc_profile") == profile
-        assert not picture.getexif()
+        exif = picture.getexif()
+        own = exif.get_ifd(ExifTags.IFD.Exif)
+    assert (set(exif), set(own)) in (
+        (set(), set()),
+        ({ExifTags.IFD.Exif}, {ExifTags.Base.MakerNote, ExifTags.Base.UserComment}),
+    ), "the parameters of the request alone"
+    assert not [text for text in SECRETS if text in data]
+    assert set(read_exif_texts(data)) == (set() if format_ == generation_pb2.IMAGE_FORMAT_PNG else KEYWORDS)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
