@@ -52,7 +52,7 @@ async def test_the_public_port_serves_no_fleet(house: Running) -> None:
 async def test_every_port_says_by_reflection_what_it_serves(house: Running) -> None:
     beside = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     assert await _services(house.address) == {"bottega.v1.ImageService", *beside}
-    assert await _services(house.fleet_address) == {"bottega.v1.FleetService", *beside}
+    assert await _services(house.fleet_address) == {"bottega.v1.FleetService", "bottega.v1.WebhookService", *beside}
 
 
 async def test_a_service_that_looks_for_the_fleet_at_the_public_port_says_what_to_do(
