@@ -167,8 +167,6 @@ class MemoryJobStore:
             return None
         if record is not None:
             self._forget_one(record)
-            events = self._shelf.events
-            self._shelf.events = {number: event for number, event in events.items() if event.job_id != job_id}
             self._shelf.deletions[tenant, job_id] = (steady, record.contents)
         elif not await self.was_deleted(job_id, tenant=tenant):
             return None
@@ -354,6 +352,7 @@ def _place(number: int, event: OutboxEvent) -> OutboxPlace:
         host=event.host,
         due_steady=event.due_steady,
         created_wall=event.created_wall,
+        attempts=event.attempts,
         dead=event.dead,
     )
 

@@ -80,7 +80,7 @@ from bottega.client.types.provenance import (
     StageTime,
     Truncation,
 )
-from bottega.client.types.webhooks import UndeliveredWebhook, Webhook, WebhookPage
+from bottega.client.types.webhooks import ReplayedWebhooks, UndeliveredWebhook, Webhook, WebhookPage
 
 __all__ = [
     "AccelerationTrial",
@@ -141,6 +141,7 @@ __all__ = [
     "Provenance",
     "Queued",
     "Readiness",
+    "ReplayedWebhooks",
     "ResidualProfile",
     "RestoreResult",
     "RetryPolicy",

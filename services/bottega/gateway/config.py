@@ -12,12 +12,12 @@ from pydantic import ConfigDict, Field
 from bottega.addons.interface.views import MAX_ATTEMPTS
 from bottega.config import parse
 from bottega.content_credentials import PictureSigner
-from bottega.errors import ConfigError
+from bottega.errors import AddressRefused, ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.outside_rules import OutsideRules
 from bottega.rpc.address import Address
 from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private, read_public
-from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, TenantWebhooks, read_tenants
+from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, Tenant, TenantWebhooks, read_tenants
 from bottega.rpc.server_config import ListenerConfig, ServerConfig
 from bottega.strict import STRICT
 
@@ -108,7 +108,7 @@ class WebhooksConfig(OutsideRules):
     max_deliveries_per_host: AtLeastOne = 8
     """Upper bound on deliveries to one host at the same time."""
     max_waiting: AtLeastOne = 100_000
-    """Upper bound on the number of events that wait for their delivery. Further ones are given up at once."""
+    """Upper bound on the number of events that wait for their delivery. Further ones wait until there is room."""
     max_waiting_per_tenant: AtLeastOne = 10_000
     """Upper bound on the number of events of one tenant that wait."""
     max_dead: AtLeastOne = 1000
@@ -272,9 +272,19 @@ def _check_tenants(config: GatewayConfig) -> None:
     """Raise ConfigError if the file of tenants cannot be used."""
     if config.tenants:
         try:
-            read_tenants(Path(config.tenants))
+            for tenant in read_tenants(Path(config.tenants)):
+                _check_webhook(tenant, config.webhooks)
         except ConfigError as error:
             raise ConfigError(f"tenants: {error.message}") from None
+
+
+def _check_webhook(tenant: Tenant, allowed: WebhooksConfig) -> None:
+    """Raise ConfigError if webhooks are on, but not for the URL of a tenant."""
+    if allowed.allows_any and tenant.webhooks.url:
+        try:
+            allowed.check(tenant.webhooks.url)
+        except AddressRefused as error:
+            raise ConfigError(f"the webhook of {tenant.name}: {error.message} (webhooks.hosts)") from None
 
 
 def read_webhook_secrets(config: GatewayConfig) -> TenantWebhooks:

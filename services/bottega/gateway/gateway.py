@@ -109,7 +109,6 @@ class Gateway:
             clock=clock,
             event_of=WebhookEvents(config.webhooks, terms, self._webhooks.has_room).event_of,
             on_end=self._webhooks.look,
-            on_delete=self._webhooks.forget,
         )
         addons = _addons(
             AddOnContext(

@@ -168,7 +168,7 @@ class WebhookMetrics:
         for outcome in ("delivered", "failed"):
             self.deliveries.labels(outcome)
         self.given_up = Counter(
-            "bottega_webhooks_given_up", "Webhooks that were not accepted in time.", registry=registry
+            "bottega_webhooks_given_up", "Webhooks that were not accepted in time, or found no room.", registry=registry
         )
         self.dropped = Counter(
             "bottega_webhooks_dropped",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from standardwebhooks import Webhook as Verifier
 
-from bottega.client import AsyncClient, Webhook
+from bottega.client import AsyncClient, ReplayedWebhooks, Webhook
 from bottega.rpc.security.tenant_file import read_tenants
 from tests.support.terminal import run, run_at
 from tests.support.waiting import eventually
@@ -34,7 +34,7 @@ async def test_webhooks_are_asked_for_listed_and_replayed(tmp_path: Path) -> Non
         receiver.answer = lambda _: 200
         replayed = await run_at(house, "webhooks", "replay", f"evt_{job_id}")
         assert replayed.stdout == "1 event will be delivered now\n"
-        assert await client.replay_webhooks(all_dead=True) == 1
+        assert await client.replay_webhooks(all_dead=True) == ReplayedWebhooks(replayed=1, damaged=0)
         await eventually(lambda: {delivery.data["job_id"] for delivery in receiver.accepted} == {job_id, other.id})
         assert (await run_at(house, "webhooks", "replay")).exit_code == 2
         assert (await run_at(house, "generate", "a star", "--webhook", receiver.url)).exit_code == 2

@@ -69,8 +69,10 @@ def replay(*, event_ids: tuple[str, ...], all_dead: bool, tenant: str | None, ad
     if bool(event_ids) == all_dead:
         raise click.UsageError("Name events, or give --all-dead.")
     with connect(address) as client:
-        count = client.replay_webhooks(event_ids, all_dead=all_dead, tenant=tenant)
-    say(f"{count} event{'' if count == 1 else 's'} will be delivered now")
+        result = client.replay_webhooks(event_ids, all_dead=all_dead, tenant=tenant)
+    say(f"{result.replayed} event{'' if result.replayed == 1 else 's'} will be delivered now")
+    if result.damaged:
+        note(f"dropped, because damaged in the job store: {result.damaged}")
 
 
 @command.command("secret")

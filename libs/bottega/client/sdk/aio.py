@@ -44,6 +44,7 @@ from bottega.client.types.models import (
 from bottega.client.types.options import EditOptions, GenerationOptions, spec_from
 from bottega.client.types.picture import Picture
 from bottega.client.types.webhooks import (
+    ReplayedWebhooks,
     Webhook,
     WebhookPage,
     replay_request,
@@ -366,8 +367,8 @@ class AsyncGatewayClient:
 
     async def replay_webhooks(
         self, event_ids: Iterable[str] = (), *, all_dead: bool = False, tenant: str | None = None
-    ) -> int:
-        """Deliver webhook events again, and return their number; for operators.
+    ) -> ReplayedWebhooks:
+        """Deliver webhook events again; for operators.
 
         Args:
             event_ids: IDs of events, at most 100.
@@ -378,7 +379,7 @@ class AsyncGatewayClient:
         answer = await self._connection.call_fleet(
             lambda channel: WebhookServiceStub(channel).ReplayWebhookEvents, request
         )
-        return answer.replayed
+        return ReplayedWebhooks(replayed=answer.replayed, damaged=answer.damaged)
 
 
 async def _off_loop(

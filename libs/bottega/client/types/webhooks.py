@@ -54,6 +54,16 @@ class WebhookPage:
     """Token that requests the next page; empty on the last page."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedWebhooks:
+    """The result of a replay of webhook events."""
+
+    replayed: int
+    """Number of events that are delivered again."""
+    damaged: int
+    """Number of events that the gateway dropped, because they are damaged in its job store."""
+
+
 def webhook_to_wire(webhook: Webhook | str) -> WebhookMessage:
     """Convert a webhook, or the URL of one for all events, to its message. Raise InvalidRequest for invalid types."""
     if not isinstance(webhook, Webhook):

@@ -14,6 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import QueuePosition
+from bottega.gateway.webhooks.events import without_query
 from bottega.rpc.status import to_job_error
 from bottega.v1 import image_pb2
 
@@ -124,8 +125,12 @@ def job_to_wire(job: Job) -> image_pb2.Job:
         provenance=job.provenance,
         error=to_job_error(job.error) if job.error else None,
         priority=job.request.priority,
-        webhook=image_pb2.Webhook.FromString(job.request.webhook) if job.request.webhook else None,
+        webhook=_shown(image_pb2.Webhook.FromString(job.request.webhook)) if job.request.webhook else None,
     )
+
+
+def _shown(webhook: image_pb2.Webhook) -> image_pb2.Webhook:
+    return image_pb2.Webhook(url=without_query(webhook.url), events=webhook.events)
 
 
 def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:

@@ -70,7 +70,7 @@ class WebhookService(webhook_pb2_grpc.WebhookServiceServicer):
             replayed = await self._delivery.replay_dead(request.tenant if request.HasField("tenant") else None)
         else:
             replayed = await self._delivery.replay(tuple(dict.fromkeys(request.event_ids)))
-        return webhook_pb2.ReplayWebhookEventsResponse(replayed=replayed)
+        return webhook_pb2.ReplayWebhookEventsResponse(replayed=replayed.replayed, damaged=replayed.damaged)
 
 
 def _tenant_violations(

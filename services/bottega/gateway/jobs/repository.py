@@ -65,7 +65,6 @@ class JobRepository:
     Args:
         event_of: Makes the webhook event of an ended job.
         on_end: Called after each write that may have ended a job.
-        on_delete: Called with the ID of each job that was deleted.
 
     Attributes:
         storage: The disk with the job store.
@@ -79,12 +78,10 @@ class JobRepository:
         clock: Clock,
         event_of: EventOf = no_event,
         on_end: Callable[[], None] = lambda: None,
-        on_delete: Callable[[str], None] = lambda job_id: None,
     ) -> None:
         self.storage = storage
         self._event_of = event_of
         self._on_end = on_end
-        self._on_delete = on_delete
         self._store = storage.jobs
         self._writes = WriteQueue(storage)
         self._tokens = PageTokens(storage.folder / "page_tokens.key")
@@ -211,7 +208,6 @@ class JobRepository:
             for content in await self._store.delete(job_id, tenant=tenant, steady=self.storage.steady()) or ():
                 if content not in needed:
                     await self.storage.images.release(content, owner=tenant, put_before=began)
-            self._on_delete(job_id)
         except (StorageUnavailable, DataLoss) as error:
             self.storage.report_failure(error)
             raise

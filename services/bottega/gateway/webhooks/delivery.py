@@ -5,6 +5,7 @@
     in flight  the receiver answers 2xx                  delivered: removed from the outbox
     in flight  any other answer, or none in time         waiting, with exponential back-off and jitter
     in flight  the same, after `give_up_s`; or 410 Gone  dead: kept for an operator, who may replay it
+    new        there is no room                          dead, until there is room
     dead       replayed, or more than `max_dead`         waiting; or removed and counted as dropped
 
 Each change is durable before it counts. If the gateway dies between the receiver's answer and the removal, the event is
@@ -18,9 +19,10 @@ import contextlib
 import dataclasses
 import datetime as dt
 import functools
+import itertools
 import logging
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,6 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import OutboxEvent, OutboxPlace
 from bottega.gateway.metrics import WebhookMetrics
 from bottega.gateway.tenants import TenantTerms
-from bottega.gateway.webhooks.events import event_id_of
 from bottega.gateway.webhooks.lanes import DeliveryLanes, DeliveryLimits
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 # Seconds between two reads of new events if nobody says that there are any: their caller may have left too early.
 _LOOK_S = 15.0
 _READ_AT_ONCE = 1000
+_READMITTED_AT_ONCE = 32
 # Seconds after which an event whose row could not be read is tried again.
 _UNREAD_S = 30.0
 # Seconds for deliveries in flight when the gateway stops; others are repeated after the restart.
@@ -65,6 +67,16 @@ class _Refusal:
     """Whether the receiver wants no more tries."""
     retry_after_s: float = 0.0
     """Seconds for which the receiver wants to be left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedEvents:
+    """The result of a replay."""
+
+    replayed: int
+    """Number of events that are delivered again."""
+    damaged: int
+    """Number of events that were dropped, because their rows are damaged."""
 
 
 class WebhookDelivery:
@@ -95,6 +107,8 @@ class WebhookDelivery:
             )
         )
         self._dead: dict[str, OrderedDict[str, None]] = {}
+        self._left_out: dict[str, OrderedDict[str, None]] = {}
+        """Those of the dead events that found no room."""
         self._newest = 0
         self._changed = asyncio.Event()
         self._scheduling = BackgroundTasks("scheduling of webhooks")
@@ -122,16 +136,11 @@ class WebhookDelivery:
         self._changed.set()
 
     def has_room(self, tenant: str) -> bool:
-        """Return whether another event of a tenant may wait; others are given up at once. It may be some events off."""
+        """Return whether another event of a tenant may wait; others are left out. It may be some events off."""
         return (
             len(self._lanes) < self._config.max_waiting
             and self._lanes.waiting_of(tenant) < self._config.max_waiting_per_tenant
         )
-
-    def forget(self, job_id: str) -> None:
-        """Note that a job was deleted, and its event with it."""
-        for tenant in tuple(self._dead):
-            self._forget_dead(tenant, event_id_of(job_id))
 
     async def page(
         self, *, tenant: str | None, dead: bool | None, before: int | None, size: int
@@ -139,15 +148,20 @@ class WebhookDelivery:
         """Return a page of undelivered events; see Outbox.page."""
         return await self._outbox.page(tenant=tenant, dead=dead, before=before, size=size)
 
-    async def replay(self, event_ids: Sequence[str]) -> int:
-        """Make events due now, with a new time in which they are tried. Return how many there were."""
+    async def replay(self, event_ids: Sequence[str]) -> ReplayedEvents:
+        """Make events due now, with a new time in which they are tried. Damaged ones are dropped."""
         if self._client is None:
             raise MethodNotServed("this gateway delivers no webhooks: webhooks.hosts of its configuration is empty")
-        replayed = 0
+        replayed = damaged = 0
         for event_id in event_ids:
             if self._lanes.is_in_flight(event_id):
                 continue
-            event = await self._outbox.get(event_id)
+            try:
+                event = await self._outbox.get(event_id)
+            except DataLoss:
+                await self._drop_damaged(event_id)
+                damaged += 1
+                continue
             if event is None:
                 continue
             now = self._storage.steady()
@@ -157,9 +171,9 @@ class WebhookDelivery:
                 self._lanes.add(_place(again))
                 replayed += 1
         self.look()
-        return replayed
+        return ReplayedEvents(replayed=replayed, damaged=damaged)
 
-    async def replay_dead(self, tenant: str | None) -> int:
+    async def replay_dead(self, tenant: str | None) -> ReplayedEvents:
         """Replay all events of a tenant that were given up, oldest first; None for those of all tenants."""
         chosen = tuple(self._dead) if tenant is None else (tenant,)
         return await self.replay([event_id for name in chosen for event_id in self._dead.get(name, ())])
@@ -169,6 +183,7 @@ class WebhookDelivery:
             self._changed.clear()
             try:
                 await self._read_new()
+                await self._readmit()
             except BottegaError as error:
                 self._storage.report_failure(error)  # which logs it; it is read again at the next look
             except Exception:  # noqa: BLE001 - the boundary of the task: without it nothing would be delivered any more
@@ -183,14 +198,32 @@ class WebhookDelivery:
 
     async def _read_new(self) -> None:
         places = None
+        at_start = not self._newest
+        left_out = Counter[str]()
         while places is None or len(places) == _READ_AT_ONCE:
             places = await self._outbox.places(after=self._newest, limit=_READ_AT_ONCE)
             for place in places:
                 self._newest = place.number
-                if place.dead:
-                    await self._note_dead(place.tenant, place.event_id)
-                else:
+                if not place.dead:
                     self._lanes.add(place)
+                    continue
+                if not place.attempts:
+                    self._left_out.setdefault(place.tenant, OrderedDict())[place.event_id] = None
+                    left_out[place.tenant] += not at_start
+                await self._note_dead(place.tenant, place.event_id)
+        for tenant, count in (+left_out).items():
+            self._metrics.given_up.inc(count)
+            why = "webhooks of a tenant wait until others are delivered, because the outbox has no room"
+            _log.warning(why, extra={"tenant": tenant, "events": count})
+
+    async def _readmit(self) -> None:
+        """Let events wait that found no room before, as far as there is room now."""
+        for tenant in tuple(self._left_out):
+            for event_id in tuple(itertools.islice(self._left_out[tenant], _READMITTED_AT_ONCE)):
+                if not self.has_room(tenant):
+                    break
+                await self.replay([event_id])
+                self._forget_dead(tenant, event_id)
 
     async def _deliver(self, place: OutboxPlace) -> None:
         """Deliver an event once, and store what came of it."""
@@ -203,7 +236,7 @@ class WebhookDelivery:
             after = None if event is None else await self._settle(event, refusal)
         except DataLoss:
             after = None
-            await self._drop_damaged(place)
+            await self._drop_damaged(place.event_id)
         except BottegaError as error:
             self._storage.report_failure(error)
         finally:
@@ -221,7 +254,7 @@ class WebhookDelivery:
         self._metrics.deliveries.labels("failed").inc()
         again = self._after_failure(event, refusal)
         if not await self._storage.retry_until_written(functools.partial(self._outbox.replace, again)):
-            return None  # its job was deleted
+            return None  # it was removed meanwhile
         if not again.dead:
             return _place(again)
         facts = {"job_id": event.job_id, "tenant": event.tenant, "host": event.host, "text": again.error}
@@ -248,11 +281,15 @@ class WebhookDelivery:
         import httpx
 
         assert self._client is not None
-        await self._terms.refresh()
-        headers = self._headers(event)
-        if headers is None:
-            return _Refusal(text="the tenant has no secret to sign with: bottega tenants webhook")
         try:
+            self._config.check(event.url)
+        except AddressRefused as error:
+            return _Refusal(text=error.message, final=True)
+        try:
+            await self._terms.refresh()
+            headers = self._headers(event)
+            if headers is None:
+                return _Refusal(text="the tenant has no secret to sign with: bottega tenants webhook")
             async with (
                 asyncio.timeout(self._config.delivery_s),
                 self._client.stream("POST", event.url, content=event.body, headers=headers) as answer,
@@ -264,6 +301,9 @@ class WebhookDelivery:
             return _Refusal(text=error.message)
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             return _Refusal(text=f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - otherwise it would be tried for ever
+            _log.exception("a webhook could not be sent", extra={"event_id": event.event_id, "tenant": event.tenant})
+            return _Refusal(text=f"the gateway failed: {type(error).__name__}")
 
     def _headers(self, event: OutboxEvent) -> dict[str, str] | None:
         """Return the headers of a delivery, with a signature by each secret of the tenant; None if it has none."""
@@ -302,25 +342,28 @@ class WebhookDelivery:
         dead = self._dead.setdefault(tenant, OrderedDict())
         dead[event_id] = None
         if len(dead) > self._config.max_dead:
-            oldest, _ = dead.popitem(last=False)
+            oldest = next(iter(dead))
+            self._forget_dead(tenant, oldest)
             await self._outbox.remove([oldest])
             self._metrics.dropped.inc()
             why = "a webhook is dropped, because its tenant has too many that were given up"
             _log.warning(why, extra={"event_id": oldest, "tenant": tenant})
 
-    async def _drop_damaged(self, place: OutboxPlace) -> None:
+    async def _drop_damaged(self, event_id: str) -> None:
         self._metrics.dropped.inc()
         why = "a webhook is dropped, because its row in the job store is damaged"
-        _log.error(why, extra={"event_id": place.event_id, "tenant": place.tenant})
+        _log.error(why, extra={"event_id": event_id})
         with contextlib.suppress(BottegaError):  # if the whole store is damaged, it is only read
-            await self._outbox.remove([place.event_id])
+            await self._outbox.remove([event_id])
+            for tenant in tuple(self._dead):
+                self._forget_dead(tenant, event_id)
 
     def _forget_dead(self, tenant: str, event_id: str) -> None:
-        dead = self._dead.get(tenant)
-        if dead is not None:
-            dead.pop(event_id, None)
-            if not dead:
-                del self._dead[tenant]
+        for events in (self._dead, self._left_out):
+            if tenant in events:
+                events[tenant].pop(event_id, None)
+                if not events[tenant]:
+                    del events[tenant]
 
 
 def _refusal(status: int, retry_after: str) -> _Refusal | None:
@@ -341,5 +384,6 @@ def _place(event: OutboxEvent) -> OutboxPlace:
         host=event.host,
         due_steady=event.due_steady,
         created_wall=event.created_wall,
+        attempts=event.attempts,
         dead=event.dead,
     )

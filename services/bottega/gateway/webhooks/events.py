@@ -22,7 +22,7 @@ _KINDS: Mapping[JobState.ValueType, str] = {
     image_pb2.JOB_STATE_CANCELLED: "job.cancelled",
 }
 FULL = "the outbox had no room for this event"
-"""Error of events that are given up at once, because too many wait already."""
+"""Error of events that are left out until there is room, because too many wait already."""
 
 
 class WebhookEvents:

@@ -294,7 +294,7 @@ class JobStore(Protocol):
         """
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
-        """Delete an ended job of a tenant, with its request_id and its event in the outbox.
+        """Delete an ended job of a tenant, with its request_id. Its event stays in the outbox until it is delivered.
 
         A repeated call gives the same answer as long as deletions are remembered: the newest 10,000, until `forget` is
         called with an `ended_before` later than `steady`.

@@ -1,7 +1,7 @@
 """The outbox of a job store: the webhook events of ended jobs that are to be delivered, and those that were given up.
 
 An event is written in the transaction that ends its job, so there is no job whose event is lost and no event of a job
-that did not end. It is stored until it is delivered, and has one ID for all its deliveries.
+that did not end. It is stored until it is delivered, also if its job is deleted, and has one ID for all its deliveries.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class OutboxPlace:
     host: str
     due_steady: float
     created_wall: float
+    attempts: int = 0
     dead: bool
 
 
 class Outbox(Protocol):
-    """The outbox of a job store. JobStore.add and JobStore.update write events to it, and JobStore.delete removes them.
+    """The outbox of a job store. JobStore.add and JobStore.update write events to it.
 
     Methods raise as those of JobStore do. One process at a time delivers.
     """

@@ -91,11 +91,6 @@ def insert_event(connection: sqlite3.Connection, event: OutboxEvent) -> None:
     connection.execute(_INSERT, _row(event))
 
 
-def remove_events_of(connection: sqlite3.Connection, job_id: str) -> None:
-    """Delete the events of a job."""
-    connection.execute("DELETE FROM outbox WHERE job_id = ?", (job_id,))
-
-
 def _row(event: OutboxEvent) -> tuple[Value, ...]:
     values = [_plain(name, getattr(event, name)) for name in _FIELDS]
     return (*values, checksum(values))

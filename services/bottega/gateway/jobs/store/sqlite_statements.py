@@ -15,7 +15,7 @@ from typing import Any
 
 from bottega.errors import DataLoss
 from bottega.gateway.jobs.store.job_store import Change, EndTime, EventOf, JobFilter, JobRecord, TenantUsage
-from bottega.gateway.jobs.store.sqlite_outbox import insert_event, remove_events_of
+from bottega.gateway.jobs.store.sqlite_outbox import insert_event
 from bottega.gateway.jobs.store.sqlite_schema import DAY_S, TYPES, damaged
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.sqlite_files import Value, checksum
@@ -112,7 +112,6 @@ def delete(connection: sqlite3.Connection, job_id: str, *, tenant: str, steady: 
     else:
         digests = list(record.contents)
         _forget_one(connection, record.sequence, tenant, record.request_id)
-        remove_events_of(connection, job_id)
         row = (job_id, tenant, json.dumps(digests), float(steady))
         connection.execute("INSERT INTO deletions (job_id, tenant, contents, steady) VALUES (?, ?, ?, ?)", row)
     if digests is None:
