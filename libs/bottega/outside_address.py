@@ -7,23 +7,29 @@ name that changes its address (DNS rebinding) gains nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
 from bottega.outside_rules import OutsideRules, address_of, host_in
 
-__all__ = ["OutsideRules", "PinnedTransport", "Resolve", "outside_client", "resolve_name"]
+__all__ = ["SHARE", "OutsideRules", "PinnedTransport", "Resolve", "outside_client", "resolve_name"]
 
 Resolve = Callable[[str], Sequence[str]]
 """Returns the addresses of a host name; it may block. Raises OSError if there are none."""
 
 # Addresses of a name that are tried: two of each family.
 _MAX_ADDRESSES = 4
+
+
+SHARE = "share"
+"""Extension of a request: on whose behalf it is sent, a text. Its look-ups of names do not delay those of others."""
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):
@@ -35,7 +41,8 @@ class PinnedTransport(httpx.AsyncBaseTransport):
     Args:
         rules: The rules for URLs and addresses.
         resolve: Resolves names, in threads of the transport.
-        max_resolving: Number of names that are resolved at once. Others wait, within the request's connect timeout.
+        max_resolving: Upper bound on the names of one share that are resolved at once; all shares together resolve
+            eight times as many. Others wait, within the request's connect timeout.
         verify: The certificates to trust; None for those of well-known authorities.
     """
 
@@ -48,9 +55,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         verify: ssl.SSLContext | None = None,
     ) -> None:
         self._rules = rules
-        self._resolve = resolve or resolve_name
-        # Not the event loop's own threads: servers of names that never answer would take them from everyone.
-        self._threads = ThreadPoolExecutor(max_resolving, thread_name_prefix="names")
+        self._names = _NameLookups(resolve or resolve_name, total=8 * max_resolving, per_share=max_resolving)
         self._inner = httpx.AsyncHTTPTransport(
             verify=verify or True,
             trust_env=False,
@@ -75,16 +80,14 @@ class PinnedTransport(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close all connections. Names that are still being resolved are forgotten."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         await self._inner.aclose()
 
     async def _addresses(self, host: str, request: httpx.Request) -> list[str]:
         if address_of(host) is not None:
             return [host]
-        resolving = asyncio.get_running_loop().run_in_executor(self._threads, self._resolve, host)
         try:
             async with asyncio.timeout(request.extensions.get("timeout", {}).get("connect")):
-                found = await resolving
+                found = await self._names.addresses(host, share=request.extensions.get(SHARE, ""))
         except TimeoutError:
             raise httpx.ConnectTimeout(f"the name {host} was not resolved in time", request=request) from None
         except OSError as error:
@@ -92,6 +95,55 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         for address in found:
             self._rules.check_address(address)
         return list(_of_both_families(found))
+
+
+class _NameLookups:
+    """Look-ups of names, each in a daemon thread of its own.
+
+    The system's resolver cannot be interrupted: a thread may outlive the wait for it by half a minute. So look-ups are
+    counted until their threads end, by share, and the process does not wait for them when it exits.
+    """
+
+    def __init__(self, resolve: Resolve, *, total: int, per_share: int) -> None:
+        self._resolve = resolve
+        self._total = total
+        self._per_share = per_share
+        self._running = Counter[str]()
+        self._ended = asyncio.Event()
+
+    async def addresses(self, host: str, *, share: str) -> Sequence[str]:
+        """Return the addresses of a name, when there is a thread for it. Raises what `resolve` raises."""
+        while self._running[share] >= self._per_share or self._running.total() >= self._total:
+            self._ended.clear()
+            await self._ended.wait()
+        found: asyncio.Future[Sequence[str]] = asyncio.get_running_loop().create_future()
+        self._running[share] += 1
+        threading.Thread(target=self._look_up, args=(host, share, found), name="name look-up", daemon=True).start()
+        return await found
+
+    def _look_up(self, host: str, share: str, found: asyncio.Future[Sequence[str]]) -> None:
+        addresses: Sequence[str] = ()
+        failure = None
+        try:
+            addresses = self._resolve(host)
+        except Exception as error:  # noqa: BLE001 - raised where the look-up is awaited
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            found.get_loop().call_soon_threadsafe(self._end, share, found, addresses, failure)
+
+    def _end(
+        self, share: str, found: asyncio.Future[Sequence[str]], addresses: Sequence[str], failure: Exception | None
+    ) -> None:
+        self._running[share] -= 1
+        if not self._running[share]:
+            del self._running[share]
+        self._ended.set()
+        if found.done():
+            return
+        if failure is None:
+            found.set_result(addresses)
+        else:
+            found.set_exception(failure)
 
 
 def outside_client(transport: httpx.AsyncBaseTransport, *, timeout_s: float) -> httpx.AsyncClient:

@@ -90,7 +90,10 @@ class WebhooksConfig(OutsideRules):
     During a rotation it has two lines, and each webhook has two signatures.
     """
     authorities: str = ""
-    """File with certificates of further authorities, in PEM, for receivers inside. Empty: well-known ones alone."""
+    """File with certificates of further authorities, in PEM, for receivers in your own network.
+
+    Empty: well-known ones alone.
+    """
     public_url: str = ""
     """URL of the HTTP API, with which the payload's URLs of images begin. Empty: they are paths."""
     delivery_s: Seconds = 15.0
@@ -100,7 +103,7 @@ class WebhooksConfig(OutsideRules):
     max_retry_s: Seconds = 3600.0
     """Upper bound on the seconds between two deliveries of an event."""
     give_up_s: Seconds = 86_400.0
-    """Seconds for which an event is tried. Then it waits for `bottega webhooks replay`."""
+    """Seconds for which delivery is retried. Afterwards the event is delivered only by `bottega webhooks replay`."""
     max_deliveries: AtLeastOne = 32
     """Upper bound on deliveries at the same time."""
     max_deliveries_per_tenant: AtLeastOne = 8

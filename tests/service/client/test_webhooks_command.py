@@ -34,7 +34,7 @@ async def test_webhooks_are_asked_for_listed_and_replayed(tmp_path: Path) -> Non
         receiver.answer = lambda _: 200
         replayed = await run_at(house, "webhooks", "replay", f"evt_{job_id}")
         assert replayed.stdout == "1 event will be delivered now\n"
-        assert await client.replay_webhooks(all_dead=True) == ReplayedWebhooks(replayed=1, damaged=0)
+        assert await client.replay_webhooks(all_dead=True) == ReplayedWebhooks(replayed=1, damaged=0, left=0)
         await eventually(lambda: {delivery.data["job_id"] for delivery in receiver.accepted} == {job_id, other.id})
         assert (await run_at(house, "webhooks", "replay")).exit_code == 2
         assert (await run_at(house, "generate", "a star", "--webhook", receiver.url)).exit_code == 2

@@ -16,6 +16,7 @@ import pytest
 from bottega import outside_address
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.gateway.config import GatewayConfig, check_files
+from bottega.gateway.webhooks import delivery
 from bottega.rpc.security.tenant_file import TenantWebhooks, change_tenants, new_webhook_secret
 from bottega.v1 import image_pb2, webhook_pb2, webhook_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -109,7 +110,8 @@ async def test_a_gateway_that_stops_between_end_and_delivery_delivers_after_its_
             await eventually(lambda: len(receiver.accepted) == 1)
 
 
-async def test_what_is_given_up_is_listed_and_replayed(tmp_path: Path) -> None:
+async def test_what_is_given_up_is_listed_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_REPLAYED_AT_ONCE", 2)
     async with receiving(SECRET) as receiver, delivering(tmp_path, give_up_s=0.2) as house:
         receiver.answer = lambda _: 500
         jobs = [await submit(house, f"{receiver.url}?token=secret") for _ in range(3)]
@@ -127,7 +129,10 @@ async def test_what_is_given_up_is_listed_and_replayed(tmp_path: Path) -> None:
         damaged = "UPDATE outbox SET url = 'https://evil.example/' WHERE job_id = ?"
         with contextlib.closing(sqlite3.connect(next((tmp_path / "state").rglob("jobs.sqlite")))) as store, store:
             store.execute(damaged, (jobs[1],))
-        assert await replayed(house, all_dead=True) == 2
+        all_dead = webhook_pb2.ReplayWebhookEventsRequest(all_dead=True)
+        answers = [await _operators(house).ReplayWebhookEvents(all_dead, timeout=20) for _ in range(2)]
+        assert [answer.left for answer in answers] == [1, 0]
+        assert [sum(answer.replayed for answer in answers), sum(answer.damaged for answer in answers)] == [2, 1]
         assert house.gateway.server.registry.get_sample_value("bottega_webhooks_dropped_total") == 1
         await eventually(lambda: set(receiver.counts()) == {f"evt_{jobs[0]}", f"evt_{jobs[2]}"})
         await eventually(lambda: house.gateway.server.registry.get_sample_value("bottega_webhooks_waiting") == 0)

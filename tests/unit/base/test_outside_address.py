@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from bottega.config import parse
 from bottega.errors import AddressRefused, ConfigError
-from bottega.outside_address import OutsideRules, PinnedTransport, outside_client
+from bottega.outside_address import SHARE, OutsideRules, PinnedTransport, outside_client
 from tests.support.certificates import self_signed
 
 PUBLIC = OutsideRules(hosts=("*",))
@@ -232,6 +233,33 @@ async def test_names_without_an_answer_end_with_the_time_for_connecting() -> Non
         async with _client(_LOOPBACK, lambda host: (_ for _ in ()).throw(OSError(2, "unknown name"))) as client:
             with pytest.raises(httpx.ConnectError, match="unknown name"):
                 await client.get("http://missing.example/")
+
+
+async def test_names_that_hang_hold_the_threads_of_their_share_alone_and_not_the_exit() -> None:
+    hang = threading.Event()
+
+    def resolve(host: str) -> list[str]:
+        if host.startswith("slow"):
+            hang.wait()
+        return ["127.0.0.1"]
+
+    async with _receiver(_OK) as (port, _), _client(_LOOPBACK, resolve) as client:
+
+        async def get(host: str, share: str, timeout_s: float = 30.0) -> None:
+            await client.get(f"http://{host}.example:{port}/", timeout=timeout_s, extensions={SHARE: share})
+
+        slow = [get(f"slow{number}", "a", 0.01) for number in range(20)]
+        assert all(isinstance(end, httpx.ConnectTimeout) for end in await asyncio.gather(*slow, return_exceptions=True))
+        threads = [thread for thread in threading.enumerate() if thread.name == "name look-up"]
+        assert len(threads) == 8
+        assert all(thread.daemon for thread in threads), "the process does not wait for them when it exits"
+        await get("quick", "b")
+        with pytest.raises(httpx.ConnectTimeout):
+            await get("quick", "a", 0.01)
+        hang.set()
+        await get("quick", "a")
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 30.0)
 
 
 async def test_tls_verifies_the_name_and_not_the_address(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def command() -> None:
 @click.option(
     "-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Maximum of events on a page."
 )
-@click.option("--page", "page_token", default="", metavar="TOKEN", help="Token that the page before ended with.")
+@click.option(
+    "--page", "page_token", default="", metavar="TOKEN", help="Token printed at the end of the previous page."
+)
 @address_option
 @fleet_option
 def list_events(*, dead: bool, tenant: str | None, number: int, page_token: str, address: str) -> None:
@@ -60,7 +62,7 @@ def list_events(*, dead: bool, tenant: str | None, number: int, page_token: str,
 
 @command.command("replay")
 @click.argument("event_ids", metavar="[EVENT]...", nargs=-1)
-@click.option("--all-dead", is_flag=True, help="All that were given up.")
+@click.option("--all-dead", is_flag=True, help="Those that were given up, oldest first, up to 1000 at once.")
 @click.option("--tenant", help="With --all-dead only those of one tenant.")
 @address_option
 @fleet_option
@@ -73,6 +75,8 @@ def replay(*, event_ids: tuple[str, ...], all_dead: bool, tenant: str | None, ad
     say(f"{result.replayed} event{'' if result.replayed == 1 else 's'} will be delivered now")
     if result.damaged:
         note(f"dropped, because damaged in the job store: {result.damaged}")
+    if result.left:
+        note(f"still given up: {result.left}; repeat the command")
 
 
 @command.command("secret")

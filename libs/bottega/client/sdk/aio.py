@@ -372,14 +372,14 @@ class AsyncGatewayClient:
 
         Args:
             event_ids: IDs of events, at most 100.
-            all_dead: All events that were given up, in place of IDs.
+            all_dead: Events that were given up, oldest first, in place of IDs.
             tenant: With all_dead only those of this tenant.
         """
         request = replay_request(event_ids, all_dead=all_dead, tenant=tenant)
         answer = await self._connection.call_fleet(
             lambda channel: WebhookServiceStub(channel).ReplayWebhookEvents, request
         )
-        return ReplayedWebhooks(replayed=answer.replayed, damaged=answer.damaged)
+        return ReplayedWebhooks(replayed=answer.replayed, damaged=answer.damaged, left=answer.left)
 
 
 async def _off_loop(

@@ -62,6 +62,8 @@ class ReplayedWebhooks:
     """Number of events that are delivered again."""
     damaged: int
     """Number of events that the gateway dropped, because they are damaged in its job store."""
+    left: int
+    """With `all_dead` the number of events that are still given up: one call replays at most 1000."""
 
 
 def webhook_to_wire(webhook: Webhook | str) -> WebhookMessage:

@@ -20,7 +20,7 @@ from bottega.v1 import webhook_pb2, webhook_pb2_grpc
 
 _DEFAULT_PAGE = 20
 _MAX_IDS = 100
-# Digits of the number of an event, which is 63 bits long.
+# More digits than any number of an event has, and fewer than overflow 63 bits.
 _MAX_DIGITS = 18
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -64,13 +64,15 @@ class WebhookService(webhook_pb2_grpc.WebhookServiceServicer):
         """Deliver events again that were given up, and waiting ones at once."""
         rules.refuse(list(_tenant_violations(request)))
         if bool(request.event_ids) == request.all_dead or len(request.event_ids) > _MAX_IDS:
-            rule = f"must have 1 to {_MAX_IDS} IDs, or all_dead must be set"
+            rule = f"give 1 to {_MAX_IDS} event_ids or all_dead, not both"
             rules.refuse([Violation(field="event_ids", description=rule)])
         if request.all_dead:
             replayed = await self._delivery.replay_dead(request.tenant if request.HasField("tenant") else None)
         else:
             replayed = await self._delivery.replay(tuple(dict.fromkeys(request.event_ids)))
-        return webhook_pb2.ReplayWebhookEventsResponse(replayed=replayed.replayed, damaged=replayed.damaged)
+        return webhook_pb2.ReplayWebhookEventsResponse(
+            replayed=replayed.replayed, damaged=replayed.damaged, left=replayed.left
+        )
 
 
 def _tenant_violations(

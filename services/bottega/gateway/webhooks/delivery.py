@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 _LOOK_S = 15.0
 _READ_AT_ONCE = 1000
 _READMITTED_AT_ONCE = 32
+# Each replay is a durable write.
+_REPLAYED_AT_ONCE = 1000
 # Seconds after which an event whose row could not be read is tried again.
 _UNREAD_S = 30.0
 # Seconds for deliveries in flight when the gateway stops; others are repeated after the restart.
@@ -77,6 +79,8 @@ class ReplayedEvents:
     """Number of events that are delivered again."""
     damaged: int
     """Number of events that were dropped, because their rows are damaged."""
+    left: int = 0
+    """Number of events that are still given up, because one call replays a bounded number."""
 
 
 class WebhookDelivery:
@@ -174,9 +178,11 @@ class WebhookDelivery:
         return ReplayedEvents(replayed=replayed, damaged=damaged)
 
     async def replay_dead(self, tenant: str | None) -> ReplayedEvents:
-        """Replay all events of a tenant that were given up, oldest first; None for those of all tenants."""
+        """Replay events of a tenant that were given up, oldest first; None for those of all tenants."""
         chosen = tuple(self._dead) if tenant is None else (tenant,)
-        return await self.replay([event_id for name in chosen for event_id in self._dead.get(name, ())])
+        dead = [event_id for name in chosen for event_id in self._dead.get(name, ())]
+        replayed = await self.replay(dead[:_REPLAYED_AT_ONCE])
+        return dataclasses.replace(replayed, left=sum(len(self._dead.get(name, ())) for name in chosen))
 
     async def _run(self) -> None:
         while True:
@@ -266,7 +272,7 @@ class WebhookDelivery:
     def _after_failure(self, event: OutboxEvent, refusal: _Refusal) -> OutboxEvent:
         now, attempts = self._storage.steady(), event.attempts + 1
         longest_s = min(self._config.max_retry_s, self._config.first_retry_s * 2.0 ** min(event.attempts, 32))
-        # Jitter, so that events that failed together do not come back together.
+        # Random jitter spreads the retries of events that failed at the same time.
         wait_s = max(longest_s * random.uniform(0.5, 1.0), min(refusal.retry_after_s, self._config.max_retry_s))
         return dataclasses.replace(
             event,
@@ -280,6 +286,8 @@ class WebhookDelivery:
         """Send an event. Return why that failed, or None."""
         import httpx
 
+        from bottega.outside_address import SHARE
+
         assert self._client is not None
         try:
             self._config.check(event.url)
@@ -292,7 +300,9 @@ class WebhookDelivery:
                 return _Refusal(text="the tenant has no secret to sign with: bottega tenants webhook")
             async with (
                 asyncio.timeout(self._config.delivery_s),
-                self._client.stream("POST", event.url, content=event.body, headers=headers) as answer,
+                self._client.stream(
+                    "POST", event.url, content=event.body, headers=headers, extensions={SHARE: event.tenant}
+                ) as answer,
             ):
                 return _refusal(answer.status_code, answer.headers.get("retry-after", ""))
         except TimeoutError:
@@ -334,7 +344,7 @@ class WebhookDelivery:
             except OSError as error:  # an SSLError is one, too
                 why = error.strerror or "it has no certificates"
                 raise ConfigError(f"webhooks.authorities: {self._config.authorities} cannot be used: {why}") from None
-        transport = PinnedTransport(self._config, max_resolving=self._config.max_deliveries, verify=verify)
+        transport = PinnedTransport(self._config, max_resolving=self._config.max_deliveries_per_tenant, verify=verify)
         return outside_client(transport, timeout_s=self._config.delivery_s)
 
     async def _note_dead(self, tenant: str, event_id: str) -> None:
