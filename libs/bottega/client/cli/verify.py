@@ -255,7 +255,7 @@ def compare(data: bytes, again: Picture) -> PixelDifference:
 def _say_difference(found: PixelDifference, tolerance: Tolerance) -> None:
     if found.sizes is not None:
         (width, height), (new_width, new_height) = found.sizes
-        say(f"different: it has {width}x{height} pixels, drawn again {new_width}x{new_height}")
+        say(f"different: the file has {width}x{height} pixels, the new picture {new_width}x{new_height}")
     elif not found.levels:
         say("equal: drawn again, every pixel is the same")
     else:
