@@ -51,7 +51,7 @@ class PictureSigner:
     """Signs pictures with an operator's certificate.
 
     Args:
-        certificate: The certificate and those of its issuers but the root's, in PEM.
+        certificate: The certificate, then the intermediate ones, without the root, in PEM.
         key: Its private key, in PEM.
         version: Version of the suite, which the credentials name.
 

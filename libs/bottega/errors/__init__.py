@@ -15,7 +15,8 @@ By status code, with subclasses in parentheses:
                          CacheEntryGone, RecordingNotKept, Poisoned
     RESOURCE_EXHAUSTED   QueueFull, QuotaExceeded, DeadlineUnmeetable, TooLarge, FleetFull
     UNAVAILABLE          Unavailable (NoWorker, NoControlNet, NoLora, NoCache, NoActivationStore, LinksFull,
-                         EngineStarting, Draining, WorkerLost, ReaderStalled, StorageUnavailable (TooManyOpenFiles)),
+                         EngineStarting, Draining, WorkerLost, ReaderStalled, CannotSign,
+                         StorageUnavailable (TooManyOpenFiles)),
                          LinkError (one tensor link failed; its subclasses have codes of their own)
     DEADLINE_EXCEEDED    DeadlinePassed
     CANCELLED            JobCancelled
@@ -247,6 +248,10 @@ class WorkerLost(Unavailable, reason=error_pb2.ERROR_REASON_WORKER_LOST):
 
 class ReaderStalled(Unavailable, reason=error_pb2.ERROR_REASON_READER_STALLED):
     """The caller did not read its answers for so long that the service ended the call. Its job, if any, goes on."""
+
+
+class CannotSign(Unavailable, reason=error_pb2.ERROR_REASON_CANNOT_SIGN):
+    """The gateway signs pictures, and its certificate has expired. An operator has to renew it."""
 
 
 class StorageUnavailable(Unavailable, reason=error_pb2.ERROR_REASON_STORAGE_UNAVAILABLE):

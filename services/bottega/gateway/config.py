@@ -63,7 +63,7 @@ class SigningConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     certificate: str = ""
-    """File with the certificate and those of its issuers but the root's, in PEM. Empty: nothing is signed.
+    """File with the certificate, then the intermediate ones, without the root, in PEM. Empty: nothing is signed.
 
     Its key usage is digitalSignature, its extended key usage emailProtection or that of C2PA. Renewed files are used at
     once. When the certificate has expired, new jobs are refused.

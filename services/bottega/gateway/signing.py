@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bottega.clocks import Clock
 from bottega.content_credentials import PictureSigner
-from bottega.errors import ConfigError, Unavailable
+from bottega.errors import CannotSign, ConfigError
 from bottega.gateway.config import GatewayConfig, read_signer
 from bottega.rpc.security.private_files import FileState, file_state
 
@@ -40,10 +40,10 @@ class SigningFiles:
         return await asyncio.to_thread(self._current) if self._signer else None  # it may read files
 
     async def check(self) -> None:
-        """Raise Unavailable if pictures are signed, and the certificate has expired."""
+        """Raise CannotSign if pictures are signed, and the certificate has expired."""
         signer = await self.signer()
         if signer is not None and signer.expires_wall <= self._clock.wall():
-            raise Unavailable("the certificate that signs pictures has expired; its operator has to renew it")
+            raise CannotSign("the certificate that signs pictures has expired")
 
     def _current(self) -> PictureSigner | None:
         if self._signer is None:

@@ -43,6 +43,7 @@ LORA_STORE = {"service": "loras"}
         (errors.JobCancelled("cancelled"), "bottega generate starts another job"),
         (errors.DeadlinePassed("too late"), "bottega generate starts another job; --timeout SECONDS gives it more"),
         (errors.WorkerLost("it died twice"), "Try again; if it happens every time, bottega logs"),
+        (errors.CannotSign("the certificate has expired"), "Its operator has to renew the files in `signing`"),
         (errors.ReaderStalled("your answers were not read"), "Try again; this command"),
         (errors.MethodNotServed("nobody has it"), "That service is older than this command"),
         (DataLoss("the job log is damaged"), "Another try does not help; bottega logs gateway"),

@@ -45,6 +45,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.ReaderStalled: "Try again; this command, or the reader of its output, was suspended for too long.",
+        errors.CannotSign: "Its operator has to renew the files in `signing`; the gateway then uses them at once.",
         errors.MethodNotServed: "That service is older than this command (bottega --version), or it is not Bottega.",
         errors.Poisoned: "Do not repeat the request unchanged; bottega logs -n 50 says how its workers ended.",
         errors.DataLoss: "Another try does not help; bottega logs gateway -n 50 says what is damaged.",

@@ -93,10 +93,10 @@ class Admission:
         Raises:
             QuotaExceeded: If a quota of the tenant allows no new job now. It does not refuse a known request_id.
             BottegaError: RequestIdReused, InvalidRequest, FieldNotServed or BadImage, Draining, ModelNotFound or
-                NoWorker, ControlNetNotFound, ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable,
-                StorageUnavailable, checked in this order. LoraNotFound, LoraUnusable, NoLora and RecordingNotKept come
-                before errors that depend on the model. StorageUnavailable comes first if a request_id cannot be looked
-                up.
+                NoWorker, ControlNetNotFound, ControlNetUnusable or NoControlNet, CannotSign, QueueFull,
+                DeadlineUnmeetable, StorageUnavailable, checked in this order. LoraNotFound, LoraUnusable, NoLora and
+                RecordingNotKept come before errors that depend on the model. StorageUnavailable comes first if a
+                request_id cannot be looked up.
         """
         try:
             return await self._admit(spec, request, access)
