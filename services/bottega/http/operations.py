@@ -30,6 +30,7 @@ from bottega.http.answers import (
 )
 from bottega.http.bodies import BottegaBody, EditBody, GenerationBody, JobBody
 from bottega.http.job_routes import EventsQuery, JobQuery
+from bottega.webhook_payload import WebhookPayload
 
 _FILES: Mapping[str, object] = {
     "image": {"type": "string", "format": "binary", "description": "Source of the edit: PNG, JPEG or WebP, or a URL."},
@@ -156,7 +157,7 @@ def _document() -> bytes:
 
 def openapi() -> dict[str, object]:
     """Return the description of the API in OpenAPI 3.1."""
-    models: set[type[BaseModel]] = {ErrorAnswer}
+    models: set[type[BaseModel]] = {ErrorAnswer, WebhookPayload}
     for found in OPERATIONS:
         models.update(model for model in (found.body, found.query, found.answer) if model is not None)
     ordered = sorted(models, key=lambda model: model.__name__)
@@ -179,11 +180,32 @@ def openapi() -> dict[str, object]:
             "description": "OpenAI's API for images, and jobs with streams of events.",
         },
         "paths": paths,
+        "webhooks": {"job": {"post": _webhook(of_model[WebhookPayload])}},
         "components": {
             "schemas": schemas["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
+    }
+
+
+def _webhook(payload: object) -> object:
+    """Return the description of the request that a receiver of webhooks gets."""
+    described = {
+        "webhook-id": "ID of the event; the same event may come more than once.",
+        "webhook-timestamp": "Time of the delivery, in Unix seconds.",
+        "webhook-signature": "Signatures after Standard Webhooks (https://www.standardwebhooks.com).",
+    }
+    return {
+        "operationId": "job_ended",
+        "summary": "The end of a job, sent to the URL of its webhook.",
+        "parameters": [
+            {"name": name, "in": "header", "required": True, "description": text, "schema": {"type": "string"}}
+            for name, text in described.items()
+        ],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": payload}}},
+        "responses": {"2XX": {"description": "The receiver accepts it. Any other answer is retried."}},
+        "security": [],
     }
 
 

@@ -8,6 +8,7 @@ import os
 import sqlite3
 from dataclasses import replace
 from functools import partial
+from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bottega.rpc.security.tenant_file import TenantWebhooks, change_tenants, new
 from bottega.v1 import image_pb2, webhook_pb2, webhook_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import Webhook
+from load.clients.receive import PrintingReceiver
 from tests.support.certificates import self_signed
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.tenants import add_tenant, calling
@@ -321,6 +323,19 @@ async def test_a_tenants_url_that_is_not_allowed_is_given_up_at_once(tmp_path: P
         await house.worker()
         await shop.submit(prompt="a star")
         await eventually(lambda: house.gateway.server.registry.get_sample_value("bottega_webhooks_dead") == 1)
+
+
+async def test_the_example_of_a_receiver_accepts_a_webhook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WEBHOOK_SECRET", SECRET)
+    with HTTPServer(("127.0.0.1", 0), PrintingReceiver) as server:
+        server.timeout = 60.0
+        serving = asyncio.create_task(asyncio.to_thread(server.handle_request))
+        async with delivering(tmp_path) as house:
+            job_id = await submit(house, f"http://127.0.0.1:{server.server_port}/")
+            await serving
+    assert f"job.completed {job_id}" in capsys.readouterr().out
 
 
 async def test_a_receiver_that_asks_for_time_gets_it(tmp_path: Path) -> None:

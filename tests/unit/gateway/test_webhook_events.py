@@ -15,6 +15,7 @@ from bottega.gateway.webhooks.events import FULL, WebhookEvents, without_query
 from bottega.rpc.security.tenant_file import TenantWebhooks
 from bottega.rpc.status import to_job_error
 from bottega.v1.image_pb2 import Webhook
+from bottega.webhook_payload import WebhookPayload
 
 ALLOWED = WebhooksConfig(hosts=("*",))
 OWN = Webhook(url="https://own.example/").SerializeToString()
@@ -44,6 +45,7 @@ def test_a_requests_webhook_comes_before_that_of_its_tenant() -> None:
     assert (own.host, tenants.host) == ("own.example", "tenant.example")
     assert (tenants.event_id, tenants.due_steady, tenants.dead) == (f"evt_{'ab' * 12}", 7.0, False)
     body = json.loads(own.body)
+    WebhookPayload.model_validate(body)
     assert (body["type"], body["timestamp"]) == ("job.failed", "1970-01-01T00:00:02.500+00:00")
     assert body["data"]["error"] == {"reason": "POISONED", "message": "it kills workers"}
     assert (body["data"]["request_id"], body["data"]["images"]) == ("order", [])

@@ -48,6 +48,18 @@ def test_a_valid_body_has_the_form_that_the_document_describes(found: Operation)
     assert not validator.is_valid({**body, "steps": 4})
 
 
+def test_the_document_describes_webhooks() -> None:
+    document = json.loads(json.dumps(openapi()))
+    received = document["webhooks"]["job"]["post"]
+    assert {found["name"] for found in received["parameters"]} == {
+        "webhook-id",
+        "webhook-timestamp",
+        "webhook-signature",
+    }
+    schema = received["requestBody"]["content"]["application/json"]["schema"]
+    assert not Draft202012Validator({**document, **schema}).is_valid({"type": "job.started"})
+
+
 def test_the_document_has_what_clients_of_files_and_streams_need() -> None:
     paths = openapi()["paths"]
     picture = paths["/v1/jobs/{job_id}/images/{index}"]["get"]  # type: ignore[index]

@@ -15,6 +15,7 @@ from bottega.v1 import image_pb2
 from bottega.v1.error_pb2 import JobError
 from bottega.v1.generation_pb2 import GenerationSpec, ImageFormat
 from bottega.v1.image_pb2 import JobState, Webhook
+from bottega.webhook_payload import WebhookPayload
 
 _KINDS: Mapping[JobState.ValueType, str] = {
     image_pb2.JOB_STATE_COMPLETED: "job.completed",
@@ -92,20 +93,25 @@ def _host(url: str) -> str:
 
 
 def _body(kind: str, record: JobRecord, public_url: str) -> bytes:
-    """Return the payload, as Standard Webhooks recommends it: type, timestamp and data. It has no pictures."""
+    """Return the payload, as Standard Webhooks recommends it: type, timestamp and data."""
     error = from_job_error(JobError.FromString(record.error)) if record.error else None
-    data = {
-        "job_id": record.job_id,
-        "request_id": record.request_id,
-        "state": kind.removeprefix("job."),
-        "created_at": _time(record.created_wall),
-        "started_at": _time(record.started_wall),
-        "ended_at": _time(record.ended_wall),
-        "error": None if error is None else {"reason": error.reason_name, "message": error.message},
-        "images": _images(record, public_url.rstrip("/")),
-    }
-    payload = {"type": kind, "timestamp": _time(record.ended_wall), "data": data}
-    return json.dumps(payload, separators=(",", ":")).encode("ascii")
+    payload = WebhookPayload.model_validate(
+        {
+            "type": kind,
+            "timestamp": _time(record.ended_wall),
+            "data": {
+                "job_id": record.job_id,
+                "request_id": record.request_id,
+                "state": kind.removeprefix("job."),
+                "created_at": _time(record.created_wall),
+                "started_at": _time(record.started_wall),
+                "ended_at": _time(record.ended_wall),
+                "error": error and {"reason": error.reason_name, "message": error.message},
+                "images": _images(record, public_url.rstrip("/")),
+            },
+        }
+    )
+    return json.dumps(payload.model_dump(), separators=(",", ":")).encode("ascii")
 
 
 def _images(record: JobRecord, public_url: str) -> list[dict[str, object]]:
