@@ -118,19 +118,22 @@ def _control(name: str, data: bytes, scale: float | None) -> generation_pb2.Cont
     )
 
 
+_NO_CONTROLNET = "is no name of a ControlNet (letters, digits and . _ / + -); bottega controlnets lists them"
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("edges=", "NAME=FILE"),
-        ("=edges.png", "no name of a ControlNet"),
+        ("edges=", "'edges=': give NAME=FILE or NAME=FILE:SCALE, such as edges=edges.png:0.8"),
+        ("=edges.png", f"'' {_NO_CONTROLNET}"),
         ("ed:ges=edges.png", "'ges' is no control mode of a union"),
-        ("../up=edges.png", "no name of a ControlNet"),
+        ("../up=edges.png", f"'../up' {_NO_CONTROLNET}"),
         ("edges=nothing.png", "edges: there is no file nothing.png"),
         ("edges=nothing.png:high", "edges: there is no file nothing.png:high"),
-        ("edges=.", "is a folder"),
-        ("edges=edges.png:", "edges: '' is no scale"),
-        ("edges=edges.png:0,8", "edges: '0,8' is no scale"),
-        ("edges=edges.png:nan", "edges: 'nan' is no scale"),
+        ("edges=.", "edges: . is a folder; give an image file"),
+        ("edges=edges.png:", "edges: '' is no scale; give a number such as 0.8 after FILE:"),
+        ("edges=edges.png:0,8", "edges: '0,8' is no scale; give a number such as 0.8 after FILE:"),
+        ("edges=edges.png:nan", "edges: 'nan' is no scale; give a number such as 0.8 after FILE:"),
     ],
 )
 def test_a_control_that_cannot_be_is_said_to_be_so_before_anything_is_asked_for(

@@ -917,6 +917,10 @@ def test_a_lora_in_part_keeps_what_matches_and_lists_the_rest(base: Base, tmp_pa
         canonical.write(file, converted.modules, ignored=converted.ignored)
         file.seek(0)
         assert canonical.read(file).ignored == converted.ignored
+    many = {f"elsewhere.{index}": torch.ones(1) for index in range(canonical.MAX_IGNORED + 1)}
+    with pytest.raises(BadLora) as refused:
+        convert(sources(save(tensors | many, path)), base=base, allow_partial=True)
+    assert refused.value.message == "257 layers match nothing in the base model; at most 256 can be ignored"
     nothing = save(other, tmp_path / "b.safetensors")
     with pytest.raises(BadLora, match="nothing in the file matches the base model"):
         convert(sources(nothing), base=base, allow_partial=True)

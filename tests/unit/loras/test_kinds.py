@@ -338,6 +338,10 @@ _LORA = {"lora_down.weight": torch.ones(2, 96), "lora_up.weight": torch.ones(96,
             f"unet.{_Q} {_SHAPE}; its factors of LoKr, [4000, 9000], do not fit it",
         ),
         ({"lokr_w1": torch.ones(4, 8)}, f"unet.{_Q} lacks lokr_w2_a and lokr_w2_b"),
+        (
+            {"lokr_w1_a": torch.full((4, 2), 1e30), "lokr_w1_b": torch.full((2, 8), 1e30), "lokr_w2": _LOKR["lokr_w2"]},
+            f"unet.{_Q}: the product of lokr_w1_a and lokr_w1_b is beyond the range of F32",
+        ),
         ({"diff": torch.ones(96, 95)}, f"unet.{_Q} {_SHAPE}; its full difference, [96, 95], does not fit it"),
         (
             {"diff": torch.ones(96, 96), "alpha": torch.tensor(1.0)},
@@ -380,6 +384,14 @@ def test_a_configuration_of_another_kind_is_refused(base: Base, tmp_path: Path) 
     with pytest.raises(BadLora) as refused:
         _canonical(tmp_path, base)
     assert refused.value.message == (f"adapter_config.json says peft_type LOHA, but unet.{_Q} has factors of LoRA")
+    save(
+        {f"base_model.model.{_Q}.{part}": tensor for part, tensor in _LOKR.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LOKR"}')
+    with pytest.raises(BadLora) as refused:
+        _canonical(tmp_path, base)
+    assert refused.value.message == f"unet.{_Q} has no rank, and adapter_config.json does not say one"
 
 
 def test_a_middle_factor_of_too_high_a_rank_is_not_multiplied(base: Base, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bottega import rules
 from bottega.miniature import WEIGHTS
 from bottega.model_files.own_files import own_controlnets, own_loras
 
@@ -26,7 +27,7 @@ def test_folders_are_controlnets_and_single_files_and_odd_names_are_left_out(tmp
     own = own_controlnets(tmp_path)
     assert own.hosted == {"canny": str(tmp_path / "controlnets" / "canny")}
     assert set(own.left_out) == {"no config", "depth.safetensors", "pose.pth"}
-    assert "rename it" in own.left_out["no config"]
+    assert own.left_out["no config"] == f"nobody can ask for its name; rename it: {rules.ADAPTER_NAMES}"
     assert "single file" in own.left_out["depth.safetensors"]
 
 
@@ -37,5 +38,5 @@ def test_files_and_folders_are_loras_and_what_nobody_can_ask_for_is_left_out(tmp
     own = own_loras(tmp_path)
     assert set(own.hosted) == {"wash"}
     assert set(own.left_out) == {"ink", "ink.safetensors", "~.safetensors", "old.pt"}
-    assert "only safetensors" in own.left_out["old.pt"]
-    assert "name of another" in own.left_out["ink"]
+    assert own.left_out["old.pt"] == "it is pickled, and only safetensors are opened; convert it"
+    assert own.left_out["ink"] == "it has the name of another file or folder here; rename one of them"

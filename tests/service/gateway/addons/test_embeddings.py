@@ -84,16 +84,28 @@ async def test_another_token_is_another_embedding(house: House, tmp_path: Path) 
         assert says in error.message
 
 
+_EARLY = "for an embedding: its vectors are in the prompt, which is encoded before the first step"
+_UNUSED = "name: is an embedding whose token <toy> is in no prompt: write it there, in small letters"
+
+
 @pytest.mark.parametrize(
     ("loras", "fields", "says"),
     [
-        ([Lora(name="toy", scale=0.5)], {}, "scale: must be 1 for an embedding: weigh its token in a weighted prompt"),
+        (
+            [Lora(name="toy", scale=0.5)],
+            {},
+            "scale: must be 1 for an embedding: weigh its token in a weighted prompt, such as (<toy>:1.2)",
+        ),
         ([Lora(name="toy", measure_similarity=True)], {}, "measure_similarity: must be false for an embedding"),
-        ([Lora(name="toy", max_step=3)], {}, "max_step: must be absent or 0 for an embedding"),
-        ([Lora(name="toy", from_step=3)], {}, "from_step: must be absent or 0 for an embedding"),
-        ([Lora(name="toy")], {"prompt": "a star"}, "is an embedding whose token <toy> is in no prompt"),
-        ([Lora(name="toy")], {"prompt": "a <TOY>"}, "is an embedding whose token <toy> is in no prompt"),
-        ([Lora(name="toy"), Lora(name="toys")], {}, "whose token a<toy>s cannot be told from <toy>"),
+        ([Lora(name="toy", max_step=3)], {}, f"max_step: must be absent or 0 {_EARLY}"),
+        ([Lora(name="toy", from_step=3)], {}, f"from_step: must be absent or 0 {_EARLY}"),
+        ([Lora(name="toy")], {"prompt": "a star"}, _UNUSED),
+        ([Lora(name="toy")], {"prompt": "a <TOY>"}, _UNUSED),
+        (
+            [Lora(name="toy"), Lora(name="toys")],
+            {},
+            "whose token a<toy>s cannot be told from <toy>, that of another embedding",
+        ),
         ([Lora(name="toy")], {"prompt": "<toy>" * 800}, "have 1600 vectors in a prompt: at most 1500 are drawn"),
     ],
 )
