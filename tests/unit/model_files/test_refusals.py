@@ -578,15 +578,29 @@ def test_a_controlnets_single_file_in_place_of_its_folder_is_refused(tmp_path: P
     )
 
 
-def test_a_second_text_encoder_without_a_projection_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("part", "change", "sentence"),
+    [
+        (
+            "text_encoder_2",
+            {"projection_dim": None},
+            "text_encoder_2/config.json: projection_dim must be a whole number from 1, not null",
+        ),
+        (
+            "vae",
+            {"block_out_channels": [32, 32]},
+            "unet/config.json: sample_size must give pictures whose sides are multiples of 8 pixels, not 6",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_refused(part: str, change: dict[str, object], sentence: str) -> None:
     configs = {
-        "unet": UNET,
+        "unet": UNET | {"sample_size": 3},
         "vae": VAE,
         "text_encoder": published_configs.text_encoder(),
-        "text_encoder_2": {**published_configs.text_encoder_2(), "projection_dim": None},
+        "text_encoder_2": published_configs.text_encoder_2(),
         "tokenizer": {"model_max_length": 77},
         "tokenizer_2": {"model_max_length": 77},
     }
-    assert list(check_parts_together(configs)) == [
-        "text_encoder_2/config.json: projection_dim must be a whole number from 1, not null"
-    ]
+    assert list(check_parts_together(configs)) == []
+    assert list(check_parts_together(configs | {part: configs[part] | change})) == [sentence]

@@ -221,5 +221,5 @@ def test_a_folder_that_grows_after_it_was_found_is_not_loaded(tmp_path: Path) ->
     tensors = load_file(folder / "diffusion_pytorch_model.safetensors")
     tensors["more"] = torch.zeros(1000)
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
-    with pytest.raises(ControlNetUnusable, match="have changed since they were checked"):
+    with pytest.raises(ControlNetUnusable, match="its files have changed since they were checked; add it again"):
         load_controlnet(source, CPU)

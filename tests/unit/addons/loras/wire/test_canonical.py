@@ -183,7 +183,7 @@ def test_tensors_out_of_their_order_are_refused() -> None:
     size = 8 + int.from_bytes(data[:8], "little")
     swapped = data[8:size].replace(b"text_encoder.", b"unet.").replace(_TEXT.encode(), b"a")
     swapped = swapped.replace(f"unet.{_LINEAR}".encode(), b"text_encoder.b")
-    with pytest.raises(BadLora, match="order"):
+    with pytest.raises(BadLora, match="its tensors are not in their order"):
         _parsed(len(swapped).to_bytes(8, "little") + swapped + data[size:])
 
 
