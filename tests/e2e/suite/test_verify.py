@@ -116,3 +116,5 @@ def test_a_picture_that_the_suite_would_draw_otherwise_cannot_be_compared(
         _signed(path, tmp_path, _facts(picture, **changes))
         found = run("verify", str(path), address=suite.gateway.address)
         assert (found.exit_code, reason in found.output) == (status, True), found.output
+    again = client.list_jobs(page_size=1).jobs[0].parameters
+    assert (again.shared_turns, again.approximate_cache) == (False, False), "it was signed as exact"
