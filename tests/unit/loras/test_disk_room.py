@@ -26,8 +26,12 @@ def test_what_is_promised_counts_until_it_is_given_back(tmp_path: Path) -> None:
     room = _room(tmp_path, kept_bytes=300)
     first = room.reserve(600)
     assert room.reserved_bytes == 600
-    with pytest.raises(QueueFull, match="running uploads have reserved 600 of the 1000 bytes") as caught:
+    with pytest.raises(QueueFull) as caught:
         room.reserve(101)
+    assert caught.value.message == (
+        "running uploads have reserved 600 of the 1000 bytes that the store may use on its disk (disk_bytes); try "
+        "again when they have ended"
+    )
     assert caught.value.retry_after_s
     room.reserve(100)
     room.release(first)
@@ -37,8 +41,12 @@ def test_what_is_promised_counts_until_it_is_given_back(tmp_path: Path) -> None:
 def test_what_the_budget_never_has_room_for_is_too_large(tmp_path: Path) -> None:
     room = _room(tmp_path, kept_bytes=300)
     room.reserve(600)
-    with pytest.raises(TooLarge, match=r"300 are used, including the quarantine"):
+    with pytest.raises(TooLarge) as caught:
         room.reserve(701)
+    assert caught.value.message == (
+        "the store may use 1000 bytes on its disk (disk_bytes): 300 are used, including the quarantine, and this LoRA "
+        "needs 701; remove some LoRAs, or empty the quarantine (bottega loras quarantine)"
+    )
 
 
 def test_a_reservation_grows_as_far_as_there_is_room(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import pytest
 
 from bottega import kinds
 from bottega.addons.interface.views import Member, hosted_by_kind
-from bottega.addons.loras.gateway.addon import LoraSizes, lora_costs
+from bottega.addons.loras.gateway.addon import LoraSizes, ResolvedLoras, lora_costs
+from bottega.errors import LoraUnusable
 from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
+from bottega.v1.image_pb2 import Model
 from bottega.v1.lora_pb2 import StoredLora
 from tests.samples.hosted_loras import applied, at_hand
 
@@ -59,3 +61,9 @@ def test_sizes_of_loras_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.
     for number in ("1", "2", "1", "3"):
         sizes.record([StoredLora(digest=number, size_bytes=1_000_000)])
     assert [sizes.fetch_s([number]) < 0.01 for number in ("1", "2", "3")] == [True, False, True]
+
+
+def test_a_lora_of_another_model_than_the_requests_is_refused() -> None:
+    with pytest.raises(LoraUnusable) as refused:
+        ResolvedLoras(stored=[StoredLora(name="ink", base="sd15")]).check_model(Model(name="sdxl"))
+    assert refused.value.message == "ink was made for the base model sd15, but the request is for sdxl"
