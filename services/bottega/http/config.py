@@ -86,6 +86,9 @@ def read_url_key(config: HttpConfig) -> bytes | None:
 
 
 def check_url_key(config: HttpConfig) -> None:
-    """Raise ConfigError if the file of `url_key` cannot be used. One that only the running unit can see is not read."""
+    """Raise ConfigError if the file of `url_key` cannot be used.
+
+    Skip a file under /run/credentials, which exists only while the unit runs.
+    """
     if not config.url_key.startswith(FILES_OF_UNITS):
         read_url_key(config)

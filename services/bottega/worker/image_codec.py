@@ -135,7 +135,7 @@ class ImageCodec:
     ) -> EncodedImage:
         """Encode image `index` of the spec in the spec's format.
 
-        The parameters that draw it again are written into the file, unless the spec says no.
+        The parameters that draw it again are written into the file, unless `spec.metadata` is false.
 
         Args:
             model_hash: Hash of the model that drew it, in hex.
