@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 # Methods that are not traced, because their calls last for days.
 _UNTRACED_METHODS = ("Join", "WatchCheckpoints")
 # Seconds to send the last spans when a service ends. A missing collector must not delay a drain.
-_FLUSH_MS = 2000
+_FLUSH_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class _Telemetry:
 
     def __init__(self) -> None:
         self.provider: Any = None
+        self.exporter: Any = None
 
 
 _active = _Telemetry()
@@ -52,7 +54,7 @@ def exporting(service: str) -> Iterator[None]:
         yield
         return
     try:
-        _active.provider = _provider(service)
+        _active.provider, _active.exporter = _provider(service)
     except ImportError as error:
         _log.error(
             "OpenTelemetry is configured but not installed: pip install 'bottega-libs[otel]'",
@@ -64,8 +66,12 @@ def exporting(service: str) -> Iterator[None]:
         yield
     finally:
         provider, _active.provider = _active.provider, None
-        provider.force_flush(_FLUSH_MS)
+        # The provider has no time-out for its last spans: it tries for as long as the exporter does, which is 10 s.
+        give_up = threading.Timer(_FLUSH_S, _active.exporter.shutdown)
+        give_up.daemon = True
+        give_up.start()
         provider.shutdown()
+        give_up.cancel()
 
 
 def server_interceptors() -> Sequence[grpc.aio.ServerInterceptor]:
@@ -91,15 +97,17 @@ def tracer() -> Tracer | None:
     return None if _active.provider is None else _active.provider.get_tracer("bottega")
 
 
-def _provider(service: str) -> Any:
+def _provider(service: str) -> tuple[Any, Any]:
+    """Return a provider of tracers, and its exporter."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(resource=Resource.create({"service.name": f"bottega-{service}"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
+    exporter = OTLPSpanExporter()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider, exporter
 
 
 def _filter() -> Any:

@@ -106,6 +106,7 @@ async def test_calls_and_the_spans_of_jobs_are_exported(collector: Collector, tm
 async def test_a_collector_that_is_away_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # longer than a service may take to end
     with Services(tmp_path) as services:
         gateway = await asyncio.to_thread(services.start, "gateway", gateway_config())
         assert await draw(gateway)
