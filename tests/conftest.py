@@ -33,7 +33,8 @@ _GC_THRESHOLDS = (10_000, 20, 20)
 _SHARING = frozenset({"tests/e2e/suite"})
 # What takes longest, so that it is not the last to begin.
 _LONGEST = (
-    *("tests/chaos/", "tests/e2e/", "tests/fuzz/", "tests/service/controlnet/", "tests/service/deploy/"),
+    *("tests/added_service/", "tests/chaos/", "tests/e2e/", "tests/fuzz/"),
+    *("tests/service/controlnet/", "tests/service/deploy/"),
     *("tests/service/client/test_published_model", "tests/service/client/test_up", "tests/service/gateway/test_memory"),
     *("tests/unit/engine/test_families", "tests/unit/model/", "tests/unit/model_files/", "tests/unit/worker/"),
 )
@@ -41,7 +42,7 @@ _LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--processes`, which `make test` uses. Without it pytest runs all tests in its own process."""
-    text = "run so many files at a time, then the tests with the mark `alone` one after the other"
+    text = "run so many files at a time, two more if cores are idle, then those with the mark `alone` one by one"
     parser.addoption("--processes", type=int, metavar="N", help=text)
 
 
@@ -70,7 +71,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         parts[item.get_closest_marker("alone") is not None].append(item)
     forked = ForkedRun(session)
     groups = [list(tests) for _, tests in itertools.groupby(sorted(parts[False], key=_place), key=_group)]
-    forked.run(groups, at_once=processes)
+    forked.run(groups, at_once=processes, fill_cores=True)
     forked.run([parts[True]] if parts[True] else [], at_once=1)
     return True
 

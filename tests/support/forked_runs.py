@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 from _pytest.config import create_terminal_writer
 
@@ -30,6 +31,9 @@ Group = Sequence[pytest.Item]
 
 # What `--durations` is to show of fixtures.
 _SLOW_S = 0.1
+# Where most tests wait, more of them run at a time: if the cores were less busy than this, in percent, for so long.
+_BUSY, _LOOK_S = 75.0, 5.0
+_MOST_MORE = 2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,8 +56,11 @@ class ForkedRun:
         self._forked = 0
         self._ended: set[str] = set()
 
-    def run(self, groups: Sequence[Group], *, at_once: int) -> None:
+    def run(self, groups: Sequence[Group], *, at_once: int, fill_cores: bool = False) -> None:
         """Run groups, so many at a time; the first ones begin first.
+
+        Args:
+            fill_cores: Run up to two more groups at a time from when cores are idle.
 
         Raises:
             pytest.Session.Failed: So many tests failed as pytest was told to end after.
@@ -61,9 +68,13 @@ class ForkedRun:
         """
         waiting = deque(groups)
         processes = [self._fork() for _ in range(min(at_once, len(groups)))]
+        most = at_once + _MOST_MORE if fill_cores else at_once
+        cores = _Cores()
         try:
             while processes:
-                for link in wait([process.link for process in processes]):
+                if waiting and len(processes) < most and cores.are_idle():
+                    processes.append(self._fork())
+                for link in wait([process.link for process in processes], _LOOK_S):
                     (process,) = (each for each in processes if each.link is link)
                     if not self._receive(process, waiting):
                         processes.remove(process)
@@ -141,6 +152,21 @@ def _end(processes: Sequence[_Process]) -> None:
             if time.monotonic() > until:
                 os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.02)
+
+
+class _Cores:
+    """The processor cores of the machine, with all that runs on them."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent()
+        self._looked_s = time.monotonic()
+
+    def are_idle(self) -> bool:
+        """Return whether they were since the last look; False if that was a moment ago."""
+        if time.monotonic() < self._looked_s + _LOOK_S:
+            return False
+        self._looked_s = time.monotonic()
+        return bool(psutil.cpu_percent() < _BUSY)
 
 
 class _Reports:
