@@ -117,8 +117,8 @@ class _NameLookups:
             self._ended.clear()
             await self._ended.wait()
         found: asyncio.Future[Sequence[str]] = asyncio.get_running_loop().create_future()
-        self._running[share] += 1
         threading.Thread(target=self._look_up, args=(host, share, found), name="name look-up", daemon=True).start()
+        self._running[share] += 1  # before `_end`, which runs in this loop
         return await found
 
     def _look_up(self, host: str, share: str, found: asyncio.Future[Sequence[str]]) -> None:

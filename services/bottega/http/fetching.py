@@ -127,10 +127,13 @@ class ImageFetcher:
         return _NotFetched(why)
 
     async def _follow(self, request: Request, url: str) -> bytes:
+        from bottega.outside_address import SHARE
+
         client = self._client()
+        share = {SHARE: host_of_request(request)}
         for _ in range(self._config.max_redirects + 1):
             # httpx would read the whole body of a redirect, however long it is.
-            async with client.stream("GET", url, headers=_HEADERS) as answer:
+            async with client.stream("GET", url, headers=_HEADERS, extensions=share) as answer:
                 if answer.status_code == 200:
                     return await self._read(request, answer)
                 if answer.status_code not in _REDIRECTS:

@@ -224,10 +224,15 @@ class WebhookDelivery:
 
     async def _readmit(self) -> None:
         """Let events wait that found no room before, as far as there is room now."""
-        for tenant in tuple(self._left_out):
-            for event_id in tuple(itertools.islice(self._left_out[tenant], _READMITTED_AT_ONCE)):
-                if not self.has_room(tenant):
-                    break
+        chosen = [
+            (tenant, event_id)
+            for tenant, events in self._left_out.items()
+            if self.has_room(tenant)
+            for event_id in itertools.islice(events, _READMITTED_AT_ONCE)
+        ]
+        # Each is a durable write, for which new deliveries wait; the others follow at the next turn of the task.
+        for tenant, event_id in chosen[:_READMITTED_AT_ONCE]:
+            if self.has_room(tenant):
                 await self.replay([event_id])
                 self._forget_dead(tenant, event_id)
 
