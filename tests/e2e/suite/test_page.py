@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,11 @@ import PIL.Image
 import pytest
 import pytest_asyncio
 
+from bottega.client import AsyncClient, ControlNet
 from bottega.client.suite.plan import free_ports
 from bottega.rpc.security.api_keys import new_key
 from tests.e2e.conftest import Suite
+from tests.fakes.scripted_controlnet import ScriptedControlNetServer, hosted
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.browser import Tab, chromium, opened, running_browser
 from tests.support.running_http import running_http
@@ -178,7 +180,7 @@ async def test_a_phone_shows_every_view_without_scrolling_sideways(browser: Brow
 
 @dataclass(slots=True, kw_only=True)
 class _Tenants:
-    """A gateway of its own with two tenants and a scripted worker, and a page in front of it."""
+    """A gateway of its own with two tenants, a scripted worker and a ControlNet, and a page in front of it."""
 
     url: str
     ours: str
@@ -208,6 +210,7 @@ async def tenants(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Te
         picture = _encoded("PNG")
         worker.script.picture, worker.script.preview = (lambda _: picture), _encoded("JPEG")
         await worker.start(join_timeout_s=60.0)
+        nets = await ScriptedControlNetServer("nets", gateway.fleet, [hosted("edges")]).start(join_timeout_s=60.0)
         async with running_http(gateway.address, fleet=gateway.fleet, gateway_wait_s=0.2) as door:
             yield _Tenants(
                 url=f"{door.url}/",
@@ -218,6 +221,7 @@ async def tenants(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Te
                 gateway=gateway,
                 config=config,
             )
+        await nets.die()
         await worker.die()
 
 
@@ -250,6 +254,54 @@ async def test_two_tenants_see_their_own_jobs_and_a_wrong_key_is_said(browser: B
         await page.get_by_role("link", name="Fleet").click()
         await page.get_by_text("The fleet is for operators").wait_for()
         assert await page.evaluate("() => Object.keys(localStorage).length + Object.keys(sessionStorage).length") == 0
+
+
+async def test_again_with_a_job_keeps_what_the_form_does_not_show(
+    browser: Browser, tenants: _Tenants, tmp_path: Path
+) -> None:
+    file = tmp_path / "edges.png"
+    file.write_bytes(_encoded("PNG"))
+    options: Any = {
+        "negative_prompt": "",
+        "prompt_syntax": "weighted",
+        "clip_skip": 1,
+        "guidance_rescale": 0.2,
+        "use_karras_sigmas": True,
+        "timestep_spacing": "trailing",
+        "shared_turns": False,
+        "approximate_cache": False,
+        "format": "jpeg",
+        "quality": 80,
+        "metadata": False,
+        "controlnets": [ControlNet("edges", file, controlnet_conditioning_scale=0.5, guess_mode=True)],
+    }
+    async with (
+        AsyncClient(tenants.gateway.address, api_key=tenants.ours) as client,
+        opened(browser, tenants.url, may_complain=True) as tab,
+    ):
+        page = tab.page
+        job = await client.submit("a kept star", **options)
+        several = await client.submit(["a first moon", "a second moon"])
+        await job.result()
+        await several.result()
+        await _sign_in(tab, tenants.ours)
+        await page.get_by_role("button", name="API key set").wait_for()
+        await page.get_by_role("link", name="History").click()
+        await page.get_by_role("button", name="a first moon").click()
+        await page.get_by_role("button", name="Again with these").click()
+        await page.locator("form").get_by_text("Not taken over: the other prompt").wait_for()
+        assert await page.get_by_label("Pictures", exact=True).input_value() == "1"
+        await page.get_by_role("link", name="History").click()
+        await page.get_by_role("button", name="a kept star").click()
+        await page.get_by_role("button", name="Again with these").click()
+        await page.get_by_role("button", name="Drop clip skip").click()
+        await page.get_by_label("Control image of edges").set_input_files(file)
+        await page.get_by_role("button", name="Draw").click()
+        await page.wait_for_selector(".stage figure img")
+        again = (await client.list_jobs()).jobs[0]
+        first = (await job.status()).parameters
+    assert again.parameters == replace(first, clip_skip=None)
+    assert tenants.worker.requests[-1].spec.controlnets[0].image == file.read_bytes()
 
 
 async def test_previews_come_and_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenants: _Tenants) -> None:

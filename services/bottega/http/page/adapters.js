@@ -3,8 +3,12 @@
 import { html, nothing } from "./vendor/lit-html.js";
 import { adaptersOf, draft, setDraft } from "./draft.js";
 import { field } from "./fields.js";
+import { keptFields, without } from "./kept.js";
 import { NotAPicture, readPicture } from "./pictures.js";
 import { say, state, update } from "./store.js";
+
+// What the control image of a union shows, by number.
+const MODES = ["openpose", "depth", "hed", "canny", "normal", "segment", "tile", "repaint"];
 
 export function loraFields() {
   const known = adaptersOf(state.loras);
@@ -14,7 +18,7 @@ export function loraFields() {
       <legend>LoRAs</legend>
       ${draft.loras.map((lora, index) => loraRow(lora, index))}
       ${adder("lora", "Add a LoRA", known, draft.loras, (name) => {
-        setDraft({ loras: [...draft.loras, { name, scale: "1" }] });
+        setDraft({ loras: [...draft.loras, { name, scale: "1", kept: {} }] });
       })}
     </fieldset>
   `;
@@ -27,9 +31,9 @@ function loraRow(lora, index) {
     <div class="row">
       <span class="chip">${lora.name}</span>
       ${smallNumber(`bottega.loras[${index}].scale`, "Strength", lora, "scale", { step: "0.1" })}
-      ${remover(`Remove the LoRA ${lora.name}`, () => setDraft({ loras: without(draft.loras, index) }))}
+      ${remover(`Remove the LoRA ${lora.name}`, () => setDraft({ loras: cut(draft.loras, index) }))}
     </div>
-    ${unused.length ? html`<p class="hint">Its words in a prompt: ${unused.join(", ")}</p>` : nothing}
+    ${ofTheJob(lora)} ${unused.length ? html`<p class="hint">Its words in a prompt: ${unused.join(", ")}</p>` : nothing}
   `;
 }
 
@@ -41,7 +45,7 @@ export function controlNetFields() {
       <legend>ControlNets</legend>
       ${draft.controlnets.map((net, index) => controlNetRow(net, index))}
       ${adder("controlnet", "Add a ControlNet", known, draft.controlnets, (name) => {
-        const net = { name, scale: "1", start: "0", end: "1", image: null };
+        const net = { name, scale: "1", start: "0", end: "1", mode: "", image: null, kept: {} };
         setDraft({ controlnets: [...draft.controlnets, net] });
       })}
     </fieldset>
@@ -54,7 +58,7 @@ function controlNetRow(net, index) {
     <div class="net">
       <div class="row">
         <span class="chip">${net.name}</span>
-        ${remover(`Remove the ControlNet ${net.name}`, () => setDraft({ controlnets: without(draft.controlnets, index) }))}
+        ${remover(`Remove the ControlNet ${net.name}`, () => setDraft({ controlnets: cut(draft.controlnets, index) }))}
       </div>
       ${field(
         `${path}.image`,
@@ -75,12 +79,41 @@ function controlNetRow(net, index) {
         { wide: true },
       )}
       <div class="row">
+        ${modeField(net, `${path}.control_mode`)}
         ${smallNumber(`${path}.controlnet_conditioning_scale`, "Strength", net, "scale", { step: "0.1" })}
         ${smallNumber(`${path}.control_guidance_start`, "From", net, "start", { step: "0.05", max: "1" })}
         ${smallNumber(`${path}.control_guidance_end`, "To", net, "end", { step: "0.05", max: "1" })}
       </div>
+      ${ofTheJob(net)}
     </div>
   `;
+}
+
+// A union follows control images of several kinds, and has to know of which kind its image is.
+function modeField(net, name) {
+  const count = state.controlnets.find((known) => known.id === net.name)?.control_modes;
+  if (!count) return nothing;
+  const modes = ["", ...Array.from({ length: count }, (_, mode) => MODES[mode] ?? String(mode))];
+  const chosen = MODES[net.mode] ?? net.mode;
+  return field(
+    name,
+    "Image shows",
+    ({ id, about, invalid }) => html`
+      <select
+        id=${id}
+        aria-describedby=${about}
+        aria-invalid=${invalid}
+        @change=${(event) => {
+          net.mode = event.target.value;
+          update();
+        }}
+      >
+        ${modes.map(
+          (mode) => html`<option value=${mode} .selected=${mode === chosen}>${mode || "Choose …"}</option>`,
+        )}
+      </select>
+    `,
+  );
 }
 
 async function chooseImage(net, path, event) {
@@ -147,4 +180,12 @@ function remover(label, remove) {
   return html`<button type="button" class="quiet" aria-label=${label} title=${label} @click=${remove}>✕</button>`;
 }
 
-const without = (list, index) => list.filter((_, at) => at !== index);
+// The fields of an adapter that the form does not show.
+function ofTheJob(item) {
+  return keptFields(item.kept, (names) => {
+    item.kept = without(item.kept, names);
+    update();
+  });
+}
+
+const cut = (list, index) => list.filter((_, at) => at !== index);

@@ -6,6 +6,7 @@ import { chosenModel, fillFrom } from "./draft.js";
 import { field } from "./fields.js";
 import { requestForm } from "./form.js";
 import { start } from "./job.js";
+import { keptForEditOf } from "./kept.js";
 import {
   addShape,
   beginStroke,
@@ -84,10 +85,18 @@ export async function choose(file) {
 // Edit a picture that the suite has drawn.
 export async function editPicture(picture, job) {
   const source = await readPicture(picture.blob, `Picture ${picture.index + 1} of ${job.id}`);
-  if (job.parameters)
-    fillFrom({ ...job.parameters, num_images: 1, guidance_scale: "", strength: null, controlnets: [] });
+  if (job.parameters) fillFromPicture(job.parameters, picture.index);
   update({ source, shapes: [], errors: {}, failure: "" });
   show("edit");
+}
+
+// Fill the form with what an edit of a picture shares with the drawing of it.
+function fillFromPicture(parameters, index) {
+  const { prompts } = parameters;
+  const lora = parameters.lora.map(({ name, scale }) => ({ name, scale }));
+  const own = { prompts: [], num_images: 1, guidance_scale: null, strength: null, controlnets: [], lora };
+  const prompt = prompts[index] ?? parameters.prompt;
+  fillFrom({ ...parameters, ...own, prompt }, { kept: keptForEditOf(parameters) });
 }
 
 export async function editFromHistory(job, image) {

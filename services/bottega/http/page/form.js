@@ -5,6 +5,7 @@ import { controlNetFields, loraFields } from "./adapters.js";
 import { chosenModel, draft, setDraft } from "./draft.js";
 import { choiceField, numberField, otherProblems, textField } from "./fields.js";
 import { cancel, isRunning } from "./job.js";
+import { keptFields, keptFor, without } from "./kept.js";
 import { state } from "./store.js";
 
 const FIDELITIES = [
@@ -45,9 +46,9 @@ export function requestForm({ submit, verb, isEdit = false, before = nothing }) 
       ${textField("bottega.negative_prompt", "Negative prompt", "negative_prompt", { rows: 1, placeholder: "What to avoid" })}
       <div class="grid">
         ${state.models.length > 1 ? modelField() : nothing} ${seedField()}
-        ${isEdit ? strengthField() : numberField("n", "Pictures", "n", { min: 1, max: 8 })}
+        ${isEdit ? strengthField() : nothing} ${numberField("n", "Pictures", "n", { min: 1, max: 8 })}
       </div>
-      ${loraFields()} ${controlNetFields()} ${moreFields(isEdit)} ${failures()}
+      ${loraFields()} ${controlNetFields()} ${moreFields(isEdit)} ${ofTheJob(isEdit)} ${failures()}
       <div class="actions">${button(running, verb)}</div>
     </form>
   `;
@@ -134,6 +135,15 @@ function sizeFields(model) {
   return html`
     ${numberField("size", "Width", "width", { min: step, step, placeholder: shown(model.default_width) })}
     ${numberField("height", "Height", "height", { min: step, step, placeholder: shown(model.default_height) })}
+  `;
+}
+
+// What the form has of the job that filled it, beside its fields, and what it has not.
+function ofTheJob(isEdit) {
+  const drop = (names) => setDraft({ kept: without(draft.kept, names) });
+  return html`
+    ${keptFields(keptFor(draft.kept, { isEdit, format: draft.output_format }), drop)}
+    ${draft.missing.length ? html`<p class="hint missing">Not taken over: ${draft.missing.join("; ")}.</p>` : nothing}
   `;
 }
 

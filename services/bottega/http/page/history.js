@@ -4,6 +4,7 @@ import { html, nothing } from "./vendor/lit-html.js";
 import { ApiError, call, getBlob, getJson } from "./api.js";
 import { editFromHistory } from "./edit.js";
 import { fillFrom } from "./draft.js";
+import { drawsAnEdit, keptOf } from "./kept.js";
 import { saveAs } from "./pictures.js";
 import { show } from "./router.js";
 import { fileName, seconds } from "./stage.js";
@@ -13,17 +14,22 @@ import { timeline } from "./timeline.js";
 const PAGE_SIZE = 12;
 const ENDED = ["completed", "failed", "cancelled"];
 
+let visit = {}; // another one for each key, so that no answer to an earlier key is shown
+
 const thumbnails = new Map(); // URLs of blobs by path, as <img> cannot send a key
 
 export async function loadHistory({ more = false } = {}) {
   const token = more ? state.history.next : "";
+  const asked = visit;
   try {
     const page = await getJson(`/v1/jobs?page_size=${PAGE_SIZE}&page_token=${encodeURIComponent(token)}`);
+    if (asked !== visit) return;
     const jobs = more ? [...state.history.jobs, ...page.data] : page.data;
     update({ history: { jobs, next: page.next_page_token, loaded: true, failure: "" } });
     await Promise.all(page.data.filter((job) => job.images.length).map((job) => thumbnail(job.images[0].url)));
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
+    if (asked !== visit) return;
     update({ history: { ...state.history, loaded: true, failure: error.message }, keyShown: error.status === 401 });
   }
 }
@@ -31,8 +37,10 @@ export async function loadHistory({ more = false } = {}) {
 async function thumbnail(path) {
   if (thumbnails.has(path)) return;
   thumbnails.set(path, "");
+  const asked = visit;
   try {
-    thumbnails.set(path, URL.createObjectURL(await getBlob(path)));
+    const blob = await getBlob(path);
+    if (asked === visit) thumbnails.set(path, URL.createObjectURL(blob));
   } catch {
     thumbnails.delete(path); // a picture can be gone; its job is listed all the same
   }
@@ -41,8 +49,10 @@ async function thumbnail(path) {
 
 // Forget what another key may not see.
 export function forgetHistory() {
+  visit = {};
   for (const url of thumbnails.values()) URL.revokeObjectURL(url);
   thumbnails.clear();
+  freePictures();
   update({ history: { jobs: [], next: "", loaded: false, failure: "" }, selected: null });
 }
 
@@ -85,17 +95,16 @@ function card(job) {
 const when = (time) => new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
 async function select(job) {
-  for (const picture of state.selected?.pictures ?? []) URL.revokeObjectURL(picture.address);
+  freePictures();
   const selected = { job, spans: null, failure: "", pictures: [] };
   update({ selected });
   try {
     Object.assign(selected, { job: await getJson(`/v1/jobs/${job.id}`) });
-    selected.pictures = await Promise.all(
-      selected.job.images.map(async (image) => {
-        const blob = await getBlob(image.url);
-        return { ...image, blob, address: URL.createObjectURL(blob) };
-      }),
-    );
+    const blobs = await Promise.all(selected.job.images.map((image) => getBlob(image.url)));
+    if (state.selected !== selected) return; // another job was chosen, or another key
+    selected.pictures = selected.job.images.map((image, at) => {
+      return { ...image, blob: blobs[at], address: URL.createObjectURL(blobs[at]) };
+    });
     if (ENDED.includes(selected.job.status)) selected.spans = await spansOf(job);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
@@ -103,6 +112,10 @@ async function select(job) {
   }
   update();
   setTimeout(() => reveal("[data-details]"));
+}
+
+function freePictures() {
+  for (const picture of state.selected?.pictures ?? []) URL.revokeObjectURL(picture.address);
 }
 
 // The gateway keeps only the traces of the jobs that ended last.
@@ -157,12 +170,13 @@ function details({ job, spans, failure, pictures }) {
   `;
 }
 
-// Parameters that say nothing when they have these values.
-const isPlain = (value) => value === null || value === "" || value === false || value?.length === 0;
+// Whether a parameter says nothing: false does only for those that are true or absent.
+const isPlain = (name, value) =>
+  value === null || value?.length === 0 || (value === false && ["mask_alpha", "keep_for_editing"].includes(name));
 
 function facts(job) {
   const parameters = job.provenance?.parameters ?? job.parameters;
-  const rows = Object.entries(parameters).filter(([name, value]) => !isPlain(value) && name !== "prompt");
+  const rows = Object.entries(parameters).filter(([name, value]) => !isPlain(name, value) && name !== "prompt");
   const took =
     job.ended_at && job.started_at ? seconds((new Date(job.ended_at) - new Date(job.started_at)) / 1000) : "";
   return html`
@@ -198,10 +212,25 @@ function shown(value) {
 }
 
 function again(job) {
-  fillFrom(job.provenance?.parameters ?? job.parameters);
-  const isEdit = job.parameters.mask_feather !== null || job.parameters.strength !== null;
-  say(isEdit ? "The form has the job's parameters. Choose the picture again." : "The form has the job's parameters.");
-  show(isEdit ? "edit" : "draw");
+  const parameters = job.provenance?.parameters ?? job.parameters;
+  const missing = missingOf(job, parameters);
+  fillFrom(parameters, { kept: keptOf(parameters, job.provenance), missing, priority: job.priority });
+  const exception = missing.length ? `, but not: ${missing.join("; ")}` : "";
+  say(`The form has the job's parameters${exception}.`);
+  show(drawsAnEdit(parameters) ? "edit" : "draw");
+}
+
+// What a request of the form cannot have of a job, in words.
+function missingOf(job, parameters) {
+  const others = parameters.prompts.length - 1;
+  const source = state.source ? "so check those that are here" : "which you choose again";
+  return [
+    ...(drawsAnEdit(parameters) ? [`the picture to edit and its mask, ${source}`] : []),
+    ...(parameters.controlnets.length ? ["the control images, which you choose again"] : []),
+    ...(others > 0 ? [`the other ${others === 1 ? "prompt" : `${others} prompts`}, as the form draws one`] : []),
+    ...(parameters.recording ? ["what the edit used of an earlier one, so the picture may differ a little"] : []),
+    ...(job.webhook ? ["the webhook"] : []),
+  ];
 }
 
 async function cancelJob(job) {
@@ -215,6 +244,7 @@ async function remove(job) {
 async function act(job, request) {
   try {
     await request();
+    freePictures();
     update({ selected: null });
     await loadHistory();
   } catch (error) {

@@ -1,7 +1,7 @@
 // One job from its start to its pictures. A job outlives a broken connection: the page attaches again.
 
 import { ApiError, call, events, getBlob, getJson, newId } from "./api.js";
-import { bodyOf, problems } from "./draft.js";
+import { bodyOf, problems, setDraft } from "./draft.js";
 import { reveal, say, state, update } from "./store.js";
 import { watchConnection } from "./connection.js";
 
@@ -30,6 +30,7 @@ export async function start({ edit = null, view = state.view } = {}) {
     change(job, { id: made.id, status: made.status, total: made.steps_total, parameters: made.parameters });
     if (job.cancelling) await cancelNow(job);
     else say("The picture is being drawn.");
+    setDraft({ missing: [] });
     reveal(".stage");
     await follow(job);
   } catch (error) {
