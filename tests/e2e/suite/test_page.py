@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -302,6 +303,36 @@ async def test_again_with_a_job_keeps_what_the_form_does_not_show(
         first = (await job.status()).parameters
     assert again.parameters == replace(first, clip_skip=None)
     assert tenants.worker.requests[-1].spec.controlnets[0].image == file.read_bytes()
+
+
+async def test_a_job_that_the_page_has_left_is_not_followed(browser: Browser, tenants: _Tenants) -> None:
+    script = tenants.worker.script
+    script.hold_at = 2
+    asked: list[str] = []
+    async with opened(browser, tenants.url, may_complain=True) as tab:
+        page, streams = tab.page, "**/events?*"
+        await page.clock.install()
+        await _sign_in(tab, tenants.ours)
+        await page.get_by_role("button", name="API key set").wait_for()
+        await page.route(streams, lambda route: route.abort())
+        page.on("request", lambda request: asked.append(request.url))
+        await page.get_by_label("Prompt", exact=True).fill("ours alone")
+        await page.get_by_role("button", name="Draw").click()
+        await page.get_by_text("The connection is interrupted.").wait_for()
+        await page.clock.pause_at(time.time() + 3600)  # until it tries again
+        await page.unroute(streams)
+        left = next(url for url in asked if "/events?" in url)
+        await page.get_by_role("button", name="API key set").click()
+        await _sign_in(tab, tenants.theirs)
+        await page.get_by_label("Prompt", exact=True).fill("theirs alone")
+        asked.clear()
+        await page.get_by_role("button", name="Draw").click()
+        await page.get_by_text("Step 2 of 30").wait_for()
+        await page.clock.run_for(10_000)
+        held, script.hold_at, script.release = script.release, None, asyncio.Event()
+        held.set()
+        await page.wait_for_selector(".stage figure img")
+    assert left not in asked
 
 
 async def test_previews_come_and_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenants: _Tenants) -> None:

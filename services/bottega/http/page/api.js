@@ -41,8 +41,8 @@ export async function getJson(path, options) {
   return (await call(path, options)).json();
 }
 
-export async function getBlob(path) {
-  return (await call(path)).blob();
+export async function getBlob(path, options) {
+  return (await call(path, options)).blob();
 }
 
 async function errorOf(answer) {

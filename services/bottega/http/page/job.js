@@ -11,8 +11,6 @@ const RUNNING = ["sending", "queued", "running"];
 
 export const isRunning = (job) => Boolean(job) && RUNNING.includes(job.status);
 
-let following = null;
-
 // Draw what the form says. `edit` has the source and the mask, as blobs.
 export async function start({ edit = null, view = state.view } = {}) {
   const found = problems(view === "edit");
@@ -21,7 +19,8 @@ export async function start({ edit = null, view = state.view } = {}) {
     focusFirstError();
     return;
   }
-  const job = { view, status: "sending", done: 0, total: 0, place: 0, estimate: null, previews: [], pictures: [] };
+  const progress = { done: 0, total: 0, place: 0, estimate: null, previews: [], pictures: [] };
+  const job = { view, status: "sending", ...progress, left: new AbortController() };
   forget(state.job);
   update({ job, errors: {}, failure: "" });
   try {
@@ -29,8 +28,9 @@ export async function start({ edit = null, view = state.view } = {}) {
     const made = await getJson("/v1/jobs", { method: "POST", body, headers: { "idempotency-key": newId() } });
     change(job, { id: made.id, status: made.status, total: made.steps_total, parameters: made.parameters });
     if (job.cancelling) await cancelNow(job);
-    else say("The picture is being drawn.");
+    if (job.left.signal.aborted) return;
     setDraft({ missing: [] });
+    if (!job.cancelling) say("The picture is being drawn.");
     reveal(".stage");
     await follow(job);
   } catch (error) {
@@ -39,6 +39,7 @@ export async function start({ edit = null, view = state.view } = {}) {
 }
 
 function refused(job, error) {
+  if (job.left.signal.aborted) return;
   if (!(error instanceof ApiError)) throw error;
   change(job, { status: "refused" });
   if (error.status === 401) update({ keyShown: true });
@@ -47,16 +48,14 @@ function refused(job, error) {
   focusFirstError();
 }
 
+// Apply the events of a job until it has ended, or until the page leaves it for another job or another key.
 async function follow(job) {
+  const { signal } = job.left;
   let lastId = "";
   let waitMs = FIRST_WAIT_MS;
-  following = new AbortController();
-  while (isRunning(job)) {
+  while (isRunning(job) && !signal.aborted) {
     try {
-      for await (const event of events(`/v1/jobs/${job.id}/events?preview=true`, {
-        lastId,
-        signal: following.signal,
-      })) {
+      for await (const event of events(`/v1/jobs/${job.id}/events?preview=true`, { lastId, signal })) {
         lastId = event.id || lastId;
         waitMs = FIRST_WAIT_MS;
         change(job, { interrupted: false });
@@ -64,7 +63,7 @@ async function follow(job) {
       }
       if (isRunning(job)) await settle(job);
     } catch (error) {
-      if (error.name === "AbortError") return;
+      if (signal.aborted) return;
       if (!(error instanceof ApiError) || !error.passes) throw error;
       if (!job.interrupted) watchConnection();
       change(job, { interrupted: true });
@@ -89,19 +88,20 @@ async function apply(job, { type, data }) {
 
 // A stream can end without the last event, for example when the service stops: ask how the job stands.
 async function settle(job) {
-  const now = await getJson(`/v1/jobs/${job.id}`);
+  const now = await getJson(`/v1/jobs/${job.id}`, { signal: job.left.signal });
   if (now.status === "completed") await complete(job, now.images, now.provenance);
   else if (now.error) fail(job, now.error);
 }
 
 async function complete(job, images, provenance) {
   const seed = provenance?.parameters?.seed ?? 0;
-  const pictures = await Promise.all(
-    images.map(async (image) => {
-      const blob = await getBlob(image.url);
-      return { blob, url: URL.createObjectURL(blob), seed: image.seed ?? seed + image.index, index: image.index };
-    }),
-  );
+  const { signal } = job.left;
+  const blobs = await Promise.all(images.map((image) => getBlob(image.url, { signal })));
+  signal.throwIfAborted();
+  const pictures = images.map((image, at) => {
+    const url = URL.createObjectURL(blobs[at]);
+    return { blob: blobs[at], url, seed: image.seed ?? seed + image.index, index: image.index };
+  });
   change(job, { status: "completed", pictures, provenance, done: job.total });
   say(pictures.length === 1 ? "The picture is ready." : `${pictures.length} pictures are ready.`);
 }
@@ -124,7 +124,7 @@ async function cancelNow(job) {
     await call(`/v1/jobs/${job.id}/cancel`, { method: "POST" });
   } catch (error) {
     change(job, { cancelling: false });
-    update({ failure: error.message });
+    if (job === state.job) update({ failure: error.message });
   }
 }
 
@@ -136,7 +136,7 @@ export function leave() {
 
 // Stop watching a job, which goes on, and free its pictures.
 function forget(job) {
-  following?.abort();
+  job?.left.abort();
   for (const picture of job?.pictures ?? []) {
     if (picture.url !== state.source?.url) URL.revokeObjectURL(picture.url);
   }
