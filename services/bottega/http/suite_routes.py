@@ -26,7 +26,8 @@ async def list_controlnets(request: Request) -> Response:
 async def get_fleet(request: Request) -> Response:
     """Return the services of the suite, what they host and how busy they are.
 
-    Only where the gateway asks its callers for no API key: a key is a tenant's, and the fleet is for operators.
+    Only where the gateway asks its callers for no API key. A key is a tenant's, and the fleet is for operators, whom
+    the gateway knows by their certificates: a certificate cannot be passed on, as its private key stays with its owner.
     """
     client, config = context_of(request).client, context_of(request).config
     if not config.fleet:

@@ -6,6 +6,9 @@ import { seconds } from "./stage.js";
 import { state, update } from "./store.js";
 
 const LOOK_MS = 2_000;
+const FOR_OPERATORS =
+  "The fleet is for operators. This gateway asks for API keys, which are tenants' keys, so the page cannot tell who " +
+  "is an operator: run bottega fleet with an operator's certificate.";
 
 let timer = 0;
 
@@ -16,9 +19,7 @@ export async function watchFleet() {
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     const refused = error.status === 401 || error.status === 403;
-    const failure = refused
-      ? "The fleet is for operators: use bottega fleet with an operator's certificate."
-      : error.message;
+    const failure = refused ? FOR_OPERATORS : error.message;
     update({ fleet: { data: refused ? [] : (state.fleet?.data ?? []), failure } });
     if (refused) return;
   }
