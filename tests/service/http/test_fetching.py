@@ -192,7 +192,9 @@ async def test_what_a_hostile_server_sends_is_refused_within_bounds(page: bytes 
 
 
 async def test_images_count_as_the_body_of_their_request(house: Running) -> None:
-    few = FetchConfig(hosts=("127.0.0.1",), networks=("127.0.0.0/8",), ports=(), plain_http=True, max_at_once=2)
+    few = FetchConfig(
+        hosts=("127.0.0.1",), networks=("127.0.0.0/8",), ports=(), plain_http=True, timeout_s=60.0, max_at_once=2
+    )
     server = {"max_bodies_mib": 1, "peer_share": 1.0}
     page = _answer(bytes(1 << 20))
     async with running_http(house.address, server=server, fetch=few) as door, _images({"/": page}) as (url, _):
