@@ -14,8 +14,8 @@ import pytest
 
 from bottega import errors
 from bottega.storage import ContentStore
-from bottega.v1 import image_pb2, worker_pb2
-from tests.fakes.scripted_worker import ScriptedWorker
+from bottega.v1 import generation_pb2, image_pb2, worker_pb2
+from tests.fakes.scripted_worker import MODEL, ScriptedWorker
 from tests.samples.jobs import sample_job
 from tests.support import full_disk
 from tests.support.running_front import png
@@ -122,6 +122,25 @@ async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_
             assert event.WhichOneof("event") == "queued"
             assert event.queued.place == place
             watch.cancel()
+
+
+async def test_a_job_has_as_many_steps_after_a_restart_as_before(tmp_path: Path) -> None:
+    """Strength skips no step of LCM, and a step takes two evaluations, which only the model's workers say."""
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    model.strength_keeps_steps, model.default_sampler = True, generation_pb2.SAMPLER_LCM
+    model.sampler_choices.add(sampler=generation_pb2.SAMPLER_LCM, is_default=True, evaluations_per_step=2)
+    async with running_gateway(codec_processes=1, state=str(tmp_path)) as house:
+        await (await house.worker(model=model)).die()
+        job = await house.submit(prompt="a star", image=png(64, 64), strength=0.25, num_inference_steps=8)
+        before = house.gateway._jobs.find_live(job.job_id)
+        await house.stop_early()
+    async with running_gateway(codec_processes=1, state=str(tmp_path)) as house:
+        after = house.gateway._jobs.find_live(job.job_id)
+        assert after is not None
+        assert before is not None
+        assert after.steps.total == before.steps.total == 8
+        assert after.request.evaluations_per_step == before.request.evaluations_per_step == 2
 
 
 async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:

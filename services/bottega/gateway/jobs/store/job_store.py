@@ -91,6 +91,8 @@ class JobRecord:
     tenant: str = ""
     peer: str = ""
     shape: tuple[int, int] = (0, 0)
+    evaluations_per_step: float = 1.0
+    keeps_steps: bool = False
     image_digest: str = ""
     mask_digest: str = ""
     kept_digest: str = ""

@@ -31,7 +31,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": the application_id of our files.
 APPLICATION_ID = 0x42747467
-_VERSION = 16
+_VERSION = 17
 # Deletions that are remembered: as many as jobs by default.
 _MAX_DELETIONS = 10_000
 # Seconds of a day; days are counted since 1970, by UTC.
@@ -55,6 +55,8 @@ TYPES = {
     "spec": "BLOB NOT NULL",
     "latent_height": "INTEGER NOT NULL",
     "latent_width": "INTEGER NOT NULL",
+    "evaluations_per_step": "REAL NOT NULL",
+    "keeps_steps": "INTEGER NOT NULL",
     "image_digest": "TEXT NOT NULL",
     "mask_digest": "TEXT NOT NULL",
     "kept_digest": "TEXT NOT NULL",

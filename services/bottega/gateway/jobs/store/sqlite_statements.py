@@ -340,7 +340,8 @@ def from_row(row: Sequence[Any]) -> JobRecord:
     result_size = fields.pop("result_width"), fields.pop("result_height")
     images = _images_of(fields.pop("images"))
     del fields["picture_bytes"]  # it is only for sums in SQL
-    fields["ends_with_caller"] = bool(fields["ends_with_caller"])
+    for name in ("ends_with_caller", "keeps_steps"):
+        fields[name] = bool(fields[name])
     return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
 
 

@@ -328,7 +328,7 @@ async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: 
     ("change", "reason"),
     [
         ("PRAGMA user_version = 99", "later version"),
-        ("PRAGMA user_version = 7", r"earlier version.*schema 7; this one has 16.*move the file away"),
+        ("PRAGMA user_version = 7", r"earlier version.*schema 7; this one has 17.*move the file away"),
         ("PRAGMA application_id = 1", "not a job store of Bottega"),
     ],
 )
