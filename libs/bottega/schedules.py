@@ -95,7 +95,7 @@ class Schedule:
         """
         class_name = SAMPLER_CLASSES[sampler]
         if self.strength is not None and sampler != "lcm":
-            yield _broken("sampler", "must be lcm with image: image-to-image of this model works with no other")
+            yield _broken("sampler", "must be lcm: this model draws from an image with that sampler alone")
         fields = {rule.name for rule in SCHEDULER_RULES[class_name]} - _UNREAD.get(class_name, frozenset())
         for name in _SWITCHES:
             # False changes nothing where the class has no such field.
@@ -129,7 +129,7 @@ def keeps_steps(spec: GenerationSpec, model_keeps_steps: bool) -> bool:
     Source: set_timesteps of Diffusers' LCMScheduler, which skips steps of custom timesteps.
 
     Args:
-        spec: The spec, with or without its images; without them it is complete.
+        spec: The spec. If its images were removed, its defaults must be filled in.
         model_keeps_steps: `Model.strength_keeps_steps` of the model that draws it.
     """
     starts_from_image = spec.HasField("image") or spec.HasField("strength")

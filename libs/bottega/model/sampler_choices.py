@@ -214,9 +214,10 @@ def _impossible(choice: SamplerChoice, steps: int, error: Exception) -> str:
             "configuration is not true"
         )
     if "original_steps" in str(error):  # LCM and TCD name each combination at length
-        share = "" if choice.schedule.strength is None else "strength times "
-        most = f"{share}original_inference_steps of the scheduler configuration"
-        return f"Diffusers cannot make {steps} steps: more than {most}"
+        scaled = choice.schedule.strength is not None
+        most = "strength x original_inference_steps" if scaled else "original_inference_steps"
+        cure = "raise strength or ask for fewer steps" if scaled else "ask for fewer steps"
+        return f"{steps} steps are too many: {choice.kind.value.upper()} makes at most {most}; {cure}"
     return f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
 
 

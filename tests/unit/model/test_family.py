@@ -129,11 +129,11 @@ def _assert_lcm_starts_from_images_as_stock(model: Model, stock: Any, spec: Reso
     listed = drawing.draw(order(0.6, Schedule(timesteps=(999, 759, 499, 259))))
     assert_close(listed.latents[0], _latent(from_image, image=image, strength=0.6, timesteps=[999, 759, 499, 259]))
     for changes, rule in (
-        ({"sampler": SamplerKind.EULER}, "must be lcm with image: image-to-image of this model works with no other"),
+        ({"sampler": SamplerKind.EULER}, "must be lcm: this model draws from an image with that sampler alone"),
         ({"controlnets": (CONTROL,)}, "must be empty with image: image-to-image of this model takes no ControlNets"),
         (
             {"num_inference_steps": 6},
-            "Diffusers cannot make 6 steps: more than strength times original_inference_steps of the scheduler config",
+            "6 steps are too many: LCM makes at most strength x original_inference_steps; raise strength or ask",
         ),
     ):
         with pytest.raises(InvalidRequest, match=rule):

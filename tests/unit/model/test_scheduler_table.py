@@ -376,7 +376,7 @@ def test_any_number_of_steps_is_stocks_or_refused(spacing: str, steps: int) -> N
         if not made and choice.kind is SamplerKind.PNDM:
             assert reason.startswith("PNDM needs at least 4 steps, because skip_prk_steps")
         elif not made:
-            assert reason.startswith(f"Diffusers cannot make {steps} steps: ")
+            assert reason.startswith((f"Diffusers cannot make {steps} steps: ", f"{steps} steps are too many: "))
         elif made == steps:
             assert not reason
         else:

@@ -75,7 +75,7 @@ class Role(StrEnum):
     CACHE = "cache"
     ACTIVATIONS = "activations"
     HTTP = "http"
-    """A door for HTTP, which may only join the fleet by itself: its own callers' API keys identify them."""
+    """The HTTP API. Its certificate only allows it to join the fleet; other calls carry the API key of its caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
