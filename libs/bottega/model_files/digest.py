@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
+
+import psutil
 
 from bottega import rules
 from bottega.model_files.configuration_rules import INDEX_FILE
@@ -26,6 +29,9 @@ _LEAST_KEPT_BYTES = 64 << 20
 _MAX_KEPT = 1000
 # A file that changed so shortly before it was hashed may change again without another time stamp.
 _UNSETTLED_NS = 2_000_000_000
+# File systems on which the local kernel sets a time stamp at every change, which callers cannot set. Others have no
+# such time stamp (vfat, exfat) or take it from another clock (SMB, NFS).
+_CHANGE_TIMES = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 # Bytes of a ControlNet's files, which take a minute to hash. ControlNets of SDXL have 5 GB.
 _MAX_CONTROLNET_BYTES = 32 << 30
 
@@ -63,8 +69,13 @@ def file_digest(path: Path, on_read: Callable[[int], None] = lambda _: None) -> 
 class KnownDigests:
     """The digests of large files, which are kept in a file so that each version of a file is hashed once.
 
-    A digest counts while path, inode, size and time stamps are the same. The kernel sets one of the time stamps at
-    every change. Without a file, or if it cannot be read or written, every file is hashed.
+    A digest counts while path, inode, size and time stamps are the same. The kernel sets one of the time stamps (ctime)
+    at every change. Without a file, or if it cannot be read or written, every file is hashed. Several processes may
+    share a file.
+
+    Limits: a program that changes a file through a shared memory mapping may do so a while before the time stamp
+    changes. If the system's clock is set back, a later change may get the time stamp of an earlier one. Digests of
+    files on a file system without such a time stamp are not kept.
 
     Args:
         file: Where digests are kept; None to keep none.
@@ -72,11 +83,7 @@ class KnownDigests:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._known: dict[str, list[object]] = {}
-        if file is not None:
-            with contextlib.suppress(OSError, ValueError):
-                read = json.loads(file.read_bytes())
-                self._known = read if isinstance(read, dict) else {}
+        self._known = _read(file) if file is not None else {}
 
     def digest(self, path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
         """Return the SHA-256 of a file, in hexadecimal.
@@ -92,18 +99,45 @@ class KnownDigests:
         found = file_digest(path, on_read)
         status = path.stat()
         settled = max(status.st_mtime_ns, status.st_ctime_ns) < now_ns - _UNSETTLED_NS
-        if self._file is not None and status.st_size >= _LEAST_KEPT_BYTES and settled and _version(path) == before:
+        unchanged = settled and _version(path) == before and _has_change_time(name)
+        if self._file is not None and status.st_size >= _LEAST_KEPT_BYTES and unchanged:
             self._keep(self._file, name, [*before, found])
         return found
 
     def _keep(self, file: Path, name: str, entry: list[object]) -> None:
-        self._known.pop(name, None)
-        self._known[name] = entry
-        while len(self._known) > _MAX_KEPT:
-            del self._known[next(iter(self._known))]
+        """Add an entry to those in the file, to which other processes may have added some."""
         with contextlib.suppress(OSError):
             make_private(file.parent)
-            write_whole(file, json.dumps(self._known).encode())
+            lock = os.open(file.with_name(f".{file.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._known = _read(file)
+                self._known.pop(name, None)
+                self._known[name] = entry
+                while len(self._known) > _MAX_KEPT:
+                    del self._known[next(iter(self._known))]
+                write_whole(file, json.dumps(self._known).encode())
+            finally:
+                os.close(lock)
+
+
+def _read(file: Path) -> dict[str, object]:
+    """Return the kept entries; an empty dict if the file cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(file.read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _has_change_time(path: str) -> bool:
+    """Return whether the file system of an absolute path is one of `_CHANGE_TIMES`."""
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:
+        return False
+    # Reversed, because the last of several file systems at one place is the visible one.
+    above = [mount for mount in reversed(mounts) if path.startswith(f"{mount.mountpoint.rstrip('/')}/")]
+    return bool(above) and max(above, key=lambda mount: len(mount.mountpoint)).fstype in _CHANGE_TIMES
 
 
 def _version(path: Path) -> list[object]:

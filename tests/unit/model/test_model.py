@@ -8,7 +8,9 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +22,7 @@ from bottega.model.schedulers import SamplerKind
 from bottega.model_files import check_model_folder, digest
 from bottega.model_files.digest import KnownDigests, model_digest
 from bottega.model_files.presets import PRESET_FILE
+from tests.support.waiting import wait_until
 
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
 
@@ -111,6 +114,7 @@ def test_a_large_file_is_hashed_once_for_each_version(tmp_path: Path, monkeypatc
     kept, file = tmp_path / "state" / "digests.json", tmp_path / "weights"
     file.write_bytes(bytes(9 << 20))
     pieces: list[int] = []
+    monkeypatch.setattr(digest, "_UNSETTLED_NS", 1 << 62)
     recent = KnownDigests(kept).digest(file)
     assert not kept.exists(), "it may change again within one tick of its time stamp"
     monkeypatch.setattr(digest, "_UNSETTLED_NS", 0)
@@ -124,6 +128,55 @@ def test_a_large_file_is_hashed_once_for_each_version(tmp_path: Path, monkeypatc
     assert len(pieces) == 4
     kept.write_text("[1]")
     assert KnownDigests(kept).digest(file) == changed
+
+
+def test_a_change_that_restores_the_time_stamp_is_noticed(tmp_path: Path, kept: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"before")
+    before = file.stat()
+    digest_before = KnownDigests(kept).digest(file)
+    assert kept.exists()
+    file.write_bytes(b"after!")
+
+    def touched() -> bool:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return file.stat().st_ctime_ns != before.st_ctime_ns
+
+    wait_until(touched, "the kernel's clock to tick")
+    assert (file.stat().st_mtime_ns, file.stat().st_size) == (before.st_mtime_ns, before.st_size)
+    assert KnownDigests(kept).digest(file) != digest_before
+
+
+def test_processes_that_share_a_file_keep_the_digests_of_each_other(tmp_path: Path, kept: Path) -> None:
+    files = [tmp_path / name for name in ("unet", "vae")]
+    processes = [KnownDigests(kept) for _ in files]
+    for file, process in zip(files, processes, strict=True):
+        file.write_bytes(b"weights")
+        process.digest(file)
+    assert list(json.loads(kept.read_text())) == [str(file) for file in files]
+
+
+def test_no_digest_is_kept_of_a_file_system_without_a_change_time(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "disk" / "weights"
+    file.parent.mkdir()
+    file.write_bytes(b"weights")
+    mounts = [("/", "ext4"), (str(file.parent), "ext4"), (str(file.parent), "vfat"), (f"{file.parent}/w", "ext4")]
+    disks = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: disks)
+    KnownDigests(kept).digest(file)
+    assert not kept.exists()
+    KnownDigests(kept).digest(file.rename(tmp_path / "weights"))
+    assert kept.exists()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where digests of files of any size and age are kept."""
+    monkeypatch.setattr(digest, "_LEAST_KEPT_BYTES", 1)
+    monkeypatch.setattr(digest, "_UNSETTLED_NS", 0)
+    return tmp_path / "state" / "digests.json"
 
 
 def test_a_strange_key_of_the_index_is_refused_before_a_file_that_it_leads_to_is_read(folder: Path) -> None:
