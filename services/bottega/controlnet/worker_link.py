@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bottega import kinds
-from bottega.addons.controlnets.engine import ControlNetLease, ControlRow, ControlSession, write_residuals
+from bottega.addons.controlnets.engine import (
+    ControlImages,
+    ControlNetLease,
+    ControlRow,
+    ControlSession,
+    write_residuals,
+)
 from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
     ControlStep,
@@ -51,8 +57,9 @@ from bottega.transport import (
     read_number,
 )
 
-# Upper bound on a worker's sessions. It runs some tens of requests with at most eight ControlNets each.
-_MAX_SESSIONS = 512
+# Upper bound on a worker's sessions. It runs some tens of requests with at most 17 sessions each: a union with eight
+# images has one for each span of steps between their begins and ends.
+_MAX_SESSIONS = 4096
 # Upper bound on the rows of a step. A step of sixteen rows with eight ControlNets has 128.
 _MAX_ROWS = 512
 # Upper bound on the pixels of the drawn image, and of a control image.
@@ -163,7 +170,10 @@ class ControlNetWorkerLink(LinkHandler):
             return  # closed meanwhile
         try:
             nets = lease.controlnets.values.result(timeout=0)
-            sessions = [ControlSession(net, control) for net, control in zip(nets, lease.opening.controls, strict=True)]
+            images: dict[Hashable, ControlImages] = {}
+            sessions = [
+                ControlSession(net, control, images) for net, control in zip(nets, lease.opening.controls, strict=True)
+            ]
         except Exception as error:  # noqa: BLE001 - the boundary of a lease: its failure must not affect others
             self._give_back(number)
             self._connection.send_now(link, refusal(to_job_failure(error), lease=number))

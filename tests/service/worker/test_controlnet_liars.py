@@ -152,6 +152,7 @@ LIES: dict[str, Callable[[ControlLayout], WholeMessage]] = {
     "two sessions of one number": lambda base: open_message(
         replace(opening(base, sessions=2), sessions=opening(base).sessions * 2)
     ),
+    "images of a session that does not exist": lambda base: open_message(opening(base, images_of=0)),
     "no control image": lambda base: changed(open_message(opening(base)), "image.0.0", torch.zeros(8, 8, 4)),
     "conditions of another width": lambda base: changed(
         open_message(opening(base)), "condition.prompt", torch.zeros(2, TOKENS, base.context_width + 1)

@@ -66,6 +66,15 @@ def test_controlnets_come_as_they_were_sent_but_never_with_stale_residuals() -> 
     assert not control.may_be_stale
 
 
+def test_images_that_several_sessions_use_are_sent_once() -> None:
+    spans = [replace(CONTROL, scale=scale) for scale in (0.5, 0.0)]
+    part = controls_part(spans)
+    assert len(part.tensors) == 1
+    first, second = read_controls(part, EMBEDS)
+    assert second.images[0] is first.images[0]
+    assert (first.scale, second.scale) == (0.5, 0.0)
+
+
 def test_the_images_of_a_union_come_with_their_modes_and_scales() -> None:
     images = (CONTROL.images[0], CONTROL.images[0].flip(0))
     union = replace(CONTROL, images=images, modes=(1, 5), image_scales=(0.8, 0.3))

@@ -5,6 +5,7 @@ ControlNets themselves.
 """
 
 from bottega.addons.controlnets.engine.local import (
+    ControlImages,
     ControlNetCache,
     ControlNetLease,
     ControlRow,
@@ -25,6 +26,7 @@ from bottega.addons.controlnets.engine.network import (
 from bottega.model_files.controlnet_folder import ControlLayout, base_layout, read_base_layout
 
 __all__ = [
+    "ControlImages",
     "ControlLayout",
     "LoadedControlNet",
     "ControlNetCache",

@@ -259,10 +259,11 @@ class _SessionUse:
 
 
 def _session_uses(controls: Sequence[ControlSpec], request: Request) -> list[_SessionUse]:
-    """Return the use of each session: one for each ControlNet, or several in turn for all images of one union.
+    """Return the use of each session.
 
-    A union has a session for each span of evaluations in which the same of its images are active. As in Diffusers, the
-    others have scale 0 there, and it also runs where none is active.
+    There is one session for each ControlNet; for several images of one union, one session for each span of steps in
+    which the same of them are active. As in Diffusers, the others have scale 0 there, and the union also runs where
+    none is active.
     """
     windows = [request.control_window(control) for control in controls]
     scales = [control.controlnet_conditioning_scale for control in controls]

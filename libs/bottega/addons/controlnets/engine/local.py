@@ -33,11 +33,16 @@ class ControlSession:
     `scales` has the factor for each residual. `halves` are the halves of guidance that it controls. `share` is the
     tenant of the request, and its share of a server. `modes` has the control mode of each image of a union.
 
+    Args:
+        images: The images of the request's sessions by what they depend on, to which new ones are added.
+
     Raises:
         ControlNetUnusable: The ControlNet is a union and has no such mode, or is none.
     """
 
-    def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
+    def __init__(
+        self, net: LoadedControlNet, control: ControlInput, images: dict[Hashable, ControlImages] | None = None
+    ) -> None:
         for mode in control.modes or (None,):
             if why := refused_mode(control.name, mode, net.modes):
                 raise ControlNetUnusable(why)
@@ -47,9 +52,11 @@ class ControlSession:
         self.image_scales = control.image_scales or (1.0,) * len(control.modes)
         self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
         self.scales = _scales(net, control)
-        size = control.height, control.width
-        self._images = [process_image(image, *size, net.layout.latent_scale) for image in control.images]
-        self._embedded: dict[bool, list[Tensor]] = {}
+        known = {} if images is None else images
+        key = net, control.height, control.width, *map(id, control.images)
+        if key not in known:
+            known[key] = ControlImages(net, control)
+        self._images = known[key]
 
     @property
     def batch_key(self) -> Hashable:
@@ -58,9 +65,23 @@ class ControlSession:
 
     def embedded(self, rows: int) -> list[Tensor]:
         """Return the embedded control images for a batch of `rows` rows: [channels, latent height, latent width]."""
+        return self._images.embedded(rows)
+
+
+class ControlImages:
+    """The control images of one or several sessions of a request, processed and embedded for one ControlNet."""
+
+    def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
+        self._net = net
+        size = control.height, control.width
+        self._processed = [process_image(image, *size, net.layout.latent_scale) for image in control.images]
+        self._embedded: dict[bool, list[Tensor]] = {}
+
+    def embedded(self, rows: int) -> list[Tensor]:
+        """Return the embedded images for a batch of `rows` rows: [channels, latent height, latent width]."""
         alone = rows == 1
         if alone not in self._embedded:
-            self._embedded[alone] = [self.net.embed(image, rows=rows) for image in self._images]
+            self._embedded[alone] = [self._net.embed(image, rows=rows) for image in self._processed]
         return self._embedded[alone]
 
 
@@ -226,6 +247,8 @@ class _LocalSession:
     lease: ControlNetLease
     place: int
     """Index of the ControlNet among those that the request borrowed from the cache."""
+    images: dict[Hashable, ControlImages]
+    """Images that the sessions of the request share."""
     session: ControlSession | None = None
     waited_s: float = 0.0
     """Seconds that forward passes waited for the ControlNet to be loaded."""
@@ -259,7 +282,11 @@ class LocalControlNets:
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         lease = self._cache.borrow([control.name for control in controls])
-        return tuple(_LocalSession(control=control, lease=lease, place=place) for place, control in enumerate(controls))
+        images: dict[Hashable, ControlImages] = {}
+        return tuple(
+            _LocalSession(control=control, lease=lease, place=place, images=images)
+            for place, control in enumerate(controls)
+        )
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
         return all(self._session(_local_session(handle)) is not None for handle in handles)
@@ -272,6 +299,7 @@ class LocalControlNets:
         for local in sessions:
             self._cache.give_back(local.lease)
             local.session = None
+            local.images.clear()
         # Otherwise they would keep a ControlNet that the cache evicts.
         self._rows, self._answers, self._shared = [], {}, set()
         return tuple(ControlRecord(waited_s=local.waited_s + local.computed.seconds) for local in sessions)
@@ -344,7 +372,7 @@ class LocalControlNets:
         """Return the session, or None while its ControlNet is being loaded. Raise the BottegaError of a failed load."""
         if local.session is None and local.lease.values.done():
             net = local.lease.values.result()[local.place]
-            local.session = ControlSession(net, local.control)
+            local.session = ControlSession(net, local.control, local.images)
         return local.session
 
 

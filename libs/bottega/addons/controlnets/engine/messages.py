@@ -10,7 +10,7 @@ worker -> server    open: begins the sessions of one request (a lease)    opened
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -68,6 +68,8 @@ class SessionSpec:
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
     images: Annotated[int, Field(ge=1, le=MAX_ADAPTERS)] = 1
     """Number of control images."""
+    images_of: Annotated[int, Field(ge=0)] | None = None
+    """Index of an earlier session in the message whose images this one uses; None if it has its own."""
     modes: ControlModes = ()
     image_scales: ImageScales = ()
 
@@ -157,8 +159,9 @@ def open_message(opening: Opening) -> TensorMessage:
         for half in fullest.halves.values()
     ]
     parts = {ControlMessageKind.OPEN.value: packed(_HEADER.dump_json(header)), **condition_parts(embeds)}
-    for place, control in enumerate(opening.controls):
-        parts |= {f"image.{place}.{index}": image for index, image in enumerate(control.images)}
+    for place, (session, control) in enumerate(zip(opening.sessions, opening.controls, strict=True)):
+        if session.images_of is None:
+            parts |= {f"image.{place}.{index}": image for index, image in enumerate(control.images)}
     return message_of(parts)
 
 
@@ -176,20 +179,20 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     if found != header.base.condition_widths:
         raise ValueError("the conditions of an open message do not fit its model")
     share = Share(tenant=header.tenant, weight=header.weight)
-    controls = []
+    controls: list[ControlInput] = []
     for place, session in enumerate(header.sessions):
-        images = []
-        for index in range(session.images):
-            image = parts.get(f"image.{place}.{index}")
-            if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
-                raise ValueError(f"control image {place}.{index} is not uint8 [height, width, 3]")
-            images.append(image.clone())
+        if session.images_of is None:
+            images = tuple(_read_image(parts, f"{place}.{index}") for index in range(session.images))
+        elif session.images_of >= place or len(controls[session.images_of].images) != session.images:
+            raise ValueError(f"session {session.number} must use the images of an earlier one with as many")
+        else:
+            images = controls[session.images_of].images
         if not set(session.halves) <= set(halves):
             raise ValueError(f"session {session.number} controls a half of guidance whose conditions are missing")
         controls.append(
             ControlInput(
                 name=session.name,
-                images=tuple(images),
+                images=images,
                 modes=session.modes,
                 image_scales=session.image_scales,
                 height=session.height,
@@ -207,6 +210,13 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
         sessions=header.sessions,
         controls=tuple(controls),
     )
+
+
+def _read_image(parts: Mapping[str, Tensor], name: str) -> Tensor:
+    image = parts.get(f"image.{name}")
+    if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
+        raise ValueError(f"control image {name} is not uint8 [height, width, 3]")
+    return image.clone()
 
 
 def step_message(step: ControlStep) -> TensorMessage:

@@ -54,7 +54,10 @@ class ControlInput:
 
     name: str
     images: tuple[Tensor, ...]
-    """The control image, uint8, [height, width, 3] in its own size; of a union maybe several."""
+    """The control image, uint8, [height, width, 3] in its own size; of a union maybe several.
+
+    Sessions of a request that have the very same tensors share what is sent and computed of them.
+    """
     height: int
     """Height of the picture to draw, in pixels."""
     width: int
@@ -84,6 +87,12 @@ def check_images(images: int, modes: ControlModes, image_scales: ImageScales) ->
         raise ValueError("a session with several images needs a mode for each")
     if len(image_scales) not in (images, 0):
         raise ValueError("a session needs as many scales of images as images, or none")
+
+
+def shared_images(controls: Sequence[ControlInput]) -> list[int | None]:
+    """Return for each control the index of the first one with the very same image tensors; None if it is the first."""
+    keys = [tuple(id(image) for image in control.images) for control in controls]
+    return [first if (first := keys.index(key)) < place else None for place, key in enumerate(keys)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from bottega.addons.controlnets.engine.provider import (
     ControlServer,
     ImageScales,
     check_images,
+    shared_images,
 )
 from bottega.engine.addon import JobAddOn
 from bottega.engine.parallel.remote_rows import OffloadedPart
@@ -49,6 +50,8 @@ class _Control:
     tenant: Annotated[str, Field(max_length=200)]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     images: Annotated[int, Field(ge=1, le=_MAX_CONTROLS)] = 1
+    images_of: Annotated[int, Field(ge=0, lt=_MAX_SESSIONS)] | None = None
+    """Index of the control in the message whose images this one uses; None if it has its own."""
     modes: ControlModes = ()
     image_scales: ImageScales = ()
 
@@ -80,6 +83,7 @@ class RemoteControls(JobAddOn):
 
 def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
     """Return the message about these controls for a second worker."""
+    images_of = shared_images(controls)
     messages = tuple(
         _Control(
             name=control.name,
@@ -93,14 +97,16 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
             tenant=control.share.tenant,
             weight=control.share.weight,
             images=len(control.images),
+            images_of=images_of[place],
             modes=control.modes,
             image_scales=control.image_scales,
         )
-        for control in controls
+        for place, control in enumerate(controls)
     )
     images = {
         f"{place}.{index}": image
         for place, control in enumerate(controls)
+        if images_of[place] is None
         for index, image in enumerate(control.images)
     }
     return OffloadedPart(header=_CONTROLS.dump_json(messages), tensors=images)
@@ -114,7 +120,14 @@ def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[C
     """
     messages = _CONTROLS.validate_json(part.header)
     return tuple(
-        _control(message, [part.tensors.get(f"{place}.{index}") for index in range(message.images)], halves)
+        _control(
+            message,
+            [
+                part.tensors.get(f"{place if message.images_of is None else message.images_of}.{index}")
+                for index in range(message.images)
+            ],
+            halves,
+        )
         for place, message in enumerate(messages)
     )
 

@@ -14,7 +14,13 @@ import torch
 
 from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
 from bottega.addons.controlnets.engine.messages import Opening, SessionSpec, open_message
-from bottega.addons.controlnets.engine.provider import ControlCall, ControlInput, ControlRecord, ControlServer
+from bottega.addons.controlnets.engine.provider import (
+    ControlCall,
+    ControlInput,
+    ControlRecord,
+    ControlServer,
+    shared_images,
+)
 from bottega.addons.controlnets.worker.server_link import (
     CallTimes,
     ChangeCondition,
@@ -331,7 +337,7 @@ class SessionManager:
     def _open_lease(self, link: ServerLink, sessions: list[PlacedSession]) -> None:
         lease = SessionLease(number=next(self._numbers), link=link, sessions=tuple(sessions))
         specs = []
-        for session in sessions:
+        for session, images_of in zip(sessions, shared_images([session.control for session in sessions]), strict=True):
             session.lease, session.number = lease, next(self._numbers)
             control = session.control
             specs.append(
@@ -345,6 +351,7 @@ class SessionManager:
                     guess_mode=control.guess_mode,
                     halves=tuple(control.halves),
                     images=len(control.images),
+                    images_of=images_of,
                     modes=control.modes,
                     image_scales=control.image_scales,
                 )

@@ -14,13 +14,16 @@ import torch
 from diffusers import ControlNetUnionModel
 from torch import Tensor
 
-from bottega.addons.controlnets.engine import ControlNetCache, find_controlnet
+from bottega.addons.controlnets.engine import ControlNetCache, find_controlnet, local, process_image
+from bottega.controlnet import worker_link
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ControlNetUnusable
 from bottega.model.model import Model
 from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.transport import Limits
 from tests.samples.controlnets import (
+    control_image,
     control_spec,
     layout_of,
     random_controlnet,
@@ -142,6 +145,36 @@ def test_on_a_server_two_images_end_as_in_the_stock_pipeline(
     assert_close(drawing.latents[0], union_latent(stock, unions, job.spec, job.control_images))
     assert [use.control_mode for use in drawing.record.provenance.controlnets] == [0, 3]
     assert all(use.servers == ["server"] for use in drawing.record.provenance.controlnets)
+
+
+def test_images_that_begin_at_different_steps_are_sent_and_processed_once(
+    model: Model,
+    stock: Any,
+    unions: Mapping[str, ControlNetUnionModel],
+    folders: Mapping[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight images, a session for each of five spans of steps, and messages that hold the images once."""
+    images = tuple(control_image(seed, 80, 112) for seed in range(8))
+    specs = tuple(
+        control_spec("union", image, 0.4, control_mode=mode, control_guidance_start=mode % 5 / 5)
+        for mode, image in enumerate(images)
+    )
+    job = EngineOrder(key="union", spec=replace(PLAIN, controlnets=specs), control_images=images)
+    processed: list[Tensor] = []
+
+    def process(image: Tensor, *args: int) -> Tensor:
+        processed.append(image)
+        return process_image(image, *args)
+
+    monkeypatch.setattr(local, "process_image", process)
+    largest = 2 * sum(image.numel() for image in images)
+    monkeypatch.setattr(worker_link, "_LIMITS", Limits(slots=8, slot_bytes=largest))
+    with linked_server("server", folders, tmp_path) as server, Desk.closing():
+        drawing = Desk(model, Offers(server)).draw(on(job, server))
+    assert len(processed) == len(images)
+    assert_close(drawing.latents[0], union_latent(stock, unions, job.spec, images))
 
 
 def test_a_server_refuses_a_mode_that_does_not_fit(model: Model, folders: Mapping[str, Path], tmp_path: Path) -> None:
