@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bottega.process.fork_server import ForkOrder, ForkServer, serve
+from bottega.process.fork_server import ForkOrder, ForkServer, give_up, serve
 from tests.support.warm_start.sitecustomize import traits
 
 FORK_SERVER = "TESTS_FORK_SERVER"
 """Environment variable with the file of the link to the server."""
+# What a service imports is loaded with its first fork.
+_START_S = 90.0
 _STOP_S = 10.0
 
 
@@ -38,7 +40,7 @@ class Forking:
 def forked_services(environment: Mapping[str, str]) -> Iterator[Forking]:
     """Run the server. It ends when all processes with the file have."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "tests.support.forked_services", str(theirs.fileno())]
+    command = [sys.executable, "-m", "tests.support.forked_services", str(theirs.fileno()), str(os.getpid())]
     with ours, theirs, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]) as server:
         theirs.close()
         try:
@@ -55,17 +57,20 @@ class ForkedService:
     """A fork with those methods of subprocess.Popen that tests use."""
 
     def __init__(self, order: ForkOrder, output: BinaryIO) -> None:
-        """Start a fork. Raise OSError if the server is gone or cannot fork."""
+        """Start a fork. Raise OSError if the server is gone, hangs or cannot fork."""
         server = _server()
         with Path(os.devnull).open("rb") as nothing:
             self._answers = server.send(order, stdin=nothing.fileno(), output=output.fileno())
         self.args = (order.module, *order.arguments)
         self.returncode: int | None = None
-        kind, pid = self._answer()
-        if kind != "started":
-            self._answers.close()
-            raise ChildProcessError(f"{order.module} was not forked")
-        self.pid = pid
+        self._answers.settimeout(_START_S)
+        try:
+            kind, self.pid = self._answer()
+            if kind != "started":
+                raise ChildProcessError(f"{order.module} was not forked")
+        except BaseException:
+            give_up(self._answers)
+            raise
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
@@ -99,7 +104,10 @@ class ForkedService:
         self.send_signal(signal.SIGKILL)
 
     def _answer(self) -> tuple[str, int]:
-        kind, _, number = self._answers.recv(64).decode().partition(" ")
+        try:
+            kind, _, number = self._answers.recv(64).decode().partition(" ")
+        except ConnectionResetError:  # the server is gone
+            return "", 0
         return kind, int(number or 0)
 
 
@@ -127,4 +135,4 @@ _AT_START = _own_traits()
 """Those of the server, too: both were started with the same environment."""
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), "fork server of tests")
+    serve(socket.socket(fileno=int(sys.argv[1])), "fork server of tests", parent=int(sys.argv[2]))

@@ -6,29 +6,32 @@ serves. A fork has them from the start, and shares their pages until it writes t
 Only a process with a single thread may fork without executing a program, because a lock that another thread holds would
 stay locked in the fork. So `bottega up` forks the server before it starts threads or gRPC's core, and the server only
 imports, forks and waits. A fork is otherwise what `python -m MODULE` would be: it has a session, standard files,
-environment variables and a command line of its own, and it ends as an interpreter does.
+environment variables and a command line of its own, and it ends as an interpreter does. The exit functions that the
+parent registered before it forked the server run in the forks, too.
 
-The server ends when its parent ends. If it dies earlier, its forks are killed, and the parent starts them without it.
+The server ends when its parent ends. If it dies earlier, its forks are killed, and the supervisor restarts them as
+new interpreters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import select
 import signal
 import socket
 import sys
+import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,6 +40,8 @@ _START_S = 30.0
 _MAX_ORDER_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 32
 _PROCESS = Path("/proc/self")
+# <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1
 # Fields of /proc/PID/stat after the name, which may contain anything: from arg_start to env_end, see proc(5).
 _MEMORY_OF_COMMAND = slice(45, 49)
 
@@ -64,8 +69,9 @@ def fork_server() -> Iterator[ForkServer | None]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     if (pid := os.fork()) == 0:
-        serve(theirs, f"bottega fork server of process {os.getppid()}")
+        serve(theirs, f"bottega fork server of process {parent}", parent=parent)
     theirs.close()
     ours.setblocking(False)
     try:
@@ -86,7 +92,7 @@ class ForkServer:
     async def start(self, order: ForkOrder, *, stdin: int, output: int) -> ForkedProcess:
         """Start a process, with `output` as stdout and stderr.
 
-        Raises OSError if the server is gone, hangs or cannot fork. It is not asked again after it has hung.
+        Raises OSError if the server is gone, hangs or cannot fork. After a time-out, every further call raises at once.
         """
         if self._hangs:
             raise ChildProcessError("the server hangs")
@@ -98,8 +104,8 @@ class ForkServer:
             if kind != "started":
                 raise ChildProcessError("the server did not start the process")
         except BaseException as error:
-            self._hangs = isinstance(error, TimeoutError)
-            answers.close()  # a fork that comes later cannot report its start, and ends
+            self._hangs |= isinstance(error, TimeoutError)
+            give_up(answers)
             raise
         return ForkedProcess(int(pid), answers)
 
@@ -148,25 +154,47 @@ class ForkedProcess:
 
 
 async def _answer(answers: socket.socket) -> str:
-    """Return the next answer to an order; empty if there is none."""
+    """Return the next answer to an order; empty if there is none. It is not lost if the caller is cancelled."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(answers, readable.set)
     try:
-        return (await asyncio.get_running_loop().sock_recv(answers, _MAX_ANSWER_BYTES)).decode()
+        await readable.wait()
+    finally:
+        loop.remove_reader(answers)
+    try:
+        return answers.recv(_MAX_ANSWER_BYTES).decode()
     except ConnectionResetError:
         return ""
 
 
-def serve(link: socket.socket, title: str) -> NoReturn:
-    """Be a fork server until the other end of the link is closed.
+def give_up(answers: socket.socket) -> None:
+    """Close the socket with the answers to an order, and kill the process if it has started."""
+    with answers, contextlib.suppress(OSError):
+        answers.shutdown(socket.SHUT_RD)  # a fork that comes later cannot report its start, and ends
+        kind, _, pid = answers.recv(_MAX_ANSWER_BYTES, socket.MSG_DONTWAIT).decode().partition(" ")
+        if kind == "started":
+            os.killpg(int(pid), signal.SIGKILL)
+
+
+def serve(link: socket.socket, title: str, *, parent: int) -> NoReturn:
+    """Be a fork server until the other end of the link is closed, or the parent has ended.
 
     Args:
         title: The command line of this process, as `ps` shows it.
+        parent: PID of the parent.
     """
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a server that hangs ends, too
+        if os.getppid() != parent:
+            os._exit(0)
         os.setsid()  # Ctrl-C in a terminal does not reach it
         _close_other_files(link.fileno())
         _show_command(title)
         gc.disable()  # a collection would write to the pages of all objects
         _Server(link).run()
+    except BaseException:  # noqa: BLE001 - it must not go on as its parent
+        traceback.print_exc()
     finally:
         os._exit(1)
 
@@ -174,8 +202,8 @@ def serve(link: socket.socket, title: str) -> NoReturn:
 class _Server:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._forks: dict[int, tuple[BaseProcess, socket.socket]] = {}
-        """Running forks and their sockets for answers, by PID file descriptor."""
+        self._forks: dict[int, tuple[int, socket.socket]] = {}
+        """PIDs of running forks and their sockets for answers, by PID file descriptor."""
 
     def run(self) -> None:
         poll = select.poll()
@@ -194,44 +222,68 @@ class _Server:
         if not message:
             os._exit(0)
         order = ForkOrder(**json.loads(message))
-        answers = socket.socket(fileno=files.pop())
+        stdin, output, answers_file = files
+        answers = socket.socket(fileno=answers_file)
         with contextlib.suppress(Exception):  # the fork fails in the same way, and its log says why
             importlib.import_module(order.imports)
-        process = multiprocessing.get_context("fork").Process(target=_become, args=(order, *files, answers))
         try:
             if not _has_one_thread():
                 raise ChildProcessError(f"{order.imports} starts threads when it is imported")
             gc.freeze()
-            process.start()
+            if (pid := os.fork()) == 0:
+                _become(order, stdin, output, answers)
         except OSError as error:
             print(f"bottega fork server: {error}", file=sys.stderr)
             answers.close()
             return None
         finally:
-            for file in files:
-                os.close(file)
-        ended = os.pidfd_open(process.pid or 0)
-        self._forks[ended] = process, answers
+            os.close(stdin)
+            os.close(output)
+        ended = os.pidfd_open(pid)
+        self._forks[ended] = pid, answers
         return ended
 
     def _reap(self, ended: int) -> None:
-        process, answers = self._forks.pop(ended)
+        pid, answers = self._forks.pop(ended)
         os.close(ended)
-        process.join()
+        _, status = os.waitpid(pid, 0)
         with answers, contextlib.suppress(OSError):  # the one who asked may be gone
-            answers.send(f"ended {process.exitcode}".encode())
-        process.close()
+            answers.send(f"ended {os.waitstatus_to_exitcode(status)}".encode())
 
 
-def _become(order: ForkOrder, stdin: int, output: int, answers: socket.socket) -> None:
-    """Be the process, in a fork."""
+def _become(order: ForkOrder, stdin: int, output: int, answers: socket.socket) -> NoReturn:
+    """Be the process, in a fork, and end as an interpreter does."""
+    status = 1
+    try:
+        try:
+            _run(order, stdin, output, answers)
+            status = 0
+        except SystemExit as end:
+            status = _exit_status(end)
+        except BaseException:  # noqa: BLE001 - a fork must not go on as the server
+            traceback.print_exc()
+        threading._shutdown()  # type: ignore[attr-defined] # waits for threads that are not daemons
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def _exit_status(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _run(order: ForkOrder, stdin: int, output: int, answers: socket.socket) -> None:
     os.setsid()
     for number, file in enumerate((stdin, output, output)):
         os.dup2(file, number)
+    os.chdir(order.folder)
     answers.send(f"started {os.getpid()}".encode())
     _close_other_files()
-    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has replaced it
-    os.chdir(order.folder)
+    sys.stdin = os.fdopen(0, closefd=False)  # the parent may have read more from its own than it has used
     os.environ.clear()
     os.environ.update(order.environment)
     sys.argv = [order.module, *order.arguments]
@@ -264,6 +316,8 @@ def _show_command(*words: str, over_environment: bool = False) -> None:
     (_PROCESS / "comm").write_text(Path(sys.executable).name, encoding="utf-8")
     fields = (_PROCESS / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start, end, _, end_of_environment = map(int, fields[_MEMORY_OF_COMMAND])
+    if start == 0:  # the kernel does not tell
+        return
     text = b"\0".join(os.fsencode(word) for word in words)
     if len(text) >= end - start:
         last = end_of_environment if over_environment else end

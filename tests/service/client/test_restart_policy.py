@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from bottega.client.suite.plan import ProcessPlan
-from bottega.client.suite.service_process import DoesNotStart, RestartPolicy, ServiceProcess
+from bottega.client.suite.service_process import DoesNotStart, Forking, RestartPolicy, ServiceProcess
 from bottega.process.fork_server import ForkServer
 from tests.support.services import runs
 from tests.support.waiting import eventually
@@ -44,6 +44,7 @@ class Reports:
         self.served: list[str] = []
         self.deaths: list[tuple[str, str, float]] = []
         self.progress: list[str] = []
+        self.fork_failures: list[str] = []
 
     def starting(self, name: str, progress: str) -> None:
         self.progress.append(progress)
@@ -53,6 +54,9 @@ class Reports:
 
     def died(self, name: str, how: str, wait_s: float) -> None:
         self.deaths.append((name, how, wait_s))
+
+    def not_forked(self, reason: str) -> None:
+        self.fork_failures.append(reason)
 
 
 def service_process(script: str, logs: Path, reports: Reports, policy: RestartPolicy = QUICK) -> ServiceProcess:
@@ -86,15 +90,34 @@ async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp
     assert '"policy": "thing"' in (tmp_path / "worker-0.log").read_text()
 
 
-async def test_a_service_starts_without_the_fork_server_when_that_is_gone(tmp_path: Path) -> None:
+async def test_services_start_without_the_fork_server_when_that_is_gone(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs.close()
     reports = Reports()
     plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", LISTENS), fork_after_importing="json")
     with ours:
-        found = ServiceProcess(plan, tmp_path, reports, QUICK, fork_server=ForkServer(ours))
+        forking = Forking(ForkServer(ours), reports)
+        first = ServiceProcess(plan, tmp_path, reports, QUICK, forking=forking)
+        second = ServiceProcess(replace(plan, name="worker-1"), tmp_path, reports, QUICK, forking=forking)
+        async with running(first), running(second):
+            await asyncio.sleep(0)  # both ask the server
+            theirs.close()
+            await eventually(lambda: len(reports.served) == 2)
+    assert reports.fork_failures == ["the server did not start the process"]
+
+
+async def test_a_service_starts_in_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    reports = Reports()
+    plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", LISTENS), fork_after_importing="json")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        found = ServiceProcess(plan, tmp_path, reports, QUICK, forking=Forking(ForkServer(ours), reports))
         async with running(found):
             await eventually(lambda: bool(reports.served))
+    assert reports.fork_failures == ["[Errno 2] No such file or directory"]
 
 
 async def test_each_change_of_a_service_is_reported_when_it_happens(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -18,18 +19,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bottega.process.fork_server import ForkedProcess, ForkOrder, ForkServer, fork_server
+from bottega.process.fork_server import ForkedProcess, ForkOrder, ForkServer, _show_command, fork_server
 from tests.support import forked_services
-from tests.support.waiting import eventually, wait_until
+from tests.support.services import runs
+from tests.support.waiting import EVENTUALLY_S, eventually, wait_until
 
 SERVE = """
 import os, socket, sys
 from bottega.process.fork_server import serve
 os.umask(0o27)
-serve(socket.socket(fileno=int(sys.argv[1])), "a fork server")
+serve(socket.socket(fileno=int(sys.argv[1])), "a fork server", parent=os.getppid())
 """
 TOY = """
-import json, os, resource, signal, sys
+import atexit, json, os, resource, signal, sys
 def main():
     if sys.argv[1] == "tells":
         umask = os.umask(0)
@@ -42,13 +44,24 @@ def main():
             "shared": "shared" in sys.modules, "threads": len(os.listdir("/proc/self/task")),
         }))
         print("a warning", file=sys.stderr)
+        atexit.register(print, "an exit function ran")
         sys.exit(3)
     elif sys.argv[1] == "fails":
+        atexit.register(print, "an exit function ran")
         raise ValueError("no such thing")
+    elif sys.argv[1] == "says":
+        sys.exit("goodbye")
     print("waits", flush=True)
     signal.pause()
 if __name__ == "__main__":
     main()
+"""
+PARENT = """
+import signal
+from bottega.process.fork_server import fork_server
+with fork_server():
+    print(flush=True)
+    signal.pause()
 """
 THREADS = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 COMMENT = "a long argument " * 20
@@ -100,14 +113,20 @@ def forking(tmp_path: Path) -> Iterator[Forking]:
     theirs.close()
     order = ForkOrder(module="toy", arguments=(), environment={"SOME": "thing"}, folder=str(folder), imports="shared")
     with ours, process:
-        yield Forking(ForkServer(ours), process, order, tmp_path / "printed")
-        process.kill()
+        try:
+            yield Forking(ForkServer(ours), process, order, tmp_path / "printed")
+        finally:
+            process.kill()
+            for fork in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    if fork.cwd() == str(folder):
+                        fork.kill()
 
 
 async def test_a_fork_is_what_a_new_interpreter_would_be(forking: Forking) -> None:
     process = await forking.start("tells", COMMENT, text=b"hello\n")
     assert await process.wait() == 3, forking.printed.read_text()
-    said, warning = forking.printed.read_text().splitlines()
+    said, warning, last_line = forking.printed.read_text().splitlines()
     assert json.loads(said) == {
         "name": "__main__",
         "arguments": ["tells", COMMENT],
@@ -124,6 +143,7 @@ async def test_a_fork_is_what_a_new_interpreter_would_be(forking: Forking) -> No
         "threads": 1,
     }
     assert warning == "a warning"
+    assert last_line == "an exit function ran"
 
 
 async def test_tools_show_the_command_of_a_fork(forking: Forking) -> None:
@@ -159,7 +179,15 @@ async def test_a_fork_that_a_signal_ends_says_so(forking: Forking, number: signa
 async def test_a_fork_that_fails_prints_its_traceback(forking: Forking) -> None:
     process = await forking.start("fails")
     assert await process.wait() == 1
-    assert "ValueError: no such thing" in forking.printed.read_text()
+    *_, error, last_line = forking.printed.read_text().splitlines()
+    assert error == "ValueError: no such thing"
+    assert last_line == "an exit function ran"
+
+
+async def test_a_fork_that_exits_with_a_message_prints_it(forking: Forking) -> None:
+    process = await forking.start("says")
+    assert await process.wait() == 1
+    assert forking.printed.read_text() == "goodbye\n"
 
 
 async def test_forks_of_a_server_that_dies_are_killed(forking: Forking) -> None:
@@ -181,6 +209,52 @@ async def test_a_server_that_hangs_is_not_waited_for(forking: Forking, monkeypat
         await forking.start("waits")
 
 
+async def test_a_fork_whose_start_is_not_awaited_any_more_is_killed(forking: Forking) -> None:
+    start = asyncio.create_task(forking.start("waits"))
+    await asyncio.sleep(0)
+    wait_until(lambda: forking.printed.exists() and "waits" in forking.printed.read_text(), "it to run, unnoticed")
+    (fork,) = psutil.Process(forking.process.pid).children()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await eventually(lambda: not fork.is_running())
+
+
+async def test_a_fork_whose_folder_is_gone_does_not_start(forking: Forking) -> None:
+    gone = replace(forking.order, folder="/no/such/folder")
+    with pytest.raises(ChildProcessError):
+        await replace(forking, order=gone).start("waits")
+    assert "FileNotFoundError" in forking.printed.read_text()
+
+
+def test_a_server_that_fails_prints_its_traceback(forking: Forking) -> None:
+    forking.server._link.send(b"no order")
+    _, printed = forking.process.communicate(timeout=EVENTUALLY_S)
+    assert "JSONDecodeError" in printed
+
+
+def test_a_server_that_hangs_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        (server,) = psutil.Process(parent.pid).children()
+        server.suspend()
+        parent.kill()
+    try:
+        wait_until(lambda: not runs(server), "the server to end")
+    finally:
+        if server.is_running():
+            server.kill()
+
+
+def test_a_command_whose_memory_the_kernel_hides_is_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stat").write_text(f"1 (name) S {'0 ' * 49}")
+    monkeypatch.setattr("bottega.process.fork_server._PROCESS", tmp_path)
+    _show_command("another", "command")
+
+
 async def test_a_server_does_not_fork_beside_threads(forking: Forking) -> None:
     before = await forking.started()
     with pytest.raises(ChildProcessError):
@@ -193,7 +267,7 @@ async def test_a_server_ends_when_its_parent_does_and_its_forks_go_on(forking: F
     process = await forking.started()
     forking.server._link.close()
     assert await asyncio.to_thread(forking.process.wait, 10) == 0
-    assert psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
+    await eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
     assert await process.wait() == -signal.SIGKILL  # nobody knows how it ends
 
 
@@ -211,6 +285,14 @@ def test_the_service_of_a_test_is_a_fork_with_the_methods_of_popen(
     service.terminate()
     assert service.wait(10) == service.returncode == -signal.SIGTERM
     service.kill()  # does nothing to a process that has ended
+
+
+def test_a_test_does_not_wait_for_a_server_that_hangs(forking: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_services, "_link", forking.server._link)
+    monkeypatch.setattr(forked_services, "_START_S", 0.1)
+    forking.process.send_signal(signal.SIGSTOP)
+    with forking.printed.open("wb") as output, pytest.raises(TimeoutError):
+        forked_services.ForkedService(forking.order, output)
 
 
 def test_a_process_with_threads_forks_no_server() -> None:

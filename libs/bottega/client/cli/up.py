@@ -294,6 +294,8 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
     with fork_server() as server, closing(ServiceLog(state.logs, "suite")) as log:
         settings = plan.settings
         listener = TerminalListener(log, quiet=in_background)
+        if server is None:
+            listener.not_forked("this process has other threads")
 
         def on_ready(fleet: FleetStatus, seconds: float) -> None:
             for thing in left_out_of(fleet):
@@ -329,6 +331,12 @@ class TerminalListener:
         self._write("WARNING", f"{name} {how}", wait_s=wait_s)
         if not self._quiet:
             note(f"  {name:<12} {how}; starting it again in {wait_s:g} s (bottega logs {name} says why)")
+
+    def not_forked(self, reason: str) -> None:
+        event = f"the fork server failed: {reason}; new interpreters are started"
+        self._write("WARNING", event)
+        if not self._quiet:
+            note(f"  {event}")
 
     def left_out(self, thing: LeftOutThing) -> None:
         """Warn of a file or folder that a service does not host."""

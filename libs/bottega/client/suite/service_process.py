@@ -9,7 +9,7 @@ import signal
 import time
 from asyncio.subprocess import Process
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +56,9 @@ class ServiceListener(Protocol):
     def died(self, name: str, how: str, wait_s: float) -> None:
         """Handle that a service died, for the reason `how`. It will be restarted after `wait_s` seconds."""
 
+    def not_forked(self, reason: str) -> None:
+        """Handle that services are started as new interpreters from now on, because the fork server failed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
@@ -72,11 +75,41 @@ class RestartPolicy:
     """Seconds from SIGTERM to SIGKILL: more than the time in which services are configured to drain."""
 
 
+class Forking:
+    """Forks the processes of a suite until the fork server fails, which it reports once."""
+
+    def __init__(self, server: ForkServer, listener: ServiceListener) -> None:
+        self._server: ForkServer | None = server
+        self._listener = listener
+
+    async def start(
+        self, plan: ProcessPlan, environment: Mapping[str, str], *, stdin: int, output: int
+    ) -> ForkedProcess | None:
+        """Return a new fork; None if the process must be started as a new interpreter."""
+        if self._server is None or not plan.fork_after_importing:
+            return None
+        _, _, module, *arguments = plan.argv
+        try:
+            order = ForkOrder(
+                module=module,
+                arguments=tuple(arguments),
+                environment=environment,
+                folder=str(Path.cwd()),  # raises if it was deleted
+                imports=plan.fork_after_importing,
+            )
+            return await self._server.start(order, stdin=stdin, output=output)
+        except OSError as error:
+            if self._server is not None:  # no other service reported it meanwhile
+                self._server = None
+                self._listener.not_forked(str(error) or type(error).__name__)
+            return None
+
+
 class ServiceProcess:
     """A service that is restarted when its process dies, until it is stopped.
 
     Args:
-        fork_server: Forks the process if the plan allows it; None starts new interpreters.
+        forking: Forks the process if the plan allows it; None starts new interpreters.
         on_change: Called when the process, its progress or `serving` changes.
     """
 
@@ -87,7 +120,7 @@ class ServiceProcess:
         listener: ServiceListener,
         policy: RestartPolicy,
         *,
-        fork_server: ForkServer | None = None,
+        forking: Forking | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = plan.name
@@ -99,7 +132,7 @@ class ServiceProcess:
         self._plan = plan
         self._listener = listener
         self._policy = policy
-        self._fork_server = fork_server
+        self._forking = forking
         self._on_change = on_change
         self._log = ServiceLog(logs, plan.name)
         self._last_lines: deque[str] = deque(maxlen=12)
@@ -160,17 +193,10 @@ class ServiceProcess:
 
     async def _start(self, stdin: int, output: int) -> Process | ForkedProcess:
         environment = {**os.environ, **self._plan.environment}
-        if self._fork_server is not None and self._plan.fork_after_importing:
-            _, _, module, *arguments = self._plan.argv
-            order = ForkOrder(
-                module=module,
-                arguments=tuple(arguments),
-                environment=environment,
-                folder=str(Path.cwd()),
-                imports=self._plan.fork_after_importing,
-            )
-            with contextlib.suppress(OSError):  # without the server it starts all the same
-                return await self._fork_server.start(order, stdin=stdin, output=output)
+        if self._forking is not None and (
+            fork := await self._forking.start(self._plan, environment, stdin=stdin, output=output)
+        ):
+            return fork
         return await asyncio.create_subprocess_exec(
             *self._plan.argv,
             stdin=stdin,
@@ -243,13 +269,14 @@ class Supervisor:
         self._state = state
         self._changed = asyncio.Event()
         self._written: InstanceRecord | None = None
+        forking = Forking(fork_server, listener) if fork_server is not None else None
         self._processes = [
             ServiceProcess(
                 process,
                 state.logs,
                 listener,
                 policy or RestartPolicy(),
-                fork_server=fork_server,
+                forking=forking,
                 on_change=self._changed.set,
             )
             for process in plan.processes
