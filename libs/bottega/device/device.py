@@ -171,16 +171,15 @@ def run_pieces(pieces: Generator[None, None, Result]) -> Result:
 
 
 class PausableWork(Generic[Result]):
-    """A computation in pieces that may pause where the device has done all pieces so far.
-
-    A GPU is mostly behind the thread that enqueues the pieces, so there it seldom pauses.
-    """
+    """A computation in pieces that may pause after each of them."""
 
     def __init__(self, device: Device, pieces: Generator[None, None, Result]) -> None:
         self.spans: list[Span] = []
         """The time that the device spent in each call of `run`."""
         self.result: Result | None = None
         """The result; None before all pieces have been enqueued."""
+        self.failed = False
+        """Whether a piece has raised an error, so that there will be no result."""
         self._device = device
         self._pieces = pieces
 
@@ -188,7 +187,7 @@ class PausableWork(Generic[Result]):
         """Enqueue the pieces that are left.
 
         Args:
-            pause_due: Returns whether to pause after a piece that the device has done.
+            pause_due: Returns whether to pause after a piece. The device may not have done it yet.
         """
         began = self._device.record()
         try:
@@ -197,8 +196,11 @@ class PausableWork(Generic[Result]):
                     next(self._pieces)
                 except StopIteration as end:
                     self.result = end.value
-                if self._device.record().ready and pause_due():
+                if pause_due():
                     break
+        except Exception:
+            self.failed = True
+            raise
         finally:
             self.spans.append(Span(begin=began, end=self._device.record()))
 

@@ -5,6 +5,7 @@ The engine has a list of add-ons and knows none of them by name. For each job th
 
     submitted      EngineAddOn.open            starts loading data; refuses jobs that can never be served
     encoding       JobAddOn.ready              whether the prompt can be encoded
+                   JobAddOn.prepare_prompt     computes in pieces what the encoding needs
                    EngineAddOn.before_prompt   prepares the text encoders for the job
     encoded        JobAddOn.attach             gives the job's requests what they need
     before a turn  JobAddOn.update             uses data that has arrived
@@ -21,7 +22,7 @@ In each turn, the engine runs one forward pass of a batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -57,6 +58,8 @@ class JobAddOn:
     """Whether the job may resume from a checkpoint."""
     changes_prompt: bool = False
     """Whether the add-on changed the encoding of the prompt."""
+    prepares_prompt: bool = False
+    """Whether `prepare_prompt` may pause, with memory in use."""
     offloadable: bool = True
     """Whether the other worker of a pair may compute rows of the job."""
     tokenizers: tuple[CLIPTokenizer, ...] | None = None
@@ -74,6 +77,14 @@ class JobAddOn:
             BottegaError: They never can.
         """
         return True
+
+    def prepare_prompt(self) -> Generator[None, None, None]:
+        """Compute in pieces what `before_prompt` needs for the job. Steps of other jobs may run in between.
+
+        Raises:
+            BottegaError: The job can never be served.
+        """
+        yield from ()
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Prepare a job whose prompt has been encoded and whose requests exist.

@@ -49,9 +49,10 @@ _log = logging.getLogger(__name__)
 
 # Weight of a new measurement in the average `Engine.fixed_s`.
 _FIXED_WEIGHT = 0.2
-# A trial of a request's steps may take .3 s. After this time it goes on in the next turn, so that it hardly delays the
-# steps of a running batch.
-_MAX_TRIAL_S = 0.02
+# A trial of a request's steps may take .3 s, and LoRAs' differences for text encoders 6 s. After this time of the host,
+# or this share of the last step if that is more, they go on in the next turn, so that they hardly delay other steps.
+_MIN_PREPARATION_S = 0.02
+_PREPARATION_SHARE = 0.25
 
 
 class Engine:
@@ -94,6 +95,7 @@ class Engine:
         self._decodings: dict[EngineJob, Decoding] = {}
         self._device_clock = DeviceClock(model.runtime)
         self._turn_began = model.runtime.record()
+        self._turn_began_s = self._step_s = 0.0
         self._skips_step = False
         self._waiting = WaitingOrders(self.addons)
         heartbeat = heartbeat or Heartbeat()
@@ -245,7 +247,7 @@ class Engine:
     def turn(self) -> Iterator[Event]:
         """Run one turn, and yield its events as they happen. Do nothing if there is no work."""
         yield from self._say_arrived()
-        self._turn_began = self.model.runtime.record()
+        self._turn_began, self._turn_began_s = self.model.runtime.record(), self._clock()
         yield from self._encode_next()
         yield from self._update_readiness()
         turns = self.turns
@@ -265,10 +267,13 @@ class Engine:
         turn = Span(begin=self._turn_began, end=self.model.runtime.record())
         return turn.ready and self._batcher.is_long(turn.seconds)
 
-    def _trial_is_long(self) -> bool:
-        """Return whether trying the steps of a new request would delay the jobs that run now, if it went on."""
-        turn = Span(begin=self._turn_began, end=self.model.runtime.record())
-        return bool(self._jobs) and turn.ready and turn.seconds > _MAX_TRIAL_S
+    def _preparation_is_long(self) -> bool:
+        """Return whether preparing a new job would delay the jobs that run now, if it went on.
+
+        It is the host's time that counts, because a GPU may still be busy with the last step.
+        """
+        max_s = max(_MIN_PREPARATION_S, _PREPARATION_SHARE * self._step_s)
+        return bool(self._jobs) and self._clock() - self._turn_began_s > max_s
 
     def _wait(self) -> None:
         """Wait for the device or for data of add-ons, unless there is something to do."""
@@ -300,28 +305,31 @@ class Engine:
                 if not self._jobs:
                     self._device_clock.set()
                 waiting.encoding = PausableWork(self.model.runtime, self._open_in_pieces(waiting, now_s))
-            waiting.encoding.run(lambda: self._is_long() or (waiting.tries and self._trial_is_long()))
+            waiting.encoding.run(lambda: self._is_long() or (waiting.preparing and self._preparation_is_long()))
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-            for span in waiting.encoding.spans[-1:] if waiting.encoding is not None else ():
-                if span.ready:
-                    self._batcher.charge(waiting.order.share, span.seconds)
+            if waiting.encoding is not None:
+                waiting.uncharged.append(waiting.encoding.spans[-1])
+                self._charge_ended(waiting)
             yield waiting.refuse(self._named(error, waiting.order.spec))
             return
-        *earlier, last = waiting.encoding.spans
+        waiting.uncharged.append(waiting.encoding.spans[-1])
         job = waiting.encoding.result
         if job is None:
-            self._batcher.charge(waiting.order.share, last.seconds)
+            self._charge_ended(waiting)
             self._waiting.put_back(waiting)
             return
         job.order, job.encodings = waiting.order, waiting.encoding.spans
-        job.device_s = sum(span.seconds for span in earlier)
+        job.uncharged += waiting.uncharged
+        job.device_s = waiting.device_s
         self._jobs[job.key] = job
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
 
     def _open_in_pieces(self, waiting: WaitingOrder, now_s: float) -> Generator[None, None, EngineJob]:
-        waiting.tries = True
+        waiting.preparing = True
         yield from try_steps(waiting.order.spec, self.model.samplers)
-        waiting.tries = False
+        for part in waiting.addons.values():
+            yield from part.prepare_prompt()
+        waiting.preparing = False
         # Nothing may pause between this and the encoding of the prompt, for which add-ons change the text encoders.
         for addon in self.addons:
             addon.before_prompt(waiting.addons.get(addon))
@@ -338,7 +346,9 @@ class Engine:
                 yield self._fail(job, error)
 
     def _step(self) -> Iterator[Event]:
+        began_s = self._clock()
         outcome = self._stepper.step()
+        self._step_s = self._clock() - began_s
         if outcome is None:
             return
         for job, error in outcome.failed.items():
@@ -351,16 +361,16 @@ class Engine:
         """Yield events for results that arrived from the device since the last turn."""
         self._stepper.note_times()
         for job in self._jobs.values():
-            self._charge_encoding(job)
+            self._charge_ended(job)
         for job in self._reporter.jobs:
             yield from self._say(job)
 
-    def _charge_encoding(self, job: EngineJob) -> None:
-        if not job.charged_encoding and job.encodings[-1].ready:
-            job.charged_encoding = True
-            self._charge(job, job.encodings[-1].seconds)
+    def _charge_ended(self, job: EngineJob | WaitingOrder) -> None:
+        """Charge a job's tenant for its `uncharged` work that the device has done."""
+        while job.uncharged and job.uncharged[0].ready:
+            self._charge(job, job.uncharged.pop(0).seconds)
 
-    def _charge(self, job: EngineJob, seconds: float) -> None:
+    def _charge(self, job: EngineJob | WaitingOrder, seconds: float) -> None:
         """Charge a job's tenant for device seconds outside of denoising steps."""
         job.device_s += seconds
         self._batcher.charge(job.order.share, seconds)
@@ -497,7 +507,7 @@ class Engine:
         return self.model.memory.refusal(spec.width, spec.height)
 
     def _forget(self, job: EngineJob) -> None:
-        self._charge_encoding(job)
+        self._charge_ended(job)
         del self._jobs[job.key]
         self._reporter.forget(job)
         self._decodings.pop(job, None)

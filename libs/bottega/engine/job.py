@@ -98,8 +98,8 @@ class EngineJob:
     """The times of encoding: several if steps of other jobs ran in between."""
     device_s: float = 0.0
     """Seconds of the device that the job has used so far, including its share of batches."""
-    charged_encoding: bool = False
-    """Whether `device_s` includes encoding."""
+    uncharged: list[Span] = field(default_factory=list)
+    """Times of work outside of batches, such as encoding, that `device_s` does not include yet."""
     remote_job: RemoteJob | None = None
     """What the other worker of a pair needs to know of the job; None if it may compute no rows."""
     provenance: Provenance = field(default_factory=Provenance)

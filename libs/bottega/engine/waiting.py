@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from bottega.device.device import PausableWork, run_pieces
+from bottega.device.device import PausableWork, Span, run_pieces
 from bottega.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.engine.batcher import Batcher
 from bottega.engine.checkpoint import SavedJob, read_checkpoint
@@ -46,17 +46,32 @@ class WaitingOrder:
     """The states of the add-ons that were not ready when they were asked last."""
     encoding: PausableWork[EngineJob] | None = None
     """The encoding, once it has begun."""
-    tries: bool = False
-    """Whether its steps are being tried, before the encoding."""
+    preparing: bool = False
+    """Whether its steps are being tried, or its add-ons compute what its prompt needs, before the encoding."""
+    uncharged: list[Span] = field(default_factory=list)
+    """Times of the encoding that its tenant has not been charged for."""
+    device_s: float = 0.0
+    """Seconds of the encoding that its tenant has been charged for."""
 
     @property
     def encodes_image(self) -> bool:
         """Whether an image is being encoded, and paused."""
         return self.encoding is not None and self.order.image is not None
 
-    def refuse(self, error: Exception) -> JobFailed:
-        """Close the job's add-ons, and return its failure."""
+    @property
+    def prepares_prompt(self) -> bool:
+        """Whether its add-ons may hold memory while they prepare its prompt."""
+        return any(part.prepares_prompt for part in self.addons.values())
+
+    def close(self) -> None:
+        """End its encoding, and close its add-ons."""
+        if self.encoding is not None:
+            self.encoding.close()
         close_parts(self.addons)
+
+    def refuse(self, error: Exception) -> JobFailed:
+        """Close the job, and return its failure."""
+        self.close()
         return JobFailed(key=self.order.key, error=to_job_failure(error))
 
 
@@ -85,7 +100,7 @@ class WaitingOrders:
         """Remove a job. Do nothing if it is unknown."""
         for waiting in [waiting for waiting in self._waiting if waiting.order.key == key]:
             self._waiting.remove(waiting)
-            close_parts(waiting.addons)
+            waiting.close()
 
     def enable_previews(self, key: Hashable) -> None:
         """Add previews to the progress of a job. Do nothing if it is unknown."""
@@ -108,10 +123,12 @@ class WaitingOrders:
             may_begin: Returns whether a tenant's job may be encoded now.
         """
         ordered = sorted(self._waiting, key=lambda waiting: used(waiting.order.share.tenant))
-        # A paused encoding of an image holds memory, so there is one at a time.
+        # A paused encoding of an image holds memory, and so does what is prepared for a prompt: one of each at a time.
         encodes_image = any(waiting.encodes_image for waiting in self._waiting)
+        prepares = any(waiting.preparing and waiting.prepares_prompt for waiting in self._waiting)
         for waiting in ordered:
-            if encodes_image and waiting.encoding is None and waiting.order.image is not None:
+            later = (encodes_image and waiting.order.image is not None) or (prepares and waiting.prepares_prompt)
+            if later and waiting.encoding is None:
                 continue
             try:
                 waiting.held = {addon: part for addon, part in waiting.addons.items() if not part.ready(now_s)}

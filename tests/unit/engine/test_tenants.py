@@ -28,6 +28,7 @@ from bottega.model.schedulers import SamplerKind
 from bottega.schedules import Schedule
 from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import SIZE
+from tests.support.delayed_device import DelayedDevice
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import assert_same_image
@@ -235,11 +236,17 @@ def test_a_light_tenants_picture_is_drawn_between_the_steps_of_anothers_trial(mo
 
 
 @pytest.mark.usefixtures("slow_trials")
-def test_a_running_batch_makes_a_step_between_those_of_a_new_tenants_trial(model: Model, paced: Paced) -> None:
-    easel = ManualEngine(make_engine(model, EngineLimits()))
+@pytest.mark.parametrize("delayed", [False, True], ids=["cpu", "device still busy"])
+def test_a_running_batch_makes_a_step_between_those_of_a_new_tenants_trial(
+    model: Model, paced: Paced, delayed: bool
+) -> None:
+    if delayed:
+        model = replace(model, runtime=DelayedDevice())
+    timesteps = (902 if delayed else 901, 800, 700, 600)  # A schedule is tried once.
+    easel = ManualEngine(make_engine(model, EngineLimits(), clock=paced.time.monotonic))
     running = easel.submit(EngineOrder(key="running", spec=replace(SMALL, num_inference_steps=40)))
     easel.turn()
-    listed = replace(SMALL, sampler=SamplerKind.DPMPP_2M, schedule=Schedule(timesteps=(901, 800, 700, 600)))
+    listed = replace(SMALL, sampler=SamplerKind.DPMPP_2M, schedule=Schedule(timesteps=timesteps))
     new = easel.submit(EngineOrder(key="new", spec=listed, share=HEAVY))
     assert running.job is not None
     for _ in range(3):

@@ -190,10 +190,11 @@ class RemoteJobs:
     def changed_statuses(self) -> list[RemoteJobStatus]:
         """Return what changed since the last call: a job became ready, never will be, or must load something again."""
         news: list[RemoteJobStatus] = []
+        now_s = self._clock()
         for number, admitted in list(self._admitted.items()):
             before = admitted.opened
             try:
-                admitted.opened = all(part.ready(self._clock()) for part in admitted.parts)
+                admitted.opened = all(part.ready(now_s) for part in admitted.parts)
             except BottegaError as error:
                 self.dismiss(number)
                 news.append(RemoteJobStatus(remote_job=number, ready=False, error=error))

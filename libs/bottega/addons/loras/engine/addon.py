@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 from bottega import kinds
 from bottega.addons.loras.engine import (
+    LoraAtScale,
     LoraRef,
     LoraSet,
     LoraSource,
@@ -34,8 +36,8 @@ from bottega.model.rows import Embeds, Half, Row
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
 
-# How long sets of factors are made in a turn: so many seconds, or this share of a step if that is more.
-_LEAST_PIECES_S = 0.02
+# How long sets for the UNet are made in a turn: so many seconds, or this share of a step if that is more.
+_MIN_PIECES_S = 0.02
 _SHARE_OF_STEP = 0.25
 
 
@@ -80,7 +82,9 @@ class EngineLoras(EngineAddOn):
         self._clock = clock
         self._parts: dict[Request, JobLoras] = {}
         self._events = Counter(hits=0, misses=0)
-        self._making: dict[JobLoras, PausableWork[LoraSet]] = {}
+        # Jobs hold the makings that they wait for.
+        self._making: WeakValueDictionary[SetKey, PausableWork[LoraSet]] = WeakValueDictionary()
+        self._turn_s: float | None = None  # `now_s` of the last turn in which a set was made
         self._forward_s = 0.0
 
     @property
@@ -165,23 +169,29 @@ class EngineLoras(EngineAddOn):
         assert loras is not None, "a part names at least one"
         return RemoteLoras(loras)
 
-    def make(self, part: JobLoras, pieces: Callable[[], Generator[None, None, LoraSet]]) -> LoraSet | None:
-        """Go on with making a set for a job. Return the set, or None if it goes on in the next turn.
+    def making(self, uses: Sequence[LoraAtScale]) -> PausableWork[LoraSet]:
+        """Return the making of a set for the UNet, which all jobs share that use it, and which ends with the last."""
+        key = self.weights.key_of(uses)
+        work = self._making.get(key)
+        if work is None or work.failed:
+            work = self._making[key] = PausableWork(self._model.runtime, self.weights.unet_set_in_pieces(uses))
+        return work
 
-        It takes at most a quarter of the time of a step, so that other jobs' steps go on.
+    def go_on(self, work: PausableWork[LoraSet], now_s: float) -> None:
+        """Make more of a set.
+
+        Low-rank factors are made at once. For differences of whole weights, all sets together take at most a quarter of
+        the time of a step in a turn, or one piece if that takes longer, so that the steps of jobs that run go on.
+
+        Args:
+            now_s: Time at which the engine began to update the jobs of this turn.
         """
-        work = self._making.get(part) or PausableWork(self._model.runtime, pieces())
-        self._making[part] = work
-        began_s, most_s = self._clock(), max(_LEAST_PIECES_S, _SHARE_OF_STEP * self._forward_s)
-        work.run(lambda: self._clock() - began_s > most_s)
-        if work.result is not None:
-            del self._making[part]
-        return work.result
-
-    def stop_making(self, part: JobLoras) -> None:
-        """Drop the set that is being made for a job, if there is one."""
-        if (work := self._making.pop(part, None)) is not None:
-            work.close()
+        if not work.spans:
+            work.run(lambda: True)  # It pauses before the first difference.
+        due_s = now_s + max(_MIN_PIECES_S, _SHARE_OF_STEP * self._forward_s)
+        if work.result is None and (self._turn_s != now_s or self._clock() <= due_s):
+            self._turn_s = now_s
+            work.run(lambda: self._clock() > due_s)
 
     def before_prompt(self, part: JobAddOn | None) -> None:
         """Make the text encoders use this job's LoRAs and embeddings. Raise LoraUnusable if one does not fit."""
@@ -197,7 +207,9 @@ class EngineLoras(EngineAddOn):
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
         """Wait until more of the jobs' LoRAs has arrived or one has failed, or until the time-out."""
-        if self._source is not None and not self._making:
+        if any(isinstance(part, JobLoras) and part.making is not None for part in parts):
+            return  # In this turn, one of them made a part of its set.
+        if self._source is not None:
             handles = [handle for part in parts if isinstance(part, JobLoras) for handle in part.handles]
             self._source.settle(handles, timeout_s)
 

@@ -7,7 +7,7 @@ seed and sampler. It only lacks the LoRAs in the UNet, like an image whose LoRAs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from bottega.addons.loras.engine import (
 from bottega.addons.loras.engine.embeddings import TokenVectors
 from bottega.addons.loras.engine.lora_set import loras_part
 from bottega.addons.loras.wire.canonical import TOKEN_EMBEDDING
+from bottega.device.device import PausableWork, Span
 from bottega.engine.addon import JobAddOn
 from bottega.engine.encode import Conditions
 from bottega.engine.events import EngineRecord
@@ -139,7 +140,9 @@ class JobLoras(JobAddOn):
     patch_s: float = 0.0
     """Seconds spent on merging; 0 if the weights already had the LoRAs, or if they were never merged."""
     _text: LoraSet | None = None
-    _text_taken: bool = False
+    making: PausableWork[LoraSet] | None = None
+    """The making of `loras`, which other jobs may share; None before it begins and after it."""
+    _uncharged: list[Span] = field(default_factory=list)
     _requests: Sequence[Request] = ()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
@@ -152,23 +155,21 @@ class JobLoras(JobAddOn):
     def __post_init__(self) -> None:
         # Checkpoints do not record how a LoRA is measured.
         self.resumable = not any(spec.measured for spec in self.specs)
+        self.prepares_prompt = bool(self.specs)
 
     def ready(self, now_s: float) -> bool:
-        """Return whether the factors for the text encoders are made. Raise NoLora after the time-out, or LoraUnusable.
-
-        They are made in pieces when their layers have arrived.
-        """
+        """Return whether the layers for the text encoders have arrived. Raise NoLora after the time-out."""
         ready = self._all_arrived([handle.text_ready for handle in self.handles], now_s)
-        if ready and self._text is None and not self._text_taken:
-            weights, uses = self.addon.weights, self._scaled(TEXT_ENCODERS)
-            self._text = self.addon.make(self, lambda: weights.text_set_in_pieces(uses))
-            ready = self._text is not None
         self._note_wait(not ready, now_s)
         return ready
 
+    def prepare_prompt(self) -> Generator[None, None, None]:
+        """Make the factors for the text encoders. Raise LoraUnusable."""
+        self._text = yield from self.addon.weights.text_set_in_pieces(self._scaled(TEXT_ENCODERS))
+
     def take_text_set(self) -> LoraSet | None:
         """Return the factors for the text encoders, and forget them; None if they are not changed."""
-        made, self._text, self._text_taken = self._text, None, True
+        made, self._text = self._text, None
         return made if made is not None and any(made.changes(name) for name in TEXT_ENCODERS) else None
 
     def token_vectors(self) -> list[TokenVectors]:
@@ -189,7 +190,7 @@ class JobLoras(JobAddOn):
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Set the job's requests, and the step that an earlier attempt decided. Raise InvalidRequest."""
         self.addon.embeddings.restore()
-        self._requests = job.requests
+        self._requests, self._uncharged = job.requests, job.uncharged
         if kinds.LORAS in job.pinned:
             self.step = _pinned_step(job.pinned[kinds.LORAS], job.order.spec)
         job.extra = self.addon.shadows(job.order, conditions)
@@ -204,7 +205,7 @@ class JobLoras(JobAddOn):
         """
         if self.arrived:
             return
-        if self._all_arrived([handle.ready for handle in self.handles], now_s) and self._make_loras():
+        if self._all_arrived([handle.ready for handle in self.handles], now_s) and self._make_loras(now_s):
             self.arrived = True
             if self.step is None:
                 self.step = max(request.next_step for request in self._requests)
@@ -216,12 +217,21 @@ class JobLoras(JobAddOn):
         under_way = [request for request in self._requests if not request.done]
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
 
-    def _make_loras(self) -> bool:
+    def _make_loras(self, now_s: float) -> bool:
         """Go on with making the factors for the UNet. Return whether they are made, or there are none."""
-        if self.specs and self.loras is None:
-            weights, uses = self.addon.weights, self._scaled((UNET,))
-            self.loras = self.addon.make(self, lambda: weights.unet_set_in_pieces(uses))
-        return not self.specs or self.loras is not None
+        if not self.specs:
+            return True
+        if self.making is None or self.making.failed:
+            self.making = self.addon.making(self._scaled((UNET,)))
+        count = len(self.making.spans)
+        try:
+            self.addon.go_on(self.making, now_s)
+        finally:
+            self._uncharged += self.making.spans[count:]
+        self.loras = self.making.result
+        if self.loras is not None:
+            self.making = None
+        return self.loras is not None
 
     def blocks(self, request: Request) -> bool:
         """Return whether the request waits for the LoRAs: it has reached `bound`, or it is a shadow that measures them.
@@ -304,7 +314,7 @@ class JobLoras(JobAddOn):
         """Release the handles and drop the requests."""
         self.addon.embeddings.restore()  # if the prompt could not be encoded
         self._release()
-        self.addon.stop_making(self)
+        self.making = self._text = None
         self.addon.detach(self._requests)
 
     def _release(self) -> None:

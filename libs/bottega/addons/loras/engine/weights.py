@@ -190,13 +190,17 @@ class LoraWeights:
                 )
         return (yield from self._make_set(uses, tuple(self._unmerged_text)))
 
+    def key_of(self, uses: Sequence[LoraAtScale]) -> SetKey:
+        """Return the key of the set for the UNet."""
+        return set_key(uses, as_peft=self._as_peft)
+
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
         """Return the result of `unet_set_in_pieces` at once."""
         return run_pieces(self.unet_set_in_pieces(uses))
 
     def unet_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
         """Return the factors for the UNet, as the same object while a set is used. Raise LoraUnusable."""
-        key = set_key(uses, as_peft=self._as_peft)
+        key = self.key_of(uses)
         known = self._sets.get(key)
         if known is None:
             made = yield from self._make_set(uses, [UNET])
@@ -206,6 +210,8 @@ class LoraWeights:
     def _make_set(self, uses: Sequence[LoraAtScale], components: Sequence[str]) -> Generator[None, None, LoraSet]:
         """Make a set, with memory reserved for its differences while they are used. Raise LoraUnusable, TooLarge."""
         size_bytes = sum(expanded_bytes(uses, self._networks[name], name) for name in components)
+        if size_bytes:
+            yield  # What follows takes memory, and long.
         try:
             self._reserve_differences(size_bytes)
         except TooLarge:
@@ -225,6 +231,7 @@ class LoraWeights:
     def _drop_kept(self) -> None:
         """Drop what is kept for later requests. Sets in use are computed beside the weights from here on."""
         self._unmerged.drop_plans()
+        self.put_in_text(None)  # The prompt for which they were changed has been encoded.
         if self.patched is not None:
             self.put_in_unet(None)
 

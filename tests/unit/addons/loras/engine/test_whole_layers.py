@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,18 +15,21 @@ from torch import Tensor, nn
 from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, LoraLayer, Patcher, WholeLayer, make_layer, make_set
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.engine.lora import weight_difference
+from bottega.device import devices
 from bottega.device.memory_plan import MemoryPlan
-from bottega.engine.events import JobStarted
+from bottega.engine.events import JobFailed, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.errors import LoraUnusable, TooLarge
+from bottega.fair_order import Share
 from bottega.model.model import Model
-from tests.samples.engine_loras import LorasByHand, random_layers
+from tests.samples.engine_loras import LorasByHand, digest_of, random_layers
 from tests.samples.small_model import small_model
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
-from tests.support.manual_engine import ManualEngine, load
+from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock
 from tests.unit.addons.loras.engine.test_exact import SPEC, styled_order
 
+_RESERVED = "LoRAs without a low-rank form"
 _UNET_TARGETS = ("attn1.to_q", "attn2.to_out.0", "conv1", "ff.net.2", "downsamplers.0.conv")
 
 
@@ -218,26 +221,134 @@ class _Ticking:
         return self.now_s
 
 
-def test_other_jobs_make_steps_while_a_set_is_made(model: Model, components: dict[str, Layers]) -> None:
-    engine = make_engine(model, TOGETHER, loras=LorasByHand.of({"whole": components}))
-    easel = ManualEngine(engine)
+def _submit_running(model: Model, source: LorasByHand) -> tuple[ManualEngine, Drawing, EngineLoras]:
+    """Return an engine with a job that makes steps, and its add-on. In a turn, one piece of a set is made."""
+    easel = ManualEngine(make_engine(model, TOGETHER, loras=source, clock=_Ticking()))
     running = easel.submit(EngineOrder(key="running", spec=replace(SPEC, num_inference_steps=200)))
     easel.turn()
-    (addon,) = (addon for addon in engine.addons if isinstance(addon, EngineLoras))
-    addon._clock = _Ticking()
+    (addon,) = (addon for addon in easel.engine.addons if isinstance(addon, EngineLoras))
+    return easel, running, addon
+
+
+def _turn_until_started(easel: ManualEngine, drawings: Sequence[Drawing]) -> int:
+    """Return the number of turns until all jobs have started."""
+    turns = 0
+    while not all(drawing.all(JobStarted) for drawing in drawings):
+        easel.turn()
+        turns += 1
+        assert not any(drawing.all(JobFailed) for drawing in drawings)
+    return turns
+
+
+def test_other_jobs_make_steps_while_a_set_is_made(model: Model, components: dict[str, Layers]) -> None:
+    easel, running, addon = _submit_running(model, LorasByHand.of({"whole": components}))
     late = easel.submit(styled_order({"whole": 0.7}, key="late"))
     assert running.job is not None
     made = running.job.steps_done
-    turns = 0
-    while not late.all(JobStarted):
-        easel.turn()
-        turns += 1
+    turns = _turn_until_started(easel, [late])
     layers = sum(map(len, components.values())) // 2
     assert turns > layers, "a turn changes one layer, or two"
     assert running.job.steps_done > made + layers
-    engine.cancel("late")
-    engine.cancel("running")
+    easel.engine.cancel("late")
+    easel.engine.cancel("running")
     assert not addon._making
+
+
+def test_sets_of_several_jobs_share_the_time_that_they_may_take_in_a_turn(
+    model: Model, components: dict[str, Layers]
+) -> None:
+    easel, _, _ = _submit_running(model, LorasByHand.of({"whole": {UNET: components[UNET]}}))
+    late = [easel.submit(styled_order({"whole": scale}, key=str(scale))) for scale in (0.5, 0.7)]
+    layers = sum(isinstance(layer, WholeLayer) or layer.bias is not None for layer in components[UNET].values())
+    assert _turn_until_started(easel, late) >= 2 * layers
+
+
+def test_a_set_that_several_jobs_use_is_made_once_and_outlives_the_first_of_them(
+    model: Model, components: dict[str, Layers]
+) -> None:
+    plan = MemoryPlan(64 << 20)
+    source = LorasByHand.of({"whole": {UNET: components[UNET]}})
+    easel, _, addon = _submit_running(replace(model, memory=plan), source)
+    made = addon.weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers=components)])
+    held = plan.reserved[_RESERVED]
+    del made
+    gc.collect()
+    addon.weights.enter([None])
+    addon.weights.leave()
+    others = (64 << 20) - sum(plan.reserved.values()) - held
+    plan.reserve("others", others - others % 4096)
+    first = easel.submit(styled_order({"whole": 0.7}, key="first"))
+    late = [easel.submit(styled_order({"whole": 0.7}, key=str(number))) for number in range(3)]
+    while not addon._making or len(easel.engine.jobs) < 5:
+        easel.turn()
+        assert not any(drawing.all(JobFailed) for drawing in (first, *late))
+    easel.engine.cancel("first")
+    turns = _turn_until_started(easel, late)
+    assert turns <= len(components[UNET])
+    assert len({job.requests[0].loras for job in easel.engine.jobs.values() if job.key != "running"}) == 1
+
+
+def test_all_jobs_that_use_a_set_fail_if_there_is_no_memory_for_it(model: Model, components: dict[str, Layers]) -> None:
+    plan = MemoryPlan(64 << 20)
+    source = LorasByHand.of({"whole": {UNET: components[UNET]}})
+    easel, _, addon = _submit_running(replace(model, memory=plan), source)
+    plan.reserve("others", (64 << 20) - sum(plan.reserved.values()))
+    late = [easel.submit(styled_order({"whole": 0.7}, key=str(number))) for number in range(2)]
+    while not all(drawing.ended for drawing in late):
+        easel.turn()
+    assert all(isinstance(drawing.error, TooLarge) for drawing in late)
+    assert not addon.weights._making_bytes
+
+
+def test_text_sets_of_several_tenants_take_the_memory_of_one(model: Model, components: dict[str, Layers]) -> None:
+    plan = MemoryPlan(64 << 20)
+    text = {name: layers for name, layers in components.items() if name != UNET}
+    easel, _, addon = _submit_running(replace(model, memory=plan), LorasByHand.of({"whole": text}))
+    made = addon.weights.text_set([LoraAtScale(digest="a", scale=1.0, layers=text)])
+    held = plan.reserved[_RESERVED]
+    del made
+    gc.collect()
+    addon.weights.enter([None])
+    addon.weights.leave()
+    plan.reserve("others", (64 << 20) - sum(plan.reserved.values()) - held * 3 // 2)
+    late = [
+        easel.submit(replace(styled_order({"whole": scale}, key=str(scale)), share=Share(tenant=str(scale))))
+        for scale in (0.5, 0.7, 0.9)
+    ]
+    _turn_until_started(easel, late)
+
+
+def test_a_tenant_is_charged_for_making_its_sets(
+    model: Model, components: dict[str, Layers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    easel, _, _ = _submit_running(model, LorasByHand.of({"whole": components}))
+    monkeypatch.setattr(devices, "perf_counter", _Ticking())
+    late = easel.submit(replace(styled_order({"whole": 0.7}, key="late"), share=Share(tenant="late")))
+    used_s = easel.engine._batcher.used("late")
+    easel.turn()
+    assert easel.engine._batcher.used("late") > used_s
+    used: list[float] = []
+    while not late.all(JobStarted):
+        easel.turn()
+        used += [job.device_s for job in easel.engine.jobs.values() if job.key == "late"]
+    assert len(used) > len(components[UNET]) // 2
+    assert len(set(used)) > len(used) - 3, "it is charged in each turn"
+
+
+def test_an_idle_engine_waits_for_loras_while_another_set_is_not_made_further(
+    model: Model, components: dict[str, Layers]
+) -> None:
+    source = LorasByHand.of({"whole": components})
+    source.loras = {**source.loras, digest_of("late"): components}
+    easel, _, addon = _submit_running(model, source)
+    easel.submit(styled_order({"whole": 0.7}, key="making"))
+    while not addon._making:
+        easel.turn()
+    easel.submit(styled_order({"late": 0.7}, key="late"))
+    easel.turn()
+    late = next(waiting for waiting in easel.engine._waiting if waiting.order.key == "late")
+    addon.wait([late.addons[addon]], 0.0)
+    assert source.settled == 1
 
 
 def test_memory_is_reserved_while_a_set_is_used(model: Model, components: dict[str, Layers]) -> None:
