@@ -24,7 +24,7 @@ from typing import ClassVar
 from bottega import process
 from bottega.errors import Unavailable, WorkerLost
 from bottega.plain_text import progress_text
-from bottega.process import EngineListener, EngineTimeouts, PendingCalls, StartProgress
+from bottega.process import EngineTimeouts, PendingCalls, StartProgress
 from bottega.rpc.status import from_job_error
 from bottega.storage.folders import ProcessLock
 from bottega.v1 import fleet_pb2
@@ -57,8 +57,6 @@ ENGINE_MODULE = "bottega.worker.engine.main"
 _TRIALS = "bottega-trials-"
 # A folder is locked right after it is made, so younger ones are left alone.
 _MADE_S = 60.0
-
-WorkerEngineListener = EngineListener[EngineReady, EngineEvent]
 
 
 class TrialFolder:

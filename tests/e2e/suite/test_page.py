@@ -14,7 +14,7 @@ import PIL.Image
 import pytest
 import pytest_asyncio
 
-from bottega.client import AsyncClient, ControlNet
+from bottega.client import AsyncClient, ControlNet, JobState
 from bottega.client.suite.plan import free_ports
 from bottega.rpc.security.api_keys import new_key
 from tests.e2e.conftest import Suite
@@ -95,7 +95,7 @@ async def _focused(tab: Tab) -> str:
     return str(await tab.page.evaluate(script))
 
 
-async def test_cancel_ends_a_job(browser: Browser, url: str) -> None:
+async def test_cancel_ends_a_job(browser: Browser, url: str, suite: Suite) -> None:
     async with opened(browser, url) as tab:
         await tab.page.get_by_label("Prompt", exact=True).fill(_PROMPT)
         await tab.page.get_by_text("Steps, guidance, size and more").click()
@@ -104,6 +104,7 @@ async def test_cancel_ends_a_job(browser: Browser, url: str) -> None:
         await tab.page.get_by_role("button", name="Cancel").click()
         await tab.page.get_by_text("Cancelled.", exact=True).first.wait_for()
         await tab.page.get_by_role("button", name="Draw").wait_for()
+    assert suite.client.list_jobs().jobs[0].state is JobState.CANCELLED
 
 
 async def test_an_edit_redraws_what_was_painted_and_keeps_the_rest(

@@ -252,7 +252,8 @@ def test_a_command_whose_memory_the_kernel_hides_is_not_changed(
 ) -> None:
     (tmp_path / "stat").write_text(f"1 (name) S {'0 ' * 49}")
     monkeypatch.setattr("bottega.process.fork_server._PROCESS", tmp_path)
-    _show_command("another", "command")
+    _show_command("another", "command")  # writing to address 0 would end this process
+    assert (tmp_path / "comm").read_text() == Path(sys.executable).name
 
 
 async def test_a_server_does_not_fork_beside_threads(forking: Forking) -> None:

@@ -2,7 +2,7 @@
 
 import { html, nothing } from "./vendor/lit-html.js";
 import { adaptersOf, draft, setDraft } from "./draft.js";
-import { field } from "./fields.js";
+import { field, numberInput } from "./fields.js";
 import { keptFields, without } from "./kept.js";
 import { NotAPicture, readPicture } from "./pictures.js";
 import { say, state, update } from "./store.js";
@@ -132,28 +132,18 @@ async function chooseImage(net, path, event) {
   }
 }
 
+// A number of a LoRA or a ControlNet.
 function smallNumber(name, label, item, key, { step, max }) {
-  return field(
-    name,
-    label,
-    ({ id, about, invalid }) => html`
-      <input
-        id=${id}
-        type="number"
-        inputmode="decimal"
-        step=${step}
-        min=${max ? "0" : nothing}
-        max=${max ?? nothing}
-        aria-describedby=${about}
-        aria-invalid=${invalid}
-        .value=${item[key]}
-        @input=${(event) => {
-          item[key] = event.target.value;
-          update();
-        }}
-      />
-    `,
-  );
+  return numberInput(name, label, {
+    step,
+    max,
+    min: max && "0",
+    value: item[key],
+    onInput: (event) => {
+      item[key] = event.target.value;
+      update();
+    },
+  });
 }
 
 function adder(kind, label, known, used, add) {

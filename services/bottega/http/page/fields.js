@@ -30,7 +30,11 @@ export function field(name, label, control, { hint = "", wide = false } = {}) {
   `;
 }
 
-export function numberField(name, label, key, { hint, placeholder = "", min, max, step = "1" } = {}) {
+export function numberField(name, label, key, options = {}) {
+  return numberInput(name, label, { ...options, value: draft[key], onInput: (event) => changed(name, key, event) });
+}
+
+export function numberInput(name, label, { value, onInput, hint, placeholder = "", min, max, step = "1" }) {
   return field(
     name,
     label,
@@ -45,8 +49,8 @@ export function numberField(name, label, key, { hint, placeholder = "", min, max
         placeholder=${placeholder}
         aria-describedby=${about}
         aria-invalid=${invalid}
-        .value=${draft[key]}
-        @input=${(event) => changed(name, key, event)}
+        .value=${value}
+        @input=${onInput}
       />
     `,
     { hint },

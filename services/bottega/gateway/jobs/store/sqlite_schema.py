@@ -238,7 +238,6 @@ _TABLES = (
         checksum INTEGER NOT NULL
     ) STRICT
     """,
-    "CREATE INDEX outbox_of_job ON outbox (job_id)",
     "CREATE INDEX outbox_listed ON outbox (dead, tenant, number)",
     "INSERT INTO sqlite_sequence VALUES ('outbox', CAST(strftime('%s', 'now') AS INTEGER) * 1000)",
     # Inputs of live jobs, in a table of their own so that a change of a job does not rewrite them.
