@@ -19,7 +19,7 @@ DISTRIBUTIONS = (
     "libs/weights",
     "libs[client,diffusion,otel]",
     "libs/serving",
-    "services[activations,cache,controlnet,gateway,http,loras,worker]",
+    "services[activations,cache,controlnet,gateway,http,loras,postgresql,s3,worker]",
     "kernels",
 )
 # By the name of a setting of pip: the variable of uv, and what separates its values.

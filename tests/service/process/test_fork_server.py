@@ -238,6 +238,7 @@ def test_a_server_that_hangs_ends_when_its_parent_is_killed() -> None:
         assert parent.stdout is not None
         parent.stdout.readline()
         (server,) = psutil.Process(parent.pid).children()
+        wait_until(lambda: "bottega fork server" in " ".join(server.cmdline()), "the server to watch its parent")
         server.suspend()
         parent.kill()
     try:
