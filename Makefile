@@ -15,7 +15,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 # Where it is set, as in many containers, each engine process compiles torch and Diffusers anew: 12 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu gpu-report fuzz chaos soak like faults lint protos page-library clean
+.PHONY: help demo test test-gpu gpu-report fuzz chaos soak like faults lint protos page-library benches clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -79,9 +79,12 @@ bench-%: export TRANSFORMERS_VERBOSITY = error
 bench-%: NAME = $(subst -,_,$*)
 bench-%: export BENCH_RECORD = $(RECORD)
 bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it; RECORD="nothing beside" keeps the figures)
-	@grep -qs '^BENCH = ' load/bench/$(NAME).py || { echo "no bench '$*'; there are: $$(cd load/bench && grep -l '^BENCH = ' *.py | sed 's/\.py$$//;s/_/-/g' | xargs)"; exit 2; }
+	@grep -qs '^BENCH = ' load/bench/$(NAME).py || { echo "no bench '$*': make benches lists them"; exit 2; }
 	$(BIN)/python -m load.bench.awake $(BIN)/python -m load.bench.$(NAME) $(ARGS)
 	@test -z "$(RECORD)" || $(BIN)/python -m load.results.table
+
+benches: .venv/.ready ## List the comparisons of load/bench and what each asks
+	@$(BIN)/python -m load.bench
 
 clean: ## Remove everything that the commands made
 	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .grimp_cache .import_linter_cache

@@ -4,6 +4,8 @@ Both have the same two cores, one client and the same model, and take turns; med
 time, come to both from equally far away, and are taken out again; ControlNets are warm, and in one more row cold. The
 ideal on equal cores is Diffusers' time less what its LoRAs take, plus what the suite's take: ControlNets on a server of
 their own move work, they do not remove it.
+
+A run takes 9 minutes on two cores.
 """
 
 from __future__ import annotations

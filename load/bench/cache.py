@@ -4,6 +4,8 @@ Prompts of load/replay/prompt_stream.py, embedded by the miniature's own text en
 the real store, cold at first, in this process; no picture is drawn. Every policy sees the same stream. Then the match
 predictor is measured with the store's own index: how good it is, and when it is worth believing. Last, the first
 prompts of the stream are drawn by the whole suite, each without and with the cache, which is cold at first.
+
+A run takes 15 minutes on two cores.
 """
 
 from __future__ import annotations

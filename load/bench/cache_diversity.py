@@ -3,6 +3,8 @@
 Rows of six, as a person sees them: of one request, and of six requests one after the other, whose first pictures are
 recorded as in production. Both take turns with a row from noise, whose mean pairwise SSIM theirs is compared with.
 Prompts leave open what stands where, or on which ground: what a prompt says, all of its pictures have in common anyhow.
+
+A run takes 8 minutes on two cores.
 """
 
 from __future__ import annotations

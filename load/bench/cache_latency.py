@@ -4,6 +4,8 @@ Hits by K, and misses, through the suite, with a model whose steps are long. Eac
 cache, one that asks and finds nothing similar enough, and one hit for each K; medians. A hit is compared with the same
 request without the cache less K steps of its denoising; a miss, which is asked for and recorded, with the request
 without the cache. The worker has a core of its own.
+
+A run takes 6 minutes on two cores.
 """
 
 from __future__ import annotations

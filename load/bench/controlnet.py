@@ -8,6 +8,8 @@ caches and memory.
 Then the same over TCP behind a relay that is slowed down to where waiting for every step's residuals gains little,
 against steps that go on with those of the step before; and how often the embedded model's pictures follow their control
 images then. The mode is chosen by a profile and a slow link, and every picture's provenance has to name the one meant.
+
+A run takes 15 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Stock Diffusers, held-out scenes. Prompt and control image agree in all but the place (or, of two things, the relation).
 A picture counts when the oracle reads everything as the control image shows it.
+
+A run takes 9 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ The day is a mix of load/replay/mixes: edits and pictures, with ControlNets and 
 server draws static batches in one process, without a cache of anything. Each side has the machine to itself; they take
 turns, and get the same requests at the same times. An answer counts that comes within three times what its request
 takes alone on the plain server. Then come days of the suite without one technique each.
+
+A run takes 80 minutes on two cores, 40 with `--rows none`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ The suite's engine, with and without sparse convolutions, against stock Diffuser
 threads, taking turns, medians. The model has the topology of SDXL or Stable Diffusion 2.1, recordings are in memory,
 and masks are squares. First an exact edit is compared with Diffusers', so that what is timed is known to draw the same.
 Last, the network alone: what a forward takes, by what is recorded of it.
+
+A run takes 20 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ so many bytes a second through: as slow as loading takes half as long as computi
 long (then loading in sequence doubles the time), and three times as long. In turns, of the same template and mask:
 without a recording, with one in memory (nothing to load), and from the store, with everything loaded in sequence before
 each step, everything loaded while it is computed, InstGenIE's Algorithm 1, and the suite's plan. Medians of the steps.
+
+A run takes 25 minutes on two cores.
 """
 
 from __future__ import annotations

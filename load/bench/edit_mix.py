@@ -2,6 +2,8 @@
 
 Half of the requests are edits of templates that were edited before, with masks of several sizes and masked blocks; the
 others are plain. A bench model of SDXL's topology. Each side is a process of its own; they take turns, medians.
+
+A run takes 20 minutes on two cores.
 """
 
 from __future__ import annotations

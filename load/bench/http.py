@@ -3,6 +3,8 @@
 A gateway and an HTTP API as processes, and a scripted worker here that answers at once with tiny pictures, so that
 nothing is measured but the way. Requests come at a steady rate over 64 connections, by turns over gRPC and HTTP. Then
 clients do not read streams with pictures of 4 MiB, and many watch a job that does not go on.
+
+A run takes 3 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 One client through the suite, by the SDK, after the picture was drawn once; for comparison, requests of other seeds,
 which are drawn. Both are answered by the same gateway, which makes every job durable before it says so.
+
+A run takes 1 minute on two cores.
 """
 
 from __future__ import annotations

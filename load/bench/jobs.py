@@ -6,6 +6,8 @@ commit, and so an fsync, of its own. The same again with a disk that is made slo
 
 `python -m load.bench.jobs --config FILE` is such a gateway: its environment gives the number of jobs that share a
 commit and how much slower the disk is.
+
+A run takes 1 minute on two cores.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The folder has the topology of a published model, with random weights in bfloat16. Each side loads in a process of its
 own, by turns, after it has imported what it needs; the files are in the system's cache. Ours also hashes each version
 of a file, once. Diffusers only maps files whose element type it keeps: its first picture reads them.
+
+A run takes 3 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Stock Diffusers with PEFT, held-out scenes. Half of the prompts name one thing, half two. A picture counts when the
 oracle reads all of its scene. A style is seen where, in the features of the vision tower's layers, a picture is nearer
 to its own scene rendered in that style than to it plain or in another one.
+
+A run takes 5 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Diffusers' load, fuse, unfuse and unload against the suite's fetch, patch and restore; on SDXL's full topology at a
 quarter of its width, and on the embedded model. Each side is a process of its own; they take turns, and medians are
 compared. Peak memory is what each rises by above the loaded model.
+
+A run takes 3 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 One client, the embedded model, random LoRAs of mixed ranks; requests come one after the other, the same ones for every
 budget of the store, which begins empty each time, as the worker does. A request counts to the coldest tier that one of
 its LoRAs came from.
+
+A run takes 9 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Held-out prompts through the suite, read back by the oracle. Half of the prompts name one thing, half two with a
 relation. A picture counts when everything in it is read right.
+
+A run takes 3 minutes on two cores.
 """
 
 from __future__ import annotations

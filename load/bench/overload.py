@@ -2,6 +2,8 @@
 
 What is drawn must stay near the peak, refusals must come at once, memory must stay bounded, and afterwards everything
 must be as before. Callers have deadlines, as real ones do.
+
+A run takes 3 minutes on two cores.
 """
 
 from __future__ import annotations

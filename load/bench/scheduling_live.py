@@ -3,6 +3,8 @@
 The policy is a gateway with two workers. The two others are a client that binds every edit when it comes to one of two
 gateways that have one worker each, as a balancer in front of two servers does. Workers have a thread each; the same
 edits come at the same times on every side. Few edits of one machine say less than the simulation of bench-scheduling.
+
+A run takes 32 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Processor time, while it has nothing else to do. All six services run as processes and have been at work, so that the
 series of their metrics are there. Each is left alone and scraped in turn, and the shares of a core that its own process
 took are compared. What Prometheus asks the gateway's port for to find the others comes along, as often as it asks.
+
+A run takes 4 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Measured are its budgets, what each tier takes, and damage. The store is a proce
 it: within the host, where sections are mapped, and then over TCP. Edits come one by one, of templates by InstGenIE's
 popularity; one that the store does not have is recorded. Then one bit of each of 10,000 sections is flipped on the
 disk, and every one of them has to be refused.
+
+A run takes 10 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A message is moved into memory that is there already, and acknowledged; all ways take turns in one run, and medians are
 compared. 108 MiB are the residuals of SDXL's ControlNet for the two rows of one guided request, in fp16.
+
+A run takes 1 minute on two cores.
 """
 
 from __future__ import annotations

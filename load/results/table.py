@@ -31,7 +31,7 @@ def table(folder: Path = RESULTS) -> str:
         if not rows:
             continue
         machine = _NOT_NEEDED.sub("", run["machine"])
-        lines.append(f"| **{run['bench']}**: {run['date']}, {machine}; {run['conditions']} | | |\n")
+        lines.append(f"| **{run['bench']}**: {run['date']}, {machine} | | |\n")
         lines += [f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in rows]
     return "".join(lines)
 

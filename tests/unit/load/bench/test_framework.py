@@ -31,9 +31,9 @@ def test_a_run_is_recorded_with_its_machine_and_conditions_where_it_is_asked_for
     run = json.loads((tmp_path / "overhead.json").read_text())
     assert run["values"] == {"ratio": 1.07}
     assert run["machine"] == framework.machine()
+    assert run["conditions"] == "15 requests"
     shown = table.table(tmp_path)
     assert f"| **overhead**: {run['date']}, " in shown
-    assert "; 15 requests" in shown
     assert "| a request | **1.07, missed** | at most 1.05 |" in shown
     assert "routing" not in shown  # it has no bar, and another figure has one
 
