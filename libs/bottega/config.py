@@ -40,6 +40,8 @@ MASK = "********"
 _SECRET = re.compile(r"(^|_)(secret|password|passphrase|token|credential|api_key|private_key)s?$")
 # A user and a password before the host of an address.
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# A password among the parameters of a URL.
+_PASSWORD_PARAMETER = re.compile(r"(?<=password=)[^&\s]+")
 
 _SERVED = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Devices that torch knows, so that people try them. The suite was never run on one.
@@ -267,7 +269,7 @@ def masked(path: KeyPath, value: object) -> object:
         return [masked(path, item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {key.path[-1]: masked(key.path, key.value) for key in keys_of(value, path)}
-    return _USER_INFO.sub(MASK, value) if isinstance(value, str) else value
+    return _PASSWORD_PARAMETER.sub(MASK, _USER_INFO.sub(MASK, value)) if isinstance(value, str) else value
 
 
 def _is_section(value: object) -> bool:

