@@ -1,4 +1,4 @@
-"""What tests of several services use: a folder that every user of the machine may look into."""
+"""What tests of several services use: a folder that every user of the machine may look into, and servers of S3."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.s3 import S3Servers
+
 
 @pytest.fixture
 def public_folder() -> Iterator[Path]:
@@ -17,3 +19,11 @@ def public_folder() -> Iterator[Path]:
     made.chmod(0o755)
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture(scope="session")
+def s3_servers() -> Iterator[S3Servers]:
+    """Servers of S3, which all tests of a process share. A test has a bucket of its own."""
+    servers = S3Servers()
+    yield servers
+    servers.end()

@@ -15,12 +15,15 @@ import logging
 import os
 import re
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
 from bottega.errors import DataLoss
 from bottega.storage import folders, os_errors
+from bottega.storage.objects import StoredObject
 from bottega.storage.thread import FairThread
 
 PROBE_BYTES = 256 << 10
@@ -37,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlobFiles:
-    """The files of a store. One thread at a time writes and removes; any thread reads.
+    """The files of a store, and an ObjectStore. One process at a time writes; any thread of it may.
 
     Args:
         folder: Created if it does not exist.
@@ -55,6 +58,7 @@ class BlobFiles:
         self._synced = synced
         # Names of folders of files that exist. Creating them again would take longer than writing a file.
         self._shards: set[str] = set()
+        self._writing = threading.Lock()
 
     def open(self) -> set[str]:
         """Remove interrupted files, and return the names of complete ones."""
@@ -124,6 +128,33 @@ class BlobFiles:
         """
         self._write(name, [memoryview(data)], time)
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file unless one of that name exists. Return whether it was written."""
+        temporary, final = self._incoming / name, self.path(name)
+        with self._writing, os_errors.translated():
+            self._make_shard(final.parent)
+            try:
+                self._write_file(temporary, [memoryview(data)], None)
+                final.hardlink_to(temporary)
+                if self._synced:
+                    _sync_or_remove(final)
+            except FileExistsError:
+                return False
+            finally:
+                with contextlib.suppress(OSError):  # the first error is the one to report
+                    temporary.unlink()
+        return True
+
+    def objects(self, start: str = "") -> Iterator[StoredObject]:
+        """Yield the complete files whose names begin with `start`, which is empty or has at least two characters."""
+        with os_errors.translated():
+            for file in self._scan(start[:2])[0]:
+                if file.name.startswith(start):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = file.stat()
+                        age_s = max(0.0, time.time() - status.st_mtime)
+                        yield StoredObject(name=file.name, size_bytes=status.st_size, age_s=age_s)
+
     def copy(self, name: str, source: int, size_bytes: int) -> None:
         """Write a file with the first bytes of the open file `source`. If an error is raised, there is no such file."""
         self._write(name, _pieces(source, size_bytes), None)
@@ -178,7 +209,7 @@ class BlobFiles:
 
     def _write(self, name: str, pieces: Iterable[memoryview], time: float | None) -> None:
         temporary, final = self._incoming / name, self.path(name)
-        with os_errors.translated():
+        with self._writing, os_errors.translated():
             self._make_shard(final.parent)
             try:
                 self._write_file(temporary, pieces, time)
@@ -212,12 +243,15 @@ class BlobFiles:
             shard.mkdir(mode=0o700, exist_ok=True)
             self._shards.add(shard.name)
 
-    def _scan(self) -> tuple[list[os.DirEntry[str]], list[str]]:
+    def _scan(self, only: str = "") -> tuple[list[os.DirEntry[str]], list[str]]:
         ours: list[os.DirEntry[str]] = []
         foreign: list[str] = []
-        self._shards.clear()
+        if not only:
+            self._shards.clear()
         with os.scandir(self._folder) as shards:
             for shard in shards:
+                if only and shard.name != only:
+                    continue
                 if _SHARD.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
                     with os.scandir(shard.path) as files:
                         for file in files:
