@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +76,19 @@ class InputCheck:
     """The error of the job if it did not."""
 
 
+class TurnSeconds(NamedTuple):
+    """The seconds of the device that a request has in turns that it shares with others."""
+
+    charged_s: float = 0.0
+    """What its tenant is charged for: computing by rows, waiting for ControlNets, and patching LoRAs."""
+    plain_s: float = 0.0
+    """What its turns take alone and without ControlNets and LoRAs."""
+    controlnets_s: float = 0.0
+    """Its part of waiting for ControlNets."""
+    loras_s: float = 0.0
+    """Its part of patching LoRAs, and of computing them beside the weights."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineJob:
     """A job whose prompt has been encoded."""
@@ -98,6 +113,8 @@ class EngineJob:
     """The times of encoding: several if steps of other jobs ran in between."""
     device_s: float = 0.0
     """Seconds of the device that the job has used so far, including its share of batches."""
+    turns_s: TurnSeconds = field(default_factory=TurnSeconds)
+    """Seconds of its turns so far."""
     uncharged: list[Span] = field(default_factory=list)
     """Times of work outside of batches, such as encoding, that `device_s` does not include yet."""
     remote_job: RemoteJob | None = None
@@ -238,6 +255,11 @@ class EngineJob:
         self.seconds["denoise"] += denoise_s
         self.seconds["batch"] += turn_s - denoise_s - waited_s
 
+    def note_seconds(self, took: TurnSeconds) -> None:
+        """Add the seconds of one of its requests in a turn."""
+        self.device_s += took.charged_s
+        self.turns_s = TurnSeconds(*map(add, self.turns_s, took))
+
     def note_offload(self, prediction: PairPrediction, worker: str) -> None:
         """Record the job's steps in a turn that the pair's other worker, `worker`, computed."""
         steps = sum(request in prediction.offloaded for request in self.requests)
@@ -276,6 +298,9 @@ class EngineJob:
             truncations=[Truncation(field=cut.field, text=cut.text, encoders=cut.encoders) for cut in self.truncations],
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
             device_s=self.device_s,
+            plain_s=self.turns_s.plain_s,
+            controlnets_s=self.turns_s.controlnets_s,
+            loras_s=max(0.0, self.turns_s.loras_s),
         )
         facts.MergeFrom(self.provenance)
         record = EngineRecord(

@@ -18,7 +18,7 @@ from bottega.engine.addon import EngineAddOn
 from bottega.engine.batcher import Batcher, BatchTurn
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Prediction
-from bottega.engine.job import EngineJob
+from bottega.engine.job import EngineJob, TurnSeconds
 from bottega.engine.parallel.pair import Offloadable, Pair, PairPrediction
 from bottega.engine.request import Request
 from bottega.model.rows import Half, Row
@@ -55,10 +55,14 @@ class RequestCost(NamedTuple):
     """Whether the request has ControlNets in this step, for which the whole batch waits."""
     patched: bool
     """Whether the request has LoRAs in this step."""
+    alone_s: float = 0.0
+    """Seconds of a forward pass of its rows alone and without add-ons; 0 if none was measured."""
 
 
-def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s: float, patch_s: float) -> list[float]:
-    """Return how many seconds of the device each request of a batch is charged.
+def seconds_by_request(
+    costs: Sequence[RequestCost], *, turn_s: float, waited_s: float, patch_s: float, beside_s: float = 0.0
+) -> list[TurnSeconds]:
+    """Return the seconds of the device of each request of a batch.
 
     Args:
         costs: Cost of each request.
@@ -67,19 +71,26 @@ def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s:
             charged for it.
         patch_s: Seconds before it in which LoRAs were patched into the weights. Requests with LoRAs are charged for
             them.
+        beside_s: Seconds by which the forward pass differed from one without LoRAs. All requests are charged for them.
     """
-    computed_s = turn_s - waited_s
-    parts = (
-        (computed_s, [cost.rows for cost in costs]),
-        (waited_s, [cost.rows * cost.waits for cost in costs]),
-        (patch_s, [cost.rows * cost.patched for cost in costs]),
-    )
-    seconds = [0.0] * len(costs)
-    for part_s, rows in parts:
-        whole = sum(rows)
-        for place, count in enumerate(rows if whole else ()):
-            seconds[place] += part_s * count / whole
-    return seconds
+    computed = _shared(turn_s - waited_s, [cost.rows for cost in costs])
+    waited = _shared(waited_s, [cost.rows * cost.waits for cost in costs])
+    patched_rows = [cost.rows * cost.patched for cost in costs]
+    patches, beside = _shared(patch_s, patched_rows), _shared(beside_s, patched_rows)
+    return [
+        TurnSeconds(
+            charged_s=computed[place] + waited[place] + patches[place],
+            plain_s=cost.alone_s,
+            controlnets_s=waited[place],
+            loras_s=patches[place] + beside[place],
+        )
+        for place, cost in enumerate(costs)
+    ]
+
+
+def _shared(seconds: float, rows: Sequence[float]) -> list[float]:
+    whole = sum(rows)
+    return [seconds * count / whole if whole else 0.0 for count in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -212,16 +223,28 @@ class Stepper:
                 turn_s=turn_s,
                 waited_s=min(turn_s, turn.prediction.times.waited_s),
                 patch_s=turn.preparation.seconds,
+                beside_s=self._beside_s(turn),
             )
-            self._batcher.settle(turn.turn, seconds)
-            for job, took_s in zip(turn.owners, seconds, strict=True):
-                job.device_s += took_s
+            self._batcher.settle(turn.turn, [took.charged_s for took in seconds])
+            for job, took in zip(turn.owners, seconds, strict=True):
+                job.note_seconds(took)
+
+    def _beside_s(self, turn: _EnqueuedTurn) -> float:
+        """Return the seconds by which a forward pass with LoRAs differed from one without; 0 if it had none."""
+        if not any(cost.patched for cost in turn.costs):
+            return 0.0
+        height, width = turn.turn.requests[0].key.shape[1:]
+        plain_s = self._denoiser.step_times.seconds((height, width), sum(cost.rows for cost in turn.costs))
+        return 0.0 if plain_s is None else turn.prediction.times.seconds - plain_s
 
     def _cost(self, request: Request, rows: Sequence[Row]) -> RequestCost:
+        height, width = request.key.shape[1:]
+        cost = len(rows) * self._denoiser.cost(request)
         return RequestCost(
-            rows=len(rows) * self._denoiser.cost(request),
+            rows=cost,
             waits=any(row.controls for row in rows),
             patched=request.loras_now is not None,
+            alone_s=self._denoiser.step_times.seconds((height, width), cost) or 0.0,
         )
 
     def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:

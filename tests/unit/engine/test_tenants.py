@@ -66,8 +66,23 @@ def test_waiting_for_controlnets_is_charged_to_those_who_have_any_and_patching_t
         RequestCost(rows=4.0, waits=False, patched=True),
     ]
     seconds = seconds_by_request(costs, turn_s=1.0, waited_s=0.2, patch_s=0.5)
-    assert seconds == pytest.approx([0.2, 0.4, 0.9])
-    assert seconds_by_request(costs[:1], turn_s=1.0, waited_s=0.2, patch_s=0.5) == pytest.approx([0.8])
+    assert [took.charged_s for took in seconds] == pytest.approx([0.2, 0.4, 0.9])
+    (alone,) = seconds_by_request(costs[:1], turn_s=1.0, waited_s=0.2, patch_s=0.5)
+    assert alone.charged_s == pytest.approx(0.8)
+
+
+def test_what_add_ons_add_to_shared_turns_is_told_apart_from_plain_steps() -> None:
+    costs = [
+        RequestCost(rows=2.0, waits=False, patched=False, alone_s=0.3),
+        RequestCost(rows=2.0, waits=True, patched=False, alone_s=0.3),
+        RequestCost(rows=4.0, waits=False, patched=True, alone_s=0.5),
+    ]
+    plain, controlled, styled = seconds_by_request(costs, turn_s=1.2, waited_s=0.2, patch_s=0.5, beside_s=0.2)
+    assert (plain.controlnets_s, plain.loras_s) == (0.0, 0.0)
+    assert (controlled.controlnets_s, controlled.loras_s) == pytest.approx((0.2, 0.0))
+    assert (styled.controlnets_s, styled.loras_s) == pytest.approx((0.0, 0.7))
+    assert [took.plain_s for took in (plain, controlled, styled)] == pytest.approx([0.3, 0.3, 0.5])
+    assert [took.charged_s for took in (plain, controlled, styled)] == pytest.approx([0.25, 0.45, 1.0])
 
 
 def test_a_long_turn_makes_way_for_another_tenant_after_its_first_row_and_draws_the_same(model: Model) -> None:

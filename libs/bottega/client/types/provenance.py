@@ -342,6 +342,12 @@ class Provenance:
     shared_in_half_precision: bool = False
     """Whether the pictures are inexact only because steps in half precision were computed in batches with other
     pictures, or in parts."""
+    plain_s: float = 0.0
+    """Seconds that the denoising steps take alone and without ControlNets and LoRAs, by the worker's measurements."""
+    controlnets_s: float = 0.0
+    """Part of `device_s` in which steps waited for ControlNets."""
+    loras_s: float = 0.0
+    """Seconds that LoRAs added to steps."""
 
 
 def provenance_from(message: generation_pb2.Provenance) -> Provenance:

@@ -94,7 +94,7 @@ class JobController:
             weigh=terms.weight,
             signing=self.signing,
         )
-        self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
+        self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons, clock)
         self.queue = JobQueue(
             max_jobs=config.max_queued,
             budget_bytes=config.max_queued_bytes,
@@ -305,7 +305,7 @@ class JobController:
         """Complete a job, all of whose images are stored."""
         if not job.is_current(number):
             return
-        self._snapshot.note_device_s(job, provenance)
+        self._snapshot.note_turns(job, provenance)
         for addon in self._addons:
             addon.job_completed(job, provenance)
         if job.complete(number, images, provenance):

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, SecondsByWorker, WorkerCosts
 from bottega.addons.interface.views import Member
+from bottega.clocks import Clock
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.scheduling.addon_costs import AddOnCosts
 from bottega.gateway.scheduling.policy import PendingJob, RunningShares
 from bottega.gateway.scheduling.worker_plan import Findings, ResourceRequest, WorkerState
 from bottega.planning import Shape, rounded_share
@@ -32,14 +33,6 @@ _FOREIGN_ROWS = 2
 # Cached resource requests. A queue is read every second, and most jobs need the same as others; edits do because their
 # shares are rounded.
 _REQUESTS = 1024
-# Number of slowdowns that are kept. Beyond it, the one that was measured longest ago is dropped.
-_MAX_KINDS = 4096
-# Steps over which a slowdown is averaged: about five images of 50 steps.
-_AVERAGED_TURNS = 250.0
-# A ratio beyond this bound is a measurement error, for example because the machine was stopped meanwhile.
-_MAX_SLOWDOWN = 32.0
-# Slowdowns are rounded to a quarter of a doubling, so that jobs of a kind have equal resource requests.
-_STEPS_A_DOUBLING = 4
 # Number of workers compared to estimate a job's duration: most fleets have one kind of machine.
 _COMPARED = 8
 # After so many states of a worker, its batch sizes are computed anew although the same jobs run, because step
@@ -62,72 +55,17 @@ class _CachedState:
     """Number of times that the state was recomputed with the same jobs, reusing the batch sizes in `findings`."""
 
 
-class AddOnCosts:
-    """Measured slowdowns of jobs with ControlNets and LoRAs, relative to plain jobs of the same rows, shape and steps.
-
-    Step times are measured without add-ons. How much add-ons slow a job down depends on the add-ons, on the server that
-    runs them and on the connection to it. So the slowdown is estimated from the device seconds of finished jobs, for
-    each tenant, so that no tenant's jobs change the estimates of another's. Jobs are weighted by their steps, because a
-    job of few steps mostly measures loading.
-    """
-
-    def __init__(self) -> None:
-        self._ratios: OrderedDict[Hashable, _Ratio] = OrderedDict()
-
-    def note(self, job: Job, *, plain_s: float, device_s: float) -> None:
-        """Update the slowdown with the device seconds of a finished job, if they are comparable with the expected ones.
-
-        Args:
-            job: A job that one attempt drew from the first step on.
-            plain_s: Seconds that it was expected to take without its add-ons.
-            device_s: Seconds for which it used the device.
-        """
-        turns = job.steps.total / job.num_images
-        if not (0.0 < plain_s < math.inf and 0.0 < device_s < math.inf and turns > 0):
-            return
-        most = math.log(_MAX_SLOWDOWN)
-        ratio = max(-most, min(math.log(device_s / plain_s), most))
-        kind = _kind(job)
-        before = self._ratios.pop(kind, _Ratio(log=ratio, turns=0.0))
-        known_turns = min(before.turns + turns, _AVERAGED_TURNS)
-        weight = min(1.0, turns / known_turns)
-        self._ratios[kind] = _Ratio(log=before.log + weight * (ratio - before.log), turns=known_turns)
-        if len(self._ratios) > _MAX_KINDS:
-            self._ratios.popitem(last=False)
-
-    def slowdown(self, job: Job) -> float:
-        """Return how many times as long a job takes as without its add-ons; at least 1, and 1 if none was measured."""
-        own = self._ratios.get(_kind(job)) if job.controlnets or job.lora_set else None
-        if own is None:
-            return 1.0
-        plain = self._ratios.get((job.request.tenant, job.bare.model, (), 0), _Ratio(log=0.0, turns=0.0))
-        doublings = round((own.log - plain.log) / math.log(2.0) * _STEPS_A_DOUBLING) / _STEPS_A_DOUBLING
-        return float(max(1.0, min(2.0**doublings, _MAX_SLOWDOWN)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ratio:
-    """The measured time of similar jobs, divided by the expected time without add-ons."""
-
-    log: float
-    """Natural logarithm of the mean ratio."""
-    turns: float
-    """Number of steps over which the mean was taken, at most _AVERAGED_TURNS."""
-
-
-def _kind(job: Job) -> Hashable:
-    return job.request.tenant, job.bare.model, tuple(sorted(job.controlnets)), len(job.lora_set)
-
-
 class FleetSnapshot:
     """Converts the members and jobs of the gateway to the policy's values, and caches them."""
 
-    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, jobs: JobRepository, addons: Sequence[AddOn]) -> None:
+    def __init__(
+        self, fleet: Fleet, dispatcher: Dispatcher, jobs: JobRepository, addons: Sequence[AddOn], clock: Clock
+    ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._addons = addons
         self._jobs = jobs
-        self._addon_costs = AddOnCosts()
+        self._addon_costs = AddOnCosts(clock)
         self._cache: dict[Member, _CachedState] = {}
 
     def workers_of(self, model: str) -> list[WorkerState]:
@@ -183,13 +121,9 @@ class FleetSnapshot:
         """Return the resources that a pending job is expected to need on any worker."""
         return self._request_for(job, self._steps_left(job), self._expected_share(job))
 
-    def note_device_s(self, job: Job, provenance: Provenance) -> None:
-        """Update the slowdown of a job's add-ons with the device seconds of a finished attempt."""
-        if job.attempts > 1 or job.steps.repeated or provenance.cached_starts:
-            return  # the attempt computed more or fewer steps than the job has
-        request = _request_for(job, job.steps.total, self._expected_share(job), 1.0)
-        plain_s = self.alone_s(job.bare.model, request)
-        self._addon_costs.note(job, plain_s=plain_s, device_s=provenance.device_s)
+    def note_turns(self, job: Job, provenance: Provenance) -> None:
+        """Update the estimates of what a job's add-ons cost with the measured turns of its last attempt."""
+        self._addon_costs.note(job, provenance)
 
     def _request_for(self, job: Job, steps_left: float, share: float) -> ResourceRequest:
         return _request_for(job, steps_left, share, self._addon_costs.slowdown(job))

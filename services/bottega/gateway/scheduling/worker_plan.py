@@ -56,7 +56,7 @@ class ResourceRequest(NamedTuple):
     share: float = 1.0
     """Share of the tokens of its rows that is computed; below 1 for an edit that reuses recorded activations."""
     slowdown: float = 1.0
-    """How many times as long its forward passes take because of its ControlNets and LoRAs."""
+    """How many times as long its forward passes take alone because of its ControlNets and LoRAs."""
 
 
 Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
@@ -119,8 +119,7 @@ class WorkerState:
         rows = self.alone(request)[0]
         if request.shape != shape:
             rows *= _area_ratio(request.shape, shape)
-        # Counted as more turns, not as more rows, because the other jobs of a turn do not take longer.
-        return RemainingWork(ceil(request.steps * request.slowdown), rows)
+        return RemainingWork(request.steps, rows)
 
     def alone(self, request: ResourceRequest) -> tuple[float, float]:
         """Return a job's rows as plain rows, and the seconds of its turn alone and without add-ons."""
@@ -137,6 +136,26 @@ class WorkerState:
     def alone_s(self, request: ResourceRequest) -> float:
         """Return the seconds that all steps of a job take if it runs alone."""
         return self.alone(request)[1] * request.steps * request.slowdown
+
+    def seconds_with_addons(
+        self, requests: Sequence[ResourceRequest], works: Sequence[RemainingWork], shape: Shape
+    ) -> Callable[[float], float]:
+        """Return a function from rows to the seconds of a turn of these jobs, with what their add-ons add to it.
+
+        A turn waits for the ControlNets of all its jobs, so that plain jobs beside them take longer, too. Turns of some
+        of the jobs count as having their part of the add-ons.
+
+        Args:
+            requests: The jobs.
+            works: The same jobs as plain rows.
+            shape: Shape of these rows.
+        """
+        plain = self.turn_seconds(shape)
+        added_s = sum((request.slowdown - 1.0) * self.alone(request)[1] for request in requests if request.slowdown > 1)
+        if not added_s:
+            return plain
+        row_s = added_s / sum(work.rows for work in works)
+        return lambda rows: plain(rows) + row_s * rows
 
     @property
     def unmeasured(self) -> bool:
@@ -199,9 +218,11 @@ class WorkerPlan:
         width = self._free_width(request, behind)
         question, known = (self._added, request, width), self.state.findings.ends_s
         if question not in known:
-            line = _works([*self._planned, request], request.shape, self.state)
+            requests = [*self._planned, request]
+            line = _works(requests, request.shape, self.state)
             width = max(1, min(width, len(line)))
-            known[question] = completion_times(line, self.state.turn_seconds(request.shape), width)[-1]
+            seconds = self.state.seconds_with_addons(requests, line, request.shape)
+            known[question] = completion_times(line, seconds, width)[-1]
         return known[question] + self.state.fixed_s
 
     def add(self, request: ResourceRequest, *, bound: bool, due_s: float = inf) -> None:
@@ -233,7 +254,7 @@ class WorkerPlan:
         few_wait = 0 < len(planned) - len(running) <= LOOK_AHEAD
         if width > len(running) and few_wait and _makes_late(self.state, running, due_s, planned[len(running)]):
             width = len(running)
-        return completion_times(works, seconds, max(1, width))
+        return completion_times(works, self.state.seconds_with_addons(planned, works, shape), max(1, width))
 
     @property
     def _planned(self) -> list[ResourceRequest]:
@@ -286,7 +307,7 @@ def _makes_late(
     rows, own = sum(work.rows for work in line), line[-1].rows
     if seconds(rows) - seconds(rows - own) <= _GAINING * seconds(own):
         return False
-    ends_s = completion_times(line, seconds, len(line))
+    ends_s = completion_times(line, state.seconds_with_addons([*here, request], line, request.shape), len(line))
     return any(end_s + state.fixed_s > due for end_s, due in zip(ends_s, due_s, strict=False))
 
 
@@ -294,8 +315,8 @@ def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: 
     """Return whether a batch of that width has a free place, will soon have one, or should be tried with one more."""
     if len(planned) < width:
         return True
-    seconds = state.turn_seconds(request.shape)
     ahead = _works(planned, request.shape, state)
+    seconds = state.seconds_with_addons(planned, ahead, request.shape)
     soon_free = _place_free_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
     return soon_free or _worth_a_trial(state, [*planned, request], width)
 
