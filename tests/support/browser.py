@@ -46,6 +46,8 @@ async def opened(browser: Browser, url: str, *, may_complain: bool = False, **op
 
     may_complain: whether requests fail in this test, which Chromium writes to the console.
     """
+    from playwright.async_api import TimeoutError
+
     context = await browser.new_context(bypass_csp=False, **options)
     page = await context.new_page()
     page.set_default_timeout(_WAIT_MS)
@@ -57,5 +59,8 @@ async def opened(browser: Browser, url: str, *, may_complain: bool = False, **op
         yield tab
         failed_requests = "Failed to load resource"
         assert [text for text in tab.complaints if not (may_complain and text.startswith(failed_requests))] == []
+    except (TimeoutError, AssertionError) as error:
+        error.add_note(f"The page shows:\n{await page.locator('body').inner_text()}\nIts console: {tab.complaints}")
+        raise
     finally:
         await context.close()

@@ -6,6 +6,10 @@ export function setKey(value) {
   key = value.trim();
 }
 
+export function currentKey() {
+  return key;
+}
+
 export class ApiError extends Error {
   // fields: what to change, by field of the API. status: of HTTP, 0 if the service cannot be reached.
   constructor(message, { status = 0, fields = {}, retryAfter = 0 } = {}) {
@@ -66,10 +70,14 @@ function sentence(status, error, retryAfter) {
   return message.charAt(0).toUpperCase() + message.slice(1) + advice;
 }
 
-// Yield the events of a stream: {id, type, data}. Read by fetch, because an EventSource cannot send a key.
-export async function* events(path, { lastId = "", signal } = {}) {
+// Open a stream of events, {id, type, data}, and return their generator. Read by fetch, because an EventSource cannot
+// send a key.
+export async function openEvents(path, { lastId = "", signal } = {}) {
   const headers = lastId ? { "last-event-id": lastId } : {};
-  const answer = await call(path, { headers, signal });
+  return read(await call(path, { headers, signal }));
+}
+
+async function* read(answer) {
   if (answer.status === 204) return;
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,6 +1,6 @@
 // Watches whether the service and the gateway behind it answer, and loads the lists again when they come back.
 
-import { getJson } from "./api.js";
+import { currentKey, getJson } from "./api.js";
 import { say, state, update } from "./store.js";
 
 const WELL_MS = 10_000;
@@ -36,16 +36,18 @@ async function reachable() {
   }
 }
 
-// Load what a request may name. A list that the key may not see is empty.
+// Load what a request may name, and return whether that worked. Answers to an earlier key are dropped.
 export async function loadLists() {
+  const key = currentKey();
   try {
     const [models, loras, controlnets] = await Promise.all(
       ["/v1/models", "/v1/loras", "/v1/controlnets"].map((path) => getJson(path)),
     );
+    if (key !== currentKey()) return false;
     update({ models: models.data, loras: loras.data, controlnets: controlnets.data });
     return true;
   } catch (error) {
-    if (error.status === 401) update({ keyShown: true, keyFailure: state.hasKey ? error.message : "" });
+    if (error.status === 401 && key === currentKey()) update({ keyShown: true, keyFailure: state.hasKey ? error.message : "" });
     return false;
   }
 }

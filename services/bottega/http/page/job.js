@@ -1,6 +1,6 @@
 // One job from its start to its pictures. A job outlives a broken connection: the page attaches again.
 
-import { ApiError, call, events, getBlob, getJson, newId } from "./api.js";
+import { ApiError, call, getBlob, getJson, newId, openEvents } from "./api.js";
 import { bodyOf, problems, setDraft } from "./draft.js";
 import { reveal, say, state, update } from "./store.js";
 import { watchConnection } from "./connection.js";
@@ -55,10 +55,11 @@ async function follow(job) {
   let waitMs = FIRST_WAIT_MS;
   while (isRunning(job) && !signal.aborted) {
     try {
-      for await (const event of events(`/v1/jobs/${job.id}/events?preview=true`, { lastId, signal })) {
+      const events = await openEvents(`/v1/jobs/${job.id}/events?preview=true`, { lastId, signal });
+      change(job, { interrupted: false }); // a long step may follow before the next event
+      for await (const event of events) {
         lastId = event.id || lastId;
         waitMs = FIRST_WAIT_MS;
-        change(job, { interrupted: false });
         await apply(job, event);
       }
       if (isRunning(job)) await settle(job);
