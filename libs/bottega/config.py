@@ -8,11 +8,12 @@ loaded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import pydantic
 import yaml
@@ -63,13 +64,20 @@ def parse(kind: type[ConfigT], values: object, *, source: str) -> ConfigT:
         source: Where the values are from, for errors.
     """
     try:
-        return pydantic.TypeAdapter(kind).validate_python(_without_empty_sections(kind, values))
+        config: ConfigT = _adapter(cast("Any", kind)).validate_python(_without_empty_sections(kind, values))
     except pydantic.ValidationError as error:
         wrong = error.errors()
         lines = [f"  {_key(item['loc'])}: {_rule(kind, item)}" for item in wrong[:_MAX_NAMED]]
         if len(wrong) > _MAX_NAMED:
             lines.append(f"  and {len(wrong) - _MAX_NAMED} more")
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(lines)) from None
+    return config
+
+
+@functools.cache
+def _adapter(kind: type[Any]) -> pydantic.TypeAdapter[Any]:
+    """Return the parser of a class, which takes milliseconds to build."""
+    return pydantic.TypeAdapter(kind)
 
 
 def _read(path: Path) -> object:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from bottega.model_files import ModelReport
 from bottega.model_files.families import LCM_PIPELINE
 from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.report import ModelReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

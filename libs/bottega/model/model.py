@@ -34,9 +34,10 @@ from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.model.weights import Placement, dtype_name, load_network, load_text_encoder
-from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.digest import KnownDigests, model_digest
+from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import Preset, read_preset
+from bottega.model_files.report import ModelReport
 from bottega.plain_text import excerpt
 
 _SHOWN_CHARACTERS = 200

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from bottega.model_files import ModelReport, PartReport
 from bottega.model_files.presets import read_preset
+from bottega.model_files.report import ModelReport, PartReport
 from bottega.process.memory import available_bytes
 
 _log = logging.getLogger(__name__)

@@ -1,14 +1,9 @@
 """Model folders in Diffusers' layout: recognizes a folder's kind, and checks whether the suite can serve it. No torch.
 
-`check_model_folder` reads configurations, indexes and the headers of safetensors files, never a weight.
+`folder_check.check_model_folder` reads configurations, indexes and the headers of safetensors files, never a weight.
 `bottega doctor`, `bottega up`, `bottega config check` and the front process of a worker call it, so that all of them
 give the same answer.
 
 Rules about one part's configuration are plain functions from the parsed configuration to sentences, one file for each
 kind of part: `unet_rules`, `vae_rules`, `text_encoder_rules`, `scheduler_rules`.
 """
-
-from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of, name_of
-from bottega.model_files.report import ModelReport, PartReport
-
-__all__ = ["MINIATURE", "ModelReport", "PartReport", "check_model_folder", "folder_of", "name_of"]

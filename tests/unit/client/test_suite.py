@@ -32,7 +32,7 @@ from bottega.client.suite.service_log import (
 from bottega.client.transport.connection import default_address, default_fleet_address
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.model_files import name_of
+from bottega.model_files.folder_check import name_of
 
 
 def record(*children: InstanceProcess, ready: bool = True) -> InstanceRecord:

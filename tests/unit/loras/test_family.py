@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.addons.loras.wire.messages import card_base_model
+from bottega.addons.loras.wire.lora_files import card_base_model
 from bottega.errors import BadLora
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources

@@ -7,8 +7,8 @@ from google.protobuf import json_format
 from bottega.addons.cache.skip_profile import LengthClass, SkipProfile, skip_steps
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.miniature import WEIGHTS
-from bottega.model_files import check_model_folder
 from bottega.model_files.digest import model_digest
+from bottega.model_files.folder_check import check_model_folder
 from bottega.v1.cache_pb2 import CacheProfile
 
 

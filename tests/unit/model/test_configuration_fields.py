@@ -50,9 +50,9 @@ from bottega.model.backbone import UNetBackbone
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Row
 from bottega.model.vae import VaeSettings, make_decoder
-from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import ACTIVATIONS, TEXT_ENCODER_RULES, check_configurations, filled_config
 from bottega.model_files.field_rules import FieldRule
+from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES

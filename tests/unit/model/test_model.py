@@ -19,8 +19,9 @@ from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.model.model import Model, load_model
 from bottega.model.schedulers import SamplerKind
-from bottega.model_files import check_model_folder, digest
+from bottega.model_files import digest
 from bottega.model_files.digest import KnownDigests, model_digest
+from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import PRESET_FILE
 from tests.support.waiting import wait_until
 

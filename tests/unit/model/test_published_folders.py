@@ -13,7 +13,7 @@ import torch
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
-from bottega.model_files import check_model_folder
+from bottega.model_files.folder_check import check_model_folder
 from tests.samples.published import PLAIN, Layout, published_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load

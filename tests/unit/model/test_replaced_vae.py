@@ -15,8 +15,8 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.model.model import load_model
-from bottega.model_files import check_model_folder
 from bottega.model_files.digest import model_digest
+from bottega.model_files.folder_check import check_model_folder
 from tests.samples.wrong_folders import change_json
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine

@@ -22,7 +22,8 @@ from bottega.miniature import WEIGHTS
 from bottega.model import weights as dtypes
 from bottega.model.model import Model, load_model
 from bottega.model.weights import ProbeTimes, files_dtype, pick_dtype, probe_times
-from bottega.model_files import ModelReport, check_model_folder
+from bottega.model_files.folder_check import check_model_folder
+from bottega.model_files.report import ModelReport
 from tests.samples.published import Layout, published_model
 from tests.support.manual_engine import load
 from tests.support.slow_cases import in_every_run
@@ -166,7 +167,7 @@ from pathlib import Path
 import torch
 from diffusers import UNet2DConditionModel
 from bottega.model.weights import Placement, load_network
-from bottega.model_files import PartReport
+from bottega.model_files.report import PartReport
 from bottega.process.memory import keep_freed_memory
 
 def peak_bytes():

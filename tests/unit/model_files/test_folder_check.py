@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bottega.miniature import WEIGHTS
-from bottega.model_files import check_model_folder
+from bottega.model_files.folder_check import check_model_folder
 from tests.samples.wrong_folders import (
     WRONG_FOLDERS,
     WrongFolder,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import ConfigError
-from bottega.model_files import check_model_folder
+from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.importing import import_file, import_for_serving
 from tests.samples.single_files import write_single_file, write_vae_file
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import check_configurations
+from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import PRESET_FILE, Preset
 from bottega.model_files.scheduler_rules import SCHEDULER_RULES, UNSERVED_CLASSES
 from tests.samples import published_configs as published

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.model_files import check_model_folder
+from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.weights import choose_variant
 from tests.samples.wrong_folders import UNET, VAE, link_model
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from bottega.model_files import MINIATURE, ModelReport, check_model_folder, folder_of, name_of
 from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.family_names import SDXL, TITLES
+from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of, name_of
 from bottega.model_files.presets import read_preset
+from bottega.model_files.report import ModelReport
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
 from bottega.model_files.single_file_check import check_header, scheduler_config

@@ -21,9 +21,10 @@ from bottega.client.transport.connection import default_fleet_address
 from bottega.errors import ConfigError, ServicesMissing
 from bottega.manifest import VARIABLE, read_services
 from bottega.miniature import WEIGHTS
-from bottega.model_files import ModelReport, check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import ControlLayout, check_controlnet, read_base_layout
+from bottega.model_files.folder_check import check_model_folder, folder_of
 from bottega.model_files.own_files import own_controlnets
+from bottega.model_files.report import ModelReport
 from bottega.model_files.single_file import is_single_file
 from bottega.model_files.single_file_check import refusal_of
 from bottega.process.open_files import ENOUGH, LITTLE

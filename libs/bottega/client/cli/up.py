@@ -159,7 +159,7 @@ def command(
 
 def _with_folders(options: SuiteOptions, prediction_type: str, state: StateFolder) -> SuiteOptions:
     """Return options that name folders in the state folder that are made from the given single files."""
-    from bottega.model_files import check_model_folder, folder_of, name_of
+    from bottega.model_files.folder_check import check_model_folder, folder_of, name_of
     from bottega.model_files.importing import import_for_serving, import_vae_for_serving
     from bottega.model_files.single_file import is_single_file
     from bottega.model_files.single_file_check import refusal_of, vae_refusal
@@ -192,7 +192,7 @@ def _make_state_for(refusal: str, state: StateFolder) -> None:
 def _check_model(options: SuiteOptions) -> None:
     """End the command if workers could not serve the model, or if its name is too long for requests."""
     model, name = options.model, options.model_name
-    from bottega.model_files import MINIATURE, check_model_folder, folder_of
+    from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of
     from bottega.rules import MAX_MODEL_CHARACTERS
 
     if model == MINIATURE and not folder_of(model).is_dir():
@@ -357,7 +357,7 @@ def note_left_out(thing: LeftOutThing) -> None:
 
 def first_command(model: str) -> str:
     """Return a command that draws a first picture with a model."""
-    from bottega.model_files import check_model_folder, folder_of
+    from bottega.model_files.folder_check import check_model_folder, folder_of
 
     if check_model_folder(folder_of(model)).edits_only:
         return f'bottega edit PICTURE "{FIRST_PROMPT}" --mask MASK -o star.png'

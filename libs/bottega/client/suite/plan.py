@@ -110,7 +110,7 @@ def _lacking_text(services: list[ServiceSpec]) -> str:
 
 def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: StateFolder) -> SuiteSettings:
     # Imported here: it takes 0.2 s, for which every command would wait.
-    from bottega.model_files import folder_of, name_of
+    from bottega.model_files.folder_check import folder_of, name_of
 
     address, metrics_address, fleet_address, http_address = (f"127.0.0.1:{port}" for port in _ports(options.port))
     folder = folder_of(options.model).resolve()

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.messages import MAX_CARD_BYTES, card_base_model, model_card
+from bottega.addons.loras.wire.lora_files import MAX_CARD_BYTES, card_base_model, model_card
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources

@@ -22,8 +22,8 @@ from bottega.manifest import load_object, read_services
 from bottega.model.model import Model, load_model, pick_device
 from bottega.model.vae import VaeSettings
 from bottega.model.weights import pick_dtype
-from bottega.model_files import name_of
 from bottega.model_files.digest import KnownDigests
+from bottega.model_files.folder_check import name_of
 from bottega.rpc.link_service import link_endpoints
 from bottega.rpc.status import from_job_error
 from bottega.state_folder import service_state

@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 from bottega.errors import ConfigError
-from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.digest import model_digest
+from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.model_files.single_file_check import check_header
 from bottega.model_files.single_file_config import derive_configurations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from bottega import kinds, rules
-from bottega.addons.loras.wire.messages import MAX_CARD_BYTES, LoraFile, card_base_model, find_weights, model_card
+from bottega.addons.loras.wire.lora_files import MAX_CARD_BYTES, LoraFile, card_base_model, find_weights, model_card
 from bottega.client.addons.addon import ServiceCalls
 from bottega.client.transport.connection import service_channels
 from bottega.client.types.fleet import FleetMember

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bottega.addons.loras.wire import messages
-from bottega.addons.loras.wire.messages import find_weights
+from bottega.addons.loras.wire.lora_files import find_weights
 from bottega.errors import BadLora
 from bottega.v1.trace_pb2 import StoreTimes
 
