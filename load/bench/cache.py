@@ -3,9 +3,10 @@
 Prompts of load/replay/prompt_stream.py, embedded by the miniature's own text encoder, are asked one after the other of
 the real store, cold at first, in this process; no picture is drawn. Every policy sees the same stream. Then the match
 predictor is measured with the store's own index: how good it is, and when it is worth believing. Last, the first
-prompts of the stream are drawn by the whole suite, each without and with the cache, which is cold at first.
+prompts of the stream are drawn by the whole suite, each without and with the cache, which is cold at first. Several
+caches that share the entries of the stream's only key are compared with one: by hits, and when one is lost and added.
 
-A run takes 15 minutes on two cores.
+A run takes 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decaye
 from bottega.cache.index import KeyedIndex
 from bottega.cache.predictor import MatchPredictor, PredictorSettings, train
 from bottega.v1.cache_pb2 import CacheProfile
-from load.bench.cache_stream import STEPS, Replayed, Vectors, embed, profile, replay, thresholds
+from load.bench.cache_stream import (
+    STEPS,
+    Replayed,
+    SharedReplay,
+    Vectors,
+    embed,
+    profile,
+    replay,
+    replay_shared,
+    thresholds,
+)
 from load.bench.framework import CORES, Bench, Option, Sheet, percentile, scratch, seconds_of
 from load.bench.suites import suite
 from load.replay.prompt_stream import StreamShape, prompts
@@ -63,6 +74,7 @@ BENCH = Bench(
     Option("--drift", _STREAM.drift, "new topics a session"),
     Option("--users", _STREAM.users, "sessions at a time"),
     Option("--session", _STREAM.session, "prompts of a session"),
+    Option("--shared", 1500, "latents that have room in each of three caches", smallest=15),
     Option("--suite", 150, "prompts drawn through the suite; 0 leaves it out", smallest=2),
     Option("--folder", _MEMORY if _MEMORY.is_dir() else None, "of the stores", kind=Path),
     inside="folder",
@@ -78,6 +90,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     least = thresholds(vectors)
     print(f"{len(texts)} prompts, {len(set(texts))} different; thresholds {least}", flush=True)
     _fill_policies(sheet, _compare(folder, vectors, profile(least), options.budgets), options.budgets)
+    _fill_shared(sheet, folder, vectors, profile(least), latents=options.shared)
     _fill_predictor(sheet, vectors, min(least.values()))
     if options.suite:
         # A stream of so few prompts has thresholds of its own.
@@ -130,6 +143,34 @@ def _fill_policies(sheet: Sheet, found: Mapping[tuple[int, str], Replayed], budg
     sheet.figure("    hits", largest.hit_rate, "{:.3f}", key="hit_rate", bar=bar)
     sheet.row(f"    hits by step of {STEPS}", by_step)
     sheet.values["lcbfu_vs_best_other_min"] = min(vs_best_other(found, budget) for budget in budgets)
+
+
+def _fill_shared(sheet: Sheet, folder: Path, vectors: Vectors, measured: CacheProfile, *, latents: int) -> None:
+    """Compare caches that share one key with one cache, and measure what a lost cache and an added one cost."""
+    three = ("a", "b", "c")
+    sides: Mapping[str, tuple[str, int, Sequence[str], bool]] = {
+        "one": (f"one cache, {3 * latents} latents", 3 * latents, ("a",), True),
+        "key": (f"three caches, {latents} latents each, by key", latents, three, False),
+        "cells": ("    by key and cell", latents, three, True),
+        "changing": ("    one lost, and one added later", latents, ("a", "b", "c", "d"), True),
+    }
+    found: dict[str, SharedReplay] = {}
+    for name, (what, room, names, by_cell) in sides.items():
+        place = folder / f"shared-{name}"
+        one = found[name] = replay_shared(place, vectors, measured, latents=room, names=names, by_cell=by_cell)
+        shutil.rmtree(place)
+        sheet.row(f"{what}: saved, hits", f"{one.saved:.4f}, {one.hit_rate(0, 1):.3f}")
+        sheet.values |= {f"shared_{name}_saved": one.saved, f"shared_{name}_hits": one.hit_rate(0, 1)}
+    changing, steady = found["changing"], found["cells"]
+    for index, (what, first) in enumerate((("loss", 1 / 3), ("addition", 2 / 3))):
+        rates = [side.hit_rate(first, first + 0.05) for side in (steady, changing)]
+        sheet.row(f"    {what}: prompts that move", f"{changing.moved[index]:.3f}")
+        sheet.row("    hits of the next 5 %: without, with it", f"{rates[0]:.3f}, {rates[1]:.3f}")
+        sheet.values |= {f"shared_{what}_moved": changing.moved[index], f"shared_{what}_hits": rates[1] - rates[0]}
+    shares = f"{changing.misplaced[0]:.3f}, {changing.misplaced[1]:.3f}"
+    sheet.row("    entries that belong elsewhere: after the addition, at the end", shares)
+    ratio = steady.saved / found["one"].saved if found["one"].saved else 1.0
+    sheet.figure("    saved, over one cache", ratio, "{:.4f}", key="shared_vs_one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

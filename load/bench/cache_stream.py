@@ -9,22 +9,32 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bottega.addons.cache.placement import placement_key
 from bottega.addons.cache.starts import prompt_digest, recorded_steps
-from bottega.cache.eviction import EvictionPolicy
+from bottega.addons.interface.store_link import rank_stores
+from bottega.cache.eviction import LCBFU, EvictionPolicy
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.settings import LatentStatistics, StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.clocks import Clock
 from bottega.transport import DType
 from bottega.v1 import generation_pb2
-from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheQuestion, CacheRecording, CacheThreshold
+from bottega.v1.cache_pb2 import (
+    CacheEntry,
+    CacheLengthClass,
+    CacheProfile,
+    CacheQuestion,
+    CacheRecording,
+    CacheThreshold,
+)
 
 Vectors = NDArray[np.float32]
 """Unit vectors [prompts, width]."""
@@ -161,6 +171,25 @@ def replay(
         latents: So many have room.
         row_pictures: As in the cache's configuration.
     """
+    clock = _BenchClock()
+    with _open_store(folder, measured, clock, policy=policy, latents=latents, row_pictures=row_pictures) as store:
+        stream, by_step = _Stream(clock), Counter[int]()
+        for number, vector in enumerate(vectors):
+            by_step.update(stream.ask(store, number, vector))
+        statistics = store.statistics()
+    return Replayed(prompts=len(vectors), by_step=by_step, statistics=statistics)
+
+
+@contextmanager
+def _open_store(
+    folder: Path,
+    measured: CacheProfile,
+    clock: _BenchClock,
+    *,
+    policy: EvictionPolicy,
+    latents: int,
+    row_pictures: int = 6,
+) -> Iterator[LatentStore]:
     settings = StoreSettings(
         folder=folder,
         budget_bytes=latents * (_LATENT_BYTES + _PICTURE_BYTES),
@@ -171,45 +200,118 @@ def replay(
         predictor=False,
         seed=0,
     )
-    clock = _BenchClock()
     store = LatentStore(settings, clock=Clock(monotonic=clock))
     store.start()
     try:
         store.set_profile(measured)
-        by_step = _ask_all(store, vectors, clock)
+        yield store
         statistics = store.statistics()
     finally:
         store.close()
     if statistics.trouble or any(statistics.dropped.values()) or statistics.damaged:
         raise RuntimeError(f"the store could not keep all: {statistics}")
-    return Replayed(prompts=len(vectors), by_step=by_step, statistics=statistics)
 
 
-def _ask_all(store: LatentStore, vectors: Vectors, clock: _BenchClock) -> Counter[int]:
-    by_step: Counter[int] = Counter()
-    steps = recorded_steps(STEPS)
-    recorded: set[bytes] = set()
-    question = CacheQuestion(
-        key=_KEY, model_hash=_MODEL, steps=STEPS, images=1, fidelity=generation_pb2.FIDELITY_BALANCED, words=1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedReplay:
+    """A stream that was replayed to several caches, of which one is lost and to which one is added."""
+
+    hits: list[bool]
+    """Whether each prompt starts from a latent."""
+    saved: float
+    """Share of all steps that are not computed."""
+    moved: tuple[float, float]
+    """Share of the prompts that belong to another cache than before, after the loss and after the addition."""
+    misplaced: tuple[float, float]
+    """Share of the entries that belong to another cache: right after the addition, and at the end."""
+
+    def hit_rate(self, first: float, last: float) -> float:
+        """Return the hit rate of a part of the stream, given by shares of its length."""
+        part = self.hits[int(first * len(self.hits)) : int(last * len(self.hits))]
+        return sum(part) / max(len(part), 1)
+
+
+def replay_shared(
+    folder: Path, vectors: Vectors, measured: CacheProfile, *, latents: int, names: Sequence[str], by_cell: bool = True
+) -> SharedReplay:
+    """Replay a stream to caches that share the entries of its only key.
+
+    Args:
+        folder: Of the stores, which begin empty.
+        latents: So many have room in each cache.
+        names: Of the caches. If there are four, the second is lost after a third of the stream, and the fourth is added
+            after two thirds.
+        by_cell: Whether the caches share the entries by key and cell, as workers do; otherwise by the key alone.
+    """
+    clock = _BenchClock()
+    stream, there, steps = _Stream(clock), list(names[:3]), 0
+    hits: list[bool] = []
+    moved, misplaced = [0.0], [0.0]
+    third = len(vectors) // 3
+    changes = {third: [names[0], names[2]], 2 * third: [names[0], *names[2:]]} if len(names) == 4 else {}
+
+    def owner(vector: Vectors) -> str:
+        return rank_stores(there, placement_key(_KEY, vector) if by_cell else _KEY)[0]
+
+    with ExitStack() as opened:
+        stores = {
+            name: opened.enter_context(_open_store(folder / name, measured, clock, policy=LCBFU, latents=latents))
+            for name in names
+        }
+
+        def misplaced_share() -> float:
+            placed = [(name, entry.parameters.seed) for name in there for entry in _entries(stores[name])]
+            return sum(owner(vectors[number]) != name for name, number in placed) / max(len(placed), 1)
+
+        for number, vector in enumerate(vectors):
+            if number in changes:
+                before = [owner(other) for other in vectors]
+                there = changes[number]
+                moves = [owner(other) != old for other, old in zip(vectors, before, strict=True)]
+                moved.append(sum(moves) / len(moves))
+                misplaced.append(misplaced_share())
+            found = stream.ask(stores[owner(vector)], number, vector)
+            hits.append(bool(found))
+            steps += sum(found)
+        misplaced.append(misplaced_share())
+    return SharedReplay(
+        hits=hits,
+        saved=steps / (STEPS * len(vectors)),
+        moved=(moved[-2] if changes else 0.0, moved[-1]),
+        misplaced=(misplaced[-2], misplaced[-1]),
     )
-    header = CacheRecording(key=_KEY, model_hash=_MODEL, steps=steps)
-    picture = np.zeros((1, 1, 3), np.uint8)
-    for number, vector in enumerate(vectors):
-        clock.passed_s += _PROMPT_S
+
+
+def _entries(store: LatentStore) -> Sequence[CacheEntry]:
+    return store.entries(_MODEL, 1_000_000)
+
+
+class _Stream:
+    """Asks stores for prompts one after the other, and records where a store wants it."""
+
+    def __init__(self, clock: _BenchClock) -> None:
+        self._clock = clock
+        self._recorded: set[bytes] = set()
+        self._question = CacheQuestion(
+            key=_KEY, model_hash=_MODEL, steps=STEPS, images=1, fidelity=generation_pb2.FIDELITY_BALANCED, words=1
+        )
+        self._header = CacheRecording(key=_KEY, model_hash=_MODEL, steps=recorded_steps(STEPS))
+
+    def ask(self, store: LatentStore, number: int, vector: Vectors) -> list[int]:
+        """Return the steps that the prompt saves, for each latent that it starts from."""
+        self._clock.passed_s += _PROMPT_S
         prompt = hashlib.sha256(vector.tobytes()).hexdigest()  # of equal prompts the same
-        question.prompt_digest, question.seed = prompt_digest(prompt), number
-        answer = store.ask(question, vector)
-        for start in answer.header.hits:
-            by_step[start.step] += 1
-        _check(answer, recorded)
+        self._question.prompt_digest, self._question.seed = prompt_digest(prompt), number
+        answer = store.ask(self._question, vector)
+        _check(answer, self._recorded)
         if answer.header.record:
-            made = [_latent(number, step) for step in steps]
-            recorded.update(_digest(latent) for latent in made)
-            header.parameters.CopyFrom(generation_pb2.GenerationSpec(prompt=prompt, seed=number))
-            store.record(header, embedding=vector, picture=picture, latents=made)
+            made = [_latent(number, step) for step in self._header.steps]
+            self._recorded.update(_digest(latent) for latent in made)
+            self._header.parameters.CopyFrom(generation_pb2.GenerationSpec(prompt=prompt, seed=number))
+            store.record(self._header, embedding=vector, picture=np.zeros((1, 1, 3), np.uint8), latents=made)
             if not store.flush(_WRITE_S):
                 raise RuntimeError(f"the store wrote nothing for {_WRITE_S:g} s")
-    return by_step
+        return [start.step for start in answer.header.hits]
 
 
 def _latent(number: int, step: int) -> RecordedLatent:

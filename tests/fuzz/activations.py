@@ -75,6 +75,8 @@ def _sources() -> Iterator[Case]:
     request = pb.PrefetchTemplatesRequest
     for count in (0, 1, 64):
         yield case_of("PrefetchTemplates", f"{count} sources", request(sources=[SOURCE] * count))
+    yield case_of("PrefetchTemplates", "64 stores", request(sources=[SOURCE], stores=["s"] * 64))
+    yield case_of("PrefetchTemplates", "65 stores", request(stores=["s"] * 65), INVALID, "stores")
     yield case_of("PrefetchTemplates", "65 sources", request(sources=[SOURCE] * 65), INVALID, "sources")
     for source in _BAD_SOURCES:
         wrong = request(sources=[SOURCE, source])

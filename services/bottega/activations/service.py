@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ import grpc
 from bottega import rules
 from bottega.activations.profiles import check_profile
 from bottega.activations.store.store import ActivationStore
+from bottega.addons.interface.store_link import rank_stores
 from bottega.errors import Violation
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1 import activations_pb2_grpc
@@ -21,7 +22,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ActivationService"].full_name
 # The limits in activations.proto.
 _DEFAULT_LIMIT = 100
 _MAX_LIMIT = 1000
-_MAX_SOURCES = 64
+_MAX_SOURCES = _MAX_STORES = 64
 _ID = re.compile(r"[0-9a-f]{8,32}")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,9 +63,16 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
         self, request: pb.PrefetchTemplatesRequest, _context: _Context
     ) -> pb.PrefetchTemplatesResponse:
         """Start to load the templates of upcoming edits into memory."""
-        rules.refuse(list(_check_sources(request.sources)))
-        templates = await asyncio.to_thread(self._store.prefetch, list(request.sources))
+        rules.refuse([*_check_sources(request.sources), *_check_stores(request)])
+        templates = await asyncio.to_thread(
+            self._store.prefetch, list(request.sources), self._ownership(request.stores)
+        )
         return pb.PrefetchTemplatesResponse(templates=templates, disk_bytes_per_s=self._store.disk_bytes_per_s)
+
+    def _ownership(self, stores: Sequence[str]) -> Callable[[str], bool]:
+        """Return a function that tells whether a template, given by its key, belongs to this one of several stores."""
+        names = {*stores, self._holder}
+        return lambda key: not stores or rank_stores(names, key)[0] == self._holder
 
     async def ListBlockProfiles(
         self, _request: pb.ListBlockProfilesRequest, _context: _Context
@@ -114,3 +122,8 @@ def _check_sources(sources: Sequence[str]) -> Iterator[Violation]:
     for index, source in enumerate(sources[:_MAX_SOURCES]):
         if not rules.is_digest(source):
             yield Violation(field=f"sources[{index}]", description="must be 64 hex digits, in lower case")
+
+
+def _check_stores(request: pb.PrefetchTemplatesRequest) -> Iterator[Violation]:
+    if len(request.stores) > _MAX_STORES:
+        yield Violation(field="stores", description=f"must have at most {_MAX_STORES} entries")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bottega.addons.interface.store_link import rank_stores
 from bottega.errors import Draining, InvalidRequest
 from bottega.v1 import activations_pb2 as pb
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
@@ -98,6 +99,23 @@ async def test_what_edits_wait_for_is_brought_into_memory_by_its_source(tmp_path
         assert all(section.in_memory for section in answer.sections)
 
 
+async def test_templates_that_belong_to_another_store_now_are_left_to_age(tmp_path: Path) -> None:
+    recorded = [Recorded(seed=seed) for seed in range(8)]
+    async with running(tmp_path, config(name="one")) as store:
+        await store.fill(*recorded)
+        sources = [made.source for made in recorded]
+        own = [rank_stores(["one", "two"], made.key)[0] == "one" for made in recorded]
+        assert len(set(own)) == 2
+        newest = [template.id for template in await store.templates()]
+        found = (await store.call("PrefetchTemplates", sources=sources, stores=["one", "two"])).templates
+        assert [each.tier != NOWHERE for each in found] == own
+        used = [made.id for made, is_own in zip(recorded, own, strict=True) if is_own]
+        rest = [id for id in newest if id not in used]
+        assert [template.id for template in await store.templates()][len(used) :] == rest, "they are not used"
+        alone = (await store.call("PrefetchTemplates", sources=sources, stores=["one"])).templates
+        assert all(each.tier != NOWHERE for each in alone)
+
+
 async def test_a_template_is_warmed_by_people_as_well(tmp_path: Path) -> None:
     made = Recorded(layout=LARGE)
     async with running(tmp_path) as store:
@@ -180,6 +198,7 @@ _WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
     ("PinTemplate", {"pinned": True}, ["id"]),
     ("PrefetchTemplates", {"sources": ["0" * 64, "x", ""]}, ["sources[1]", "sources[2]"]),
     ("PrefetchTemplates", {"sources": ["0" * 64] * 65}, ["sources"]),
+    ("PrefetchTemplates", {"stores": ["s"] * 65}, ["stores"]),
     ("SetBlockProfile", {}, ["profile.model_hash", "profile.dtype", "profile.width", "profile.height"]),
     ("SetBlockProfile", {"profile": profile(blocks=_block(masked_s=(0.1,)))}, ["profile.blocks[0].masked_s"]),
 ]

@@ -84,6 +84,29 @@ async def test_a_profile_is_set_at_every_cache(cache: Running, annex: Running, c
         assert each.cache.store.profiles() == [profile()]
 
 
+async def test_a_cache_that_joins_gets_the_profiles_of_the_others(
+    gateway: RunningGateway, cache: Running, annex: Running, client: AsyncClient
+) -> None:
+    await cache.call("SetCacheProfile", profile=profile())
+    await annex.call("SetCacheProfile", profile=profile(OTHER))
+    advice = [found.todo for found in await _doctor(client) if "second has no profile" in found.what]
+    assert advice == ["Another cache has it: bottega cache profiles --share copies it."]
+    shown = await _run(gateway, "profiles", "--share")
+    assert (shown.exit_code, "2 profiles copied" in shown.stderr) == (0, True)
+    for each in (cache, annex):
+        assert {kept.model_hash for kept in each.cache.store.profiles()} == {MODEL_HASH, OTHER}
+    assert "0 profiles copied" in (await _run(gateway, "profiles", "--share")).stderr
+
+
+async def test_all_caches_that_answer_are_cleared_before_the_failure_of_another_is_told(
+    cache: Running, annex: Running, client: AsyncClient
+) -> None:
+    await annex.server.stop()
+    with pytest.raises(errors.NoCache, match="second"):
+        await client.clear_cache()
+    assert not cache.cache.store.entries("", 9)
+
+
 async def test_a_cache_that_is_gone_may_have_what_others_have_not(
     cache: Running, annex: Running, client: AsyncClient
 ) -> None:

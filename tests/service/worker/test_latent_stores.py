@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from bottega.addons.cache import wire
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.placement import placement_key
 from bottega.addons.cache.wire import CacheMessage
 from bottega.addons.cache.worker import CacheLinkSettings, LatentStores
 from bottega.addons.cache.worker import addon as latent_stores
+from bottega.addons.interface.store_link import rank_stores
 from bottega.device_links.tensor_messages import DTYPES
 from bottega.engine.spec import LoraSpec, ResolvedSpec
 from bottega.transport import LinkCounters
@@ -34,6 +37,7 @@ SPEC = ResolvedSpec(
 SETTINGS = CacheLinkSettings(retry_s=0.05)
 # A question is put into a queue; the thread that asks may have to wait for the processor.
 AT_ONCE_S = 5.0
+_FAILED = CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 
 def latent(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,9 +78,9 @@ def linked(*caches: ScriptedCache, budget_bytes: int = 1 << 20) -> Iterator[tupl
             cache.close()
 
 
-def question(**said: object) -> LatentQuestion:
-    header = CacheQuestion(key=KEY, steps=10, images=2, **said)  # type: ignore[arg-type]  # a test's own
-    return LatentQuestion(header=header, embedding=torch.arange(6, dtype=torch.float32))
+def question(embedding: Tensor | None = None, **said: object) -> LatentQuestion:
+    header = CacheQuestion(**{"key": KEY, "steps": 10, "images": 2, **said})  # type: ignore[arg-type]  # a test's own
+    return LatentQuestion(header=header, embedding=torch.arange(6.0) if embedding is None else embedding)
 
 
 def ask(stores: LatentStores) -> Future[LatentReply]:
@@ -97,16 +101,103 @@ def test_an_answer_comes_as_it_was_sent(dtype: torch.dtype) -> None:
         assert [start.entry for start in said.header.hits] == [ENTRY, ENTRY]
 
 
-def test_the_first_that_is_linked_is_asked_and_when_it_is_lost_the_next() -> None:
+def embedding_of(owner: str, *names: str) -> Tensor:
+    """An embedding whose entries this cache has, of the caches of these names."""
+    return next(each for each in _embeddings() if rank_stores(names, placement_key(KEY, each.numpy()))[0] == owner)
+
+
+def _embeddings() -> Iterator[Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randn(32, generator=chance)
+
+
+def test_the_cache_of_the_prompt_is_asked_and_when_it_is_lost_the_next() -> None:
     first, second = silent("one"), replying(latent(), name="two")
-    with linked(first, second) as (stores, offers):
-        asked = ask(stores)
+    embedding = embedding_of("one", "one", "two")
+    with linked(second, first) as (stores, offers):
+        asked = stores.ask(question(embedding))
         first.questions.get(timeout=EVENTUALLY_S)
         assert second.questions.empty()
         del offers.there["one"]
         first.close()
         assert len(asked.result(EVENTUALLY_S).latents) == 1
-        assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
+        assert len(stores.ask(question(embedding)).result(EVENTUALLY_S).latents) == 1
+
+
+def test_similar_prompts_ask_one_cache_and_others_are_spread_over_all() -> None:
+    caches = [replying(latent(), name=name) for name in ("one", "two", "three")]
+    chance = torch.Generator().manual_seed(1)
+    with linked(*caches) as (stores, _):
+        for embedding in itertools.islice(_embeddings(), 30):
+            works = [
+                stores.ask(question(near)).result(EVENTUALLY_S).work
+                for near in (embedding, embedding + 1e-3 * torch.randn(32, generator=chance))
+            ]
+            assert len({work.store for work in works if work is not None}) == 1
+        assert all(cache.questions.qsize() >= 6 for cache in caches)
+
+
+def test_a_job_with_loras_asks_where_pictures_without_them_are_recorded() -> None:
+    caches = [silent(name) for name in ("one", "two", "three")]
+    with linked(*caches) as (stores, _):
+        for embedding in itertools.islice(_embeddings(), 9):
+            assert stores.record(recording(embedding=embedding))
+            assert stores.record(recording(embedding=embedding, key="b" * 64, plain_key=KEY))
+            stores.ask(question(embedding, key="b" * 64, plain_key=KEY))
+        wait_until(lambda: sum(cache.recordings.qsize() for cache in caches) == 18, "the recordings")
+        wait_until(lambda: sum(cache.questions.qsize() for cache in caches) == 9, "the questions")
+        assert all(cache.recordings.qsize() == 2 * cache.questions.qsize() for cache in caches)
+
+
+def test_a_named_entry_is_found_in_whichever_cache_has_it() -> None:
+    caches = [ScriptedCache(name, lambda number, _: answer_with(number=number)) for name in ("one", "two")]
+    third = replying(latent(), name="three")
+    with linked(*caches, third) as (stores, _):
+        pinned = [CacheStart(entry=ENTRY, step=1)]
+        for owner in ("one", "two", "three"):
+            embedding = embedding_of(owner, "one", "two", "three")
+            reply = stores.ask(question(embedding, pinned=pinned)).result(EVENTUALLY_S)
+            assert [hit.entry for hit in reply.header.hits] == [ENTRY]
+            assert reply.work is not None
+            assert reply.work.store == "three"
+        third.reply = lambda number, _: answer_with(number=number)
+        assert not stores.ask(question(pinned=pinned)).result(EVENTUALLY_S).latents, "every cache was asked"
+        asked = [cache.questions.qsize() for cache in (*caches, third)]
+        assert min(asked) >= 2
+        assert not stores.ask(question()).result(EVENTUALLY_S).latents
+        assert sum(cache.questions.qsize() for cache in (*caches, third)) == sum(asked) + 1
+
+
+def test_a_named_entry_may_be_in_a_cache_that_is_away_or_fails() -> None:
+    one = ScriptedCache("one", lambda number, _: answer_with(number=number))
+    two = ScriptedCache("two", lambda number, _: wire.answer_message(number, _FAILED, ()))
+    with linked(one, two) as (stores, offers):
+        pinned = question(pinned=[CacheStart(entry=ENTRY, step=1)])
+        assert stores.ask(pinned).result(EVENTUALLY_S).header.outcome == CACHE_OUTCOME_UNAVAILABLE
+        away = offers.there.pop("two")
+        away.close()
+        wait_until(lambda: stores.linked == 1, "the loss")
+        asked = stores.ask(pinned)
+        one.questions.get(timeout=EVENTUALLY_S)
+        with pytest.raises(TimeoutError):
+            asked.result(0.2)
+        stores.set_stores(offers.addresses())  # it has left the fleet
+        assert asked.result(EVENTUALLY_S).header.outcome != CACHE_OUTCOME_UNAVAILABLE
+
+
+def test_recordings_for_a_lost_cache_go_to_the_next_one() -> None:
+    one, two = silent("one"), silent("two")
+    embedding = embedding_of("one", "one", "two")
+    with linked(one, two) as (stores, offers):
+        assert stores.record(recording(embedding=embedding))
+        one.recordings.get(timeout=EVENTUALLY_S)
+        assert two.recordings.empty()
+        del offers.there["one"]
+        one.close()
+        wait_until(lambda: stores.linked == 1, "the loss")
+        assert stores.record(recording(embedding=embedding))
+        two.recordings.get(timeout=EVENTUALLY_S)
 
 
 def test_a_question_waits_for_a_cache_that_is_away_and_a_cancelled_one_is_not_asked_again() -> None:

@@ -1,14 +1,20 @@
-"""The connection of a worker's engine to one store or server, for all add-ons."""
+"""The connection of a worker's engine to one store or server, and the choice among several, for all add-ons."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Iterable
 from typing import Protocol
 
 from bottega.errors import BottegaError
 from bottega.transport import Connection, LinkClient, LinkClientHandler, LinkClientSettings, LinkCounters, OfferSource
 
 _log = logging.getLogger(__name__)
+
+
+MAX_SERVICES = 8
+"""Upper bound on the services of one kind that a gateway names to a worker. More stores of a kind have no share."""
 
 
 class LinkedService(Protocol):
@@ -89,3 +95,13 @@ class StoreLink(LinkClientHandler):
         if not self._loss_logged:
             self._loss_logged = True
             _log.warning(f"{self._title} is lost", extra={"service": self.store.name, "text": cause.message})
+
+
+def rank_stores(names: Iterable[str], key: str) -> list[str]:
+    """Return the names of stores in the order in which they are responsible for the items of a key.
+
+    The order is the same in every process. A store that leaves only passes on its own keys, each to the next one in its
+    order, and a store that joins only takes over the keys that it is the first for. Source: rendezvous hashing (Thaler
+    and Ravishankar, 1998).
+    """
+    return sorted(names, key=lambda name: (hashlib.sha256(f"{name}\0{key}".encode()).digest(), name), reverse=True)

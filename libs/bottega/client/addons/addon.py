@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -154,6 +155,20 @@ class ServiceCalls(Generic[StubT]):
                 failure = error
         raise failure
 
+    async def call_all(
+        self, services: Sequence[FleetMember], call: Callable[[StubT], Awaitable[AnswerT]]
+    ) -> Sequence[AnswerT | BottegaError]:
+        """Call all services at once. Return the response or the error of each; see `answered`."""
+
+        async def one(service: FleetMember) -> AnswerT | BottegaError:
+            try:
+                async with self.open(service) as stub:
+                    return await call(stub)
+            except BottegaError as error:
+                return error
+
+        return await asyncio.gather(*map(one, services))
+
     @asynccontextmanager
     async def open(self, service: FleetMember) -> AsyncIterator[StubT]:
         """Open a channel to one service for the `with` block, and yield its stub. Convert errors as `errors` does."""
@@ -173,6 +188,14 @@ class ServiceCalls(Generic[StubT]):
             failure = from_rpc_error(error)
             failure.metadata["service"] = self.kind
             raise failure from None
+
+
+def answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
+    """Return the responses. Raise the first error among them."""
+    for answer in answers:
+        if isinstance(answer, BottegaError):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BottegaError)]
 
 
 async def all_pages(

@@ -7,7 +7,7 @@ latent and noise from disk. `service.py` converts between the store and gRPC.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 
 from bottega.activations.profiles import profile_folder
@@ -229,9 +229,15 @@ class ActivationStore:
 
     # Calls for gateways and operators.
 
-    def prefetch(self, sources: Sequence[str]) -> list[pb.TemplateResidence]:
-        """Start to load the templates of these sources into memory. Return where each source's template is now."""
-        return self._loader.prefetch([(source, self._table.expect(source)) for source in sources])
+    def prefetch(
+        self, sources: Sequence[str], is_own: Callable[[str], bool] = lambda key: True
+    ) -> list[pb.TemplateResidence]:
+        """Start to load the templates of these sources into memory. Return where each source's template is now.
+
+        Args:
+            is_own: Tells whether a template, given by its key, belongs to this store; others are left out.
+        """
+        return self._loader.prefetch([(source, self._table.expect(source, is_own)) for source in sources])
 
     def warm(self, prefix: str) -> pb.WarmTemplateResponse:
         """Start to load templates whose IDs begin with `prefix` into memory, most recently used first."""

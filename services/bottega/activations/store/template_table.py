@@ -86,13 +86,16 @@ class TemplateTable:
         """Return templates whose IDs begin with `prefix`, most recently used first."""
         return [template for template in self.newest() if template.recording.startswith(prefix)]
 
-    def expect(self, source: str) -> list[TemplateRecord]:
+    def expect(self, source: str, is_own: Callable[[str], bool] = lambda key: True) -> list[TemplateRecord]:
         """Return the templates of a source, most recently used first, and count the first one as used now.
 
         Workers that have it in their own memory do not ask for it, but it should still be evicted late.
+
+        Args:
+            is_own: Tells whether a template, given by its key, belongs to this store; others are left out.
         """
         with self._lock:
-            found = (self._templates.get(key) for key in self._by_source.get(source, ()))
+            found = (self._templates.get(key) for key in self._by_source.get(source, ()) if is_own(key))
             there = [template for template in found if template is not None]
             there.sort(key=lambda template: template.use.used_s, reverse=True)
             for template in there[:1]:

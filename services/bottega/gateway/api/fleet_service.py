@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import psutil
 
+from bottega.addons.interface.store_link import MAX_SERVICES
 from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.errors import DeadlinePassed, Draining, Forbidden, InvalidRequest, MethodNotServed, Violation
@@ -25,8 +26,6 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Requests = AsyncIterator[fleet_pb2.JoinRequest]
-# Services of a kind that a member is told about; a fleet has one or a few.
-_MAX_SERVICES = 8
 # Time between two messages to a member on how many jobs wait for it: a fraction of a turn. Under a flood of submissions
 # the number changes all the time.
 _PAUSE_S = 0.015
@@ -115,7 +114,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return [
             fleet_pb2.ServiceAddress(kind=kind, name=service.name, address=service.registration.address)
             for kind in member.registration.uses
-            for service in self._fleet.services(kind)[:_MAX_SERVICES]
+            for service in self._fleet.services(kind)[:MAX_SERVICES]
         ]
 
     async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:

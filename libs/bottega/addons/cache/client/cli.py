@@ -220,11 +220,15 @@ def _note_missing_profile() -> None:
 
 
 @command.command("profiles")
+@click.option("--share", is_flag=True, help="First copy the profiles to caches that lack them.")
 @address_option
 @fleet_option
-def profiles(*, address: str) -> None:
+def profiles(*, share: bool, address: str) -> None:
     """Show the similarity thresholds that were measured for each model."""
     with connect(address) as client:
+        if share:
+            copied = client.share_cache_profiles()
+            note(f"{copied} profile{'' if copied == 1 else 's'} copied")
         profiles = client.cache_profiles()
         names = {model.model_hash: model.name for model in client.models()}
     if not profiles:

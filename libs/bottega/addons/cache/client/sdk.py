@@ -1,6 +1,6 @@
 """The SDK's methods about approximate caches, and findings about them for `bottega doctor`.
 
-A fleet usually has one cache. If it has several, every call goes to all of them.
+Several caches of a fleet share the entries. Every call goes to all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bottega.addons.cache.client.types import (
     profile_to_wire,
     stats_from,
 )
-from bottega.client.addons.addon import CheckResult, ClientAddOn, ServiceCalls, ok, warn
+from bottega.client.addons.addon import CheckResult, ClientAddOn, ServiceCalls, answered, ok, warn
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember, FleetStatus
@@ -87,13 +87,14 @@ class AsyncCacheMethods(AsyncGatewayClient):
         return tuple(map(entry_from, newest[:limit]))
 
     async def clear_cache(self, model_hash: str = "") -> int:
-        """Delete all entries, or those of one model, and return how many there were."""
+        """Delete all entries, or those of one model, in every cache, and return how many there were.
+
+        Every cache is asked. If one fails, its error is raised after the others have deleted their entries.
+        """
         request = build_message(cache_pb2.ClearCacheRequest(), model_hash=model_hash)
-        number = 0
-        for cache in await self._caches():
-            async with _CACHES.open(cache) as stub:
-                number += (await stub.ClearCache(request, timeout=_CALL_S)).entries
-        return number
+        caches = await self._caches()
+        answers = answered(await _CACHES.call_all(caches, lambda stub: stub.ClearCache(request, timeout=_CALL_S)))
+        return sum(answer.entries for answer in answers)
 
     async def cache_profiles(self) -> tuple[CacheProfile, ...]:
         """Return the profile of each model that has one. If caches differ, the first one's is returned."""
@@ -115,10 +116,23 @@ class AsyncCacheMethods(AsyncGatewayClient):
             StorageUnavailable: A cache cannot write it.
         """
         request = cache_pb2.SetCacheProfileRequest(profile=profile_to_wire(profile))
-        for cache in await self._caches():
-            async with _CACHES.open(cache) as stub:
-                kept = (await stub.SetCacheProfile(request, timeout=_CALL_S)).profile
-        return profile_from(kept)
+        caches = await self._caches()
+        answers = await _CACHES.call_all(caches, lambda stub: stub.SetCacheProfile(request, timeout=_CALL_S))
+        return profile_from(answered(answers)[0].profile)
+
+    async def share_cache_profiles(self) -> int:
+        """Give each cache the profiles that only others have, such as one that has just joined. Return how many."""
+        caches, copied = await self._caches(), 0
+        profiles = await self.cache_profiles()
+        for cache in caches:
+            _, known = await _ask(cache)
+            for profile in profiles:
+                if profile.model_hash not in known:
+                    request = cache_pb2.SetCacheProfileRequest(profile=profile_to_wire(profile))
+                    async with _CACHES.open(cache) as stub:
+                        await stub.SetCacheProfile(request, timeout=_CALL_S)
+                    copied += 1
+        return copied
 
     async def profile_cache(
         self, wanted: CacheMeasurement, *, on_pair: Callable[[int, int], None] = lambda done, pairs: None
@@ -163,22 +177,40 @@ class CacheMethods(GatewayClient):
     clear_cache = blocking(AsyncCacheMethods.clear_cache)
     cache_profiles = blocking(AsyncCacheMethods.cache_profiles)
     set_cache_profile = blocking(AsyncCacheMethods.set_cache_profile)
+    share_cache_profiles = blocking(AsyncCacheMethods.share_cache_profiles)
     profile_cache = blocking(AsyncCacheMethods.profile_cache)
 
 
 def check_caches(fleet: FleetStatus) -> Iterator[CheckResult]:
     """Yield whether caches can record, and which models lack a profile. Blocks: do not call it in an event loop."""
     served = {model.model_hash: model.name for worker in fleet.of_kind(kinds.WORKER) for model in worker.models}
+    answers: list[tuple[FleetMember, CacheStats, frozenset[str]]] = []
     for cache in fleet.of_kind(kinds.CACHE):
-        yield from _check_cache(cache, served)
+        try:
+            answers.append((cache, *asyncio.run(_ask(cache))))
+        except BottegaError as error:
+            text = f"the approximate cache {cache.name} does not answer: {error.message}"
+            yield warn(text, "See bottega logs cache.")
+    measured = frozenset[str]().union(*(profiled for _, _, profiled in answers))
+    for cache, stats, profiled in answers:
+        yield from _check_cache(cache, served, stats, profiled=profiled, measured=measured)
 
 
-def _check_cache(cache: FleetMember, served: dict[str, str]) -> Iterator[CheckResult]:
-    try:
-        stats, profiled = asyncio.run(_ask(cache))
-    except BottegaError as error:
-        yield warn(f"the approximate cache {cache.name} does not answer: {error.message}", "See bottega logs cache.")
-        return
+def _check_cache(
+    cache: FleetMember,
+    served: dict[str, str],
+    stats: CacheStats,
+    *,
+    profiled: frozenset[str],
+    measured: frozenset[str],
+) -> Iterator[CheckResult]:
+    """Yield the findings about a cache.
+
+    Args:
+        served: Names of the served models, by hash.
+        profiled: Hashes of the models of which this cache has a profile.
+        measured: The same, of any cache.
+    """
     if stats.trouble:
         yield warn(
             f"the approximate cache {cache.name} records nothing: {stats.trouble}",
@@ -192,8 +224,11 @@ def _check_cache(cache: FleetMember, served: dict[str, str]) -> Iterator[CheckRe
             yield warn(
                 f"the approximate cache {cache.name} has no profile of {name}, so it reuses no latents (except by"
                 " Nirvana's thresholds, if its embeddings are 768 wide)",
-                _how_to_measure(name),
+                _SHARE if model_hash in measured else _how_to_measure(name),
             )
+
+
+_SHARE = "Another cache has it: bottega cache profiles --share copies it."
 
 
 def _how_to_measure(model: str) -> str:

@@ -257,7 +257,11 @@ class JobCachedStarts(JobAddOn):
         if recorder is None or not recorder.confirmed:
             return
         recording = recorder.recording(
-            record, key=self._key, model_hash=self._addon.model.digest, embedding=self._embedding
+            record,
+            key=self._key,
+            plain_key=self._plain_key,
+            model_hash=self._addon.model.digest,
+            embedding=self._embedding,
         )
         if recording is not None:
             taken = self._addon.source.record(recording)

@@ -34,6 +34,8 @@ class JobRecording:
 
     key: str
     """See `CacheRecording.key`."""
+    plain_key: str = ""
+    """Key of the same job without its LoRAs; see `CacheQuestion.plain_key`."""
     model_hash: str
     spec: ResolvedSpec
     embedding: Tensor
@@ -101,12 +103,15 @@ class LatentRecorder:
         if index == self._request.index and self._latents:
             self._pixels = pixels
 
-    def recording(self, record: EngineRecord, *, key: str, model_hash: str, embedding: Tensor) -> JobRecording | None:
+    def recording(
+        self, record: EngineRecord, *, key: str, plain_key: str, model_hash: str, embedding: Tensor
+    ) -> JobRecording | None:
         """Return the recording of a finished job; None if the job was not computed exactly, or nothing was kept."""
         if not record.exact or self._pixels is None or not self._latents:
             return None
         return JobRecording(
             key=key,
+            plain_key=plain_key,
             model_hash=model_hash,
             spec=self._spec,
             embedding=embedding,
@@ -239,7 +244,7 @@ class LatentSource(Protocol):
         ...
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """Set the caches that exist now, the best first. Without one, queries wait until there is one."""
+        """Set the caches that exist now. Without one, queries wait until there is one."""
         ...
 
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:

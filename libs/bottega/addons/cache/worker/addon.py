@@ -1,8 +1,10 @@
 """The engine's add-on for cached latents, with the fleet's approximate caches as its one source.
 
-The source queries the first cache that is connected. If a cache is lost before it has answered, the query is sent
-again, to the next cache or to the same one, while its job still waits. Recordings wait in a buffer of limited size for
-the first cache that is connected. No call blocks.
+The caches share the entries: each query and each recording goes to the connected cache that is responsible for its
+prompt (`placement_key`). If a cache is lost, the next one in the order takes over, and queries that it has not answered
+are sent there while their jobs still wait. A query for certain entries is sent to one cache after the other, because an
+entry stays where it was recorded when caches join or leave. Recordings wait in a buffer of limited size. No call
+blocks.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from bottega.addons.cache.config import CachedStartsConfig
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.addons.cache.engine.addon import EngineCachedStarts
+from bottega.addons.cache.placement import placement_key
 from bottega.addons.cache.wire import CacheMessage
 from bottega.addons.cache.worker.store_link import CacheLinkSettings, CacheStoreLink, recording_of
+from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores
 from bottega.engine.addon import EngineAddOnContext
 from bottega.engine.spans import StoreWork
 from bottega.transport import LinkCounters, OfferSource
@@ -32,10 +38,8 @@ _log = logging.getLogger(__name__)
 
 # Questions without an answer. A worker holds at most some tens of jobs.
 _MAX_QUESTIONS = 1024
-# How often one question is sent, so that a question that breaks links does not break all of them.
-_MAX_TRIES = 3
-# Caches that are linked. A fleet has one, or a few.
-_MAX_STORES = 4
+# Connections that one question may break, so that it does not break all of them.
+_MAX_LOSSES = 3
 
 _UNAVAILABLE = LatentReply(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE))
 
@@ -45,13 +49,19 @@ class _Question:
     """A query without a response yet."""
 
     question: LatentQuestion
+    place: str
+    """See `placement_key`."""
     answer: Future[LatentReply]
     link: CacheStoreLink | None = None
     """The connection to the cache that was asked; None while no cache is connected."""
     asked_s: float = 0.0
     """Time at which the query was sent, on CLOCK_MONOTONIC."""
-    tries: int = 0
-    """Number of connections over which the query was sent."""
+    losses: int = 0
+    """Number of connections that were lost before they answered."""
+    missing: LatentReply | None = None
+    """The best response so far of caches that lack some of the wanted entries."""
+    lacking: set[str] = field(default_factory=set)
+    """Names of those caches."""
 
 
 class LatentStores:
@@ -77,10 +87,10 @@ class LatentStores:
         self._settings = settings
         self._counters = counters
         self._lock = threading.Lock()
-        self._links: dict[str, CacheStoreLink] = {}
+        self._links: dict[str, CacheStoreLink] = {}  # by the name of the cache
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
-        self._recordings: deque[JobRecording] = deque()
+        self._recordings: dict[str, deque[JobRecording]] = {}  # by the name of the cache
         self._waiting_bytes = 0
 
     @property
@@ -89,12 +99,20 @@ class LatentStores:
         return sum(link.open for link in list(self._links.values()))
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        wanted = {store.address: store for store in stores[:_MAX_STORES]}
+        wanted = {store.name: store for store in stores[:MAX_SERVICES]}
         with self._lock:
-            gone = [link for address, link in self._links.items() if address not in wanted]
-            self._links = {address: self._links.get(address) or self._open(store) for address, store in wanted.items()}
-        for link in gone:
-            link.close()
+            old = self._links
+            kept = {
+                name: link
+                for name, link in old.items()
+                if name in wanted and link.store.address == wanted[name].address
+            }
+            self._links = {name: kept.get(name) or self._open(store) for name, store in wanted.items()}
+        for name, link in old.items():
+            if name not in kept:
+                link.close()
+        with self._lock:
+            self._resume()
 
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
         answer = Future[LatentReply]()
@@ -104,24 +122,25 @@ class LatentStores:
                 answer.set_result(_UNAVAILABLE)
                 return answer
             number = next(self._numbers)
-            asked = self._questions[number] = _Question(question=question, answer=answer)
+            place = _place(question.header.plain_key or question.header.key, question.embedding)
+            asked = self._questions[number] = _Question(question=question, place=place, answer=answer)
             self._send(number, asked)
         return answer
 
     def report(self, reply: LatentReply, starts: CacheStarts) -> None:
         if not reply.header.counts_starts or reply.work is None:
             return
-        for link in list(self._links.values()):
-            if link.store.name == reply.work.store:
-                link.report(starts)
-                return
+        link = self._links.get(reply.work.store)
+        if link is not None:
+            link.report(starts)
 
     def record(self, recording: JobRecording) -> bool:
+        place = _place(recording.plain_key or recording.key, recording.embedding)
         with self._lock:
-            link = self._first_open()
+            link = self._responsible(place)
             if link is None or self._waiting_bytes + recording.size_bytes > self._budget_bytes:
                 return False
-            self._recordings.append(recording)
+            self._recordings.setdefault(link.store.name, deque()).append(recording)
             self._waiting_bytes += recording.size_bytes
         link.record()
         return True
@@ -130,40 +149,51 @@ class LatentStores:
         self.set_stores(())
 
     def on_link(self, link: CacheStoreLink) -> None:
-        """Send pending queries to a cache that has just been connected."""
+        """Send pending queries and recordings to a cache that has just been connected."""
         with self._lock:
-            self._ask_pending()
+            self._resume()
         link.record()
 
     def on_answer(self, link: CacheStoreLink, number: int, answer: LatentReply) -> None:
-        """Pass on a response, even if it is late or the query was sent again elsewhere."""
+        """Pass on a response, even if it is late or the query was sent again elsewhere.
+
+        If it lacks entries that the query names, ask the next cache first.
+        """
         with self._lock:
-            asked = self._questions.pop(number, None)
-        if asked is None:
-            return
-        if not asked.answer.set_running_or_notify_cancel():  # the job has ended, or does not need it any more
-            if answer.header.hits and answer.header.counts_starts:
-                link.report(_unused(asked.question.header, answer.header))
-        else:
+            asked = self._questions.get(number)
+            if asked is None:
+                return
             times, now_s = answer.header.times, time.monotonic()
             work = StoreWork(store=link.store.name, times=times, asked_s=asked.asked_s, answered_s=now_s)
-            asked.answer.set_result(replace(answer, work=work))
+            answer = replace(answer, work=work)
+            if _lacks(asked.question.header, answer.header) and not asked.answer.done():
+                asked.lacking.add(link.store.name)
+                asked.missing, asked.link = _better(asked.missing, answer), None
+                self._send(number, asked)
+                return
+            del self._questions[number]
+        if asked.answer.set_running_or_notify_cancel():
+            asked.answer.set_result(answer)
+        elif answer.header.hits and answer.header.counts_starts:  # the job has ended, or does not need it any more
+            link.report(_unused(asked.question.header, answer.header))
 
     def on_lost(self, link: CacheStoreLink) -> None:
-        """Send the queries of a lost connection again, to the next cache or to the same one."""
+        """Send the queries and recordings of a lost connection to the next cache, or to the same one again."""
         with self._lock:
             for asked in self._questions.values():
                 if asked.link is link:
                     asked.link = None
-            self._ask_pending()
+                    asked.losses += 1
+            self._resume()
 
-    def next_recording(self) -> CacheMessage | None:
-        """Return the oldest recording; None if there is none. Called by the thread that sends."""
+    def next_recording(self, link: CacheStoreLink) -> CacheMessage | None:
+        """Return the oldest recording for a cache; None if there is none. Called by the thread that sends."""
         while True:
             with self._lock:
-                if not self._recordings:
+                waiting = self._recordings.get(link.store.name)
+                if not waiting:
                     return None
-                recording = self._recordings.popleft()
+                recording = waiting.popleft()
                 self._waiting_bytes -= recording.size_bytes
             try:
                 return recording_of(recording, model_name=self._model_name)
@@ -173,25 +203,64 @@ class LatentStores:
     def _open(self, store: ServiceAddress) -> CacheStoreLink:
         return CacheStoreLink(store, owner=self, offers=self._offers, settings=self._settings, counters=self._counters)
 
-    def _first_open(self) -> CacheStoreLink | None:
-        return next((link for link in self._links.values() if link.open), None)
+    def _responsible(self, place: str, lacking: Collection[str] = ()) -> CacheStoreLink | None:
+        """Return the connection to the first connected cache for a place, except for those in `lacking`, or None."""
+        links = self._links
+        names = (name for name in rank_stores(links, place) if links[name].open and name not in lacking)
+        name = next(names, None)
+        return None if name is None else links[name]
 
-    def _ask_pending(self) -> None:
-        """Send pending queries that no cache has. Call it under the lock."""
+    # Called under the lock.
+
+    def _resume(self) -> None:
+        """Send pending queries that no cache has, and pass the recordings for lost caches to the next ones."""
         for number, asked in self._questions.items():
             if asked.link is None and not asked.answer.done():
                 self._send(number, asked)
+        for name in [name for name in self._recordings if not (name in self._links and self._links[name].open)]:
+            for recording in self._recordings.pop(name):
+                link = self._responsible(_place(recording.plain_key or recording.key, recording.embedding))
+                self._recordings.setdefault(name if link is None else link.store.name, deque()).append(recording)
+                if link is not None:
+                    link.record()
 
     def _send(self, number: int, asked: _Question) -> None:
-        """Send a query to the first connected cache, or answer it as a miss after too many tries. Needs the lock."""
-        if asked.tries == _MAX_TRIES:
-            if asked.answer.set_running_or_notify_cancel():
-                asked.answer.set_result(_UNAVAILABLE)
-            return
-        link, now_s = self._first_open(), time.monotonic()
-        if link is not None and link.ask(number, asked.question):
-            asked.link, asked.asked_s = link, now_s
-            asked.tries += 1
+        """Send a query to the first connected cache that may answer it. Answer it if there is none left to ask.
+
+        A query for certain entries waits for a cache that is away, which may have them.
+        """
+        if asked.losses == _MAX_LOSSES:
+            _answer(asked, _UNAVAILABLE)
+        elif asked.missing is not None and asked.lacking.issuperset(self._links):
+            _answer(asked, asked.missing)
+        else:
+            link, now_s = self._responsible(asked.place, asked.lacking), time.monotonic()
+            if link is not None and link.ask(number, asked.question):
+                asked.link, asked.asked_s = link, now_s
+
+
+def _place(key: str, embedding: Tensor) -> str:
+    return placement_key(key, embedding.numpy())
+
+
+def _answer(asked: _Question, reply: LatentReply) -> None:
+    if asked.answer.set_running_or_notify_cancel():
+        asked.answer.set_result(reply)
+
+
+def _lacks(question: CacheQuestion, answer: CacheAnswer) -> bool:
+    """Return whether a response lacks entries that the query names."""
+    wanted = {start.entry for start in question.pinned if start.entry}
+    return not wanted.issubset(hit.entry for hit in answer.hits)
+
+
+def _better(one: LatentReply | None, other: LatentReply) -> LatentReply:
+    """Return the response with more hits. All entries that a job names are in one cache, so they are not joined.
+
+    Of responses without hits, return the one whose cache could not look, because it may have the entries.
+    """
+    known = [other] if one is None else [one, other]
+    return max(known, key=lambda reply: (len(reply.latents), reply.header.outcome == CACHE_OUTCOME_UNAVAILABLE))
 
 
 def _unused(question: CacheQuestion, answer: CacheAnswer) -> CacheStarts:

@@ -116,7 +116,7 @@ class CacheStoreLink(StoreLink):
         return 0.0 if self._records else None
 
     def send_idle(self, link: Link) -> None:
-        recording = self._owner.next_recording()
+        recording = self._owner.next_recording(self)
         self._records = recording is not None
         connection = self._connection
         if recording is None or connection is None:

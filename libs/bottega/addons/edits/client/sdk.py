@@ -6,7 +6,6 @@ store. Several stores have different templates, but the same profiles.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -30,18 +29,17 @@ from bottega.addons.edits.client.types import (
     profile_from,
     profile_to_wire,
 )
-from bottega.client.addons.addon import ClientAddOn, ServiceCalls
+from bottega.client.addons.addon import ClientAddOn, answered
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.messages import build_message
-from bottega.errors import BottegaError, ModelNotFound, NoWorker, Unavailable
+from bottega.errors import ModelNotFound, NoWorker, Unavailable
 from bottega.v1 import activations_pb2 as pb
 
 if TYPE_CHECKING:
     from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub
 
-StubT = TypeVar("StubT")
 AnswerT = TypeVar("AnswerT")
 
 PROFILE_S = 600.0
@@ -82,11 +80,11 @@ class AsyncEditMethods(AsyncGatewayClient):
         if not (stores or workers):
             raise NoWorker("no worker and no activation store has joined")
         # Stores first, so that a worker cannot fetch a dropped template again.
-        stored = await _of_all(STORES, stores, lambda stub: stub.DropStoredTemplate(request, timeout=STORE_S))
-        copies = await _of_all(WORKERS, workers, lambda stub: stub.DropTemplate(worker_request, timeout=WORKER_S))
+        stored = await STORES.call_all(stores, lambda stub: stub.DropStoredTemplate(request, timeout=STORE_S))
+        copies = await WORKERS.call_all(workers, lambda stub: stub.DropTemplate(worker_request, timeout=WORKER_S))
         return DroppedTemplates(
-            stored=sum(answer.dropped for answer in _answered(stored)),
-            copies=sum(answer.dropped for answer in _answered(copies)),
+            stored=sum(answer.dropped for answer in answered(stored)),
+            copies=sum(answer.dropped for answer in answered(copies)),
         )
 
     async def pin_templates(self, id: str, pinned: bool = True) -> int:
@@ -130,7 +128,7 @@ class AsyncEditMethods(AsyncGatewayClient):
         """
         request = pb.SetBlockProfileRequest(profile=profile_to_wire(profile))
         stores = await self._stores()
-        _answered(await _of_all(STORES, stores, lambda stub: stub.SetBlockProfile(request, timeout=STORE_S)))
+        answered(await STORES.call_all(stores, lambda stub: stub.SetBlockProfile(request, timeout=STORE_S)))
         return tuple(store.name for store in stores)
 
     async def profile_blocks(
@@ -175,7 +173,7 @@ class AsyncEditMethods(AsyncGatewayClient):
 
     async def _ask(self, call: Callable[[ActivationServiceAsyncStub], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
         """Return the responses of every store. Raise the first error after all have been asked."""
-        return _answered(await _of_all(STORES, await self._stores(), call))
+        return answered(await STORES.call_all(await self._stores(), call))
 
     async def _stores(self) -> Sequence[FleetMember]:
         return STORES.joined(await self.fleet())
@@ -191,29 +189,6 @@ class EditMethods(GatewayClient):
     block_profiles = blocking(AsyncEditMethods.block_profiles)
     set_block_profile = blocking(AsyncEditMethods.set_block_profile)
     profile_blocks = blocking(AsyncEditMethods.profile_blocks)
-
-
-async def _of_all(
-    calls: ServiceCalls[StubT], services: Sequence[FleetMember], call: Callable[[StubT], Awaitable[AnswerT]]
-) -> Sequence[AnswerT | BottegaError]:
-    """Call all services at once. Return the response or the error of each."""
-
-    async def one(service: FleetMember) -> AnswerT | BottegaError:
-        try:
-            async with calls.open(service) as stub:
-                return await call(stub)
-        except BottegaError as error:
-            return error
-
-    return await asyncio.gather(*map(one, services))
-
-
-def _answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
-    """Return the responses. Raise the first error among them."""
-    for answer in answers:
-        if isinstance(answer, BottegaError):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, BottegaError)]
 
 
 def _choose_worker(fleet: FleetStatus, model: str | None, worker: str | None) -> FleetMember:

@@ -33,6 +33,7 @@ from bottega.addons.interface.gateway_addon import (
     WorkerCosts,
 )
 from bottega.addons.interface.prefetch import GrpcPrefetchClient, PrefetchClient, ServicePrefetcher
+from bottega.addons.interface.store_link import MAX_SERVICES
 from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.clocks import Clock
 from bottega.errors import RecordingNotKept, Violation
@@ -241,8 +242,10 @@ class ActivationsAddOn(AddOn):
         self, address: str, store: ActivationServiceAsyncStub, sources: Sequence[str], deadline_s: float
     ) -> None:
         """Let a store load the templates of these sources into memory, in this order, and note where they are."""
+        stores = [member.name for member in self._fleet.services(kinds.ACTIVATIONS)[:MAX_SERVICES]]
         for first in range(0, len(sources), _MAX_SOURCES):
-            request = PrefetchTemplatesRequest(sources=sources[first : first + _MAX_SOURCES])
+            part = sources[first : first + _MAX_SOURCES]
+            request = PrefetchTemplatesRequest(sources=part, stores=stores)
             self._note_response(address, await store.PrefetchTemplates(request, timeout=deadline_s))
 
     def _note_response(self, store: str, response: PrefetchTemplatesResponse) -> None:

@@ -7,11 +7,10 @@ requested. A recording of which nothing was copied is dropped as soon as nothing
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -23,13 +22,11 @@ from bottega.addons.edits.worker.questions import LinkAnswer, TemplateQuestions
 from bottega.addons.edits.worker.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.addons.edits.worker.stored_step import StoredStep
 from bottega.addons.edits.worker.template import AnsweredSection, AnsweredTemplate
+from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores
 from bottega.engine.spans import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress
-
-# Stores that are linked. A fleet has one, or a few.
-_MAX_STORES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ class StoreActivations:
         return self.meter.bytes_per_s if self._links else None
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        wanted = {store.name: store for store in stores[:_MAX_STORES]}
+        wanted = {store.name: store for store in stores[:MAX_SERVICES]}
         with self._lock:
             old = self._links
             kept = {
@@ -227,8 +224,8 @@ class StoreActivations:
         return not kept.complete or link is None or not link.uploads.lacks(kept)
 
     def _link_of(self, key: RecordingKey) -> ActivationStoreLink | None:
-        name = _choose_store(self._links, key.digest)
-        return None if name is None else self._links[name]
+        links = self._links
+        return links[rank_stores(links, key.digest)[0]] if links else None
 
     def _take_in(self, key: RecordingKey, answer: LinkAnswer, recording: str) -> None:
         """Update the recordings in memory from a store's response.
@@ -328,16 +325,3 @@ def _is_known(recording: Recording, section: AnsweredSection, link: ActivationSt
     if not isinstance(step, StoredStep):
         return True
     return step.section.digest == section.digest and (step.whole or (step.link is link and not step.lost))
-
-
-def _choose_store(names: Iterable[str], key: str) -> str | None:
-    """Return the name of the store that a template belongs to; None without stores.
-
-    Every worker chooses the same store, and if a store leaves, only its own templates move. Source: rendezvous hashing
-    (Thaler and Ravishankar, 1998).
-    """
-    return max(names, key=lambda name: _weight(name, key), default=None)
-
-
-def _weight(name: str, key: str) -> tuple[bytes, str]:
-    return hashlib.sha256(f"{name}\0{key}".encode()).digest(), name
