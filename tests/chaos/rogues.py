@@ -90,7 +90,7 @@ def _rogues(scene: Scene, *, crowd: int = 0, silent: int = 0) -> Iterator[Counte
         fleet_pb2.Registration(kind=member.kind, name=member.name, address=member.address, version=member.version)
         for member in ([] if crowd else scene.members())
     ]
-    logging.getLogger("bottega.rpc.fleet_membership").setLevel(
+    logging.getLogger("bottega.rpc.gateway_membership").setLevel(
         logging.ERROR
     )  # that each of them is refused is what is wanted
     ready = threading.Event()

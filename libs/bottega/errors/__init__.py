@@ -11,8 +11,8 @@ By status code, with subclasses in parentheses:
     UNAUTHENTICATED      Unauthenticated
     PERMISSION_DENIED    Forbidden
     UNIMPLEMENTED        FieldNotServed, MethodNotServed
-    FAILED_PRECONDITION  JobNotFinished, StaleAttempt, ModelMismatch, ControlNetUnusable, LoraUnusable, LoraInUse,
-                         CacheEntryGone, RecordingNotKept, Poisoned
+    FAILED_PRECONDITION  JobNotFinished, StaleAttempt, StaleScheduler, ModelMismatch, ControlNetUnusable, LoraUnusable,
+                         LoraInUse, CacheEntryGone, RecordingNotKept, Poisoned
     RESOURCE_EXHAUSTED   QueueFull, QuotaExceeded, DeadlineUnmeetable, TooLarge, FleetFull
     UNAVAILABLE          Unavailable (NoWorker, NoControlNet, NoLora, NoCache, NoActivationStore, LinksFull,
                          EngineStarting, Draining, WorkerLost, ReaderStalled, CannotSign,
@@ -192,6 +192,10 @@ class JobNotFinished(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_p
 
 class StaleAttempt(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_ATTEMPT):
     """A later attempt at the job has replaced this one."""
+
+
+class StaleScheduler(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_SCHEDULER):
+    """Another gateway has become the scheduler since."""
 
 
 class Poisoned(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_POISONED):

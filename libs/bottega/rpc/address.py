@@ -1,14 +1,16 @@
-"""Addresses in configurations, and parsing of the peer addresses that gRPC and the system report."""
+"""Addresses of services, lists of them, and parsing of the peer addresses that gRPC and the system report.
+
+A list of addresses is one text with commas between them, as in BOTTEGA_ADDRESS, so that a list can be wherever one
+address can be.
+"""
 
 from __future__ import annotations
 
 import functools
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 from urllib.parse import unquote
-
-from pydantic import AfterValidator
 
 from bottega.errors import ConfigError
 
@@ -35,20 +37,70 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def _checked(address: str) -> str:
-    """Return the address if it is valid. Else raise ValueError, which pydantic reports with the key."""
+def split_list(addresses: str) -> tuple[str, ...]:
+    """Return the addresses in a list, which is one text with commas between them; empty for an empty text."""
+    return tuple(address.strip() for address in addresses.split(",")) if addresses else ()
+
+
+def join_list(addresses: str | Sequence[str]) -> str:
+    """Return the list of addresses of services to call as one text.
+
+    Args:
+        addresses: One address, a text with commas between several, or a sequence of addresses.
+
+    Raises:
+        ConfigError: There is no address, one is not host:port, or one is there twice.
+    """
+    found = split_list(addresses if isinstance(addresses, str) else ",".join(addresses))
+    if not found:
+        raise ConfigError("the list of addresses is empty; give at least one host:port")
+    for address in found:
+        host, port = split(address)
+        if port == 0:
+            raise ConfigError(f"{address!r} has port 0, at which nothing listens")
+        if len(found) > 1 and "/" in host:
+            raise ConfigError(f"{address!r} has a scheme; in a list of addresses each is only host:port")
+    ends = [_with_ip(address).lower() for address in found]
+    if twice := [address for address, end in zip(found, ends, strict=True) if ends.count(end) > 1]:
+        raise ConfigError(f"{twice[-1]} is in the list of addresses twice")
+    return ",".join(found)
+
+
+def is_name(address: str) -> bool:
+    """Return whether gRPC asks DNS for the host of "host:port", or of a dns: URI. localhost counts as an IP address."""
+    if address.startswith("dns:"):
+        return True
     try:
-        split(address)
-    except ConfigError as error:
-        raise ValueError(error.message) from None
-    return address
+        host, _ = split(address)
+        ipaddress.ip_address(host.strip("[]"))
+    except ConfigError:
+        return False
+    except ValueError:
+        return host != "localhost" and not set(host) & set(":/[]")
+    return False
 
 
-Address = Annotated[str, AfterValidator(_checked)]
-"""An address in a configuration, "host:port"."""
+def grpc_target(addresses: str) -> str:
+    """Return gRPC's target for an address, or for a list of addresses that one channel calls.
 
-OptionalAddress = Annotated[str, AfterValidator(lambda address: _checked(address) if address else "")]
-"""An address in a configuration, or "" for none."""
+    Raises ConfigError for names in a list, because gRPC resolves one name only, and for IPv4 beside IPv6.
+    """
+    found = split_list(addresses)
+    if len(found) == 1:
+        return addresses
+    ends = [split(_with_ip(address)) for address in found]
+    try:
+        versions = {ipaddress.ip_address(host.strip("[]")).version for host, _ in ends}
+    except ValueError:
+        rule = "a list has IP addresses only; instead of several names give one that resolves to all gateways"
+        raise ConfigError(f"{', '.join(filter(is_name, found))}: {rule}") from None
+    if len(versions) > 1:
+        raise ConfigError("the list mixes addresses of IPv4 and IPv6; give addresses of one kind")
+    return f"ipv{versions.pop()}:" + ",".join(f"{host}:{port}" for host, port in ends)
+
+
+def _with_ip(address: str) -> str:
+    return address.replace("localhost:", "127.0.0.1:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import grpc
 
 from bottega.rpc import telemetry
+from bottega.rpc.address import grpc_target, is_name, split_list
 from bottega.rpc.security.api_keys import bearer
 from bottega.rpc.security.caller import Role, dns_name
 from bottega.rpc.security.tls import AuthorityFile, TlsFiles
@@ -18,6 +20,20 @@ MAX_MESSAGE_MIB = 24
 
 # Upper bound on trailers, which have the details of a BottegaError. gRPC's default, 8 KiB, is too small for long lists.
 MAX_METADATA_BYTES = 64 * 1024
+
+# Each call goes to the next server that says SERVING, so one that stops, or whose database is away, gets none. A retry
+# policy is left out on purpose, and hedging as well. gRPC's makes at most five tries and chooses by status code alone.
+# The SDK's (client.transport.calls) goes on until a gateway has restarted, tells from the reason whether a retry helps,
+# waits as long as the gateway asks for, and gives each try the time that is left.
+_BALANCING = json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}})
+_BALANCING_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.service_config", _BALANCING),
+    # A name is resolved again when a connection ends, at most this often; by default it would be 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    # A frozen server is left after 15 + 5 s, because another one can answer.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+]
 
 
 ApiKey = str | Callable[[], str]
@@ -29,13 +45,15 @@ class Target:
     """A service to call: its address, and the identity that its certificate must have if there is TLS."""
 
     address: str
-    """host:port."""
+    """host:port; if `balances`, it may be a list (rpc.address)."""
     role: str
     """Role in the certificate: the kind of the service."""
     name: str = ""
     """Name in the certificate; "" accepts any name of the role."""
     probes_bandwidth: bool = True
     """Whether gRPC measures the bandwidth, for large messages. It then answers each message with a ping and a timer."""
+    balances: bool = False
+    """Whether calls go round all servers of a list, or of a DNS name. The certificate of each is checked."""
 
 
 class Channels:
@@ -61,14 +79,21 @@ class Channels:
         Args:
             api_key: API key to send with every call that has a single request; "" for none. A function is called for
                 every call, in the context of its task.
+
+        Raises ConfigError if one channel cannot call all addresses of a list.
         """
         shown = _key_interceptors(api_key) if api_key else ()
         interceptors = (*telemetry.client_interceptors(), *shown)
         options = [*channel_options(max_message_mib), ("grpc.http2.bdp_probe", int(target.probes_bandwidth))]
+        uri = target.address
+        if target.balances:
+            uri = grpc_target(target.address)
+            if is_name(target.address) or len(split_list(target.address)) > 1:
+                options = list((dict(options) | dict(_BALANCING_OPTIONS)).items())
         if self._tls is None:
-            return grpc.aio.insecure_channel(target.address, options=options, interceptors=interceptors)
+            return grpc.aio.insecure_channel(uri, options=options, interceptors=interceptors)
         return grpc.aio.secure_channel(
-            target.address,
+            uri,
             self._tls.channel_credentials(),
             options=[*options, *_expecting(target)],
             interceptors=interceptors,

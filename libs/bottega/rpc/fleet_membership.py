@@ -1,48 +1,38 @@
-"""Membership of a service in the gateway's fleet: one Join stream, which is reopened whenever it ends.
+"""Membership of a service in the fleet: one Join stream to each gateway.
 
-Callbacks provide the load for reports, and receive the number of waiting requests and the addresses of other services.
+Each gateway gets every report, so each knows the whole fleet and can become the scheduler at any time. The streams do
+not depend on each other: a gateway that is away or refuses the service disturbs no other one.
+
+Callbacks provide the load for reports, and receive the number of waiting requests, the addresses of other services and
+the scheduler.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
-import logging
-import random
+import math
 import secrets
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
-
-import grpc
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import seconds_until_tick
-from bottega.errors import BottegaError, InternalError, JobCancelled, MethodNotServed, Unavailable
-from bottega.rpc.channel import PLAINTEXT, Channels, Target
-from bottega.rpc.security.caller import Identity, Role
-from bottega.rpc.security.tls import find_tls_mismatch
-from bottega.rpc.status import from_rpc_error, was_answered
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+from bottega.errors import StaleScheduler
+from bottega.rpc.address import is_name, split, split_list
+from bottega.rpc.channel import PLAINTEXT, Channels
+from bottega.rpc.gateway_membership import GatewayMembership
+from bottega.rpc.security.caller import Identity
+from bottega.v1 import fleet_pb2
 
-# The gateway's lease is 1.5 s; three reports fit into it. While there are no jobs it asks for fewer reports.
-REPORT_INTERVAL_S = 0.5
-# Bounds on the time between two regular reports, whatever the gateway asks for. At rest it asks for 5 s. A member that
-# was silent for longer would miss its lease.
-_MIN_REPORT_INTERVAL_S, _MAX_REPORT_INTERVAL_S = 0.05, 10.0
-# Changes within this time are reported together.
-_COALESCE_S = 0.01
-_FIRST_BACK_OFF_S = 0.1
-_MAX_BACK_OFF_S = 1.0
-# Longest back-off of a service that the gateway refuses, which only changes when somebody fixes it.
-_REFUSED_BACK_OFF_S = 5.0
-# A refusal, or a gateway that does not answer, is logged again after this time.
-_REPEAT_LOG_S = 60.0
-# A gateway that was started at the same time answers within this time; otherwise its absence is logged.
-_SILENCE_S = 5.0
 _INSTANCE_BYTES = 16
-
-_log = logging.getLogger(__name__)
+# Seconds between two look-ups of a DNS name of the gateways. A gateway that is added waits so long for its fleet.
+_RESOLVE_INTERVAL_S = 5.0
+# Seconds after which a generation of the scheduler that no gateway names is forgotten; a frozen gateway wakes before.
+_FORGET_S = 60.0
 
 
 class Listening(Protocol):
@@ -99,179 +89,152 @@ def _ignore(_: object) -> None:
 
 
 class FleetMembership:
-    """A service's membership in the fleet.
+    """A service's membership in the fleet: it joins all gateways, and combines what they respond.
 
     It reports the load on change and as often as asked, and rejoins with back-off.
 
     Callbacks are called in the event loop.
 
     Args:
-        gateway: host:port of the gateway's fleet listener.
+        gateways: The gateways' fleet listeners: host:port, or a list (rpc.address). A DNS name that has several
+            addresses stands for a gateway at each; it is resolved again all the time.
         registration: Registration of this service, which is sent first on every stream. An instance is added if it has
             none.
         load: Returns the load for a report. Must be quick.
         on_backlog: Called with the number of requests that wait for this service.
         on_services: Called, at every response, with the services of the kinds that this service uses.
+        on_scheduler: Called, at every response, with the newest generation of the scheduler's lease that a gateway
+            names; 0 if none names any.
         channels: Opens the gRPC channels of the process.
     """
 
     def __init__(
         self,
-        gateway: str,
+        gateways: str,
         registration: fleet_pb2.Registration,
         *,
         load: Callable[[], fleet_pb2.Load],
         on_backlog: Callable[[int], None] = _ignore,
         on_services: Callable[[Sequence[fleet_pb2.ServiceAddress]], None] = _ignore,
+        on_scheduler: Callable[[int], None] = _ignore,
         channels: Channels = PLAINTEXT,
     ) -> None:
-        self._gateway = gateway
-        self._channels = channels
+        self._listed = split_list(gateways)
         self._registration = _with_instance(registration)
         self._load = load
         self._on_backlog = on_backlog
         self._on_services = on_services
-        self._changed = asyncio.Event()
-        self._report_every_s = REPORT_INTERVAL_S
-        self._tasks = BackgroundTasks("fleet membership", max_tasks=1)
-        self._refusal: str | None = None
-        self._logged: dict[str, float] = {}  # refusals by the time at which they were logged
-        self._retry_after_s: float | None = None
-        self._log_absence_s = 0.0  # when the gateway's absence is logged next
+        self._on_scheduler = on_scheduler
+        self._channels = channels
+        self._members: dict[str, GatewayMembership] = {}
+        self._tasks = BackgroundTasks("joining of gateways")
         self.joined = asyncio.Event()
-        self.backlog = 0
+        """Set while the service is a member at one gateway at least."""
+
+    @property
+    def backlog(self) -> int:
+        """Number of requests that wait for this service, at the gateway where most wait: only the scheduler counts."""
+        return max((member.backlog for member in self._members.values()), default=0)
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """Addresses of the gateways that the service has joined."""
+        return tuple(address for address, member in self._members.items() if member.joined)
 
     def start(self) -> None:
-        """Join in the background. `joined` is set while the service is a member."""
-        if not self._tasks:
-            self._log_absence_s = time.monotonic() + _SILENCE_S
-            self._tasks.start(self._run())
+        """Join in the background."""
+        if not self._members:
+            self._follow(self._listed)
+            if any(map(is_name, self._listed)):
+                self._tasks.start(self._resolve())
 
     def report_soon(self) -> None:
         """Report the changed load without waiting for the next regular report."""
-        self._changed.set()
+        for member in self._members.values():
+            member.report_soon()
 
     async def stop(self) -> None:
         """Leave the fleet. Does nothing before `start`."""
         await self._tasks.cancel()
+        await asyncio.gather(*(member.stop() for member in self._members.values()))
 
-    async def _run(self) -> None:
-        back_off_s = _FIRST_BACK_OFF_S
+    def _follow(self, addresses: Sequence[str]) -> None:
+        """Join the gateways at these addresses, and leave all others."""
+        for address in self._members.keys() - set(addresses):
+            self._tasks.start(self._members.pop(address).stop())
+        for address in addresses:
+            if address not in self._members:
+                member = self._members[address] = GatewayMembership(
+                    address,
+                    self._registration,
+                    load=self._load,
+                    on_change=self._on_change,
+                    channels=self._channels,
+                )
+                member.start()
+
+    async def _resolve(self) -> None:
+        """Follow the addresses of DNS names."""
         while True:
-            was_joined = await self._join_once()
-            most_s = _MAX_BACK_OFF_S if self._refusal is None else _REFUSED_BACK_OFF_S
-            back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, most_s)
-            wait_s = back_off_s * random.uniform(0.5, 1.0)
-            if self._retry_after_s is not None:  # the gateway knows what it waits for
-                wait_s = min(self._retry_after_s, _REFUSED_BACK_OFF_S) + _COALESCE_S * random.random()
-            await asyncio.sleep(wait_s)
+            self._follow(await _resolved(self._listed))
+            await asyncio.sleep(seconds_until_tick(_RESOLVE_INTERVAL_S))
 
-    async def _join_once(self) -> bool:
-        """Join, and stay until the stream ends. Return whether the gateway had answered.
-
-        Each attempt opens a new channel, so that a renewed certificate is used.
-        """
-        self._retry_after_s = None
-        self._report_every_s = REPORT_INTERVAL_S
-        channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY, probes_bandwidth=False))
-        answered = asyncio.Event()
-        call = fleet_pb2_grpc.FleetServiceStub(channel).Join(self._reports(answered))
-        try:
-            async for response in call:
-                self._on_response(response)
-                answered.set()
-        except grpc.aio.AioRpcError as error:
-            await self._on_failure(from_rpc_error(error), answered=was_answered(error))
-        finally:
-            call.cancel()
-            was_joined = self.joined.is_set()
+    def _on_change(self) -> None:
+        """Pass on what the gateways have responded. While none is joined, what they responded last stays valid."""
+        joined = sorted((member for member in self._members.values() if member.joined), key=lambda one: one.heard_s)
+        if not joined:
             self.joined.clear()
-            answered.set()
-            await channel.close()
-        return was_joined
-
-    async def _on_failure(self, error: BottegaError, *, answered: bool) -> None:
-        """Handle the failure of the stream.
-
-        Args:
-            answered: Whether the gateway sent the error. Otherwise the connection failed.
-        """
-        self._retry_after_s = error.retry_after_s
-        text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
-        facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
-        if isinstance(error, Unavailable | JobCancelled) or (isinstance(error, InternalError) and not answered):
-            self._refusal = None
-            await self._log_unreachable(facts)
             return
-        now = time.monotonic()
-        self._logged = {logged: at for logged, at in self._logged.items() if at > now - _REPEAT_LOG_S}
-        if text not in self._logged:
-            _log.warning("the fleet refuses this service", extra=facts)
-            self._logged[text] = now
-        self._refusal = text
+        self.joined.set()
+        self._on_scheduler(max(member.generation for member in joined))
+        self._on_backlog(self.backlog)
+        services = {(one.kind, one.name): one for member in joined for one in member.services}  # the newest wins
+        self._on_services([services[key] for key in sorted(services)])
 
-    async def _log_unreachable(self, facts: dict[str, str]) -> None:
-        """Log that the gateway cannot be reached: once when it is lost, and again from time to time."""
-        now = time.monotonic()
-        if self.joined.is_set():
-            _log.warning("the gateway's fleet listener cannot be reached", extra=facts)
-            self._log_absence_s = now + _REPEAT_LOG_S
-        elif now >= self._log_absence_s:
-            mismatch = await find_tls_mismatch(self._gateway, encrypted=self._channels.encrypted)
-            todo = mismatch or "is a gateway running, and is that its fleet.listen?"
-            todo += "; this service gets no work until it has joined"
-            _log.warning("the gateway's fleet listener cannot be reached", extra=facts | {"todo": todo})
-            self._log_absence_s = now + _REPEAT_LOG_S
 
-    def _not_the_fleet(self) -> str:
-        return (
-            f"{self._gateway} does not serve the fleet: it is the gateway's public port, or no gateway. Set `gateway`"
-            " in this service's configuration to the address of the gateway's fleet.listen, 127.0.0.1:8472 by default"
-        )
+class SchedulerFence:
+    """Refuses the calls of a gateway that is not the scheduler any more.
 
-    def _on_response(self, response: fleet_pb2.JoinResponse) -> None:
-        if not self.joined.is_set():
-            _log.info("joined the fleet", extra={"gateway": self._gateway})
-            self._refusal = None
-            self.joined.set()
-        asked_s = response.report_every_s or REPORT_INTERVAL_S
-        every_s = max(_MIN_REPORT_INTERVAL_S, min(_MAX_REPORT_INTERVAL_S, asked_s))  # in this order for NaN
-        if every_s < self._report_every_s:
-            self.report_soon()
-        self._report_every_s = every_s
-        self.backlog = response.backlog
-        self._on_backlog(response.backlog)
-        self._on_services(response.services)
+    A generation that no joined gateway names is forgotten after a while, because it comes from a database that was made
+    anew, whose generations begin at 1 again.
+    """
 
-    async def _reports(self, answered: asyncio.Event) -> AsyncIterator[fleet_pb2.JoinRequest]:
-        """Yield the registration, and then load reports.
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._newest = 0
+        self._doubted_at = math.inf
 
-        Args:
-            answered: Set with the first response, and at the end of the stream.
-        """
-        yield fleet_pb2.JoinRequest(registration=self._registration)
-        await answered.wait()  # a report that is written while the gateway refuses would hide its reason
-        if not self.joined.is_set():
-            return
-        reported: fleet_pb2.Load | None = None
-        while True:
-            self._changed.clear()
-            load = self._load()
-            # An attempt under way is reported each time: the gateway compares it with its own view.
-            if reported is None or load.running or load != reported:
-                reported = fleet_pb2.Load()
-                reported.CopyFrom(load)
-                yield fleet_pb2.JoinRequest(load=load)
-            else:
-                yield fleet_pb2.JoinRequest()
-            try:
-                async with asyncio.timeout(self._pause_s()):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
-            await asyncio.sleep(_COALESCE_S)
+    def note(self, generation: int) -> None:
+        """Note the newest generation that a joined gateway names; 0 if none names any."""
+        if generation >= self._newest:
+            self._newest, self._doubted_at = generation, math.inf
+        else:
+            self._doubted_at = min(self._doubted_at, self._clock())
 
-    def _pause_s(self) -> float:
-        """Return the seconds until the next regular report. At rest, all members of a machine report together."""
-        every_s = self._report_every_s
-        return every_s if every_s <= REPORT_INTERVAL_S else seconds_until_tick(every_s, least_share=0.0)
+    def check(self, generation: int) -> None:
+        """Raise StaleScheduler if a call comes from a gateway with an older generation than the newest."""
+        if generation < self._newest and self._clock() < self._doubted_at + _FORGET_S:
+            text = f"the gateway with generation {generation} is not the scheduler; the worker follows {self._newest}"
+            raise StaleScheduler(text, metadata={"generation": str(self._newest)})
+        self._newest, self._doubted_at = generation, math.inf
+
+
+async def _resolved(listed: Sequence[str]) -> Sequence[str]:
+    """Return a list of addresses in which names that have several addresses are replaced by these.
+
+    A machine may have an address of IPv4 and one of IPv6, so only addresses of one kind are different gateways.
+    """
+    loop, found = asyncio.get_running_loop(), dict[str, None]()
+    for address in listed:
+        ends: list[str] = []
+        if is_name(address):
+            host, port = split(address)
+            with contextlib.suppress(
+                OSError, UnicodeError
+            ):  # the name itself is kept, and the error is logged when it is joined
+                answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                ips = sorted({(family, str(end[0])) for family, _, _, _, end in answers})
+                family = min((family for family, _ in ips), default=socket.AF_INET)
+                ends = [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for kind, ip in ips if kind == family]
+        found |= dict.fromkeys(ends if len(ends) > 1 else [address])
+    return list(found)

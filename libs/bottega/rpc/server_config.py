@@ -5,12 +5,14 @@ The settings that all services of the fleet share are here, too.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from bottega.rpc.address import Address, OptionalAddress, is_loopback
+from bottega.errors import ConfigError
+from bottega.rpc.address import grpc_target, is_loopback, join_list, split
 from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.security.tls import TlsConfig
 from bottega.strict import STRICT
@@ -19,6 +21,43 @@ PLAIN_TEXT = "it is not encrypted (no server.tls)"
 """Reason why anyone can use a port without TLS."""
 PLAIN_HTTP = "it is not encrypted (neither server.https nor server.tls)"
 """Reason why anyone can use a port of HTTP without certificates."""
+
+
+def _checked(address: str) -> str:
+    """Return an address unchanged. Raise ValueError, which pydantic reports with the key, if it is not host:port."""
+    try:
+        split(address)
+    except ConfigError as error:
+        raise ValueError(error.message) from None
+    return address
+
+
+def _joined(addresses: object, *, balanced: bool) -> object:
+    """Return one address or a list as one text. Raise ValueError, which pydantic reports with the key.
+
+    Args:
+        addresses: The value of the key. Only texts and lists of texts are checked here.
+        balanced: Whether one gRPC channel calls all of them.
+    """
+    many = isinstance(addresses, list | tuple) and all(isinstance(address, str) for address in addresses)
+    if addresses == "" or not (many or isinstance(addresses, str)):
+        return addresses
+    try:
+        text = join_list(cast("str | list[str]", addresses))
+        if balanced:
+            grpc_target(text)
+    except ConfigError as error:
+        raise ValueError(error.message) from None
+    return text
+
+
+Address = Annotated[str, AfterValidator(_checked)]
+"""An address in a configuration, "host:port"."""
+MemberGateways = Annotated[str, BeforeValidator(functools.partial(_joined, balanced=False))]
+"""The gateways that a service joins: an address, a list of them, or "" for none. A list becomes one text."""
+CalledGateways = Annotated[str, BeforeValidator(functools.partial(_joined, balanced=True))]
+"""As MemberGateways, for gateways that one gRPC channel calls."""
+
 HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -298,8 +337,11 @@ class MemberConfig:
 
     name: Annotated[str, Field(max_length=128)] = ""
     """Name of this service, unique in the fleet. Empty: the service's kind and the process ID, such as loras-4711."""
-    gateway: OptionalAddress = "127.0.0.1:8472"
-    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
+    gateway: MemberGateways = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet.
+
+    With several gateways a list, or a name that resolves to all of them: the service joins each.
+    """
     server: ServerConfig = field(default_factory=ServerConfig)
 
 

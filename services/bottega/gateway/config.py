@@ -15,10 +15,9 @@ from bottega.content_credentials import PictureSigner
 from bottega.errors import AddressRefused, ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.outside_rules import OutsideRules
-from bottega.rpc.address import Address
 from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private, read_public
 from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, Tenant, TenantWebhooks, read_tenants
-from bottega.rpc.server_config import ListenerConfig, ServerConfig
+from bottega.rpc.server_config import Address, ListenerConfig, ServerConfig
 from bottega.strict import STRICT
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"

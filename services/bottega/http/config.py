@@ -10,9 +10,8 @@ from pydantic import ConfigDict, Field
 
 from bottega.errors import ConfigError
 from bottega.outside_rules import OutsideRules
-from bottega.rpc.address import Address, OptionalAddress
 from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private
-from bottega.rpc.server_config import HttpServerConfig
+from bottega.rpc.server_config import CalledGateways, HttpServerConfig
 from bottega.strict import STRICT
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -37,10 +36,16 @@ class HttpConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    gateway: Address = "127.0.0.1:8470"
-    """Address of the gateway's port for callers (its server.listen), host:port."""
-    fleet: OptionalAddress = "127.0.0.1:8472"
-    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
+    gateway: Annotated[CalledGateways, Field(min_length=1)] = "127.0.0.1:8470"
+    """Address of the gateway's port for callers (its server.listen), host:port.
+
+    With several gateways a list of IP addresses, or a name that resolves to all of them: each call goes to another one.
+    """
+    fleet: CalledGateways = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port; with several gateways a list as above.
+
+    Empty: the service joins no fleet.
+    """
     name: Annotated[str, Field(max_length=128)] = ""
     """Name of this service, unique in the fleet. Empty: that in its certificate, else http and the process ID."""
     server: HttpServerConfig = field(default_factory=HttpServerConfig)

@@ -22,7 +22,8 @@ from bottega.model_files.single_file import is_single_file
 from bottega.process import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
 from bottega.rpc.boot import ServiceHooks, boot
-from bottega.rpc.fleet_membership import REPORT_INTERVAL_S, FleetMembership, registration_of
+from bottega.rpc.fleet_membership import FleetMembership, registration_of
+from bottega.rpc.gateway_membership import REPORT_INTERVAL_S
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.server import Server

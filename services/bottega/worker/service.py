@@ -90,6 +90,8 @@ def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
         yield Violation(field="attempt.job_id", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
     if attempt.number < 1:
         yield Violation(field="attempt.number", description="must be at least 1")
+    if attempt.generation < 0:
+        yield Violation(field="attempt.generation", description="must not be negative")
 
 
 def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
@@ -225,7 +227,7 @@ class WorkerService:
         self, request: worker_pb2.CancelAttemptRequest, _context: _Context
     ) -> worker_pb2.CancelAttemptResponse:
         """Serve CancelAttempt."""
-        return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(checked_key(request.attempt)))
+        return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(self._fenced(request.attempt)))
 
     async def list_attempts(
         self, _request: worker_pb2.ListAttemptsRequest, _context: _Context
@@ -246,12 +248,19 @@ class WorkerService:
         self, request: worker_pb2.PreviewAttemptRequest, _context: _Context
     ) -> worker_pb2.PreviewAttemptResponse:
         """Serve PreviewAttempt."""
-        return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
+        return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(self._fenced(request.attempt)))
+
+    def _fenced(self, attempt: worker_pb2.AttemptId) -> AttemptKey:
+        """Return the key of an attempt. Raises InvalidRequest, and StaleScheduler for calls of an earlier scheduler."""
+        key = checked_key(attempt)
+        self._worker.fence.check(attempt.generation)
+        return key
 
     async def _started(self, raw: bytes) -> Attempt:
         request, inputs = await copied(len(raw), lambda: read_attempt(raw))
         ids = {"job_id": request.attempt.job_id, "request_id": request.request_id}
         logs.bind(**{name: logs.request_id_from(text) for name, text in ids.items()})
+        self._worker.fence.check(request.attempt.generation)
         return self._worker.run(request, inputs)
 
 

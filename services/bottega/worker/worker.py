@@ -33,7 +33,7 @@ from bottega.fair_order import Share
 from bottega.manifest import read_services
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer, registration_of
+from bottega.rpc.fleet_membership import FleetMembership, Listening, SchedulerFence, StartingServer, registration_of
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -84,6 +84,7 @@ class Worker:
     ) -> None:
         self.name = worker_name(config, server)
         self.checkpoints = CheckpointWatch()
+        self.fence = SchedulerFence()
         self.attempts = Attempts(
             max_attempts=config.max_attempts,
             result_grace_s=config.result_grace_s,
@@ -143,8 +144,7 @@ class Worker:
         """
         key = AttemptKey.of(request.attempt)
         self._check_model(request.spec)
-        known = self.attempts.find(key)
-        if known is not None:
+        if (known := self.attempts.find(key)) is not None:
             return known
         earlier = self.attempts.superseded(key)
         if self._draining:
@@ -159,8 +159,7 @@ class Worker:
 
     def cancel(self, key: AttemptKey) -> bool:
         """Stop an attempt and remove it. Return whether the worker held it."""
-        attempt = self.attempts.find(key)
-        if attempt is None:
+        if (attempt := self.attempts.find(key)) is None:
             return False
         self._abort(attempt, JobCancelled("the attempt was cancelled"))
         return True
@@ -373,6 +372,7 @@ class Worker:
             load=self.load,
             on_backlog=self.engine.set_backlog,
             on_services=self._pass_services,
+            on_scheduler=self.fence.note,
             channels=self._server.channels,
         )
         self._membership.start()

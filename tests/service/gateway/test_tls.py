@@ -12,7 +12,7 @@ from bottega.client import AsyncClient, Tls
 from bottega.client.addons.addon import Level
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.transport import credentials
-from bottega.rpc import fleet_membership
+from bottega.rpc import gateway_membership
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.security.api_keys import new_key
@@ -72,7 +72,10 @@ async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority:
                 house.fleet_address, registration, load=fleet_pb2.Load, channels=authority.channels(shown)
             )
             member.start()
-            await eventually(lambda member=member: member._refusal is not None, "the gateway to refuse it")  # type: ignore[misc]
+            await eventually(
+                lambda member=member: member._members[house.fleet_address]._refusal is not None,
+                "the gateway to refuse it",
+            )  # type: ignore[misc]
             assert not member.joined.is_set()
             await member.stop()
         for shown in ("tenant/shop", "operator/anna", "gateway/main"):
@@ -83,7 +86,10 @@ async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority:
                 channels=authority.channels(shown),
             )
             impostor.start()
-            await eventually(lambda impostor=impostor: impostor._refusal is not None, "the gateway to refuse it")  # type: ignore[misc]
+            await eventually(
+                lambda impostor=impostor: impostor._members[house.fleet_address]._refusal is not None,
+                "the gateway to refuse it",
+            )  # type: ignore[misc]
             await impostor.stop()
         listed = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
         assert [member.registration.name for member in listed.members] == ["gateway", "w1"]
@@ -186,7 +192,7 @@ async def test_ends_that_do_not_agree_on_tls_are_told_so_at_once(
     authority: Authority, encrypted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the SDK, the command, doctor, and a service that would join."""
-    monkeypatch.setattr(fleet_membership, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(gateway_membership, "_SILENCE_S", 0.0)
     shown = authority.issue("operator/anna")
     operator = authority.channels("operator/anna")
     server = TlsConfig() if encrypted else authority.issue("gateway/main")

@@ -14,9 +14,10 @@ import grpc
 import pytest
 
 from bottega import errors
-from bottega.rpc import fleet_membership
-from bottega.rpc.channel import open_channel
+from bottega.rpc import gateway_membership
+from bottega.rpc.channel import PLAINTEXT, open_channel
 from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.gateway_membership import GatewayMembership
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
@@ -109,7 +110,7 @@ class RestingFleet(fleet_pb2_grpc.FleetServiceServicer):
 async def test_a_member_reports_changes_alone_while_the_fleet_rests_and_at_once_when_that_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet_membership, "_MAX_REPORT_INTERVAL_S", 1e9)
+    monkeypatch.setattr(gateway_membership, "_MAX_REPORT_INTERVAL_S", 1e9)
     server, fleet = Server("fleet", ServerConfig()), RestingFleet(rest_s=1e9)  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
     await server.start()
@@ -122,7 +123,7 @@ async def test_a_member_reports_changes_alone_while_the_fleet_rests_and_at_once_
         kinds = [(await asyncio.wait_for(fleet.reports.get(), 5)).WhichOneof("message") for _ in range(2)]
         assert kinds == ["registration", "load"]
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(fleet.reports.get(), 2 * fleet_membership.REPORT_INTERVAL_S)
+            await asyncio.wait_for(fleet.reports.get(), 2 * gateway_membership.REPORT_INTERVAL_S)
         drawn = 7
         member.report_soon()
         assert (await asyncio.wait_for(fleet.reports.get(), 5)).load.memory_bytes == 7
@@ -137,7 +138,7 @@ async def test_a_member_reports_changes_alone_while_the_fleet_rests_and_at_once_
 async def test_a_member_reports_sometimes_whatever_the_gateway_asks_for(
     rest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_membership, "_MAX_REPORT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(gateway_membership, "_MAX_REPORT_INTERVAL_S", 0.1)
     server, fleet = Server("fleet", ServerConfig()), RestingFleet(rest_s=rest_s)  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
     await server.start()
@@ -153,7 +154,7 @@ async def test_a_member_reports_sometimes_whatever_the_gateway_asks_for(
 
 async def test_a_member_that_is_refused_comes_again_when_the_gateway_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BACK_OFF_S", "_REFUSED_BACK_OFF_S"):
-        monkeypatch.setattr(fleet_membership, name, 120.0)  # its own back-off, which is a minute or more for each try
+        monkeypatch.setattr(gateway_membership, name, 120.0)  # its own back-off, which is a minute or more for each try
     server = Server("fleet", ServerConfig(listen="127.0.0.1:0"))
     fleet = FullFleet()  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
@@ -206,7 +207,9 @@ async def test_nothing_is_reported_before_the_gateway_has_answered() -> None:
 
 
 async def test_a_stream_that_ends_without_the_gateways_word_is_no_refusal(caplog: pytest.LogCaptureFixture) -> None:
-    member = FleetMembership("127.0.0.1:1", fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
+    member = GatewayMembership(
+        "127.0.0.1:1", fleet_pb2.Registration(), load=fleet_pb2.Load, on_change=lambda: None, channels=PLAINTEXT
+    )
     await member._on_failure(errors.InternalError("the call failed"), answered=False)
     await member._on_failure(errors.InternalError("a bug"), answered=True)
     assert [record.message for record in caplog.records] == [
@@ -218,7 +221,7 @@ async def test_a_stream_that_ends_without_the_gateways_word_is_no_refusal(caplog
 async def test_a_gateway_that_is_not_there_is_logged_after_a_moment_and_not_every_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_membership, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(gateway_membership, "_SILENCE_S", 0.3)
     member = FleetMembership("127.0.0.1:1", fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
     with caplog.at_level(logging.WARNING):
         member.start()

@@ -70,17 +70,17 @@ class AsyncGatewayClient:
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | Sequence[str] | None = None,
         *,
-        fleet_address: str | None = None,
+        fleet_address: str | Sequence[str] | None = None,
         api_key: str | None = None,
         tls: Tls | None = None,
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
         self._connection = GatewayConnection(
-            address or default_address(),
-            fleet_address=fleet_address or None,
+            default_address() if address is None or address == "" else address,
+            fleet_address=None if fleet_address == "" else fleet_address,
             api_key=default_key() if api_key is None else api_key,
             tls=tls or tls_from_environment(),
             timeout_s=timeout_s,
@@ -90,7 +90,7 @@ class AsyncGatewayClient:
 
     @property
     def address(self) -> str:
-        """host:port of the gateway."""
+        """host:port of the gateway; several with commas between them."""
         return self._connection.address
 
     @property

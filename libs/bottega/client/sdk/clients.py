@@ -21,10 +21,12 @@ class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, A
     Args:
         address: host:port of the gateway. The default is $BOTTEGA_ADDRESS, else the suite that runs here (`bottega
             up`), else 127.0.0.1:8470. If nothing answers there, a warning is logged after 1.5 s, and the call goes on
-            trying.
-        fleet_address: host:port of the gateway's listener for services. fleet() and the methods about ControlNets,
-            LoRAs, caches and recordings need it; drawing does not. The default is $BOTTEGA_FLEET, else the suite that
-            runs here, else port 8472 of the gateway's machine.
+            trying. With several gateways a list of IP addresses with ports, a text with commas between them, or one
+            DNS name that resolves to all of them. Calls then go round the gateways that serve, and a call or a stream
+            whose gateway dies goes on at another one.
+        fleet_address: host:port of the gateway's listener for services; with several gateways as above. fleet() and the
+            methods about ControlNets, LoRAs, caches and recordings need it; drawing does not. The default is
+            $BOTTEGA_FLEET, else the suite that runs here, else port 8472 of each gateway's machine.
         api_key: Key for a gateway that asks for one. The default is $BOTTEGA_API_KEY; "" sends none.
         tls: Certificates. The default is the files that $BOTTEGA_TLS_AUTHORITY, _CERTIFICATE and _KEY name; without
             them connections are not encrypted.

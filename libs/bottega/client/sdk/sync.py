@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -184,9 +184,9 @@ class GatewayClient(OnLoop):
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | Sequence[str] | None = None,
         *,
-        fleet_address: str | None = None,
+        fleet_address: str | Sequence[str] | None = None,
         api_key: str | None = None,
         tls: Tls | None = None,
         timeout_s: float = 600.0,
@@ -207,7 +207,7 @@ class GatewayClient(OnLoop):
 
     @property
     def address(self) -> str:
-        """host:port of the gateway."""
+        """host:port of the gateway; several with commas between them."""
         return str(self._async.address)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 
@@ -15,7 +15,8 @@ from bottega.client.instance import StateFolder
 from bottega.client.transport.calls import CallDeadline, CallTerms, RequestT, ResponseT, RetryPolicy, call_with_retries
 from bottega.client.transport.credentials import Tls, channels_of, checked_key, tls_from_environment
 from bottega.client.types.messages import UNSENDABLE, describe
-from bottega.errors import Forbidden, InvalidRequest, Violation
+from bottega.errors import ConfigError, Forbidden, InvalidRequest, Violation
+from bottega.rpc.address import join_list, split_list
 from bottega.rpc.channel import ApiKey, Channels, Target
 from bottega.rpc.security.caller import Role
 from bottega.state_folder import state_folder
@@ -40,11 +41,11 @@ def service_channels() -> Channels:
 
 
 class GatewayConnection:
-    """A channel to a gateway, with its stubs. Make it in a running event loop, and close it.
+    """A channel to a gateway, or to several, with its stubs. Make it in a running event loop, and close it.
 
     Args:
-        address: host:port of the gateway.
-        fleet_address: host:port of its listener for services; None for the default, found when the fleet is listed.
+        address: host:port of the gateway. Several: a sequence, a text with commas, or a name that resolves to all.
+        fleet_address: The same of its listener for services; None for the default, found when the fleet is listed.
         api_key: Key that is sent to the gateway only; empty for none, and a function for the key of each call.
         tls: Certificates; None for connections that are not encrypted.
         channels: Opens the channels instead, with certificates of its own.
@@ -57,17 +58,17 @@ class GatewayConnection:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
-        fleet_address: str | None = None,
+        fleet_address: str | Sequence[str] | None = None,
         api_key: ApiKey = "",
         tls: Tls | None = None,
         channels: Channels | None = None,
         timeout_s: float,
         retry: RetryPolicy,
     ) -> None:
-        self.address = address
-        self._fleet_address = fleet_address
+        self.address = _as_text("address", address)
+        self._fleet_address = None if fleet_address is None else _as_text("fleet_address", fleet_address)
         self._fleet_channel: grpc.aio.Channel | None = None
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
@@ -75,10 +76,10 @@ class GatewayConnection:
         self.channels = channels or channels_of(tls)
         self.shows_key = bool(checked_key(api_key))
         self._reported = False
-        self._channel = self._open("address", address, api_key=checked_key(api_key))
+        self._channel = self._open("address", self.address, api_key=checked_key(api_key))
         self.images = ImageServiceStub(self._channel)
-        if fleet_address is not None:
-            self._fleet_channel = self._open("fleet_address", fleet_address)
+        if self._fleet_address is not None:
+            self._fleet_channel = self._open("fleet_address", self._fleet_address)
 
     def terms(self, timeout_s: float | None) -> CallTerms:
         """Return the terms of a call with this time-out; None for the connection's own."""
@@ -147,10 +148,26 @@ class GatewayConnection:
     def _open(self, name: str, address: str, *, api_key: ApiKey = "") -> grpc.aio.Channel:
         """Return a channel, which connects when it is first used. Errors blame the argument `name` for the address."""
         try:
-            return self.channels.open(Target(address=address, role=Role.GATEWAY), api_key=api_key)
+            return self.channels.open(Target(address=address, role=Role.GATEWAY, balances=True), api_key=api_key)
+        except ConfigError as error:
+            raise _refusal(name, error.message) from None
         except (AttributeError, *UNSENDABLE):  # AttributeError: gRPC's, for an address that is no text
-            rule = f"must be HOST:PORT; got {describe(address)}"
-            raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None
+            raise _refusal(name, f"must be HOST:PORT; got {describe(address)}") from None
+
+
+def _as_text(name: str, address: str | Sequence[str]) -> str:
+    """Return addresses as one text. Raise InvalidRequest if a list is wrong; gRPC judges a single address."""
+    if isinstance(address, str) and "," not in address:
+        return address
+    try:
+        return join_list(address)
+    except (ConfigError, TypeError) as error:
+        why = error.message if isinstance(error, ConfigError) else f"must be HOST:PORT; got {describe(address)}"
+        raise _refusal(name, why) from None
+
+
+def _refusal(name: str, rule: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)])
 
 
 ADDRESS_VARIABLE = "BOTTEGA_ADDRESS"
@@ -160,7 +177,7 @@ DEFAULT_FLEET_PORT = 8472
 
 
 def default_address() -> str:
-    """Return the default host:port of the gateway.
+    """Return the default address of the gateway: host:port, or a list as $BOTTEGA_ADDRESS may have it.
 
     It is $BOTTEGA_ADDRESS, else that of the suite that runs from the state folder, else the default port on this
     machine.
@@ -172,18 +189,18 @@ def default_address() -> str:
 
 
 def default_fleet_address(address: str) -> str:
-    """Return the default host:port of the listener for services of the gateway at `address`.
+    """Return the default address of the listener for services of the gateway, or gateways, at `address`.
 
-    It is $BOTTEGA_FLEET, else that of the suite that runs from the state folder, else the default port on the gateway's
-    machine.
+    It is $BOTTEGA_FLEET, else that of the suite that runs from the state folder, else the default port on each
+    gateway's machine.
     """
     if chosen := os.environ.get(FLEET_VARIABLE):
         return chosen
     record = StateFolder(state_folder()).running()
     if record is not None and _as_number(record.address) == _as_number(address):
         return record.fleet_address
-    host, colon, _ = address.rpartition(":")
-    return f"{host if colon else address}:{DEFAULT_FLEET_PORT}"
+    hosts = [one.rpartition(":")[0] if ":" in one else one for one in split_list(address)]
+    return ",".join(f"{host}:{DEFAULT_FLEET_PORT}" for host in dict.fromkeys(hosts))
 
 
 def _as_number(address: str) -> str:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import grpc
 
 from bottega.errors import ConfigError
+from bottega.rpc.address import split, split_list
 from bottega.rpc.security.caller import Identity
 from bottega.rpc.security.private_files import FileState, file_state, read_private, read_public
 from bottega.strict import STRICT
@@ -178,21 +179,22 @@ async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
     """Explain if the port uses TLS and the caller does not, or the reverse; return "" if they agree.
 
     Args:
-        address: host:port; anything else is not checked.
+        address: host:port, or a list of them (rpc.address), of which the first that disagrees counts; anything else is
+            not checked.
         encrypted: Whether the caller uses TLS.
     """
-    expected = await _expects_tls(address)
-    if expected is None or expected == encrypted:
-        return ""
-    if expected:
-        return f"the server at {address} expects TLS, but this client does not use it"
-    return f"the server at {address} does not use TLS, but this client does"
+    for one in split_list(address):
+        expected = await _expects_tls(one)
+        if expected is None or expected == encrypted:
+            continue
+        if expected:
+            return f"the server at {one} expects TLS, but this client does not use it"
+        return f"the server at {one} does not use TLS, but this client does"
+    return ""
 
 
 async def _expects_tls(address: str) -> bool | None:
     """Return whether a port answers a TLS handshake with TLS; None if it does not answer."""
-    from bottega.rpc.address import split  # it imports pydantic, which takes long
-
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -45,6 +45,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     Args:
         this: Registration of the gateway itself. The server fills in the address once it listens.
         activity: Returns the gateway's counters.
+        scheduler: Returns the lease of the gateway that schedules; None if there is only one gateway.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         this: fleet_pb2.Registration,
         activity: Callable[[], fleet_pb2.Activity],
         clock: Clock,
+        scheduler: Callable[[], fleet_pb2.SchedulerLease | None] = lambda: None,
     ) -> None:
         self._fleet = fleet
         self._queue = queue
         self._this = this
         self._activity = activity
+        self._scheduler = scheduler
         self._clock = clock
         self._began = clock.monotonic()
         self._pending = PendingJoins()
@@ -82,6 +85,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                     backlog=member.backlog,
                     services=self._services_for(member),
                     report_every_s=self._fleet.report_every_s,
+                    scheduler=self._scheduler(),
                 )
                 await asyncio.sleep(_PAUSE_S)
                 await wake.wait()

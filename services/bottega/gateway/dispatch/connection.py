@@ -24,6 +24,7 @@ from bottega.errors import (
     MethodNotServed,
     ReaderStalled,
     StaleAttempt,
+    StaleScheduler,
     TooLarge,
     Unavailable,
     WorkerLost,
@@ -49,7 +50,7 @@ _MAX_PROVENANCE_BYTES = 512 << 10
 AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 
 # Errors that are not the fault of the job, like those that gRPC itself raises: another worker may draw it.
-_OF_THE_WORKER = (InternalError, JobCancelled, MethodNotServed, ReaderStalled, StaleAttempt)
+_OF_THE_WORKER = (InternalError, JobCancelled, MethodNotServed, ReaderStalled, StaleAttempt, StaleScheduler)
 
 # After these events the worker ends the call by itself, at once. If the call were cancelled first, the worker would
 # count a cancelled call, and keep the images for another caller.

@@ -1,0 +1,181 @@
+"""Services join each of several gateways, and follow the one that schedules."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import pytest
+
+from bottega import errors, kinds
+from bottega.rpc import fleet_membership
+from bottega.rpc.fleet_membership import FleetMembership, SchedulerFence
+from bottega.v1 import fleet_pb2, worker_pb2
+from tests.fakes.fake_time import FakeTime
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.running_front import request, running_workers
+from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.waiting import eventually
+
+
+def registration(name: str = "w1") -> fleet_pb2.Registration:
+    return fleet_pb2.Registration(kind=kinds.CACHE, name=name, address="127.0.0.1:9", version="test")
+
+
+async def reported(memory_bytes: int, *gateways: Running) -> bool:
+    """Whether a member has reported this at each of the gateways."""
+    answers = [await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5) for gateway in gateways]
+    loads = [[member.load for member in answer.members if member.registration.name == "w1"] for answer in answers]
+    return all(found == [fleet_pb2.Load(memory_bytes=memory_bytes)] for found in loads)
+
+
+def joins(caplog: pytest.LogCaptureFixture, gateway: str) -> int:
+    """How often members have joined the gateway at this address."""
+    found = [vars(record) for record in caplog.records if record.message == "joined the fleet"]
+    return sum(record["gateway"] == gateway for record in found)
+
+
+async def test_each_gateway_gets_every_report_and_a_lost_one_gets_them_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "bottega.rpc")
+    async with running_gateway() as first:
+        memory_bytes = 1
+        async with running_gateway() as second:
+            lost = second.fleet_address
+            member = FleetMembership(
+                f"{first.fleet_address},{lost}",
+                registration(),
+                load=lambda: fleet_pb2.Load(memory_bytes=memory_bytes),
+            )
+            member.start()
+            await eventually(lambda: reported(1, first, second))
+            memory_bytes = 2
+            member.report_soon()
+            await eventually(lambda: reported(2, first, second))
+        try:
+            await eventually(lambda: member.gateways == (first.fleet_address,))
+            assert member.joined.is_set()
+            memory_bytes = 3
+            member.report_soon()
+            await eventually(lambda: reported(3, first))
+            async with running_gateway(fleet={"listen": lost}) as again:
+                await eventually(lambda: reported(3, again))
+                assert (joins(caplog, first.fleet_address), joins(caplog, lost)) == (1, 2)
+                await member.stop()
+        finally:
+            await member.stop()
+
+
+async def test_a_gateway_that_refuses_disturbs_no_other() -> None:
+    async with running_gateway() as first, running_gateway(max_members=1) as second:
+        other = ScriptedWorker("other", second.fleet_address)
+        await other.start()
+        member = FleetMembership(f"{first.fleet_address},{second.fleet_address}", registration(), load=fleet_pb2.Load)
+        member.start()
+        try:
+            await eventually(lambda: member.gateways == (first.fleet_address,))
+            await other.die()
+            await eventually(lambda: len(member.gateways) == 2)
+        finally:
+            await member.stop()
+
+
+async def test_members_know_services_that_only_one_gateway_knows_yet() -> None:
+    known: list[str] = []
+    async with running_gateway() as first, running_gateway() as second:
+        user = registration("user")
+        user.uses.append(kinds.CACHE)
+        members = [
+            FleetMembership(first.fleet_address, registration("a"), load=fleet_pb2.Load),
+            FleetMembership(second.fleet_address, registration("b"), load=fleet_pb2.Load),
+            FleetMembership(
+                f"{first.fleet_address},{second.fleet_address}",
+                user,
+                load=fleet_pb2.Load,
+                on_services=lambda services: known.__setitem__(slice(None), [service.name for service in services]),
+            ),
+        ]
+        for member in members:
+            member.start()
+        try:
+            await eventually(lambda: known == ["a", "b", "user"])
+        finally:
+            for member in members:
+                await member.stop()
+
+
+async def test_a_name_is_a_gateway_at_each_of_its_addresses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system's resolver is replaced; loopback addresses stand for machines."""
+    caplog.set_level(logging.INFO, "bottega.rpc")
+    ips = ["127.0.0.1", "127.0.0.2"]
+    asked = socket.getaddrinfo
+
+    def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "gateways.test":
+            return asked(host, port, *args, **kwargs)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ips]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(fleet_membership, "_RESOLVE_INTERVAL_S", 0.1)
+    async with running_gateway() as first:
+        port = first.fleet_address.rpartition(":")[2]
+        async with running_gateway(fleet={"listen": f"127.0.0.2:{port}"}) as second:
+            member = FleetMembership(f"gateways.test:{port}", registration(), load=fleet_pb2.Load)
+            member.start()
+            try:
+                await eventually(lambda: reported(0, first, second))
+                async with running_gateway(fleet={"listen": f"127.0.0.3:{port}"}) as third:
+                    ips[:] = ["127.0.0.1", "127.0.0.3"]
+                    await eventually(lambda: reported(0, third))
+                    assert sorted(member.gateways) == [f"127.0.0.1:{port}", f"127.0.0.3:{port}"]
+                    assert joins(caplog, first.fleet_address) == 1
+                    await member.stop()
+            finally:
+                await member.stop()
+
+
+def test_a_fence_refuses_older_generations_until_they_are_doubted_for_long() -> None:
+    time = FakeTime()
+    fence = SchedulerFence(time.monotonic)
+    fence.check(0)
+    fence.check(3)
+    fence.check(3)
+    fence.note(2)
+    for older in (0, 2):
+        with pytest.raises(errors.StaleScheduler, match="follows 3"):
+            fence.check(older)
+    fence.note(3)
+    time.now += 100.0
+    with pytest.raises(errors.StaleScheduler):
+        fence.check(2)
+    fence.note(1)  # the database was made anew
+    time.now += 59.0
+    with pytest.raises(errors.StaleScheduler):
+        fence.check(1)
+    time.now += 1.0
+    fence.check(1)
+
+
+async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one() -> None:
+    async with running_workers() as start:
+        worker = await start()
+        job = request("slow", job_id="moved")
+        job.attempt.generation = 1
+        await worker.events(job, until="progress")
+        job.attempt.generation = 2
+        await worker.events(job, until="progress")
+        (attempt,) = worker.worker.attempts
+        old = worker_pb2.AttemptId(job_id="moved", number=1, generation=1)
+        for stale in (
+            lambda: worker.stub.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=old), timeout=5),
+            lambda: worker.stub.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=old), timeout=5),
+            lambda: worker.stub.RunAttempt(worker_pb2.RunAttemptRequest(attempt=old, spec=job.spec), timeout=5),
+        ):
+            error = await refusal(stale, errors.StaleScheduler)
+            assert error.message == "the gateway with generation 1 is not the scheduler; the worker follows 2"
+        assert list(worker.worker.attempts) == [attempt]
+        assert [event.WhichOneof("event") for event in await worker.events(job)][-1] == "completed"
