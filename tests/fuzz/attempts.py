@@ -28,7 +28,7 @@ def attempt_corpus() -> Iterator[Case]:
 
     def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, whole: Any = None, **spec: Any) -> Case:
         # Each is an attempt of its own: one that was refused keeps its refusal for whoever orders it again.
-        attempt = worker_pb2.AttemptId(job_id=f"fuzz-{next(numbers)}", number=1)
+        attempt = worker_pb2.AttemptId(job_id=f"fuzz-{next(numbers)}", number=1, generation=1)
         drawn = GenerationSpec(**{"prompt": "a star", **FILLED, **spec})
         request = worker_pb2.RunAttemptRequest(**{"attempt": attempt, "spec": drawn, **(whole or {})})
         return case_of("RunAttempt", name, request, code, *fields)
@@ -65,19 +65,22 @@ def attempt_corpus() -> Iterator[Case]:
     nothing = ("attempt.job_id", "attempt.number", *(f"spec.{name}" for name in FILLED))
     yield case_of("RunAttempt", "nothing at all", worker_pb2.RunAttemptRequest(), INVALID, *nothing)
     for method in ("RunAttempt", "CancelAttempt", "PreviewAttempt"):
-        for job_id, number, field in (
-            ("", 1, "job_id"),
-            ("x" * 129, 1, "job_id"),
-            ("x", 0, "number"),
-            ("x", -1, "number"),
+        for job_id, number, generation, field in (
+            ("", 1, 0, "job_id"),
+            ("x" * 129, 1, 0, "job_id"),
+            ("x", 0, 0, "number"),
+            ("x", -1, 0, "number"),
+            ("x", 1, -1, "generation"),
         ):
-            broken = worker_pb2.AttemptId(job_id=job_id, number=number)
+            broken = worker_pb2.AttemptId(job_id=job_id, number=number, generation=generation)
             request = getattr(worker_pb2, f"{method}Request")(attempt=broken)
             if method == "RunAttempt":
                 request.spec.CopyFrom(GenerationSpec(**FILLED))
-            yield case_of(method, f"attempt {shown(job_id)} {number}", request, INVALID, f"attempt.{field}")
+            yield case_of(
+                method, f"attempt {shown(job_id)} {number} {generation}", request, INVALID, f"attempt.{field}"
+            )
     for method in ("CancelAttempt", "PreviewAttempt"):
-        unknown = worker_pb2.AttemptId(job_id="x" * 128, number=2**31 - 1)
+        unknown = worker_pb2.AttemptId(job_id="x" * 128, number=2**31 - 1, generation=2**63 - 1)
         yield case_of(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
     yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
     yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())

@@ -280,5 +280,5 @@ def _planned(case: Any) -> Iterator[Case]:
 
 
 def _running(job_id: str) -> fleet_pb2.RunningAttempt:
-    attempt = worker_pb2.AttemptId(job_id=job_id, number=2**31 - 1)
+    attempt = worker_pb2.AttemptId(job_id=job_id, number=2**31 - 1, generation=-(2**63))
     return fleet_pb2.RunningAttempt(attempt=attempt, steps_left=2**31 - 1, computed_share=NAN)

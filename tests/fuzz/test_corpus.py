@@ -54,6 +54,7 @@ UNBOUNDED = {
     "RunAttempt checkpoint": "one that fits nothing is ignored; the message bounds it",
     "Join registration.models.workers": "the gateway counts them itself",
     "Join load.running.attempt.number": "not used",
+    "Join load.running.attempt.generation": "as above",
     "Join load.running.steps_left": "nonsense is not used",
     "Join load.step_times.latent_height": "as above",
     "Join load.step_times.latent_width": "as above",

@@ -195,28 +195,30 @@ class FleetMembership:
 class SchedulerFence:
     """Refuses the calls of a gateway that is not the scheduler any more.
 
-    A generation that no joined gateway names is forgotten after a while, because it comes from a database that was made
-    anew, whose generations begin at 1 again.
+    Only what joined gateways name counts, so no call can lock the others out. A generation that none of them names is
+    forgotten after a while: it comes from a database that was made anew, whose generations begin at 1 again.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._newest = 0
+        self._newest = self._named = 0
         self._doubted_at = math.inf
 
     def note(self, generation: int) -> None:
         """Note the newest generation that a joined gateway names; 0 if none names any."""
-        if generation >= self._newest:
-            self._newest, self._doubted_at = generation, math.inf
-        else:
+        self._named = generation
+        if generation < self._newest:
             self._doubted_at = min(self._doubted_at, self._clock())
+        else:
+            self._newest, self._doubted_at = generation, math.inf
 
     def check(self, generation: int) -> None:
         """Raise StaleScheduler if a call comes from a gateway with an older generation than the newest."""
-        if generation < self._newest and self._clock() < self._doubted_at + _FORGET_S:
+        if self._clock() >= self._doubted_at + _FORGET_S:
+            self._newest, self._doubted_at = self._named, math.inf
+        if generation < self._newest:
             text = f"the gateway with generation {generation} is not the scheduler; the worker follows {self._newest}"
             raise StaleScheduler(text, metadata={"generation": str(self._newest)})
-        self._newest, self._doubted_at = generation, math.inf
 
 
 async def _resolved(listed: Sequence[str]) -> Sequence[str]:

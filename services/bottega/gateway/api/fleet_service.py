@@ -112,6 +112,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             queued=len(self._queue),
             longest_wait_s=self._queue.longest_wait_s(),
             refused=[_message(member, now) for member in self._fleet.refused()],
+            scheduler=self._scheduler(),
         )
 
     def _services_for(self, member: Member) -> list[fleet_pb2.ServiceAddress]:

@@ -203,6 +203,11 @@ class Fleet:
                     member.lease_until = now + self._lease_now_s
                     member.wake.set()
 
+    def wake_streams(self) -> None:
+        """Send every member a response now, because another gateway has become the scheduler."""
+        for member in self._members.values():
+            member.wake.set()
+
     def wake_up(self) -> bool:
         """Return to frequent reports and short leases. Return whether members reported rarely until now.
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from bottega import errors, kinds
 from bottega.rpc import fleet_membership
 from bottega.rpc.fleet_membership import FleetMembership, SchedulerFence
-from bottega.v1 import fleet_pb2, worker_pb2
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.scripted_worker import ScriptedWorker
-from tests.support.running_front import request, running_workers
+from tests.support.running_front import CONFIG, request, running_workers
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.waiting import eventually
 
@@ -142,7 +149,8 @@ def test_a_fence_refuses_older_generations_until_they_are_doubted_for_long() -> 
     time = FakeTime()
     fence = SchedulerFence(time.monotonic)
     fence.check(0)
-    fence.check(3)
+    fence.note(3)
+    fence.check(4)  # a new scheduler whose word is on its way
     fence.check(3)
     fence.note(2)
     for older in (0, 2):
@@ -158,24 +166,65 @@ def test_a_fence_refuses_older_generations_until_they_are_doubted_for_long() -> 
         fence.check(1)
     time.now += 1.0
     fence.check(1)
+    with pytest.raises(errors.StaleScheduler, match="follows 1"):
+        fence.check(0)
+
+
+class NamingFleet(fleet_pb2_grpc.FleetServiceServicer):
+    """The fleet listener of a gateway, on a real server: it lets everyone in, and names the scheduler."""
+
+    def __init__(self) -> None:
+        self.generations: asyncio.Queue[int] = asyncio.Queue()
+        self._server = Server("fleet", ServerConfig())
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server.grpc)
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        while True:
+            scheduler = fleet_pb2.SchedulerLease(generation=await self.generations.get())
+            yield fleet_pb2.JoinResponse(scheduler=scheduler)
+
+    async def __aenter__(self) -> NamingFleet:
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop()
+
+    @property
+    def address(self) -> str:
+        return self._server.address
 
 
 async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one() -> None:
-    async with running_workers() as start:
-        worker = await start()
+    async with NamingFleet() as first, NamingFleet() as second, running_workers() as start:
+        worker = await start(replace(CONFIG, gateway=f"{first.address},{second.address}"))
+        first.generations.put_nowait(1)
         job = request("slow", job_id="moved")
         job.attempt.generation = 1
         await worker.events(job, until="progress")
+        second.generations.put_nowait(2)  # the first gateway, whose lease has ended, does not know it
         job.attempt.generation = 2
         await worker.events(job, until="progress")
         (attempt,) = worker.worker.attempts
         old = worker_pb2.AttemptId(job_id="moved", number=1, generation=1)
-        for stale in (
-            lambda: worker.stub.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=old), timeout=5),
-            lambda: worker.stub.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=old), timeout=5),
-            lambda: worker.stub.RunAttempt(worker_pb2.RunAttemptRequest(attempt=old, spec=job.spec), timeout=5),
+        preview = worker_pb2.PreviewAttemptRequest(attempt=old)
+
+        async def refuses() -> bool:
+            try:
+                await worker.stub.PreviewAttempt(preview, timeout=5)
+            except grpc.aio.AioRpcError as error:
+                return isinstance(from_rpc_error(error), errors.StaleScheduler)
+            return False
+
+        await eventually(refuses)
+        stale = worker_pb2.RunAttemptRequest(attempt=old, spec=job.spec)
+        for call in (
+            worker.stub.RunAttempt(stale, timeout=5),
+            worker.stub.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=old), timeout=5),
         ):
-            error = await refusal(stale, errors.StaleScheduler)
+            error = await refusal(lambda call=call: call, errors.StaleScheduler)  # type: ignore[misc]
             assert error.message == "the gateway with generation 1 is not the scheduler; the worker follows 2"
         assert list(worker.worker.attempts) == [attempt]
         assert [event.WhichOneof("event") for event in await worker.events(job)][-1] == "completed"
