@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ async def test_pictures_are_drawn_over_mutual_tls(authority: Authority, monkeypa
             assert [member.name for member in (await client.fleet()).members] == ["gateway", "w1"]
 
 
+def is_refused(membership: FleetMembership) -> bool:
+    return all(member._refusal is not None for member in membership._members.values())
+
+
 async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority: Authority) -> None:
     async with running_gateway(
         tls=authority.issue("gateway/main"), channels=authority.channels("operator/anna")
@@ -72,10 +77,7 @@ async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority:
                 house.fleet_address, registration, load=fleet_pb2.Load, channels=authority.channels(shown)
             )
             member.start()
-            await eventually(
-                lambda member=member: member._members[house.fleet_address]._refusal is not None,
-                "the gateway to refuse it",
-            )  # type: ignore[misc]
+            await eventually(functools.partial(is_refused, member), "the gateway to refuse it")
             assert not member.joined.is_set()
             await member.stop()
         for shown in ("tenant/shop", "operator/anna", "gateway/main"):
@@ -86,10 +88,7 @@ async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority:
                 channels=authority.channels(shown),
             )
             impostor.start()
-            await eventually(
-                lambda impostor=impostor: impostor._members[house.fleet_address]._refusal is not None,
-                "the gateway to refuse it",
-            )  # type: ignore[misc]
+            await eventually(functools.partial(is_refused, impostor), "the gateway to refuse it")
             await impostor.stop()
         listed = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
         assert [member.registration.name for member in listed.members] == ["gateway", "w1"]

@@ -198,7 +198,8 @@ class NamingFleet(fleet_pb2_grpc.FleetServiceServicer):
 
 
 async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one() -> None:
-    async with NamingFleet() as first, NamingFleet() as second, running_workers() as start:
+    first, second = NamingFleet(), NamingFleet()  # type: ignore[abstract]
+    async with first, second, running_workers() as start:
         worker = await start(replace(CONFIG, gateway=f"{first.address},{second.address}"))
         first.generations.put_nowait(1)
         job = request("slow", job_id="moved")
