@@ -68,7 +68,8 @@ class ForwardingClient(AsyncGatewayClient):
         self._cancel_on_exit = CancelOnExit(self._connection.images)
         self._asks_for_keys = False
         self._accepted_until: dict[bytes, float] = {}  # by hash of the key, the oldest first
-        self._channel = self._connection.channels.open(Target(address=config.gateway, role=Role.GATEWAY))
+        target = Target(address=config.gateway, role=Role.GATEWAY, balances=True)
+        self._channel = self._connection.channels.open(target)
 
     async def is_serving(self) -> bool:
         """Return whether the gateway can be reached, and its health is good."""
