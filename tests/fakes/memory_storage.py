@@ -303,17 +303,18 @@ class MemoryImages(ContentStore):
     async def assign(self, owners: Mapping[str, Collection[str]]) -> None:
         """Without bounds, it does not matter whose they are."""
 
-    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
+    async def put(self, digest: str, data: bytes, *, owner: str = "", job: str = "") -> None:
         self._data[digest] = data
 
-    async def release(self, digest: str, *, owner: str, put_before: float) -> None:
-        del owner, put_before
-        self._data.pop(digest, None)
+    async def release(self, digest: str, *, owner: str, put_before: float, job: str = "", needed: bool = False) -> None:
+        del owner, put_before, job
+        if not needed:
+            self._data.pop(digest, None)
 
     async def get(self, digest: str) -> bytes | None:
         return self._data.get(digest)
 
-    async def renew(self, digest: str) -> bool:
+    async def renew(self, digest: str, *, owner: str = "", job: str = "") -> bool:
         return digest in self._data
 
     def holds(self, digest: str) -> bool:

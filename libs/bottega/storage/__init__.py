@@ -1,7 +1,8 @@
-"""Storage that outlives a process: files by content hash, SQLite files, and a thread that does blocking work."""
+"""Storage that outlives a process: files by content hash, objects, SQLite files, and a thread for blocking work."""
 
 from bottega.storage.blob_files import BlobFiles, ContentReader
 from bottega.storage.content import ContentStore
+from bottega.storage.shared_content import SharedContentStore, content_store
 from bottega.storage.sqlite_database import SqliteDatabase, SqliteFile, SqliteSchema
 from bottega.storage.thread import SerialTask, SerialThread, TaskGroups
 
@@ -13,6 +14,8 @@ __all__ = [
     "SqliteFile",
     "SqliteSchema",
     "TaskGroups",
+    "SharedContentStore",
+    "content_store",
     "SerialTask",
     "SerialThread",
 ]

@@ -132,8 +132,8 @@ class ContentStore:
         """
         await self._writer.run(lambda: self._assign(owners))
 
-    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
-        """Store an image, and return when all of it is on the disk.
+    async def put(self, digest: str, data: bytes, *, owner: str = "", job: str = "") -> None:
+        """Store an image, and return when all of it is on the disk. One file serves all jobs, so `job` is not used.
 
         An existing image is renewed instead, after its file was checked once since the start. Raises TooLarge if the
         image exceeds the whole budget.
@@ -146,17 +146,19 @@ class ContentStore:
             raise TooLarge("the image is larger than the budget for all images", metadata=limit)
         await self._writer.run(lambda: self._put(digest, data, owner))
 
-    async def renew(self, digest: str) -> bool:
+    async def renew(self, digest: str, *, owner: str = "", job: str = "") -> bool:
         """Extend the time until an image expires, as `put` would. Return False if it is missing or damaged."""
         return await self._writer.run(lambda: self._renew(digest))
 
-    async def release(self, digest: str, *, owner: str, put_before: float) -> None:
+    async def release(self, digest: str, *, owner: str, put_before: float, job: str = "", needed: bool = False) -> None:
         """Remove an image from an owner, and delete it if it has no other owner. Do nothing if it does not exist.
 
         Args:
             put_before: Time on the store's clock. An image that was put or renewed later stays, because it is needed.
+            needed: Whether another job of the owner has the image. Then it stays.
         """
-        await self._writer.run(lambda: self._release(digest, owner, put_before))
+        if not needed:
+            await self._writer.run(lambda: self._release(digest, owner, put_before))
 
     async def get(self, digest: str) -> bytes | None:
         """Return an image; None if it does not exist. Raise DataLoss if it is damaged."""

@@ -14,6 +14,23 @@ from pydantic import AfterValidator
 
 S3_SCHEME = "s3://"
 
+NO_CREDENTIALS, CONDITIONS_IGNORED = "NoCredentials", "ConditionsIgnored"
+OPERATOR_CAUSES = frozenset(
+    {
+        *(
+            "NoSuchBucket",
+            "AccessDenied",
+            "InvalidAccessKeyId",
+            "SignatureDoesNotMatch",
+            "ExpiredToken",
+            "InvalidToken",
+        ),
+        *("RequestTimeTooSkewed", "AuthorizationHeaderMalformed", "PermanentRedirect"),
+        *(NO_CREDENTIALS, CONDITIONS_IGNORED),
+    }
+)
+"""Causes (`metadata["cause"]`) of errors of S3 that do not end by themselves: an operator has to change something."""
+
 # Rules of AWS for names of buckets; each segment of the prefix has characters that no server has to escape.
 _LOCATION = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[A-Za-z0-9_.=-]+)*)")
 

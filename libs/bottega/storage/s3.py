@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from bottega.errors import ConfigError, StorageUnavailable
-from bottega.storage.objects import S3Location, StoredObject
+from bottega.storage.objects import CONDITIONS_IGNORED, NO_CREDENTIALS, S3Location, StoredObject
 from bottega.storage.os_errors import unavailable
 
 try:
@@ -51,7 +51,6 @@ _CODE = re.compile(r"<Code>([A-Za-z.]{1,64})</Code>")
 # Where machines and containers of AWS get credentials; obstore asks there if the environment has none.
 _CREDENTIAL_PATHS = ("/latest/api/token", "/latest/meta-data/", "//169.254.")
 
-_NO_CREDENTIALS, _CONDITIONS_IGNORED = "NoCredentials", "ConditionsIgnored"
 _NO_ENDPOINT = "ENOTCONN"
 
 _TEXTS = {
@@ -65,12 +64,10 @@ _TEXTS = {
     "RequestTimeTooSkewed": "the clocks of this machine and of S3 differ too much: synchronize them",
     "AuthorizationHeaderMalformed": "S3 expects another region: correct AWS_REGION",
     "PermanentRedirect": "the bucket {bucket} is in another region: correct AWS_REGION or AWS_ENDPOINT_URL",
-    _NO_CREDENTIALS: "there are no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    _CONDITIONS_IGNORED: "the S3 server overwrites objects in spite of If-None-Match: use one that keeps them",
+    NO_CREDENTIALS: "there are no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    CONDITIONS_IGNORED: "the S3 server overwrites objects in spite of If-None-Match: use one that keeps them",
     _NO_ENDPOINT: "S3 does not answer at {endpoint}",
 }
-OPERATOR_CAUSES = frozenset(_TEXTS) - {_NO_ENDPOINT}
-"""Causes (`metadata["cause"]`) of errors that do not end by themselves: an operator has to change something."""
 
 
 class S3Objects:
@@ -123,8 +120,8 @@ class S3Objects:
                 if found.meta["size"] != size_bytes:
                     return None
                 data = bytes(found.bytes())
-            except FileNotFoundError as error:
-                if _code(error) == "NoSuchBucket":
+            except (BaseError, FileNotFoundError) as error:
+                if _code(error) != "NoSuchKey":
                     raise
                 return None
         return data if hashlib.sha256(data).digest() == digest else None
@@ -181,7 +178,7 @@ class S3Objects:
                 self._keeps_conditions = True
             obstore.delete(self._store, key)
         if not self._keeps_conditions:
-            raise self._error(_CONDITIONS_IGNORED)
+            raise self._error(CONDITIONS_IGNORED)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -234,7 +231,7 @@ def _cause(error: Exception) -> str:
     if code := _code(error):
         return code
     if any(path in text for path in _CREDENTIAL_PATHS):
-        return _NO_CREDENTIALS
+        return NO_CREDENTIALS
     if isinstance(error, PermissionDeniedError):
         return "AccessDenied"
     if "error sending request" in text:

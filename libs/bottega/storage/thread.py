@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -278,29 +278,30 @@ def _deliver(group: Sequence[SerialTask]) -> None:
             outcome.get_loop().call_soon_threadsafe(deliver)
 
 
-class FairThread:
-    """A thread that runs blocking work of several owners in turns. It is used by one event loop."""
+class FairTurns:
+    """Turns of several owners for work of which a few pieces run at once. It is used by one event loop.
 
-    def __init__(self, name: str) -> None:
-        self._thread = SerialThread(name)
+    Args:
+        at_once: Number of turns at the same time.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
         self._running = 0
         # Waiting calls by owner; the owner whose turn is next comes first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
-    async def run(self, do: Callable[[], ResultT], *, owner: str) -> ResultT:
-        """Run `do` in the owner's turn, and return its result. Raise StorageUnavailable as SerialThread.run does."""
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        """Wait for the owner's turn, and hold it during the block. Raise StorageUnavailable if too many calls wait."""
         await self._wait_for_turn(owner)
         try:
-            return await self._thread.run(do)
+            yield
         finally:
             self._end_turn()
 
-    async def close(self) -> None:
-        """End the thread after the work that has begun."""
-        await self._thread.close()
-
     async def _wait_for_turn(self, owner: str) -> None:
-        if self._running < _FAIR_AT_ONCE and not self._waiting:
+        if self._running < self._at_once and not self._waiting:
             self._running += 1
             return
         calls = self._waiting.setdefault(owner, deque())
@@ -317,7 +318,7 @@ class FairThread:
 
     def _end_turn(self) -> None:
         self._running -= 1
-        while self._waiting and self._running < _FAIR_AT_ONCE:
+        while self._waiting and self._running < self._at_once:
             owner = next(iter(self._waiting))
             calls = self._waiting.pop(owner)
             turn = calls.popleft()
@@ -326,3 +327,20 @@ class FairThread:
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)
+
+
+class FairThread:
+    """A thread that runs blocking work of several owners in turns. It is used by one event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = SerialThread(name)
+        self._turns = FairTurns(_FAIR_AT_ONCE)
+
+    async def run(self, do: Callable[[], ResultT], *, owner: str) -> ResultT:
+        """Run `do` in the owner's turn, and return its result. Raise StorageUnavailable as SerialThread.run does."""
+        async with self._turns.turn(owner):
+            return await self._thread.run(do)
+
+    async def close(self) -> None:
+        """End the thread after the work that has begun."""
+        await self._thread.close()

@@ -18,6 +18,7 @@ from bottega.outside_rules import OutsideRules
 from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private, read_public
 from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, Tenant, TenantWebhooks, read_tenants
 from bottega.rpc.server_config import Address, ListenerConfig, ServerConfig
+from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
@@ -186,6 +187,15 @@ class GatewayConfig:
     """
     results_ttl_s: Seconds = 3600.0
     """Seconds for which finished images are kept."""
+    objects: ObjectsAddress = ""
+    """Where finished images and the latents kept with them are stored: s3://bucket/prefix. Empty: files in `state`.
+
+    Several gateways may share it, with the same results_bytes and results_ttl_s. Endpoint, region, credentials and
+    encryption come from the environment: AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    AWS_SERVER_SIDE_ENCRYPTION (AES256 or aws:kms), AWS_SSE_KMS_KEY_ID. It needs the package obstore.
+    """
+    objects_local_bytes: AtLeastOne = 1 << 30
+    """Upper bound on the disk space of images of `objects` that are kept in `state` as well, to be read faster."""
     max_result_bytes: AtLeastOne = 128 << 20
     """Upper bound on the total bytes of the images of one job.
 

@@ -59,7 +59,7 @@ from bottega.gateway.webhooks.events import WebhookEvents
 from bottega.manifest import load_object, read_services
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
-from bottega.storage import ContentStore
+from bottega.storage import content_store
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 
 # Seconds between two checks of the health. It is also checked when writing begins to fail or to work again.
@@ -259,7 +259,8 @@ def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Flee
 def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storage:
     folder = Path(config.state) if config.state else state_folder() / "gateway"
     jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.commit_s.observe)
-    images = ContentStore(folder / "images", budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock)
+    sizes = {"budget_bytes": config.results_bytes, "local_bytes": config.objects_local_bytes}
+    images = content_store(folder / "images", config.objects, ttl_s=config.results_ttl_s, clock=clock, **sizes)
     storage = Storage(
         folder=folder,
         jobs=jobs,

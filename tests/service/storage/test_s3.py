@@ -14,8 +14,8 @@ import pytest
 
 from bottega.errors import ConfigError, StorageUnavailable
 from bottega.storage import s3 as s3_module
-from bottega.storage.objects import s3_location
-from bottega.storage.s3 import OPERATOR_CAUSES, S3Objects
+from bottega.storage.objects import OPERATOR_CAUSES, s3_location
+from bottega.storage.s3 import S3Objects
 from tests.support import s3
 from tests.support.waiting import wait_until
 

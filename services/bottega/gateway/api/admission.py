@@ -297,7 +297,7 @@ class Admission:
             self._storage.check_writable()
             answer = job.outcome.images if job.outcome is not None else ()
             with self._storage.pinned(answer):  # another request may delete the job whose pictures these are
-                if not await self._storage.renew_images(answer):
+                if not await self._storage.renew_images(answer, tenant=job.request.tenant, job_id=job.job_id):
                     return False
                 if await self._jobs.add(job, replaces=replaces) is not job:
                     return False

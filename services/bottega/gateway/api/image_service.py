@@ -37,7 +37,7 @@ from bottega.rpc.address import host_of
 from bottega.rpc.interceptor import call_limits
 from bottega.rpc.operation import logs
 from bottega.rpc.security.caller import caller
-from bottega.storage import ContentReader, ContentStore
+from bottega.storage import ContentReader, ContentStore, SharedContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
 # Sizes of the chunks of images. Every call may send small ones (rpc.answers); large ones are twice as fast.
@@ -84,7 +84,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         admission: Admission,
         controller: JobController,
         jobs: JobRepository,
-        images: ContentStore,
+        images: ContentStore | SharedContentStore,
         fleet: Fleet,
         traces: JobTraces,
         addons: Sequence[AddOn],

@@ -336,7 +336,7 @@ class Dispatcher:
             began_s = time.monotonic()
             encoded = await signer.sign(encoded, job.bare, full)
             full.times.add(stage="sign", seconds=time.monotonic() - began_s)
-        images = await self._storage.store_images(encoded, kept, tenant=job.request.tenant)
+        images = await self._storage.store_images(encoded, kept, tenant=job.request.tenant, job_id=job.job_id)
         self._completed.append((job.job_id, number))
         self._note_trace(attempt)
         self._observer.attempt_completed(job, number, images, full)

@@ -193,9 +193,12 @@ class JobRepository:
             StorageUnavailable: If the disk cannot be written now. The job or some images may still exist; a repeated
                 call deletes them.
         """
+        contents: set[str] = set()
         try:
-            if (await self.get(job_id, tenant=tenant)).live:
+            job = await self.get(job_id, tenant=tenant)
+            if job.live:
                 raise JobNotFinished("the job has not ended: cancel it first")
+            contents.update(content for image in job.images for content in image.contents)
         except JobNotFound:
             with self._explained():
                 if not await self._store.was_deleted(job_id, tenant=tenant):
@@ -205,9 +208,11 @@ class JobRepository:
         began = self.storage.images.steady()
         needed = self.storage.images.pins | self._decided_contents()
         try:
-            for content in await self._store.delete(job_id, tenant=tenant, steady=self.storage.steady()) or ():
-                if content not in needed:
-                    await self.storage.images.release(content, owner=tenant, put_before=began)
+            unneeded = set(await self._store.delete(job_id, tenant=tenant, steady=self.storage.steady()) or ()) - needed
+            for content in sorted(contents | unneeded):
+                await self.storage.images.release(
+                    content, owner=tenant, put_before=began, job=job_id, needed=content not in unneeded
+                )
         except (StorageUnavailable, DataLoss) as error:
             self.storage.report_failure(error)
             raise

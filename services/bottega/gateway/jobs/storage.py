@@ -25,7 +25,8 @@ from bottega.clocks import ClockMark, seconds_until_tick
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
-from bottega.storage import ContentStore, os_errors
+from bottega.storage import ContentStore, SharedContentStore, os_errors
+from bottega.storage.objects import OPERATOR_CAUSES
 
 ResultT = TypeVar("ResultT")
 
@@ -78,7 +79,7 @@ class Storage:
         *,
         folder: Path,
         jobs: JobStore,
-        images: ContentStore,
+        images: ContentStore | SharedContentStore,
         max_jobs: int,
         jobs_bytes: int,
         jobs_ttl_s: float,
@@ -160,6 +161,8 @@ class Storage:
             facts = {"folder": str(self.folder), "text": error.message, **error.metadata}
             full = isinstance(error, TooManyOpenFiles)
             what = "too many files and sockets are open" if full else "the disk cannot be used"
+            if isinstance(error.__cause__, StorageUnavailable):  # its text is for the log alone
+                what, facts = "the object storage cannot be used", {**facts, "text": error.__cause__.message}
             _log.error("%s; no job is accepted until this ends", what, extra=facts)
         # Details of damage are for the log alone.
         public = (
@@ -190,7 +193,7 @@ class Storage:
             self._unwritten -= waits
 
     async def store_images(
-        self, encoded: Sequence[bytes], latents: Sequence[bytes] = (), *, tenant: str = ""
+        self, encoded: Sequence[bytes], latents: Sequence[bytes] = (), *, tenant: str = "", job_id: str = ""
     ) -> tuple[StoredImage, ...]:
         """Store finished images, and wait until they are on the disk, however long that takes.
 
@@ -198,6 +201,7 @@ class Storage:
             encoded: The images.
             latents: For each image the latents to keep for edits, or b""; may be an empty sequence.
             tenant: The tenant that owns the images.
+            job_id: The job whose images they are.
 
         Raises:
             StorageUnavailable: If too many bytes already wait for the disk.
@@ -225,7 +229,8 @@ class Storage:
             contents = [(name, data) for name, data in zip(names, (*encoded, *latents), strict=True) if name]
             with self.images.pinned([name for name, _ in contents]):
                 for name, data in contents:
-                    await self.retry_until_written(functools.partial(self.images.put, name, data, owner=tenant))
+                    put = functools.partial(self.images.put, name, data, owner=tenant, job=job_id)
+                    await self.retry_until_written(put)
             return images
         finally:
             self._room_bytes += size_bytes
@@ -238,12 +243,18 @@ class Storage:
             _log.warning("stored latents of an image cannot be read", extra={"digest": name, "text": error.message})
             return b""
 
-    async def renew_images(self, images: Sequence[StoredImage]) -> bool:
-        """Restart the lifetime of images and their kept latents. Return False if one of them is missing or damaged."""
+    async def renew_images(self, images: Sequence[StoredImage], *, tenant: str = "", job_id: str = "") -> bool:
+        """Restart the lifetime of images and their kept latents. Return False if one of them is missing or damaged.
+
+        Args:
+            images: The images.
+            tenant: The tenant that owns them.
+            job_id: The new job that will have them; empty while nothing is decided.
+        """
         contents = [digest for image in images for digest in image.contents]
         if not all(map(self.images.holds, contents)):
             return False
-        return all([await self.images.renew(digest) for digest in contents])
+        return all([await self.images.renew(digest, owner=tenant, job=job_id) for digest in contents])
 
     def pinned(self, images: Sequence[StoredImage]) -> contextlib.AbstractContextManager[None]:
         """Protect images and their kept latents from deletion in the block, even if another job is deleted."""
@@ -273,6 +284,8 @@ class Storage:
     def _check_folder(self, error: BottegaError) -> None:
         """Raise ConfigError if only a person can repair the failure, so that retrying does not help."""
         cause = error.metadata.get("cause", "")
+        if cause in OPERATOR_CAUSES and isinstance(error.__cause__, StorageUnavailable):
+            raise ConfigError(f"objects: {error.__cause__.message}") from error
         if cause in _UNUSABLE:
             why = os.strerror(getattr(errno, cause)).lower()
             raise ConfigError(

@@ -28,10 +28,10 @@ class FailingImages(ContentStore):
 
     full = small = False
 
-    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
+    async def put(self, digest: str, data: bytes, *, owner: str = "", job: str = "") -> None:
         if self.full:
             raise os_errors.unavailable("the disk is full", cause="ENOSPC")
-        await super().put(digest, data, owner=owner)
+        await super().put(digest, data, owner=owner, job=job)
 
     async def probe(self) -> None:
         if self.full and not self.small:
@@ -48,11 +48,11 @@ class SlowImages(ContentStore):
         super().__init__(folder, budget_bytes=budget_bytes, ttl_s=ttl_s)
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
+    async def put(self, digest: str, data: bytes, *, owner: str = "", job: str = "") -> None:
         if data == self.slow:
             self.reached.set()
             await self.go_on.wait()
-        await super().put(digest, data, owner=owner)
+        await super().put(digest, data, owner=owner, job=job)
 
 
 def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int) -> Storage:

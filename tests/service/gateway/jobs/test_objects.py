@@ -1,0 +1,138 @@
+"""A gateway whose pictures are in S3: restarts, deletions, S3 that fails or is away, and unusable buckets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bottega import errors
+from bottega.config import parse
+from bottega.errors import ConfigError
+from bottega.gateway.config import GatewayConfig
+from bottega.v1 import image_pb2
+from tests.support import s3
+from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.services import gateway_config
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def server(s3_servers: s3.S3Servers, monkeypatch: pytest.MonkeyPatch) -> s3.S3Server:
+    server = s3_servers.get("moto")
+    s3.set_environment(monkeypatch, server.url)
+    return server
+
+
+@pytest.fixture
+def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.FailingProxy]:
+    with s3.failing_proxy(server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+async def _delete(house: Running, job_id: str) -> None:
+    await house.images.DeleteJob(image_pb2.DeleteJobRequest(job_id=job_id), timeout=20)
+
+
+async def test_a_picture_is_in_the_bucket_until_its_job_is_deleted(server: s3.S3Server, tmp_path: Path) -> None:
+    bucket = server.bucket()
+    async with running_gateway(state=str(tmp_path / "one"), objects=f"s3://{bucket}/pictures") as house:
+        await house.worker()
+        job = await house.ended((await house.submit("order-1", prompt="a star", seed=5)).job_id)
+        (key,) = server.keys(bucket)
+        digest = job.images[0].digest
+        assert key.startswith(f"pictures/{digest[:2]}/{digest}-")
+        again = await house.ended((await house.submit("order-2", prompt="a star", seed=5)).job_id)
+        assert again.images[0].digest == digest
+        assert len(server.keys(bucket)) == 2, "an identical request has a copy of its own"
+    for file in (tmp_path / "one" / "images").glob("??/*"):
+        file.unlink()  # the disk of the machine is new
+    async with running_gateway(state=str(tmp_path / "one"), objects=f"s3://{bucket}/pictures") as house:
+        assert await house.image(job.job_id) == b"picture 0"
+        await _delete(house, job.job_id)
+        assert await house.image(again.job_id) == b"picture 0"
+        await _delete(house, again.job_id)
+        assert server.keys(bucket) == []
+
+
+async def test_s3_that_fails_a_tenth_of_all_calls_loses_no_picture(
+    server: s3.S3Server, proxy: s3.FailingProxy, tmp_path: Path
+) -> None:
+    bucket = server.bucket()
+    async with running_gateway(state=str(tmp_path), objects=f"s3://{bucket}") as house:
+        await house.worker()
+        proxy.failing = 0.1
+        jobs = [await house.submit(prompt=f"star {number}") for number in range(20)]
+        ended = [await house.ended(job.job_id) for job in jobs]
+        assert {job.state for job in ended} == {image_pb2.JOB_STATE_COMPLETED}
+        assert {job.provenance.attempts for job in ended} == {1}
+        for file in (tmp_path / "images").glob("??/*"):
+            file.unlink()
+        assert [await house.image(job.job_id) for job in jobs] == [b"picture 0"] * 20
+        assert proxy.failed > 0
+
+
+async def test_while_s3_is_away_no_job_is_accepted_and_none_is_lost(
+    server: s3.S3Server, proxy: s3.FailingProxy, tmp_path: Path
+) -> None:
+    async with running_gateway(state=str(tmp_path), objects=f"s3://{server.bucket()}") as house:
+        worker = await house.worker(hold_at=5)
+        job = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 20)
+        proxy.refusal = "ServiceUnavailable"
+        worker.script.release.set()
+        await eventually(lambda: house.gateway.server.registry.get_sample_value("bottega_store_in_trouble") == 1)
+        error = await refusal(lambda: house.generate(prompt="another"), errors.StorageUnavailable)
+        assert error.message == "the object storage cannot be used"
+        assert (await house.job(job.job_id)).state == image_pb2.JOB_STATE_RUNNING
+        proxy.refusal = ""
+        assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert await house.image(job.job_id) == b"picture 0"
+        await house.until_serving()
+        await house.draw(prompt="another")
+
+
+@pytest.mark.parametrize(
+    ("refusal_code", "text"),
+    [
+        ("", "objects: the bucket no-such-bucket does not exist"),
+        ("AccessDenied", "objects: the credentials may not use the bucket no-such-bucket"),
+        ("RequestTimeTooSkewed", "objects: the clocks of this machine and of S3 differ too much"),
+    ],
+)
+async def test_a_bucket_that_cannot_be_used_ends_the_start_with_a_sentence(
+    server: s3.S3Server, proxy: s3.FailingProxy, tmp_path: Path, refusal_code: str, text: str
+) -> None:
+    proxy.refusal = refusal_code
+    config = tmp_path / "gateway.yaml"
+    config.write_text(json.dumps(gateway_config(state=str(tmp_path / "state"), objects="s3://no-such-bucket/a")))
+    command = [sys.executable, "-m", "bottega.gateway", "--config", str(config)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=dict(os.environ))
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2, "systemd does not try again what would fail again"
+    assert f"bottega.gateway: {text}" in said.decode().splitlines()[-1]
+    assert "Traceback" not in said.decode()
+    assert s3.SECRET not in said.decode()
+
+
+async def test_a_gateway_waits_for_s3_that_does_not_answer_yet(
+    server: s3.S3Server, proxy: s3.FailingProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.refusal = "ServiceUnavailable"
+    async with running_gateway(state=str(tmp_path), objects=f"s3://{server.bucket()}", starting=True) as house:
+        await eventually(lambda: "the object storage cannot be used" in caplog.text)
+        assert not await house.is_serving()
+        proxy.refusal = ""
+        await house.until_serving()
+
+
+def test_a_location_of_another_form_is_a_wrong_key() -> None:
+
+    with pytest.raises(ConfigError, match=r"objects: .*must be s3://bucket"):
+        parse(GatewayConfig, {"objects": "s3://bucket/"}, source="gateway.yaml")
