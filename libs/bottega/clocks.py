@@ -1,4 +1,4 @@
-"""Clocks: a service's clocks, which tests can fake; a clock that never jumps; and one that stops with the process."""
+"""Clocks: a service's clocks, which tests can fake; one that never jumps, one that hosts share, and one that stops."""
 
 from __future__ import annotations
 
@@ -97,6 +97,37 @@ class SteadyClock:
             self._ahead_s = max(mark.ahead_s, mark.steady - self._clock.monotonic())
         else:
             self._ahead_s = mark.steady - self._clock.monotonic()
+
+
+class SharedClock:
+    """A clock of Unix time that follows the clock of a database, so that all hosts agree, and never goes back.
+
+    Until it is set, it shows this machine's time.
+    """
+
+    def __init__(
+        self, *, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._monotonic = monotonic
+        self._ahead_s = wall() - monotonic()
+        self._is_set = False
+        self._latest = 0.0
+
+    def __call__(self) -> float:
+        """Return the current time in seconds."""
+        self._latest = max(self._latest, self._monotonic() + self._ahead_s)
+        return self._latest
+
+    def set(self, database_time: float, *, began: float) -> None:
+        """Follow the database.
+
+        Args:
+            database_time: What its clock showed, in seconds.
+            began: Time on the monotonic clock when it was asked. The answer is taken as from half the way until now.
+        """
+        self._ahead_s = database_time - (began + self._monotonic()) / 2
+        if not self._is_set:  # nobody has used this machine's time for a job
+            self._is_set, self._latest = True, 0.0
 
 
 def seconds_until_tick(

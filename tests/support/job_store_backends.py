@@ -7,20 +7,35 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from bottega.clocks import SharedClock
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord, JobStore, SqliteJobStore
+from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.values import StoredImage
+from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING, PRIORITY_HIGH
 from tests.fakes.memory_storage import MemoryJobStore, Shelf
+from tests.support.postgresql import shared_server
 
 # Denoising steps that jobs which fail or are cancelled had made.
 STEPS_DONE = 4
 
 _SHELVES: dict[Path, Shelf] = {}
+# URLs of the databases that belong to folders. They go with the server.
+_DATABASES: dict[Path, str] = {}
+
+
+def _postgresql(folder: Path) -> PostgresJobStore:
+    if folder not in _DATABASES:
+        _DATABASES[folder] = shared_server().url(shared_server().new_database())
+    database = PostgresDatabase(_DATABASES[folder], application="bottega test", max_connections=4)
+    return PostgresJobStore(database, clock=SharedClock())
+
 
 # Each makes one more store, not open yet, of the jobs that belong to a folder.
 BACKENDS: Mapping[str, Callable[[Path], JobStore]] = MappingProxyType(
     {
         "sqlite": lambda folder: SqliteJobStore(folder / "jobs.sqlite"),
+        "postgresql": _postgresql,
         "memory": lambda folder: MemoryJobStore(_SHELVES.setdefault(folder, Shelf())),
     }
 )

@@ -77,7 +77,10 @@ class PostgresServer:
         return self.folder / "data"
 
     def start(self) -> None:
-        """Start the server and wait until it accepts connections. The port stays the same after the first start."""
+        """Start the server and wait until it accepts connections. The port stays the same after the first start.
+
+        Call it in a thread that lasts: the server ends with it.
+        """
         for _ in range(_PORT_TRIES):
             self.port = self.port or _free_port()
             settings = self._settings | {"port": str(self.port), "unix_socket_directories": str(self.folder)}
@@ -122,6 +125,14 @@ class PostgresServer:
         finally:
             for process in processes:
                 process.resume()
+
+    def own(self, folder: Path) -> None:
+        """Let the server write into a folder of a test."""
+        if self._user:
+            shutil.chown(folder, self._user)
+            for parent in folder.parents:
+                if parent.stat().st_uid == os.geteuid():
+                    parent.chmod(parent.stat().st_mode | 0o111)
 
     def close(self) -> None:
         """Stop the server if it runs, and delete its folder."""

@@ -17,7 +17,6 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.storage import os_errors
@@ -36,7 +35,6 @@ except ImportError as missing:  # without psycopg, or without libpq
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
-SCHEMES = ("postgresql", "postgres")
 # The oldest server that the tests run against.
 _MIN_SERVER = 150_000
 _CONNECT_S = 3.0
@@ -79,21 +77,16 @@ _TEXTS = {
     "08": "the connection to PostgreSQL is lost",
     "25006": "the database is read-only",
     "25P03": "the transaction was silent for too long and was ended",
-    "28": "PostgreSQL refuses the login",
-    "3D000": "the database does not exist",
     "40": "another transaction was in the way",
     "42501": "the database user lacks rights",
     "53100": "the database's disk is full",
-    "53200": "PostgreSQL has no memory left",
-    "53300": "PostgreSQL has no free connections",
     "53": "PostgreSQL lacks resources",
-    "54": "PostgreSQL's limits are exceeded",
     "55P03": "another transaction holds a lock for too long",
-    "55": "PostgreSQL is not in the state for this",
     "57014": "PostgreSQL is too slow",
     "57": "PostgreSQL is stopping or starting",
     "58": "PostgreSQL's disk fails",
 }
+_UNREACHABLE = "PostgreSQL cannot be reached"
 _DAMAGED = ("42703", "42883", "42P01", "XX001", "XX002")
 # Refusals at the start of a connection for which waiting does not help. libpq tells only their text.
 _WRONG = re.compile(
@@ -171,6 +164,11 @@ class PostgresDatabase:
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close(timeout=_TRANSACTION_S)
+
+    @property
+    def waiting(self) -> int:
+        """Number of operations that wait for a connection."""
+        return self._pool.get_stats().get("requests_waiting", 0) if self._pool is not None else 0
 
     @contextlib.asynccontextmanager
     async def connection(self, *, limit_s: float = _TRANSACTION_S) -> AsyncIterator[Connection]:
@@ -277,22 +275,22 @@ class PostgresDatabase:
             raise typed from error
 
     def _typed(self, error: psycopg.Error, *, starting: bool) -> BottegaError | None:
+        """Return the error to raise; only a ConfigError, which callers never see, names the database."""
         text = _first_line(error)
         if starting and (_WRONG.search(text) or isinstance(error, psycopg.ProgrammingError)):
             return ConfigError(f"the database {self.place} cannot be used: {text}")
         if isinstance(error, (PoolTimeout, PoolClosed)):
-            return os_errors.unavailable(f"PostgreSQL at {self.place} cannot be reached", cause="ETIMEDOUT")
+            return os_errors.unavailable(_UNREACHABLE, cause="ETIMEDOUT")
         if isinstance(error, TooManyRequests):
             return os_errors.unavailable("too many operations wait for the database", cause=os_errors.BUSY)
         state = error.sqlstate
         if state in _DAMAGED:
-            return DataLoss(f"the tables of the database {self.place} were changed or are damaged")
+            return DataLoss("the tables of the database were changed or are damaged")
         if state:
             what = _TEXTS.get(state) or _TEXTS.get(state[:2])
             return os_errors.unavailable(what, cause=type(error).__name__) if what else None
         if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-            what = f"PostgreSQL at {self.place} cannot be reached" if starting else _TEXTS["08"]
-            return os_errors.unavailable(what, cause="ECONNRESET")
+            return os_errors.unavailable(_UNREACHABLE if starting else _TEXTS["08"], cause="ECONNRESET")
         return None
 
     async def _connect(self) -> Connection:
@@ -346,13 +344,8 @@ async def rows_of(connection: Connection, query: str, parameters: Params = ()) -
     return await cursor.fetchall() if cursor.description else []
 
 
-def is_postgresql(url: str) -> bool:
-    """Return whether a value of the configuration is the URL of a PostgreSQL database."""
-    return urlsplit(url).scheme in SCHEMES
-
-
 def _parameters(url: str, application: str) -> str:
-    if not is_postgresql(url):
+    if not url.startswith(("postgresql://", "postgres://")):
         raise ConfigError("the URL of a database begins with postgresql://")
     try:
         given = conninfo.conninfo_to_dict(url)

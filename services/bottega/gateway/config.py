@@ -132,6 +132,12 @@ class GatewayConfig:
     No other gateway may use it. Empty: gateway/ in $BOTTEGA_STATE, else in bottega/ in $XDG_STATE_HOME, else in
     ~/.local/state/bottega.
     """
+    jobs: str = ""
+    """URL of a PostgreSQL database (15 or newer) that keeps the jobs, such as postgresql://bottega@db.example/bottega.
+
+    All gateways of one database have the same jobs. The password comes from a file (PGPASSFILE) or from PGPASSWORD.
+    Empty: the jobs are in a file in the folder `state`.
+    """
     server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     """The listener where services join the fleet and where the fleet is listed."""
@@ -248,6 +254,8 @@ class GatewayConfig:
                 f"fleet.max_calls is {self.fleet.max_calls}; it must be at least {needed}, "
                 f"twice max_members plus {MAX_NAMELESS}"
             )
+        if self.jobs and not self.jobs.startswith(("postgresql://", "postgres://")):
+            raise ValueError("jobs must be the URL of a PostgreSQL database, postgresql://..., or empty")
         if self.max_result_bytes > self.results_bytes:
             raise ValueError(
                 f"max_result_bytes is {self.max_result_bytes}; must be at most results_bytes, {self.results_bytes}"

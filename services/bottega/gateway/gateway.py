@@ -35,7 +35,7 @@ from pathlib import Path
 from bottega import kinds
 from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn, AddOnContext, AddOnMetrics, PrefetchReason
 from bottega.background_tasks import BackgroundTasks
-from bottega.clocks import Clock, seconds_until_tick
+from bottega.clocks import Clock, SharedClock, seconds_until_tick
 from bottega.codec import CodecPool
 from bottega.errors import BottegaError, NoWorker, StorageUnavailable
 from bottega.gateway.api.admission import Admission
@@ -49,8 +49,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.conversion import version
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import SqliteJobStore
+from bottega.gateway.jobs.storage import Storage, create_job_store
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants import TenantAuthenticator, TenantTerms
@@ -88,7 +87,8 @@ class Gateway:
     """The gateway process. Create it in a running event loop; `server` serves it between `warm_up` and `shut_down`."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        clock = Clock()
+        shared = SharedClock() if config.jobs else None
+        clock = Clock(wall=shared) if shared else Clock()
         self._health = BackgroundTasks("health of the gateway")
         authenticator = TenantAuthenticator(Path(config.tenants), clock) if config.tenants else None
         terms = authenticator or TenantTerms(webhooks=read_webhook_secrets(config))
@@ -100,7 +100,7 @@ class Gateway:
             TARGETS_PATH, lambda: scrape_targets([self._this, *(member.registration for member in fleet.members())])
         )
         fleet = _fleet(config, metrics, clock)
-        self._storage = _storage(config, metrics, clock)
+        self._storage = _storage(config, metrics, clock, shared=shared)
         self._webhooks = WebhookDelivery(
             config=config.webhooks, storage=self._storage, terms=terms, metrics=metrics.webhooks, clock=clock
         )
@@ -256,9 +256,9 @@ def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Flee
     return fleet
 
 
-def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storage:
+def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock, *, shared: SharedClock | None) -> Storage:
     folder = Path(config.state) if config.state else state_folder() / "gateway"
-    jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.commit_s.observe)
+    jobs = create_job_store(folder, config.jobs, name=config.name, clock=shared, on_commit=metrics.commit_s.observe)
     sizes = {"budget_bytes": config.results_bytes, "local_bytes": config.objects_local_bytes}
     images = content_store(folder / "images", config.objects, ttl_s=config.results_ttl_s, clock=clock, **sizes)
     storage = Storage(
@@ -269,6 +269,7 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> St
         jobs_bytes=config.jobs_bytes,
         jobs_ttl_s=config.jobs_ttl_s,
         waiting_bytes=2 * config.max_result_bytes,
+        steady=shared,
     )
     metrics.store_waiting.set_function(lambda: jobs.waiting)
     metrics.store_in_trouble.set_function(lambda: storage.trouble is not None)

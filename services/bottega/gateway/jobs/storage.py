@@ -18,15 +18,18 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from bottega.background_tasks import BackgroundTasks, copied
-from bottega.clocks import ClockMark, seconds_until_tick
+from bottega.clocks import ClockMark, SharedClock, seconds_until_tick
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
-from bottega.gateway.jobs.store import JobRecord, JobStore
+from bottega.gateway.jobs.store import JobRecord, JobStore, SqliteJobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, SharedContentStore, os_errors
 from bottega.storage.objects import OPERATOR_CAUSES
+
+if TYPE_CHECKING:
+    from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 
 ResultT = TypeVar("ResultT")
 
@@ -55,6 +58,27 @@ async def digest(data: bytes) -> str:
     return await copied(len(data), lambda: hashlib.sha256(data).hexdigest())
 
 
+def create_job_store(
+    folder: Path, url: str, *, name: str, clock: SharedClock | None, on_commit: Callable[[float], None]
+) -> SqliteJobStore | PostgresJobStore:
+    """Return the job store of a gateway, not open yet. Raises ConfigError if the client of PostgreSQL is missing.
+
+    Args:
+        folder: Folder of the SQLite file.
+        url: URL of the PostgreSQL database that several gateways share; "" for the SQLite file.
+        name: Name of the gateway, which PostgreSQL shows with its connections.
+        clock: Follows the clock of the database; None without one.
+        on_commit: Called with the duration of each commit in seconds.
+    """
+    if clock is None:
+        return SqliteJobStore(folder / "jobs.sqlite", on_commit=on_commit)
+    from bottega.gateway.jobs.store.postgresql import PostgresJobStore
+    from bottega.storage.postgresql import PostgresDatabase
+
+    database = PostgresDatabase(url, application=f"bottega {name}")
+    return PostgresJobStore(database, clock=clock, on_commit=on_commit)
+
+
 class Storage:
     """The disk of a gateway. Call `open` first, then `start`; close it last.
 
@@ -66,12 +90,13 @@ class Storage:
         jobs_bytes: Upper bound on the total bytes of their records.
         jobs_ttl_s: Seconds for which an ended job is kept.
         waiting_bytes: Upper bound on the total bytes of images that wait in memory for a failing disk.
+        steady: Clock that all gateways of a job store share; None if the store has one gateway.
 
     Attributes:
         trouble: The error for callers while nothing can be written; None while the disk works.
         changed: Set whenever `trouble` begins or ends; its only reader clears it.
-        steady: Clock by which jobs and images expire. It ignores changes of the machine's clock, and continues where it
-            was before a restart.
+        steady: Clock by which jobs expire. It ignores changes of the machine's clock, and continues where it was before
+            a restart; images expire by one like it.
     """
 
     def __init__(
@@ -84,6 +109,7 @@ class Storage:
         jobs_bytes: int,
         jobs_ttl_s: float,
         waiting_bytes: int,
+        steady: Callable[[], float] | None = None,
     ) -> None:
         self.folder = folder
         self.jobs = jobs
@@ -95,7 +121,7 @@ class Storage:
         self._jobs_ttl_s = jobs_ttl_s
         # Everything that is being stored at once fits into the budget, so no job evicts the images of another.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
-        self.steady = images.steady
+        self.steady: Callable[[], float] = steady or images.steady
         self._steady_continued = False
         self._clock_noted_at = -math.inf
         self._unwritten = 0
@@ -264,7 +290,7 @@ class Storage:
         """Open the image store, then the job store. Only the owner of the first may change the second."""
         mark = None if self._steady_continued else ClockMark.read(self.folder / _CLOCK)
         if mark is not None:
-            self.steady.resume(mark)
+            self.images.steady.resume(mark)
             self._steady_continued = True
         try:
             await self.images.open()
@@ -276,8 +302,8 @@ class Storage:
         await self.images.assign(await self.jobs.contents())
         if not self._steady_continued:
             last = await self.jobs.last_end()
-            if last is not None:
-                self.steady.go_on_from(last.steady)
+            if last is not None and self.steady is self.images.steady:
+                self.images.steady.go_on_from(last.steady)
             self._steady_continued = True
         self._note_clock()
 
@@ -319,10 +345,10 @@ class Storage:
             self._recovered()
 
     def _note_clock(self) -> None:
-        now = self.steady()
+        now = self.images.steady()
         if now - self._clock_noted_at >= _CLOCK_S:
             self._clock_noted_at = now
-            self.steady.mark().write(self.folder / _CLOCK)
+            self.images.steady.mark().write(self.folder / _CLOCK)
 
     async def _sweep_images(self) -> None:
         while await self.images.sweep():

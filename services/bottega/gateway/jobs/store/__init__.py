@@ -3,6 +3,7 @@
 - `job_store`: the records, how they may change, and the interface that every store implements
 - `outbox`: the webhook events of ended jobs, which the store keeps until they are delivered
 - the sqlite modules: the store of a gateway with a disk of its own
+- the postgresql modules: the store of several gateways; they need the extra `postgresql`
 """
 
 from bottega.gateway.jobs.store.job_store import (
@@ -15,6 +16,7 @@ from bottega.gateway.jobs.store.job_store import (
     JobProgress,
     JobRecord,
     JobStore,
+    StaleGeneration,
     TenantUsage,
     no_event,
 )
@@ -34,6 +36,7 @@ __all__ = [
     "Outbox",
     "OutboxEvent",
     "OutboxPlace",
+    "StaleGeneration",
     "TenantUsage",
     "SqliteJobStore",
     "no_event",

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from bottega.errors import StorageUnavailable
 from bottega.gateway.jobs.store.outbox import Outbox, OutboxEvent
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1 import image_pb2
@@ -218,6 +219,17 @@ EventOf = Callable[[JobRecord], OutboxEvent | None]
 def no_event(record: JobRecord) -> None:
     """Return None: no webhook hears of the end of this job."""
     del record
+
+
+class StaleGeneration(StorageUnavailable):
+    """A write was refused because another gateway has become the scheduler. Nothing was written, nor will be."""
+
+    def __init__(self, generation: int) -> None:
+        super().__init__(
+            "another gateway is the scheduler now",
+            metadata={"cause": "STALE_GENERATION", "generation": str(generation)},
+            retry_after_s=1.0,
+        )
 
 
 class JobStore(Protocol):

@@ -42,7 +42,7 @@ _CHECKPOINT_PAGES = 1000
 # Upper bound on the log's file after a checkpoint, which large inputs make large.
 LOG_BYTES = 64 << 20
 
-# Columns of the table and their types, in the order of `sqlite_statements.to_row`.
+# Columns of the table and their types, in the order of `rows.VALUES`, and the checksum of a row.
 TYPES = {
     "job_id": "TEXT NOT NULL UNIQUE",
     "tenant": "TEXT NOT NULL",

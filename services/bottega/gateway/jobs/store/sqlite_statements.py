@@ -1,4 +1,4 @@
-"""The SQL of the job store. Each function is one operation in a transaction, or one query. Also converts rows of jobs.
+"""The SQL of the job store. Each function is one operation in a transaction, or one query.
 
 Each row has a checksum, so that damaged rows are never used. SQLite's own format has none: after a flipped bit in a
 page, another prompt may be read.
@@ -6,7 +6,6 @@ page, another prompt may be read.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sqlite3
 from collections.abc import Sequence
@@ -15,14 +14,12 @@ from typing import Any
 
 from bottega.errors import DataLoss
 from bottega.gateway.jobs.store.job_store import Change, EndTime, EventOf, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
 from bottega.gateway.jobs.store.sqlite_outbox import insert_event
-from bottega.gateway.jobs.store.sqlite_schema import DAY_S, TYPES, damaged
-from bottega.gateway.jobs.values import StoredImage
+from bottega.gateway.jobs.store.sqlite_schema import DAY_S, damaged
 from bottega.storage.sqlite_files import Value, checksum
 
-COLUMNS = tuple(TYPES)
-# Columns stored as REAL. They are converted first: an integer would be read back as a float and fail the checksum.
-_REAL = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
+COLUMNS = (*VALUES, "checksum")
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
 _INSERT = (
     f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (job_id) DO NOTHING"
@@ -316,17 +313,8 @@ def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> 
 
 
 def to_row(record: JobRecord) -> tuple[Value, ...]:
-    """Return the values of a record, in the order of COLUMNS."""
-    height, width = record.shape
-    result_width, result_height = record.result_size
-    special: dict[str, Value] = {
-        "latent_height": height,
-        "latent_width": width,
-        "result_width": result_width,
-        "result_height": result_height,
-        "images": json.dumps([dataclasses.astuple(image) for image in record.images]),
-    }
-    values = [special[name] if name in special else _plain(name, getattr(record, name)) for name in COLUMNS[:-1]]
+    """Return the values of a record, in the order of COLUMNS, with their checksum."""
+    values = values_of(record)
     return (*values, checksum(values))
 
 
@@ -335,19 +323,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
     sequence, *values, expected = row
     if checksum(values) != expected:
         raise _damaged_row(sequence)
-    fields = dict(zip(COLUMNS, values, strict=False))
-    shape = fields.pop("latent_height"), fields.pop("latent_width")
-    result_size = fields.pop("result_width"), fields.pop("result_height")
-    images = _images_of(fields.pop("images"))
-    del fields["picture_bytes"]  # it is only for sums in SQL
-    for name in ("ends_with_caller", "keeps_steps"):
-        fields[name] = bool(fields[name])
-    return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
-
-
-def _images_of(column: str) -> tuple[StoredImage, ...]:
-    names = [field.name for field in dataclasses.fields(StoredImage)]
-    return tuple(StoredImage(**dict(zip(names, values, strict=True))) for values in json.loads(column))
+    return record_of(sequence, values)
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:
@@ -355,12 +331,6 @@ def intact(data: bytes, expected: int, sequence: int) -> bytes:
     if checksum([data]) != expected:
         raise _damaged_row(sequence)
     return data
-
-
-def _plain(name: str, value: Any) -> Value:
-    if value is None or (not isinstance(value, bool) and name not in _REAL):
-        return value
-    return float(value) if name in _REAL else int(value)
 
 
 def _damaged_row(sequence: int) -> DataLoss:

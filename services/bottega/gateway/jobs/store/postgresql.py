@@ -1,0 +1,400 @@
+"""The job store of several gateways in one PostgreSQL database.
+
+A change of a job locks its row alone. Every write of a gateway that was the scheduler is refused once another gateway
+has taken the lease over (`PostgresJobStore.fence`). Times on the steady clock are those of the database's clock, so
+hosts whose clocks differ agree on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bottega.clocks import SharedClock
+from bottega.errors import ConfigError, StorageUnavailable
+from bottega.gateway.jobs.store.job_store import (
+    ALL_JOBS,
+    Change,
+    EndTime,
+    EventOf,
+    JobFilter,
+    JobRecord,
+    StaleGeneration,
+    TenantUsage,
+    no_event,
+)
+from bottega.gateway.jobs.store.postgresql_forgetting import count_removed, forget
+from bottega.gateway.jobs.store.postgresql_outbox import PostgresOutbox, insert_event
+from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, DAY_S, MAX_DELETIONS, MIGRATIONS
+from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
+from bottega.storage import os_errors
+from bottega.storage.postgresql import Connection, PostgresDatabase, rows_of
+
+_ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *VALUES))
+_NAMES = ", ".join(VALUES)
+_VALUES = ", ".join(["%s"] * len(VALUES))
+_INSERT = f"INSERT INTO jobs ({_NAMES}) VALUES ({_VALUES}) ON CONFLICT (job_id) DO NOTHING RETURNING sequence"
+# Takes over the request_id of a job that may be replaced; returns nothing if another job has it.
+_CLAIM = """
+    INSERT INTO request_ids VALUES (%s, %s, %s) ON CONFLICT (tenant, request_id)
+    DO UPDATE SET sequence = excluded.sequence WHERE request_ids.sequence = %s RETURNING sequence
+"""
+# Tries of an `add` whose request_id other gateways take and free at the same time.
+_MAX_CLAIMS = 5
+
+
+class _ClaimedMeanwhile(Exception):
+    """Another transaction has taken the request_id of a job that is being added."""
+
+
+class PostgresJobStore:
+    """A JobStore in a PostgreSQL database, which several gateways may use at the same time.
+
+    Args:
+        database: The database; the store opens and closes it.
+        clock: Follows the clock of the database while the store is open; jobs expire by it.
+        on_commit: Called with the duration of each write in seconds.
+
+    Attributes:
+        outbox: The webhook events of its jobs.
+    """
+
+    def __init__(
+        self,
+        database: PostgresDatabase,
+        *,
+        clock: SharedClock,
+        on_commit: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._database = database
+        self._on_commit = on_commit
+        self._readable = self._writable = False
+        self._generation = 0
+        self._fence: int | None = None
+        self._clock = clock
+        self.outbox = PostgresOutbox(write=self._write, read=self._read)
+
+    lost = False
+
+    @property
+    def generation(self) -> int:
+        """Number of this start of the gateway, or of its lease; 0 before `open`."""
+        return self._generation
+
+    @property
+    def waiting(self) -> int:
+        """Number of operations that wait for a connection."""
+        return self._database.waiting
+
+    def fence(self, generation: int) -> None:
+        """Refuse every write with StaleGeneration unless the scheduler's lease has this generation.
+
+        It becomes the generation of the store. Before the first call nothing is checked.
+        """
+        self._fence = self._generation = generation
+
+    async def open(self) -> None:
+        """Connect, create missing tables, and count this start of the gateway."""
+        if self._writable:
+            return
+        try:
+            await self.open_to_read()
+            await self._database.migrate(COMPONENT, MIGRATIONS)
+        except ConfigError:
+            await self.close()  # nobody tries again, and an open pool keeps the process alive
+            raise
+        self._readable = True
+        if not self._generation:
+            ((generation,),) = await self._database.fetch("SELECT nextval('job_generation')")
+            self._generation = int(generation)
+        self._writable = True
+
+    async def open_to_read(self) -> None:
+        """Connect, and read if there are tables."""
+        if self._readable:
+            return
+        await self._database.open()
+        await self._follow_clock()
+        self._readable = await self._database.has_schema(COMPONENT, MIGRATIONS)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._readable = self._writable = False
+        await self._database.close()
+
+    async def remake(self, live: AsyncIterator[tuple[JobRecord, bytes]]) -> None:
+        """Do nothing: the store is never `lost`."""
+
+    async def add(
+        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+    ) -> JobRecord:
+        """Insert a job."""
+        for _ in range(_MAX_CLAIMS):
+            with contextlib.suppress(_ClaimedMeanwhile):
+                async with self._write() as connection:
+                    return await _add(connection, record, inputs, replaces=replaces, event_of=event_of)
+        raise os_errors.unavailable("other calls use the same request_id", cause=os_errors.BUSY)
+
+    async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
+        """Apply a change while the job's row is locked."""
+        async with self._write() as connection:
+            found = await _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = %s FOR UPDATE", job_id)
+            after = change(found[0]) if found else None
+            if after is None:
+                return False
+            await _write_changes(connection, found[0], after, event_of)
+            return True
+
+    async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
+        """Delete an ended job and return its digests; if it was deleted before, return the same digests again."""
+        async with self._write() as connection:
+            query = f"SELECT {_ALL} FROM jobs WHERE job_id = %s AND tenant = %s FOR UPDATE"
+            found = await _records(connection, query, job_id, tenant)
+            if not found:
+                digests = await _deleted_contents(connection, job_id, tenant)
+            elif found[0].live:
+                return None
+            else:
+                digests = list(found[0].contents)
+                await _delete(connection, found[0], digests, steady=steady)
+            if digests is None:
+                return None
+            query = "SELECT DISTINCT digest FROM contents WHERE tenant = %s AND digest = ANY(%s)"
+            held = {digest for (digest,) in await rows_of(connection, query, (tenant, digests))}
+            return [digest for digest in digests if digest not in held]
+
+    async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:
+        """Return whether a job was deleted."""
+        async with self._read() as connection:
+            return await _deleted_contents(connection, job_id, tenant) is not None
+
+    async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
+        """Read the job with this ID."""
+        whose = [] if tenant is None else [tenant]
+        query = f"SELECT {_ALL} FROM jobs WHERE job_id = %s" + " AND tenant = %s" * len(whose)
+        found = await self._list(query, job_id, *whose)
+        return found[0] if found else None
+
+    async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
+        """Read the newest job with a tenant's request_id."""
+        async with self._read() as connection:
+            return await _of_request(connection, request_id, tenant)
+
+    async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
+        """Count the jobs and bytes of a tenant."""
+        day = int(now_wall // DAY_S)
+        query = """
+            SELECT (SELECT count(*) FROM jobs WHERE tenant = %s AND created_wall >= %s AND created_wall < %s)
+                + coalesce((SELECT jobs FROM removed_days WHERE tenant = %s AND day = %s), 0),
+                (SELECT coalesce(sum(picture_bytes), 0) FROM jobs WHERE tenant = %s AND picture_bytes > 0)
+        """
+        parameters = (tenant, float(day * DAY_S), float((day + 1) * DAY_S), tenant, day, tenant)
+        async with self._read() as connection:
+            ((jobs, size_bytes),) = await rows_of(connection, query, parameters)
+        return TenantUsage(jobs_today=int(jobs), stored_bytes=int(size_bytes))
+
+    async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
+        """Read the newest jobs with a result key."""
+        where = "result_key = %s AND result_key <> ''"
+        return await self._list(
+            f"SELECT {_ALL} FROM jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", result_key, limit
+        )
+
+    async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
+        """Read the newest jobs that keep latents of an image."""
+        query = (
+            f"SELECT {_ALL} FROM contents JOIN jobs USING (sequence) "
+            "WHERE contents.tenant = %s AND digest = %s AND has_latents ORDER BY jobs.sequence DESC LIMIT %s"
+        )
+        return await self._list(query, tenant, digest, limit)
+
+    async def inputs(self, job_id: str) -> bytes:
+        """Read the inputs of a live job."""
+        query = "SELECT data FROM inputs JOIN jobs USING (sequence) WHERE job_id = %s"
+        async with self._read() as connection:
+            rows = await rows_of(connection, query, (job_id,))
+        return bytes(rows[0][0]) if rows else b""
+
+    async def last_end(self) -> EndTime | None:
+        """Read the latest end of a job."""
+        query = "WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 1"
+        async with self._read() as connection:
+            rows = await rows_of(connection, f"SELECT ended_wall, ended_steady FROM jobs {query}")
+        return EndTime(wall=rows[0][0], steady=rows[0][1]) if rows else None
+
+    async def live(self) -> list[JobRecord]:
+        """Read all live jobs."""
+        return await self._list(f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY sequence")
+
+    async def contents(self) -> dict[str, set[str]]:
+        """Read the owners of all images."""
+        owners: dict[str, set[str]] = {}
+        async with self._read() as connection:
+            for digest, tenant in await rows_of(connection, "SELECT digest, tenant FROM contents"):
+                owners.setdefault(digest, set()).add(tenant)
+        return owners
+
+    async def page(
+        self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
+    ) -> list[JobRecord]:
+        """Read a page of jobs, newest first."""
+        limits: dict[str, Any] = {
+            "tenant = %s": wanted.tenant,
+            "created_wall >= %s": wanted.created_after,
+            "created_wall < %s": wanted.created_before,
+            "sequence < %s": before_sequence,
+            "state = ANY(%s)": [int(state) for state in wanted.states] or None,
+        }
+        given = {condition: value for condition, value in limits.items() if value is not None}
+        query = f"SELECT {_ALL} FROM jobs WHERE {' AND '.join(given)} ORDER BY sequence DESC LIMIT %s"
+        return await self._list(query, *given.values(), size)
+
+    async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
+        """Delete ended jobs, up to `limit`."""
+        await self._follow_clock()
+        query = """
+            SELECT EXISTS (SELECT FROM deletions WHERE steady < %(before)s)
+                OR EXISTS (SELECT FROM jobs WHERE ended_steady < %(before)s)
+                OR count(*) > %(jobs)s OR coalesce(sum(kept_bytes), 0) > %(bytes)s FROM jobs
+        """
+        bounds = {"before": float(ended_before), "jobs": max_jobs, "bytes": max_bytes}
+        async with self._read() as connection:
+            ((due,),) = await rows_of(connection, query, bounds)
+        if not due:
+            return 0
+        async with self._write() as connection:
+            return await forget(
+                connection, ended_before=ended_before, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit
+            )
+
+    async def probe(self) -> None:
+        """Check that the database can be written, by a write of a row that nothing else uses."""
+        async with self._write() as connection:
+            await connection.execute("UPDATE probes SET number = number + 1")
+
+    @contextlib.asynccontextmanager
+    async def _write(self) -> AsyncIterator[Connection]:
+        """Begin a transaction, and check in it that the gateway may still write."""
+        if not self._writable:
+            raise _not_open()
+        began = time.perf_counter()
+        async with self._database.transaction() as connection:
+            if self._fence is not None:
+                # The lock lets the holder extend its lease, but makes a take-over wait for this transaction.
+                query = "SELECT 1 FROM scheduler_lease WHERE generation = %s FOR KEY SHARE"
+                if not await rows_of(connection, query, (self._fence,)):
+                    raise StaleGeneration(self._fence)
+            yield connection
+        self._on_commit(time.perf_counter() - began)
+
+    @contextlib.asynccontextmanager
+    async def _read(self) -> AsyncIterator[Connection]:
+        if not self._readable:
+            raise _not_open()
+        async with self._database.connection() as connection:
+            yield connection
+
+    async def _list(self, query: str, *parameters: Any) -> list[JobRecord]:
+        async with self._read() as connection:
+            return await _records(connection, query, *parameters)
+
+    async def _follow_clock(self) -> None:
+        began = time.monotonic()
+        ((now,),) = await self._database.fetch("SELECT extract(epoch FROM clock_timestamp())::float8")
+        self._clock.set(now, began=began)
+
+
+async def _add(
+    connection: Connection, record: JobRecord, inputs: bytes, *, replaces: str, event_of: EventOf
+) -> JobRecord:
+    known = None
+    if record.request_id:
+        known = await _of_job(connection, record.job_id)
+        known = known or await _of_request(connection, record.request_id, record.tenant)
+    if known is not None and not (known.job_id != record.job_id and known.is_replaced_by(record, replaces=replaces)):
+        return known
+    inserted = await rows_of(connection, _INSERT, values_of(record))
+    if not inserted:
+        found = await _of_job(connection, record.job_id)
+        if found is None:  # it was deleted a moment ago
+            raise _ClaimedMeanwhile
+        return found
+    ((sequence,),) = inserted
+    if record.request_id:
+        claim = (record.tenant, record.request_id, sequence, known.sequence if known else None)
+        if not await rows_of(connection, _CLAIM, claim):
+            raise _ClaimedMeanwhile
+    if inputs:
+        await connection.execute("INSERT INTO inputs VALUES (%s, %s)", (sequence, inputs))
+    added = replace(record, sequence=sequence)
+    if not added.live:
+        await _index_contents(connection, added)
+        await _announce(connection, added, event_of)
+    return added
+
+
+async def _of_job(connection: Connection, job_id: str) -> JobRecord | None:
+    found = await _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = %s", job_id)
+    return found[0] if found else None
+
+
+async def _of_request(connection: Connection, request_id: str, tenant: str) -> JobRecord | None:
+    query = (
+        f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) "
+        "WHERE request_ids.tenant = %s AND request_ids.request_id = %s"
+    )
+    found = await _records(connection, query, tenant, request_id)
+    return found[0] if found else None
+
+
+async def _write_changes(connection: Connection, before: JobRecord, after: JobRecord, event_of: EventOf) -> None:
+    """Write the columns that differ: a progress must not write a long prompt again."""
+    old, new = values_of(before), values_of(after)
+    changed = [place for place, value in enumerate(new) if value != old[place]]
+    if changed:
+        settings = ", ".join(f"{VALUES[place]} = %s" for place in changed)
+        query = f"UPDATE jobs SET {settings} WHERE sequence = %s"
+        await connection.execute(query.encode(), (*(new[place] for place in changed), after.sequence))
+    if before.live and not after.live:
+        await connection.execute("DELETE FROM inputs WHERE sequence = %s", (after.sequence,))
+        await _index_contents(connection, after)
+        await _announce(connection, after, event_of)
+
+
+async def _index_contents(connection: Connection, record: JobRecord) -> None:
+    kept = record.kept_pictures
+    for digest in record.contents:
+        row = (record.tenant, digest, record.sequence, digest in kept)
+        await connection.execute("INSERT INTO contents VALUES (%s, %s, %s, %s)", row)
+
+
+async def _announce(connection: Connection, record: JobRecord, event_of: EventOf) -> None:
+    if (event := event_of(record)) is not None:
+        await insert_event(connection, event)
+
+
+async def _delete(connection: Connection, record: JobRecord, digests: Sequence[str], *, steady: float) -> None:
+    await connection.execute("DELETE FROM jobs WHERE sequence = %s", (record.sequence,))
+    await count_removed(connection, [(record.tenant, record.created_wall)])
+    query = "INSERT INTO deletions (job_id, tenant, contents, steady) VALUES (%s, %s, %s, %s) RETURNING number"
+    row = (record.job_id, record.tenant, json.dumps(digests), float(steady))
+    ((number,),) = await rows_of(connection, query, row)
+    await connection.execute("DELETE FROM deletions WHERE number <= %s", (number - MAX_DELETIONS,))
+
+
+async def _deleted_contents(connection: Connection, job_id: str, tenant: str) -> list[str] | None:
+    query = "SELECT contents FROM deletions WHERE job_id = %s AND tenant = %s"
+    rows = await rows_of(connection, query, (job_id, tenant))
+    return list(json.loads(rows[0][0])) if rows else None
+
+
+async def _records(connection: Connection, query: str, *parameters: Any) -> list[JobRecord]:
+    return [record_of(sequence, values) for sequence, *values in await rows_of(connection, query, parameters)]
+
+
+def _not_open() -> StorageUnavailable:
+    return os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)

@@ -1,0 +1,310 @@
+"""The PostgreSQL job store: the lease that fences it, clocks, and faults of a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from bottega.clocks import SharedClock
+from bottega.errors import BottegaError, ConfigError, StorageUnavailable
+from bottega.gateway.jobs.store import JobRecord, OutboxEvent, StaleGeneration
+from bottega.gateway.jobs.store.postgresql import PostgresJobStore
+from bottega.gateway.jobs.store.postgresql_outbox import insert_event
+from bottega.gateway.jobs.store.rows import VALUES
+from bottega.storage.postgresql import PostgresDatabase
+from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
+from tests.support import full_disk
+from tests.support.job_store_backends import completed, failed, record, running
+from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
+from tests.support.waiting import eventually
+
+HOUR_S = 3600.0
+MIB = 1 << 20
+
+
+@contextlib.asynccontextmanager
+async def _opened(url: str, clock: SharedClock | None = None) -> AsyncIterator[PostgresJobStore]:
+    store = _store(url, clock)
+    try:
+        await store.open()
+        yield store
+    finally:
+        await store.close()
+
+
+def _store(url: str, clock: SharedClock | None = None) -> PostgresJobStore:
+    database = PostgresDatabase(url, application="bottega test", max_connections=4)
+    return PostgresJobStore(database, clock=clock or SharedClock())
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with new_database() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    """A server for faults, whose commits wait for the disk."""
+    with running_server(durable=True) as server:
+        yield server
+
+
+def _execute(url: str, statement: str) -> list[tuple[object, ...]]:
+    return shared_server().execute(statement, database=url.split("/")[3].partition("?")[0])
+
+
+def _lease(generation: int) -> str:
+    columns = "(generation, holder, name, address, expires_at)"
+    return (
+        f"DELETE FROM scheduler_lease; INSERT INTO scheduler_lease {columns} VALUES ({generation}, '', '', '', now())"
+    )
+
+
+async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> None:
+    async with _opened(url) as old, _opened(url) as new:
+        await old.add(record("j1"))
+        _execute(url, _lease(7))
+        old.fence(7)
+        assert old.generation == 7
+        assert await old.update("j1", running(1))
+        await old.add(record("j2"))
+        _execute(url, _lease(9))
+        new.fence(9)
+        before = await new.page(size=9)
+        for write in (
+            old.add(record("j3")),
+            old.update("j1", completed(1, ended_wall=2.0)),
+            old.delete("j2", steady=1.0),
+            old.outbox.remove(["e"]),
+            old.probe(),
+        ):
+            with pytest.raises(StaleGeneration) as raised:
+                await write
+            assert raised.value.metadata["cause"] == "STALE_GENERATION"
+        assert await old.page(size=9) == await new.page(size=9) == before, "it still reads"
+        assert await new.update("j1", completed(1, ended_wall=2.0))
+
+
+async def test_a_take_over_waits_for_a_write_that_has_begun(url: str) -> None:
+    async with _opened(url) as store:
+        await store.add(record("j1"))
+        _execute(url, _lease(7))
+        store.fence(7)
+        async with store._write():  # a transaction that has passed the check
+            await asyncio.to_thread(
+                _execute, url, "UPDATE scheduler_lease SET expires_at = now()"
+            )  # it can be extended
+            taking = asyncio.create_task(asyncio.to_thread(_execute, url, "UPDATE scheduler_lease SET generation = 8"))
+            await eventually(lambda: bool(_execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
+            assert not taking.done()
+        await taking
+        with pytest.raises(StaleGeneration):
+            await store.probe()
+
+
+async def test_gateways_whose_clocks_differ_by_an_hour_agree_on_the_time(url: str) -> None:
+    clocks = [SharedClock(wall=lambda: time.time() - HOUR_S), SharedClock(wall=lambda: time.time() + HOUR_S)]
+    assert clocks[1]() - clocks[0]() > HOUR_S
+    async with _opened(url, clocks[0]), _opened(url, clocks[1]) as late:
+        assert abs(clocks[1]() - clocks[0]()) < HOUR_S / 60
+        assert abs(clocks[1]() - time.time()) < HOUR_S / 60, "the database runs on this machine"
+        before = clocks[1]()
+        await late.forget(ended_before=0.0, max_jobs=9, max_bytes=MIB, limit=9)
+        assert clocks[1]() >= before
+
+
+async def test_a_schema_that_needs_a_newer_gateway_is_refused_by_name(url: str) -> None:
+    async with _opened(url) as store:
+        await store.add(record("j1"))
+    _execute(url, "INSERT INTO bottega_migrations VALUES ('jobs', 2, 1)")
+    async with _opened(url) as older:
+        await older.add(record("j2"))
+    _execute(url, "INSERT INTO bottega_migrations VALUES ('jobs', 3, 3)")
+    with pytest.raises(ConfigError, match="schema 3 of jobs"):
+        await _store(url).open()
+
+
+async def test_columns_that_a_newer_gateway_has_added_do_not_matter(url: str) -> None:
+    async with _opened(url) as store:
+        _execute(url, "ALTER TABLE jobs ADD COLUMN novelty text NOT NULL DEFAULT 'new'")
+        added = await store.add(record("j1"))
+        assert await store.update("j1", failed(ended_wall=2.0))
+        found = await store.get("j1")
+        assert found is not None
+        assert (found.sequence, found.live) == (added.sequence, False)
+    assert _execute(url, "SELECT novelty FROM jobs") == [("new",)]
+
+
+async def test_events_become_visible_in_the_order_of_their_numbers(url: str) -> None:
+    async with _opened(url) as first, _opened(url) as second:
+        await second.add(record("j2"))
+        async with first._write() as connection:
+            await insert_event(connection, _event_of(record("j1")))
+            ending = asyncio.create_task(second.update("j2", failed(ended_wall=2.0), event_of=_event_of))
+            await eventually(lambda: bool(_execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
+            assert await first.outbox.places(after=0, limit=9) == [], "a later number is not seen before an earlier one"
+        assert await ending
+        assert [place.event_id for place in await first.outbox.places(after=0, limit=9)] == ["evt_j1", "evt_j2"]
+
+
+def _event_of(job: JobRecord) -> OutboxEvent:
+    return OutboxEvent(
+        event_id=f"evt_{job.job_id}",
+        job_id=job.job_id,
+        tenant="",
+        kind="job.failed",
+        url="https://hooks.example/x",
+        host="hooks.example",
+        body=b"",
+        created_wall=1.0,
+        tried_since_steady=1.0,
+        due_steady=1.0,
+    )
+
+
+async def test_a_progress_does_not_write_a_long_prompt_again(url: str) -> None:
+    async with _opened(url) as store:
+        await store.add(record("j1", spec=bytes(range(256)) * 1000))
+        (toast,) = _execute(url, "SELECT reltoastrelid::regclass::text FROM pg_class WHERE relname = 'jobs'")
+        before = _execute(url, f"SELECT ctid FROM {toast[0]}")
+        assert await store.update("j1", running(1))
+        assert _execute(url, f"SELECT ctid FROM {toast[0]}") == before
+
+
+async def test_jobs_are_neither_lost_nor_doubled_by_kills_of_the_server(server: PostgresServer) -> None:
+    url = server.url(server.new_database())
+    acknowledged: dict[str, str] = {}
+    async with _opened(url) as one, _opened(url) as two:
+        stop = asyncio.Event()
+        writers = [
+            asyncio.create_task(_write_jobs(store, f"w{number}", acknowledged, stop))
+            for number, store in enumerate((one, two, one, two))
+        ]
+        for _ in range(3):
+            before = len(acknowledged)
+            await eventually(lambda before=before: len(acknowledged) > before + 20)  # type: ignore[misc]
+            server.kill()
+            await asyncio.sleep(0.1)  # some calls find no server
+            server.start()
+        await eventually(lambda: "completed" in acknowledged.values())
+        stop.set()
+        await asyncio.gather(*writers)
+        jobs = await one.page(size=100_000)
+        assert len({job.request_id for job in jobs}) == len(jobs), "a request is drawn once"
+        for job_id, what in acknowledged.items():
+            found = await two.get(job_id)
+            assert found is not None, f"{job_id} was acknowledged and is lost"
+            assert what == "added" or found.state == JOB_STATE_COMPLETED
+            assert found == await one.of_request(f"request of {job_id}")
+
+
+async def _write_jobs(store: PostgresJobStore, prefix: str, acknowledged: dict[str, str], stop: asyncio.Event) -> None:
+    """Add and complete jobs, and repeat what failed, until `stop` is set."""
+    number = 0
+    while not stop.is_set():
+        job_id, number = f"{prefix}-{number}", number + 1
+        await _until_written(store.add, record(job_id, request_id=f"request of {job_id}"))
+        acknowledged[job_id] = "added"
+        await _until_written(store.update, job_id, running(1))
+        await _until_written(store.update, job_id, completed(1, ended_wall=2.0))
+        acknowledged[job_id] = "completed"
+
+
+async def _until_written(write: object, *arguments: object) -> None:
+    while True:
+        with contextlib.suppress(StorageUnavailable):
+            await write(*arguments)  # type: ignore[operator]
+            return
+        await asyncio.sleep(0.05)
+
+
+async def test_a_database_that_becomes_read_only_is_read_and_heals(server: PostgresServer) -> None:
+    name = server.new_database()
+    end = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
+    async with _opened(server.url(name)) as store:
+        added = await store.add(record("j1"))
+        server.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        server.execute(end)
+        with pytest.raises(StorageUnavailable, match="read-only") as raised:
+            await _retried(store, "j2")
+        assert raised.value.retry_after_s is not None
+        assert await store.get("j1") == added
+        starting = _store(server.url(name))
+        with pytest.raises(StorageUnavailable, match="read-only"):
+            await starting.open()
+        assert await starting.page(size=9) == [added], "a start reads as far as it can"
+        await starting.close()
+        server.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        server.execute(end)
+        await _until_written(store.add, record("j2"))
+        assert [job.job_id for job in await store.live()] == ["j1", "j2"]
+
+
+async def _retried(store: PostgresJobStore, job_id: str) -> None:
+    """Add a job; again while only connections are lost."""
+    while True:
+        try:
+            await store.add(record(job_id))
+        except StorageUnavailable as error:
+            if error.metadata["cause"] not in {"AdminShutdown", "ECONNRESET"}:
+                raise
+        else:
+            return
+
+
+async def test_a_full_disk_of_the_database_is_said_reads_go_on_and_it_heals(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=24 * MIB) as disk:
+        server.own(disk)
+        server.execute(f"CREATE TABLESPACE small LOCATION '{disk}'")
+        try:
+            server.execute("CREATE DATABASE on_small TABLESPACE small TEMPLATE template0")
+            await _fill_and_heal(server.url("on_small"), disk)
+        finally:
+            server.execute("DROP DATABASE IF EXISTS on_small WITH (FORCE)")
+            server.execute("DROP TABLESPACE small")
+
+
+async def _fill_and_heal(url: str, disk: Path) -> None:
+    async with _opened(url) as store:
+        added = await store.add(record("j1", request_id="r1"))
+        ballast = full_disk.fill(disk)
+        for number in range(2):
+            with pytest.raises(StorageUnavailable, match="disk is full") as raised:
+                await store.add(record(f"big{number}"), inputs=bytes(range(256)) * 4096)
+            assert str(disk) not in raised.value.message
+        assert await store.get("j1") == await store.of_request("r1") == added
+        ballast.unlink()
+        await store.add(record("big0"), inputs=bytes(range(256)) * 4096)
+        assert [job.job_id for job in await store.live()] == ["j1", "big0"]
+
+
+async def test_with_every_query_2_s_late_jobs_are_kept_once(url: str) -> None:
+    slow = (
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(2); RETURN NULL; END $$;"
+        "CREATE TRIGGER slow BEFORE INSERT OR UPDATE OR DELETE ON jobs EXECUTE FUNCTION slow();"
+        "CREATE TRIGGER slow BEFORE INSERT OR UPDATE OR DELETE ON request_ids EXECUTE FUNCTION slow()"
+    )
+    async with _opened(url) as store, _opened(url) as other:
+        _execute(url, slow)
+        adding = (gateway.add(record(f"j{number}", request_id="r")) for number, gateway in enumerate((store, other)))
+        found = await asyncio.gather(*adding, return_exceptions=True)
+        added = {job.job_id for job in found if isinstance(job, JobRecord)}
+        assert len(added) == 1
+        assert all(isinstance(error, (JobRecord, BottegaError)) for error in found)
+        assert [job.job_id for job in await store.page(size=9)] == list(added)
+
+
+async def test_every_value_of_a_record_has_a_column(url: str) -> None:
+    async with _opened(url):
+        found = {
+            name for (name,) in _execute(url, "SELECT attname FROM pg_attribute WHERE attrelid = 'jobs'::regclass")
+        }
+    assert set(VALUES) <= found
