@@ -141,6 +141,14 @@ BOXES = (
         edge="#d9730d",
     ),
     Box(
+        at=(40, 800),
+        size=(290, 62),
+        title="scale",
+        lines=("as many workers as jobs need",),
+        fill="#f1eefb",
+        edge="#6b4fc4",
+    ),
+    Box(
         at=(455, 800),
         size=(270, 62),
         title="worker",
@@ -242,6 +250,13 @@ ARROWS = (
         label_at=(30, 655),
         anchor="start",
     ),
+    Arrow(
+        flow=JOINS,
+        points=((40, 831), (8, 831), (8, 264), (420, 264)),
+        label=(),
+        label_at=(0, 0),
+    ),
+    Arrow(flow=CALLS, points=((330, 831), (455, 831)), label=("starts, stops",), label_at=(392, 821)),
     Arrow(
         flow=LINKS,
         points=((470, 618), (470, 700), (330, 700)),

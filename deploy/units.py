@@ -30,6 +30,7 @@ def unit_text(service: ServiceSpec) -> str:
         "tenants": unit.tenants,
         "device": unit.on_device,
         "reads": unit.reads_models,
+        "root": unit.starts_units,
     }
     marks = {f"?{name} " if holds else f"?no-{name} " for name, holds in applies.items()}
     lines = []

@@ -13,6 +13,7 @@ CONTROLNET = "controlnet"
 LORAS = "loras"
 CACHE = "cache"
 ACTIVATIONS = "activations"
+SCALE = "scale"
 
 # A kind also names processes, folders, systemd units and a label of metrics.
 _KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")

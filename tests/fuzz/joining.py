@@ -181,6 +181,7 @@ def _loads(case: Any) -> Iterator[Case]:
     for facts in starts:
         load = fleet_pb2.Load(starting=fleet_pb2.StartProgress(**facts))
         yield refused_load(case(f"a start with {shown(str(facts))}", load=load), "starting")
+    yield from _pools(case)
     for field, values in {
         "fixed_s": (-0.001, NAN, INF, -INF),
         "start_s": (-0.001, 86_400.001, NAN, INF, -INF),
@@ -190,6 +191,44 @@ def _loads(case: Any) -> Iterator[Case]:
         for value in values:
             facts = {field: value}
             yield refused_load(case(f"{field} {value}", load=fleet_pb2.Load(**facts)), field)
+
+
+def _pools(case: Any) -> Iterator[Case]:
+    """Yield reports of scalers. Other services are not asked what they report as pools."""
+    most: dict[str, Any] = {
+        "model": "x" * 200,
+        "minimum": 256,
+        "maximum": 256,
+        "ready": 1,
+        "failed": 1,
+        "starting_s": [0.0] * 254,
+    }
+    pools = [fleet_pb2.Pool(kind=kind, **most) for kind in (kinds.WORKER, kinds.CONTROLNET)]
+    yield case("pools at their limits", load=fleet_pb2.Load(pools=pools))
+    several = [fleet_pb2.Pool(kind="worker", model=str(number), maximum=1) for number in range(65)]
+    yield case("64 pools", load=fleet_pb2.Load(pools=several[:64]))
+    wrong: list[dict[str, Any]] = [
+        {"kind": ""},
+        {"kind": "cache"},
+        {"model": ""},
+        {"model": "x" * 201},
+        {"minimum": -1},
+        {"minimum": 5},
+        {"maximum": 257},
+        {"maximum": -1},
+        {"ready": -1},
+        {"ready": 5},
+        {"failed": -1},
+        {"failed": 2**31 - 1},
+        *({"starting_s": [seconds]} for seconds in (-1.0, NAN, INF)),
+        {"starting_s": [0.0] * 5},
+    ]
+    for facts in wrong:
+        whole: dict[str, Any] = {"kind": "worker", "model": "x", "maximum": 4, **facts}
+        pool = fleet_pb2.Pool(**whole)
+        yield refused_load(case(f"a pool with {shown(str(facts))}", load=fleet_pb2.Load(pools=[pool])), "pools")
+    for name, pools in {"65 pools": several, "a pool twice": several[:1] * 2}.items():
+        yield refused_load(case(name, load=fleet_pb2.Load(pools=pools)), "pools")
 
 
 def _masked(case: Any) -> Iterator[Case]:

@@ -92,6 +92,8 @@ class UnitSettings:
     Must not be set together with `links`: each needs its own group, and a unit has only one."""
     reads_models: bool = False
     """Whether the service reads models, which may be in a home folder."""
+    starts_units: bool = False
+    """Whether the service starts and stops other units, which only root may do."""
     start_s: int = 0
     """Seconds in which the service must become ready or extend its start; 0 for systemd's default."""
 
@@ -120,6 +122,8 @@ class ServiceSpec:
     """Module that `bottega up` imports before it forks the service; see bottega.process.fork_server.
 
     Importing it must not start threads. "" starts the service as a new interpreter."""
+    in_suite: bool = True
+    """Whether `bottega up` starts the service."""
     count: ServiceOption | None = None
     """Option with the number of processes, whose names are numbered; None if there is exactly one."""
     options: tuple[ServiceOption, ...] = ()
@@ -149,7 +153,9 @@ class ServiceSpec:
     unit: UnitSettings = field(default_factory=UnitSettings)
 
     def names(self, options: Mapping[str, int]) -> list[str]:
-        """Return the names of the service's processes."""
+        """Return the names of the service's processes in a suite on one machine."""
+        if not self.in_suite:
+            return []
         if self.count is None:
             return [self.kind]
         return [f"{self.kind}-{number}" for number in range(options[self.count.name])]

@@ -105,6 +105,7 @@ class FleetMembership:
         on_services: Called, at every response, with the services of the kinds that this service uses.
         on_scheduler: Called, at every response, with the newest generation of the scheduler's lease that a gateway
             names; 0 if none names any.
+        on_targets: Called with the number of services that a scaler's pools should run, by the newest scheduler.
         channels: Opens the gRPC channels of the process.
     """
 
@@ -117,6 +118,7 @@ class FleetMembership:
         on_backlog: Callable[[int], None] = _ignore,
         on_services: Callable[[Sequence[fleet_pb2.ServiceAddress]], None] = _ignore,
         on_scheduler: Callable[[int], None] = _ignore,
+        on_targets: Callable[[Sequence[fleet_pb2.PoolTarget]], None] = _ignore,
         channels: Channels = PLAINTEXT,
     ) -> None:
         self._listed = split_list(gateways)
@@ -125,6 +127,7 @@ class FleetMembership:
         self._on_backlog = on_backlog
         self._on_services = on_services
         self._on_scheduler = on_scheduler
+        self._on_targets = on_targets
         self._channels = channels
         self._members: dict[str, GatewayMembership] = {}
         self._tasks = BackgroundTasks("joining of gateways")
@@ -190,6 +193,9 @@ class FleetMembership:
         self._on_backlog(self.backlog)
         services = {(one.kind, one.name): one for member in joined for one in member.services}  # the newest wins
         self._on_services([services[key] for key in sorted(services)])
+        schedulers = [member for member in joined if member.targets]
+        if schedulers:
+            self._on_targets(max(schedulers, key=lambda member: (member.generation, member.heard_s)).targets)
 
 
 class SchedulerFence:

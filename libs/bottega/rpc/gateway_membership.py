@@ -76,6 +76,7 @@ class GatewayMembership:
         self.generation = 0
         """Generation of the scheduler's lease; 0 if the gateway knows of none."""
         self.services: Sequence[fleet_pb2.ServiceAddress] = ()
+        self.targets: Sequence[fleet_pb2.PoolTarget] = ()
 
     def start(self) -> None:
         """Join in the background."""
@@ -182,6 +183,7 @@ class GatewayMembership:
             response.services,
             response.scheduler.generation,
         )
+        self.targets = response.targets
         self._on_change()
 
     async def _reports(self, answered: asyncio.Event) -> AsyncIterator[fleet_pb2.JoinRequest]:

@@ -18,6 +18,7 @@ from bottega.outside_rules import OutsideRules
 from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private, read_public
 from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, Tenant, TenantWebhooks, read_tenants
 from bottega.rpc.server_config import Address, ListenerConfig, ServerConfig
+from bottega.rules import MAX_START_S
 from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
 
@@ -119,6 +120,22 @@ class WebhooksConfig(OutsideRules):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """How many workers and ControlNet servers a model should have. `bottega scale` starts and stops them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    wait_s: Seconds = 10.0
+    """Seconds within which jobs that wait should be done. If the present workers need longer, more are started."""
+    keep_s: Seconds = 120.0
+    """Seconds for which fewer workers must have been enough before some are stopped; their start time if longer."""
+    start_s: Annotated[float, Field(gt=0, le=MAX_START_S)] = 30.0
+    """Seconds that a worker is expected to need for its start, until a start was measured."""
+    controlnet_jobs: AtLeastOne = 8
+    """Number of jobs that one ControlNet server should serve at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """The configuration of a gateway."""
 
@@ -155,6 +172,7 @@ class GatewayConfig:
     signing: SigningConfig = field(default_factory=SigningConfig)
     webhooks: WebhooksConfig = field(default_factory=WebhooksConfig)
     """POSTs to URLs of callers when their jobs end."""
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     max_queued: AtLeastOne = 256
     """Upper bound on the number of jobs that wait for a worker."""
     max_queued_bytes: AtLeastOne = 512 << 20

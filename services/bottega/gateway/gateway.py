@@ -164,7 +164,12 @@ class Gateway:
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
         members = FleetService(
-            fleet=fleet, queue=self._controller.queue, this=self._this, activity=metrics.activity, clock=clock
+            fleet=fleet,
+            queue=self._controller.queue,
+            demand=self._controller.demand,
+            this=self._this,
+            activity=metrics.activity,
+            clock=clock,
         )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
         webhooks = WebhookService(self._webhooks, self._storage)
@@ -363,6 +368,7 @@ class PeriodicChecks:
             else:
                 self._fleet.rest()
             self._check_queue()
+            self._controller.demand.update()
 
     def _check_queue(self) -> None:
         in_grace = self._clock.monotonic() < self._grace_until

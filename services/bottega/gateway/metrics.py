@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from bottega import kinds
 from bottega.manifest import read_services
 from bottega.rpc.operation.metrics import count_and_sum, gauge_by, totals
-from bottega.v1.fleet_pb2 import Activity
+from bottega.v1.fleet_pb2 import Activity, Demand
 
 # In seconds, from a picture of the embedded miniature model to the longest that callers wait for.
 _JOB_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -143,6 +145,10 @@ class GatewayMetrics:
         """Count members in a gauge; `kinds` returns the kind of each service in the fleet."""
         self._registry.register(_Members(kinds))
 
+    def register_demand(self, demand: Callable[[], Iterable[Demand]]) -> None:
+        """Show the demand for services in gauges; `demand` returns the newest forecast, in any thread."""
+        self._registry.register(_Demand(demand))
+
     def register_tenants(self, waiting: Callable[[], Mapping[str, int]]) -> None:
         """Count waiting jobs by tenant in a gauge, if metrics by tenant are kept.
 
@@ -199,6 +205,29 @@ class _Members(Collector):
         for kind in self._kinds():
             counts[kind] = counts.get(kind, 0) + 1
         yield gauge_by("kind", "bottega_members", "Services that have joined, by kind.", counts)
+
+
+class _Demand(Collector):
+    """Gauges of the demand for services, by kind and model."""
+
+    def __init__(self, demand: Callable[[], Iterable[Demand]]) -> None:
+        self._demand = demand
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("kind", "model")
+        desired = GaugeMetricFamily(
+            "bottega_desired_services", "Services of a kind that a model needs now.", labels=labels
+        )
+        ready = GaugeMetricFamily("bottega_ready_services", "Services of a kind that a model has.", labels=labels)
+        waiting = GaugeMetricFamily(
+            "bottega_waiting_work_seconds", "Seconds of a device that a model's waiting jobs take.", labels=("model",)
+        )
+        for each in self._demand():
+            desired.add_metric((each.kind, each.model), each.desired)
+            ready.add_metric((each.kind, each.model), each.ready)
+            if each.kind == kinds.WORKER:
+                waiting.add_metric((each.model,), each.waiting_s)
+        yield from (desired, ready, waiting)
 
 
 class _TenantMetrics:

@@ -15,6 +15,7 @@ from bottega.client.checkup.gateway import _check_accelerations, _check_left_out
 from bottega.client.cli.fleet import FleetRates, Rates, accelerations_table, fleet_table, hit_share, top_table
 from bottega.client.cli.jobs import jobs_table
 from bottega.client.cli.models import models_table
+from bottega.client.cli.scale import demand_table
 from bottega.client.cli.terminal import PlainTable, print_table
 from bottega.client.types.fleet import FleetStatus, ServiceActivity, fleet_from, member_from
 from bottega.client.types.jobs import status_from
@@ -23,6 +24,7 @@ from bottega.errors import InternalError
 from bottega.v1.fleet_pb2 import (
     Acceleration,
     Activity,
+    Demand,
     ListMembersResponse,
     Load,
     Member,
@@ -54,7 +56,9 @@ def _fleet() -> FleetStatus:
         joined_s=4000.0,
     )
     member.registration.models.add(name="bottega-shapes")
-    return fleet_from(ListMembersResponse(members=[member] * 2))
+    scaler = Member(registration=Registration(kind="scale", name="host-1"))
+    demand = Demand(kind="worker", model="bottega-shapes", desired=7, waiting=9, waiting_s=12.5)
+    return fleet_from(ListMembersResponse(members=[member, member, scaler], demand=[demand]))
 
 
 def _jobs() -> PlainTable:
@@ -88,9 +92,10 @@ def _lines(table: PlainTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (fleet_table(_fleet(), starts=True), ("worker-0", "127.0.0.1:43210", "12.5 s")),
         (accelerations_table(_fleet()), ("kernels.geglu", "yes", "1.20")),
         (top_table(_fleet(), FleetRates()), ("worker-0", "done/min", "failed/min")),
+        (demand_table(_fleet()), ("bottega-shapes", "worker", "7", "12.5", "scaled", "host-1")),
         (_models(), ("bottega-shapes", "1024x1024", "guidance")),
     ],
-    ids=["jobs", "fleet", "fleet -v", "accelerations", "top", "models"],
+    ids=["jobs", "fleet", "fleet -v", "accelerations", "top", "scale", "models"],
 )
 def test_a_table_fits_80_columns_and_cuts_nothing(
     table: PlainTable, kept: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ import pytest
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE, load_object, options_of, read_services
 
-OWN = ["gateway", "loras", "cache", "activations", "worker", "controlnet", "http"]
+OWN = ["gateway", "loras", "cache", "activations", "worker", "controlnet", "http", "scale"]
 SPEC = """
 from bottega.manifest import ServiceOption, ServiceSpec
 SPEC = ServiceSpec(kind={kind!r}, title="t", module="m", configure=lambda suite, name: {{}},

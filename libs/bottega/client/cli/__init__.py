@@ -31,6 +31,7 @@ _COMMANDS: dict[str, tuple[str, str] | None] = {
     **dict.fromkeys(add_ons_by_command()),
     "fleet": ("fleet", "Show the services and their load, live."),
     "top": ("fleet:top", "Show what the services do now, live."),
+    "scale": ("scale", "Show how many workers and ControlNet servers each model needs."),
     "trace": ("trace", "Show where the time of a job was spent, in all services."),
     "logs": ("logs", "Show the last log lines of SERVICE, or of all services."),
     "config": ("config", "Check configurations, and show the values that services use."),

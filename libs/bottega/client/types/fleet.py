@@ -227,6 +227,30 @@ class FleetMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceDemand:
+    """The work for one model, and how many services of a kind it needs."""
+
+    kind: str
+    """Kind of the services: worker or controlnet."""
+    model: str
+    """Name of the model in requests."""
+    desired: int
+    """Number of services of the whole fleet that should run."""
+    ready: int
+    """Number of services that are ready."""
+    starting: int
+    """Number of services that scalers have started and that are not ready yet."""
+    waiting: int
+    """Number of jobs that wait."""
+    waiting_s: float
+    """Seconds of a device that the waiting jobs take."""
+    arriving_s: float
+    """Seconds of a device that arrive per second."""
+    start_s: float
+    """Seconds that such a service is expected to need for its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
     """A snapshot of the fleet."""
 
@@ -238,6 +262,8 @@ class FleetStatus:
     """Seconds that the request which has waited longest has been in the queue."""
     refused: tuple[FleetMember, ...] = ()
     """Workers that have ended because they cannot serve their model, with the reason in `load.left_out`."""
+    demand: tuple[ServiceDemand, ...] = ()
+    """The work for each model, and how many services it needs, by kind and model."""
 
     def of_kind(self, kind: str) -> tuple[FleetMember, ...]:
         return tuple(member for member in self.members if member.kind == kind)
@@ -252,6 +278,7 @@ def fleet_from(answer: fleet_pb2.ListMembersResponse) -> FleetStatus:
         queued=answer.queued,
         longest_wait_s=answer.longest_wait_s,
         refused=tuple(map(member_from, answer.refused)),
+        demand=tuple(value_from(each, ServiceDemand) for each in answer.demand),
     )
 
 

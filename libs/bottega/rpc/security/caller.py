@@ -74,6 +74,7 @@ class Role(StrEnum):
     LORAS = "loras"
     CACHE = "cache"
     ACTIVATIONS = "activations"
+    SCALE = "scale"
     HTTP = "http"
     """The HTTP API. Its certificate only allows it to join the fleet; other calls carry the API key of its caller."""
 
@@ -205,7 +206,7 @@ _OPERATOR = frozenset({Role.OPERATOR})
 _GATEWAY = frozenset({Role.GATEWAY})
 _GATEWAY_OR_OPERATOR = _GATEWAY | _OPERATOR
 _WORKER = frozenset({Role.WORKER})
-_MEMBERS = frozenset({Role.WORKER, Role.CONTROLNET, Role.LORAS, Role.CACHE, Role.ACTIVATIONS, Role.HTTP})
+_MEMBERS = frozenset({Role.WORKER, Role.CONTROLNET, Role.LORAS, Role.CACHE, Role.ACTIVATIONS, Role.SCALE, Role.HTTP})
 
 METHOD_ROLES: Mapping[str, frozenset[Role]] = {
     f"/bottega.v1.{method}": roles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from bottega.errors import DeadlinePassed, Draining, Forbidden, InvalidRequest, 
 from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet.join_limits import PendingJoins
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.scheduling.demand import FleetDemand
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.process.memory import resident_bytes
 from bottega.rpc.address import host_of, split
@@ -53,6 +54,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         *,
         fleet: Fleet,
         queue: JobQueue,
+        demand: FleetDemand,
         this: fleet_pb2.Registration,
         activity: Callable[[], fleet_pb2.Activity],
         clock: Clock,
@@ -60,6 +62,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> None:
         self._fleet = fleet
         self._queue = queue
+        self._demand = demand
         self._this = this
         self._activity = activity
         self._scheduler = scheduler
@@ -86,6 +89,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                     services=self._services_for(member),
                     report_every_s=self._fleet.report_every_s,
                     scheduler=self._scheduler(),
+                    targets=self._targets(member),
                 )
                 await asyncio.sleep(_PAUSE_S)
                 await wake.wait()
@@ -113,7 +117,13 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             longest_wait_s=self._queue.longest_wait_s(),
             refused=[_message(member, now) for member in self._fleet.refused()],
             scheduler=self._scheduler(),
+            demand=self._demand.demand,
         )
+
+    def _targets(self, member: Member) -> Sequence[fleet_pb2.PoolTarget]:
+        """Return a scaler's targets, if this gateway schedules: only its queue has the jobs that wait."""
+        lease = self._scheduler()
+        return self._demand.targets(member) if lease is None or lease.name == self._this.name else ()
 
     def _services_for(self, member: Member) -> list[fleet_pb2.ServiceAddress]:
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from statistics import median_high
 
 from bottega import kinds
 from bottega.addons.interface.views import Member
@@ -20,6 +21,8 @@ MAX_START_GRACE_S = 600.0
 _STARTS = 2.0
 # Number of start times that are kept for each model, the newest ones.
 _MAX_STARTS = 8
+# Seconds for which a model counts as asked for after a caller was told to come again: a few retries.
+_ASKED_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +83,12 @@ class SeenModels:
         seen = self._models.get(name)
         return seen is not None and seen.at > self._clock.monotonic() - self._grace_of(seen.starts.values())
 
+    def start_s(self, name: str) -> float:
+        """Return the median start time of the model's workers in seconds; 0 if none was measured."""
+        seen = self._models.get(name)
+        measured = [start_s for start_s in seen.starts.values() if start_s > 0] if seen else []
+        return median_high(measured) if measured else 0.0
+
     def grace_s(self, member: Member) -> float:
         """Return for how many seconds jobs wait for a member that has left, or for items that it no longer hosts."""
         if member.connected:
@@ -92,6 +101,33 @@ class SeenModels:
 
     def _grace_of(self, starts: Iterable[float]) -> float:
         return max(self._grace_s, min(_STARTS * max(starts, default=0.0), MAX_START_GRACE_S))
+
+
+class OfferedModels:
+    """The models for which a scaler may start a worker, in alphabetical order. None of their workers need run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._names: tuple[str, ...] = ()
+        self._asked_at: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def note(self, scalers: Iterable[Member]) -> None:
+        """Replace the models with those that these scalers report."""
+        pools = [pool for scaler in scalers for pool in scaler.load.pools if pool.kind == kinds.WORKER]
+        self._names = tuple(sorted({pool.model for pool in pools if pool.maximum > pool.failed}))
+        self._asked_at = {name: at for name, at in self._asked_at.items() if name in self._names}
+
+    def ask(self, name: str) -> None:
+        """Note that a caller asked for a model and was told to come again."""
+        self._asked_at[name] = self._clock.monotonic()
+
+    def is_asked(self, name: str) -> bool:
+        """Return whether a caller asked for a model lately."""
+        at = self._asked_at.get(name)
+        return at is not None and at > self._clock.monotonic() - _ASKED_S
 
 
 def check_models(registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:

@@ -15,7 +15,7 @@ from bottega.addons.interface.views import ANYTHING, Access, Member
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
-from bottega.gateway.fleet.models import SeenModels, check_models, merge_workers
+from bottega.gateway.fleet.models import OfferedModels, SeenModels, check_models, merge_workers
 from bottega.gateway.fleet.validation import check_load, check_registration
 from bottega.rpc.address import host_of
 from bottega.v1 import fleet_pb2, image_pb2
@@ -80,6 +80,7 @@ class Fleet:
         self._seen = SeenModels(grace_s=model_grace_s, clock=clock)
         self._merged_models: dict[str, image_pb2.Model] = {}  # cleared when a member comes or goes
         self._refused: dict[MemberKey, Member] = {}
+        self._offered = OfferedModels(clock)
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
 
@@ -267,6 +268,7 @@ class Fleet:
     def models(self, access: Access = ANYTHING) -> list[image_pb2.Model]:
         """Return the served models that a caller may name, sorted by name. Each has the number of its workers."""
         names = {model.name for member in self.members() for model in member.models}
+        names |= {name for name in self._offered if name in self._seen}
         return [self._merged_model(name) for name in sorted(names) if access.has_model(name)]
 
     def resolve(self, name: str | None, access: Access = ANYTHING) -> image_pb2.Model:
@@ -290,6 +292,10 @@ class Fleet:
             name = served[0] if served else None
         if name in served:
             return self._merged_model(name)
+        offered = [model for model in self._offered if access.has_model(model)]
+        if name in offered or (name is None and len(offered) == 1):
+            self._offered.ask(name or offered[0])
+            raise NoWorker("the model's first worker is being started", retry_after_s=_RETRY_AFTER_S)
         if name is None or name in seen or not seen:
             raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
         listed = ", ".join(served) or "none"
@@ -301,8 +307,17 @@ class Fleet:
         return next((tokens for tokens in reported if tokens.token_elements), None)
 
     def expected(self, model: str) -> bool:
-        """Return whether a worker serves the model, or did so within the model's grace period."""
-        return model in self._seen and (bool(self.serving(model)) or self._seen.is_recent(model))
+        """Return whether a worker serves the model, did so within the model's grace period, or can be started."""
+        is_expected = model in self._offered or bool(self.serving(model)) or self._seen.is_recent(model)
+        return model in self._seen and is_expected
+
+    def is_wanted(self, model: str) -> bool:
+        """Return whether a caller asked lately for a model of which no worker has run yet, but one can be started."""
+        return model not in self._seen and self._offered.is_asked(model)
+
+    def start_s(self, model: str) -> float:
+        """Return the median start time of the model's workers in seconds; 0 if none was measured."""
+        return self._seen.start_s(model)
 
     def grace_s(self, member: Member) -> float:
         """Return for how many seconds jobs wait for items that a member hosted, after it has left or dropped them."""
@@ -315,7 +330,10 @@ class Fleet:
     def _apply(self, member: Member, load: fleet_pb2.Load) -> None:
         """Update a member with a new report, and call the observers."""
         has_started = load.start_s != member.load.start_s  # once for each instance
+        has_pools = bool(load.pools or member.load.pools)
         member.note_load(load)
+        if has_pools:
+            self._offered.note(self.services(kinds.SCALE))
         if has_started:
             self._seen.note_start(member)
 
@@ -360,6 +378,7 @@ class Fleet:
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
             whole = self._merged_models[name] = merge_workers(served or [self.last_seen(name)])
+            whole.workers = len(served)
         return whole
 
     def _remove(self, member: Member) -> None:
@@ -385,6 +404,8 @@ class Fleet:
     def _note_presence(self, member: Member, now: float) -> None:
         """Update the known models and wake the members that use this kind of service when a member joins or leaves."""
         self._merged_models.clear()
+        if member.kind == kinds.SCALE:
+            self._offered.note(self.services(kinds.SCALE))
         self._seen.note_presence(member, now)
         for user in self._members.values():
             if member.kind in user.registration.uses:

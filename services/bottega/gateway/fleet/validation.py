@@ -41,6 +41,10 @@ _MAX_MASK_TOKENS = 64
 _MAX_ACCELERATIONS = 64
 # Upper bound on the characters of a stage of starting.
 _MAX_STAGE = 64
+# Upper bounds on the pools of a scaler, and on the services of each.
+_MAX_POOLS = 64
+_MAX_POOL_SIZE = 256
+_SCALED_KINDS = frozenset({kinds.WORKER, kinds.CONTROLNET})
 _MAX_REASON = rules.MAX_REASON_CHARACTERS
 # More than any sampler makes: Heun 2 in a step, and PNDM up to 9 beside one in each.
 _MAX_EVALUATIONS_PER_STEP = 4
@@ -102,6 +106,7 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     ):
         rule = f"the stage must have 1 to {_MAX_STAGE} characters, and byte counts must not be negative"
         yield Violation(field="load.starting", description=rule)
+    yield from _pools(load)
     yield from _masked(load)
     yield from _accelerations(load)
     yield from _hosted(load)
@@ -111,6 +116,27 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
             f"and a reason of at most {_MAX_REASON} characters"
         )
         yield Violation(field="load.left_out", description=rule)
+
+
+def _pools(load: fleet_pb2.Load) -> Iterator[Violation]:
+    keys = {(pool.kind, pool.model) for pool in load.pools}
+    if not len(keys) == len(load.pools) <= _MAX_POOLS or not all(map(_can_be_scaled, load.pools)):
+        rule = (
+            f"must be at most {_MAX_POOLS} of workers or ControlNet servers, each kind and model once, with a minimum "
+            f"of at most the maximum, which is at most {_MAX_POOL_SIZE}, and no more services than that"
+        )
+        yield Violation(field="load.pools", description=rule)
+
+
+def _can_be_scaled(pool: fleet_pb2.Pool) -> bool:
+    return (
+        pool.kind in _SCALED_KINDS
+        and 0 < len(pool.model) <= rules.MAX_MODEL_CHARACTERS
+        and 0 <= pool.minimum <= pool.maximum <= _MAX_POOL_SIZE
+        and min(pool.ready, pool.failed) >= 0
+        and pool.ready + pool.failed + len(pool.starting_s) <= pool.maximum
+        and all(0 <= age_s < math.inf for age_s in pool.starting_s)
+    )
 
 
 def _masked(load: fleet_pb2.Load) -> Iterator[Violation]:

@@ -24,6 +24,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.scheduling.demand import FleetDemand
 from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.outcomes import (
     Deadlines,
@@ -57,6 +58,7 @@ class JobController:
         queue: The jobs that wait for a worker.
         scheduler: Assigns the jobs of the queue to workers.
         estimates: Estimates when jobs complete.
+        demand: Decides how many services each model needs.
         draining: Whether new jobs are refused.
         signing: The certificate that signs pictures.
     """
@@ -108,6 +110,14 @@ class JobController:
         )
         self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
         self.estimates = QueueEstimates(self.queue, self._snapshot, clock)
+        self.demand = FleetDemand(
+            config=config.scaling,
+            fleet=fleet,
+            queue=self.queue,
+            snapshot=self._snapshot,
+            dispatcher=self._dispatcher,
+            clock=clock,
+        )
         self.scheduler = Scheduler(
             fleet=fleet,
             queue=self.queue,
@@ -124,6 +134,7 @@ class JobController:
         metrics.running.set_function(lambda: self._dispatcher.attempts)
         metrics.signing_expires.set_function(self.signing.expires_wall)
         metrics.register_tenants(self.queue.held_by_tenant)
+        metrics.register_demand(lambda: self.demand.demand)
         fleet.subscribe(self)
 
     # The gateway starts and stops.
@@ -202,6 +213,7 @@ class JobController:
             job.detach(draining())
             return
         self._fleet.wake_up()
+        self.demand.note_arrival(job)
         for addon in self._addons:
             addon.prefetch([job], PrefetchReason.ARRIVED)
         self.queue.add(job)

@@ -147,6 +147,11 @@ class JobQueue:
         """
         return iter(self._lines.get(model, ()))
 
+    def unordered(self, model: str) -> Collection[Job]:
+        """Return the jobs that wait for a model, in no particular order."""
+        line = self._lines.get(model)
+        return () if line is None else line.unordered
+
     def tenants(self, model: str) -> Collection[str]:
         """Return the tenants whose jobs wait for a model."""
         line = self._lines.get(model)

@@ -1,0 +1,304 @@
+"""The demand for services: each model's work, forecast once a second, and how many services it needs.
+
+Scalers, which join the fleet with the pools of services that they may run, are told their share. Other autoscalers read
+the same numbers from the metrics or from ListMembers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bottega import kinds
+from bottega.addons.interface.views import Member
+from bottega.clocks import Clock
+from bottega.gateway.config import ScalingConfig
+from bottega.gateway.dispatch.dispatcher import Dispatcher
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.scheduling.queue import JobQueue
+from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.gateway.scheduling.worker_plan import LOOK_AHEAD, ResourceRequest, WorkerState
+from bottega.planning import RemainingWork, Shape, best_width
+from bottega.planning.scaling import (
+    ArrivalRate,
+    Need,
+    PoolState,
+    Supply,
+    TargetCount,
+    Work,
+    services_needed,
+    share_out,
+)
+from bottega.v1.fleet_pb2 import Demand, Pool, PoolTarget
+
+# Seconds that a job counts as while no step has been measured.
+_UNKNOWN_JOB_S = 1.0
+# A start that takes longer than usual is expected to take this much longer than it took so far.
+_LATE_SHARE = 0.25
+# Share of the jobs that ControlNet servers may serve together, up to which some of them may be stopped.
+_IDLE_SHARE = 0.75
+
+
+class BatchCosts:
+    """The seconds that jobs take of a worker's device if its batches have the best size.
+
+    Args:
+        state: A worker of the model; most fleets have one kind of machine.
+    """
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self._step_s: dict[tuple[int, Shape, float], float] = {}
+
+    def seconds(self, request: ResourceRequest) -> float:
+        """Return the seconds of a job's remaining steps, and of its encoding and decoding."""
+        key = request.rows, request.shape, request.share
+        if key not in self._step_s:
+            self._step_s[key] = _step_s(self._state, request)
+        return self._step_s[key] * request.steps * request.slowdown + self._state.fixed_s
+
+
+def _step_s(state: WorkerState, request: ResourceRequest) -> float:
+    """Return a job's share of the seconds of one turn in a batch of the best width."""
+    turn_s, rows = state.turn_seconds(request.shape), state.alone(request)[0]
+    works = [RemainingWork(max(1, request.steps), rows)] * LOOK_AHEAD
+    width = max(1, best_width(works, turn_s, max_rows=state.row_limit))
+    return turn_s(rows * width) / width
+
+
+@dataclass(slots=True, kw_only=True)
+class _ModelState:
+    """The state of a model between two forecasts."""
+
+    jobs: ArrivalRate = field(default_factory=ArrivalRate)
+    seconds: ArrivalRate = field(default_factory=ArrivalRate)
+    costs: BatchCosts | None = None
+    """Costs at a worker that was there last; None while none has measured a step."""
+    targets: dict[str, TargetCount] = field(default_factory=dict)
+    """By kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelWork:
+    """The jobs of a model at the time of a forecast."""
+
+    work: Work
+    workers: int
+    """Number of workers that accept jobs."""
+    controlnet_jobs: int
+    """Jobs with ControlNets that run, and those that would run if each worker began one more."""
+
+
+_Pools = Sequence[tuple[Member, Pool]]
+"""The pools of one kind and model, each with its scaler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forecast:
+    """The services of one kind for a model: those that are there, and those that its work needs."""
+
+    kind: str
+    supply: Supply
+    need: Need
+    pools: _Pools
+
+    @property
+    def fixed(self) -> int:
+        """Number of services that no scaler runs."""
+        return max(0, self.supply.ready - sum(pool.ready for _, pool in self.pools))
+
+    def bounded(self, count: int) -> int:
+        """Return a number of services within the bounds of the scalers, if there are any."""
+        if not self.pools:
+            return count
+        states = self._states()
+        least = sum(min(pool.minimum, pool.maximum) for pool in states)
+        return min(max(count, self.fixed + least), self.fixed + sum(pool.maximum for pool in states))
+
+    def share_out(self, count: int) -> list[int]:
+        """Return how many of `count` services each pool should run."""
+        return share_out(count - self.fixed, self._states())
+
+    def _states(self) -> list[PoolState]:
+        return [
+            PoolState(
+                minimum=pool.minimum,
+                maximum=max(0, pool.maximum - pool.failed),
+                count=pool.ready + len(pool.starting_s),
+            )
+            for _, pool in self.pools
+        ]
+
+
+class FleetDemand:
+    """Decides how many services each model needs. Call `update` each second.
+
+    Attributes:
+        demand: The result of the last update, by kind and model.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ScalingConfig,
+        fleet: Fleet,
+        queue: JobQueue,
+        snapshot: FleetSnapshot,
+        dispatcher: Dispatcher,
+        clock: Clock,
+    ) -> None:
+        self.demand: tuple[Demand, ...] = ()
+        self._config = config
+        self._fleet = fleet
+        self._queue = queue
+        self._snapshot = snapshot
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._models: dict[str, _ModelState] = {}
+        self._arrived: Counter[tuple[str, ResourceRequest]] = Counter()
+        self._targets: dict[Member, list[PoolTarget]] = {}
+
+    def note_arrival(self, job: Job) -> None:
+        """Count a job that was accepted."""
+        self._arrived[job.bare.model, self._snapshot.resource_request(job)] += 1
+
+    def targets(self, member: Member) -> Sequence[PoolTarget]:
+        """Return how many services each pool of a scaler should run; nothing before the first forecast."""
+        return self._targets.get(member, ())
+
+    def update(self) -> None:
+        """Forecast the work of all models, and tell the scalers how many services they should run."""
+        now = self._clock.monotonic()
+        pools = self._pools()
+        served = {model for member in self._fleet.services(kinds.WORKER) for model in member.served}
+        names = served | {model for _, model in pools} | set(self._queue.models())
+        self._models = {name: self._models.get(name) or _ModelState() for name in names}
+        self._note_arrivals(now)
+        demand: list[Demand] = []
+        targets: dict[Member, list[PoolTarget]] = defaultdict(list)
+        for name in sorted(names):
+            state = self._models[name]
+            work = self._work(name, state, now)
+            for each in self._forecasts(name, work, pools):
+                desired = each.bounded(self._target(state, each, now))
+                demand.append(_message(name, each, desired, work.work))
+                for (member, _), share in zip(each.pools, each.share_out(desired), strict=True):
+                    targets[member].append(PoolTarget(kind=each.kind, model=name, count=share))
+        self.demand = tuple(demand)
+        for member, of_member in targets.items():
+            if self._targets.get(member) != of_member:
+                member.wake.set()
+        self._targets = dict(targets)
+
+    def _target(self, state: _ModelState, forecast: _Forecast, now: float) -> int:
+        target = state.targets.get(forecast.kind)
+        if target is None:
+            target = state.targets[forecast.kind] = TargetCount(forecast.supply.count, now)
+        return target.update(forecast.need, now, hold_s=max(self._config.keep_s, forecast.supply.start_s))
+
+    def _forecasts(self, model: str, work: _ModelWork, pools: Mapping[tuple[str, str], _Pools]) -> Iterator[_Forecast]:
+        """Yield the forecasts of a model's workers, and of its ControlNet servers if a scaler runs some."""
+        of_workers = pools.get((kinds.WORKER, model), ())
+        supply = _supply(work.workers, of_workers, self._fleet.start_s(model) or self._config.start_s)
+        need = services_needed(work.work, supply, wait_s=self._config.wait_s)
+        yield _Forecast(kind=kinds.WORKER, supply=supply, need=need, pools=of_workers)
+        of_servers = pools.get((kinds.CONTROLNET, model), ())
+        if of_servers:
+            servers = self._controlnet_servers(model)
+            start_s = max((server.load.start_s for server in servers), default=0.0) or self._config.start_s
+            most = self._config.controlnet_jobs
+            need = Need(
+                least=math.ceil(work.controlnet_jobs / most),
+                most=math.ceil(work.controlnet_jobs / (_IDLE_SHARE * most)),
+            )
+            supply = _supply(len(servers), of_servers, start_s)
+            yield _Forecast(kind=kinds.CONTROLNET, supply=supply, need=need, pools=of_servers)
+
+    def _pools(self) -> Mapping[tuple[str, str], _Pools]:
+        """Return the pools of all scalers, by kind and model."""
+        pools: dict[tuple[str, str], list[tuple[Member, Pool]]] = defaultdict(list)
+        for member in self._fleet.services(kinds.SCALE):
+            for pool in member.load.pools:
+                pools[pool.kind, pool.model].append((member, pool))
+        return pools
+
+    def _note_arrivals(self, now: float) -> None:
+        for (model, request), count in self._arrived.items():
+            state = self._models.get(model)
+            if state is not None:
+                state.jobs.note(count, now)
+                state.seconds.note(count * _seconds(state.costs, request), now)
+        self._arrived.clear()
+
+    def _work(self, model: str, state: _ModelState, now: float) -> _ModelWork:
+        workers = [worker for worker in self._fleet.serving(model) if not worker.load.draining]
+        states = self._snapshot.workers(workers)
+        measured = next((worker for worker in states if not worker.unmeasured), None)
+        if measured is not None:
+            state.costs = BatchCosts(measured)
+        waiting, controlnet_jobs = Counter[ResourceRequest](), 0
+        for job in self._queue.unordered(model):
+            waiting[self._snapshot.resource_request(job)] += 1
+            controlnet_jobs += bool(job.controlnets)
+        # While one asks for a model of which no worker has run yet, no job can be accepted.
+        jobs = waiting.total() or int(self._fleet.is_wanted(model))
+        work = Work(
+            waiting=jobs,
+            waiting_s=sum(count * _seconds(state.costs, request) for request, count in waiting.items())
+            or jobs * _UNKNOWN_JOB_S,
+            running_s=tuple(_running_s(state.costs, worker) for worker in states if _is_busy(worker)),
+            arriving=state.jobs.per_s(now),
+            arriving_s=state.seconds.per_s(now),
+        )
+        connections = (self._dispatcher.connections.get(worker) for worker in workers)
+        running = sum(bool(job.controlnets) for connection in connections if connection for job in connection.jobs)
+        jobs = running + min(controlnet_jobs, len(workers))
+        return _ModelWork(work=work, workers=len(workers), controlnet_jobs=jobs)
+
+    def _controlnet_servers(self, model: str) -> list[Member]:
+        base = self._fleet.last_seen(model).base
+        return [
+            server
+            for server in self._fleet.services(kinds.CONTROLNET)
+            if not server.load.draining
+            and any(not item.base or not base or item.base == base for item in server.hosts(kinds.CONTROLNET).items)
+        ]
+
+
+def _seconds(costs: BatchCosts | None, request: ResourceRequest) -> float:
+    return _UNKNOWN_JOB_S if costs is None else costs.seconds(request)
+
+
+def _is_busy(worker: WorkerState) -> bool:
+    return bool(worker.running or worker.finishing)
+
+
+def _running_s(costs: BatchCosts | None, worker: WorkerState) -> float:
+    return sum(_seconds(costs, request) for request in worker.running) + worker.finishing * worker.fixed_s / 2
+
+
+def _supply(ready: int, pools: _Pools, start_s: float) -> Supply:
+    ages_s = (age_s for _, pool in pools for age_s in pool.starting_s)
+    return Supply(
+        ready=ready,
+        starting_s=tuple(max(start_s - age_s, _LATE_SHARE * age_s) for age_s in ages_s),
+        start_s=start_s,
+    )
+
+
+def _message(model: str, forecast: _Forecast, desired: int, work: Work) -> Demand:
+    supply = forecast.supply
+    return Demand(
+        kind=forecast.kind,
+        model=model,
+        desired=desired,
+        ready=supply.ready,
+        starting=len(supply.starting_s),
+        waiting=work.waiting,
+        waiting_s=work.waiting_s,
+        arriving_s=work.arriving_s,
+        start_s=supply.start_s,
+    )

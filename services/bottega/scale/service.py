@@ -1,0 +1,131 @@
+"""The scaler: joins the fleet with its pools, and starts and stops services until as many run as the gateway wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+from prometheus_client import Counter
+
+from bottega import kinds
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import BottegaError, Unavailable
+from bottega.rpc.fleet_membership import FleetMembership, registration_of
+from bottega.rpc.server import Server
+from bottega.scale.config import ScaleConfig, check_configurations
+from bottega.scale.pools import Pool
+from bottega.scale.units import Units
+from bottega.v1 import fleet_pb2
+
+# Time between two looks at the units.
+_LOOK_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Scaler:
+    """Keeps as many services running as the gateway asks for, within the bounds of the pools.
+
+    While the gateway cannot be reached, it keeps those that run.
+    """
+
+    def __init__(self, config: ScaleConfig, server: Server, units: Units) -> None:
+        self._config = config
+        self._server = server
+        self._units = units
+        self._pools = [Pool(config=pool, rules=config) for pool in config.pools]
+        self._changed = asyncio.Event()
+        self._tasks = BackgroundTasks("scaling", max_tasks=1)
+        self._membership: FleetMembership | None = None
+        self._trouble = ""
+        self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
+        self._starts = Counter("bottega_scale_starts", "Services started.", ("kind", "model"), registry=server.registry)
+        self._failed_starts = Counter(
+            "bottega_scale_failed_starts",
+            "Services that were started and did not become ready.",
+            ("kind", "model"),
+            registry=server.registry,
+        )
+
+    async def start(self) -> None:
+        """Look at the units once, and keep looking in the background. Raise ConfigError if a unit is missing."""
+        check_configurations(self._config)
+        await self._look()
+        name = self._config.name or f"{kinds.SCALE}-{self._server.address}"
+        self._membership = FleetMembership(
+            self._config.gateway,
+            registration_of(self._server, kind=kinds.SCALE, name=name),
+            load=self._load,
+            on_targets=self._note_targets,
+            channels=self._server.channels,
+        )
+        self._membership.start()
+        self._tasks.start(self._keep_looking())
+
+    async def stop(self) -> None:
+        """Start and stop nothing any more, and leave the fleet. Child processes drain and end."""
+        await self._tasks.cancel()
+        await self._units.close()
+        if self._membership is not None:
+            await self._membership.stop()
+
+    def _load(self) -> fleet_pb2.Load:
+        now = time.monotonic()
+        return fleet_pb2.Load(pools=[pool.message(now) for pool in self._pools])
+
+    def _note_targets(self, targets: Sequence[fleet_pb2.PoolTarget]) -> None:
+        counts = {(target.kind, target.model): target.count for target in targets}
+        for pool in self._pools:
+            count = counts.get((pool.config.kind, pool.config.model), pool.target)
+            if count != pool.target:
+                facts = {"kind": pool.config.kind, "model": pool.config.model, "count": count, "before": pool.target}
+                _log.info("the gateway asks for another number of services", extra=facts)
+                pool.target = count
+                self._changed.set()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
+            self._changed.clear()
+            try:
+                await self._look()
+            except BottegaError as error:
+                self.failed.set_result(error)
+                return
+
+    async def _look(self) -> None:
+        """Start and stop what the targets ask for. Raise ConfigError if that can never work."""
+        try:
+            states = await self._units.states([unit for pool in self._pools for unit in pool.units])
+        except Unavailable as error:
+            self._note_trouble(error.message)
+            return
+        trouble, before = "", self._load()
+        for pool in self._pools:
+            actions, labels = pool.plan(states, time.monotonic()), (pool.config.kind, pool.config.model)
+            for unit in actions.failed:
+                self._failed_starts.labels(*labels).inc()
+                _log.warning("a service did not start; it is tried again after a pause", extra={"unit": unit})
+            try:
+                for unit in actions.stop:
+                    _log.info("stopping a service", extra={"unit": unit})
+                    await self._units.stop(unit)
+                for unit in actions.start:
+                    _log.info("starting a service", extra={"unit": unit})
+                    self._starts.labels(*labels).inc()
+                    await self._units.start(unit)
+            except Unavailable as error:  # the next look sees what was done
+                trouble = error.message
+        self._note_trouble(trouble)
+        if self._membership is not None and self._load().pools != before.pools:
+            self._membership.report_soon()
+
+    def _note_trouble(self, text: str) -> None:
+        """Log that the manager refuses calls, once for each reason."""
+        if text and text != self._trouble:
+            _log.warning("services cannot be started or stopped; it is tried again", extra={"text": text})
+        self._trouble = text

@@ -1,0 +1,167 @@
+"""The number of services that each model needs, on a gateway whose clock the test turns."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from bottega import kinds
+from bottega.addons.interface.views import Member
+from bottega.errors import NoWorker
+from bottega.gateway.jobs.job import Job
+from bottega.v1 import fleet_pb2
+from bottega.v1.fleet_pb2 import Demand, Pool
+from tests.fakes.gateway_rules import Shop
+from tests.samples import controlnet_hosts
+from tests.samples.jobs import sample_job
+
+
+def scaler(shop: Shop, name: str, *pools: Pool) -> Member:
+    """Let a scaler join with its pools, or report them anew."""
+    known = [member for member in shop.fleet.members() if member.name == name]
+    said = fleet_pb2.Registration(kind=kinds.SCALE, name=name, address=f"127.0.0.1:{9000 + len(name)}")
+    member = known[0] if known else shop.fleet.join(controlnet_hosts.again(said))
+    shop.fleet.report(member, fleet_pb2.Load(pools=pools))
+    return member
+
+
+def pool(*, minimum: int = 0, maximum: int = 4, ready: int = 0, failed: int = 0, model: str = "m") -> Pool:
+    return Pool(kind="worker", model=model, minimum=minimum, maximum=maximum, ready=ready, failed=failed)
+
+
+def forecast(shop: Shop) -> Demand:
+    shop.controller.demand.update()
+    (demand,) = shop.controller.demand.demand
+    return demand
+
+
+def targets(shop: Shop, member: Member) -> list[int]:
+    return [target.count for target in shop.controller.demand.targets(member)]
+
+
+def submit(shop: Shop, count: int) -> list[Job]:
+    return [shop.take(sample_job(shop.time)) for _ in range(count)]
+
+
+async def test_a_queue_that_workers_cannot_empty_in_time_needs_more() -> None:
+    shop = Shop()
+    shop.worker(seconds=1.0)
+    assert forecast(shop).desired == 1
+    submit(shop, 8)
+    demand = forecast(shop)
+    assert (demand.kind, demand.model, demand.ready) == (kinds.WORKER, "m", 1)
+    assert demand.waiting > 0
+    assert demand.waiting_s > 0
+    assert demand.desired > 1
+    await shop.stop()
+
+
+async def test_scalers_get_their_shares_and_the_bounds_hold() -> None:
+    shop = Shop()
+    shop.worker(seconds=1.0)
+    left, right = scaler(shop, "left", pool(minimum=1, ready=1)), scaler(shop, "right-1", pool(maximum=2))
+    assert forecast(shop).desired == 1
+    assert (targets(shop, left), targets(shop, right)) == ([1], [0])
+    submit(shop, 200)
+    left.wake.clear()
+    assert forecast(shop).desired == 6
+    assert (targets(shop, left), targets(shop, right)) == ([4], [2])
+    assert left.wake.is_set(), "the scaler is told at once"
+    await shop.stop()
+
+
+async def test_workers_that_no_scaler_runs_count() -> None:
+    shop = Shop()
+    for name in ("w1", "w2"):
+        shop.worker(name)
+    member = scaler(shop, "host", pool(minimum=1, ready=0))
+    assert forecast(shop).desired == 3
+    assert targets(shop, member) == [1]
+    await shop.stop()
+
+
+async def test_a_host_whose_services_fail_is_asked_for_fewer() -> None:
+    shop = Shop()
+    member = scaler(shop, "host", pool(minimum=2, failed=3))
+    assert forecast(shop).desired == 1
+    assert targets(shop, member) == [1]
+    await shop.stop()
+
+
+async def test_a_model_without_workers_is_served_if_a_scaler_may_start_one() -> None:
+    shop = Shop()
+    worker = shop.worker(seconds=1.0)
+    member = scaler(shop, "host", pool(ready=1))
+    forecast(shop)
+    shop.fleet.leave(worker, worker.stream)
+    shop.time.now += 1000
+    shop.fleet.report_unchanged(member)
+    shop.fleet.expire()
+    scaler(shop, "host", pool())
+    assert shop.fleet.resolve("m").workers == 0
+    assert [model.name for model in shop.fleet.models()] == ["m"]
+    submit(shop, 1)
+    shop.periodic._check_queue()
+    assert forecast(shop).desired == 1
+    assert targets(shop, member) == [1]
+    await shop.stop()
+
+
+async def test_a_model_that_no_worker_has_served_yet_is_started_when_asked_for() -> None:
+    shop = Shop()
+    member = scaler(shop, "host", pool(model="new"))
+    assert forecast(shop).desired == 0
+    with pytest.raises(NoWorker, match="is being started") as caught:  # its features are not known
+        shop.fleet.resolve("new")
+    assert caught.value.retry_after_s
+    assert forecast(shop).desired == 1
+    assert targets(shop, member) == [1]
+    shop.time.now += 61
+    assert not shop.fleet.is_wanted("new")
+    await shop.stop()
+
+
+async def test_the_fall_waits_until_fewer_have_been_enough_for_a_while() -> None:
+    shop = Shop()
+    worker = shop.worker(seconds=0.5)
+    for job in submit(shop, 12):
+        del job
+    assert (high := forecast(shop).desired) > 1
+    for job in list(shop.log.live()):
+        shop.controller.cancel(job)
+    shop.report(worker, seconds=0.5)
+    assert forecast(shop).desired == high
+    for _ in range(20):
+        shop.time.now += 30
+        shop.fleet.report_unchanged(worker)
+        forecast(shop)
+    assert forecast(shop).desired <= 1
+    await shop.stop()
+
+
+async def test_controlnet_servers_follow_the_jobs_that_use_them() -> None:
+    shop = Shop()
+    shop.worker(seconds=1.0)
+    servers = Pool(kind=kinds.CONTROLNET, model="m", minimum=1, maximum=3)
+    member = scaler(shop, "host", servers)
+    shop.controller.demand.update()
+    assert targets(shop, member) == [1]
+    model = shop.controller.demand._models["m"]
+    work = dataclasses.replace(shop.controller.demand._work("m", model, shop.time.now), controlnet_jobs=17)
+    (_, need) = shop.controller.demand._forecasts("m", work, shop.controller.demand._pools())
+    assert (need.need.least, need.need.most) == (3, 3)
+    await shop.stop()
+
+
+async def test_the_metrics_show_what_another_autoscaler_needs() -> None:
+    shop = Shop()
+    shop.worker(seconds=1.0)
+    submit(shop, 8)
+    demand = forecast(shop)
+    labels = {"kind": "worker", "model": "m"}
+    value = shop.registry.get_sample_value
+    assert value("bottega_desired_services", labels) == demand.desired
+    assert value("bottega_ready_services", labels) == 1
+    assert value("bottega_waiting_work_seconds", {"model": "m"}) == demand.waiting_s
+    await shop.stop()

@@ -1,0 +1,113 @@
+"""What a scaler asks of systemd, which a script stands for, as it does not run in containers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bottega.client.suite.plan import ProcessPlan
+from bottega.errors import ConfigError, Unavailable
+from bottega.scale.pools import UnitState
+from bottega.scale.units import ProcessUnits, SystemdUnits
+from tests.support.waiting import eventually
+
+A, B = "bottega-worker@a.service", "bottega-worker@b.service"
+# It keeps the state of a unit in a file of its name, and prints what systemctl show prints.
+SCRIPT = """#!/bin/sh
+cd "$(dirname "$0")"
+verb=$1
+while [ "$1" != -- ]; do shift; done
+shift
+case $verb in
+show) for unit in "$@"; do echo "Id=$unit"; cat "$unit"; echo; done ;;
+start) echo start >>"log $1"; printf 'LoadState=loaded\\nActiveState=activating\\nSubState=start\\n' >"$1" ;;
+stop) [ ! -e refuse ] || { echo 'Failed to stop: Access denied' >&2; exit 4; }
+      printf 'LoadState=loaded\\nActiveState=deactivating\\nSubState=stop\\n' >"$1" ;;
+esac
+"""
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Path:
+    (tmp_path / "systemctl").write_text(SCRIPT)
+    (tmp_path / "systemctl").chmod(0o755)
+    for unit in (A, B):
+        say(tmp_path, unit, "inactive", "dead")
+    return tmp_path
+
+
+def say(systemd: Path, unit: str, active: str, sub: str, loaded: str = "loaded") -> None:
+    (systemd / unit).write_text(f"LoadState={loaded}\nActiveState={active}\nSubState={sub}\n")
+
+
+async def test_units_of_systemd_start_and_stop(systemd: Path) -> None:
+    units = SystemdUnits(str(systemd / "systemctl"))
+    assert await units.states([A, B]) == {A: UnitState.STOPPED, B: UnitState.STOPPED}
+    await units.start(A)
+    assert await units.states([A, B]) == {A: UnitState.STARTING, B: UnitState.STOPPED}
+    say(systemd, A, "active", "running")
+    say(systemd, B, "activating", "auto-restart")
+    assert await units.states([A, B]) == {A: UnitState.READY, B: UnitState.RESTARTING}
+    await units.stop(A)
+    say(systemd, B, "failed", "failed")
+    assert await units.states([A, B]) == {A: UnitState.STOPPING, B: UnitState.FAILED}
+
+
+async def test_a_unit_that_is_not_installed_is_named(systemd: Path) -> None:
+    say(systemd, B, "inactive", "dead", loaded="not-found")
+    with pytest.raises(ConfigError, match=B):
+        await SystemdUnits(str(systemd / "systemctl")).states([A, B])
+
+
+async def test_what_systemd_refuses_is_told_in_its_words(systemd: Path) -> None:
+    (systemd / "refuse").touch()
+    with pytest.raises(Unavailable, match="Access denied"):
+        await SystemdUnits(str(systemd / "systemctl")).stop(A)
+
+
+async def test_a_host_without_systemd_is_told_the_other_way() -> None:
+    with pytest.raises(ConfigError, match="manager: processes"):
+        await SystemdUnits("/nowhere/systemctl").states([A])
+
+
+def plan(code: str) -> ProcessPlan:
+    return ProcessPlan(name="a", argv=(sys.executable, "-c", code))
+
+
+SERVES = "import sys, json; print(json.dumps({'event': 'serving', 'address': 'x'}), flush=True); sys.stdin.read()"
+
+
+async def test_child_processes_start_serve_and_stop(tmp_path: Path) -> None:
+    units = ProcessUnits({A: plan(SERVES)}, tmp_path)
+    assert await units.states([A]) == {A: UnitState.STOPPED}
+    await units.start(A)
+    assert await units.states([A]) == {A: UnitState.STARTING}
+    await eventually(lambda: _is(units, UnitState.READY))
+    await units.stop(A)
+    assert await units.states([A]) == {A: UnitState.STOPPING}
+    await eventually(lambda: _is(units, UnitState.STOPPED))
+    await units.start(A)
+    await eventually(lambda: _is(units, UnitState.READY))
+    await units.close()
+    assert await units.states([A]) == {A: UnitState.STOPPED}
+    assert not running()
+
+
+async def test_a_child_process_that_cannot_start_has_failed(tmp_path: Path) -> None:
+    units = ProcessUnits({A: plan("import sys; sys.exit(2)")}, tmp_path)
+    await units.start(A)
+    await eventually(lambda: _is(units, UnitState.FAILED))
+    assert await units.states([A]) == {A: UnitState.STOPPED}
+    await units.close()
+
+
+async def _is(units: ProcessUnits, state: UnitState) -> bool:
+    return (await units.states([A]))[A] is state
+
+
+def running() -> list[int]:
+    """Return the processes that run the code of the child."""
+    return [process.pid for process in psutil.Process().children(recursive=True) if SERVES in process.cmdline()]
