@@ -6,8 +6,11 @@ address can be.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import ipaddress
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
@@ -97,6 +100,27 @@ def grpc_target(addresses: str) -> str:
     if len(versions) > 1:
         raise ConfigError("the list mixes addresses of IPv4 and IPv6; give addresses of one kind")
     return f"ipv{versions.pop()}:" + ",".join(f"{host}:{port}" for host, port in ends)
+
+
+async def resolve_list(listed: Sequence[str]) -> Sequence[str]:
+    """Return a list of addresses in which DNS names that have several addresses are replaced by these.
+
+    A machine may have an address of IPv4 and one of IPv6, so only addresses of one kind are different gateways.
+    """
+    loop, found = asyncio.get_running_loop(), dict[str, None]()
+    for address in listed:
+        ends: list[str] = []
+        if is_name(address):
+            host, port = split(address)
+            with contextlib.suppress(
+                OSError, UnicodeError
+            ):  # the name itself is kept, and the error is logged when it is joined
+                answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                ips = sorted({(family, str(end[0])) for family, _, _, _, end in answers})
+                family = min((family for family, _ in ips), default=socket.AF_INET)
+                ends = [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for kind, ip in ips if kind == family]
+        found |= dict.fromkeys(ends if len(ends) > 1 else [address])
+    return list(found)
 
 
 def _with_ip(address: str) -> str:

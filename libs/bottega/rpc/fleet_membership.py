@@ -10,11 +10,9 @@ the scheduler.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
 import math
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -22,7 +20,7 @@ from typing import Protocol
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import seconds_until_tick
 from bottega.errors import StaleScheduler
-from bottega.rpc.address import is_name, split, split_list
+from bottega.rpc.address import is_name, resolve_list, split_list
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rpc.gateway_membership import GatewayMembership
 from bottega.rpc.security.caller import Identity
@@ -179,7 +177,7 @@ class FleetMembership:
     async def _resolve(self) -> None:
         """Follow the addresses of DNS names."""
         while True:
-            self._follow(await _resolved(self._listed))
+            self._follow(await resolve_list(self._listed))
             await asyncio.sleep(seconds_until_tick(_RESOLVE_INTERVAL_S))
 
     def _on_change(self) -> None:
@@ -225,24 +223,3 @@ class SchedulerFence:
         if generation < self._newest:
             text = f"the gateway with generation {generation} is not the scheduler; the worker follows {self._newest}"
             raise StaleScheduler(text, metadata={"generation": str(self._newest)})
-
-
-async def _resolved(listed: Sequence[str]) -> Sequence[str]:
-    """Return a list of addresses in which names that have several addresses are replaced by these.
-
-    A machine may have an address of IPv4 and one of IPv6, so only addresses of one kind are different gateways.
-    """
-    loop, found = asyncio.get_running_loop(), dict[str, None]()
-    for address in listed:
-        ends: list[str] = []
-        if is_name(address):
-            host, port = split(address)
-            with contextlib.suppress(
-                OSError, UnicodeError
-            ):  # the name itself is kept, and the error is logged when it is joined
-                answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                ips = sorted({(family, str(end[0])) for family, _, _, _, end in answers})
-                family = min((family for family, _ in ips), default=socket.AF_INET)
-                ends = [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for kind, ip in ips if kind == family]
-        found |= dict.fromkeys(ends if len(ends) > 1 else [address])
-    return list(found)

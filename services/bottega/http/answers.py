@@ -106,11 +106,13 @@ class MemberAnswer(Answer):
 
 
 class FleetAnswer(Answer):
-    """The services of the suite, the gateway first."""
+    """The services of the suite, the gateways first."""
 
     object: Literal["fleet"]
     queued: int
     longest_wait_s: float
+    scheduler: str
+    """Name of the gateway that gives jobs to workers; empty if there is only one gateway."""
     data: list[MemberAnswer]
 
 

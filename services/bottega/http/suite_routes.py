@@ -37,7 +37,7 @@ async def get_fleet(request: Request) -> Response:
     await client.models()  # raises if the gateway has tenants
     fleet = await client.fleet()
     members = [_member(member) for member in fleet.members]
-    facts = {"queued": fleet.queued, "longest_wait_s": fleet.longest_wait_s}
+    facts = {"queued": fleet.queued, "longest_wait_s": fleet.longest_wait_s, "scheduler": fleet.scheduler}
     return _json({"object": "fleet", **facts, "data": members})
 
 

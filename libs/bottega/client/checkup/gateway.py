@@ -15,7 +15,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega import kinds
-from bottega.client.addons.addon import CheckResult, add_ons_by_kind, fail, ok, refusals_of, warn
+from bottega.client.addons.addon import CheckResult, Level, add_ons_by_kind, fail, ok, refusals_of, warn
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.calls import RetryPolicy
 from bottega.client.transport.credentials import Tls, channels_of, tls_from_environment
@@ -23,7 +23,7 @@ from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.errors import BottegaError, ConfigError
 from bottega.manifest import read_services
 from bottega.plain_text import progress_text
-from bottega.rpc.address import is_loopback, split
+from bottega.rpc.address import is_loopback, resolve_list, split, split_list
 from bottega.rpc.channel import Target
 from bottega.rpc.security.caller import Role, dns_name
 from bottega.rpc.security.tls import find_tls_mismatch
@@ -34,7 +34,22 @@ _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
-    """Check the gateway at `address`, and the fleet that it lists at `fleet_address`. Both are host:port."""
+    """Check the gateway at `address`, and the fleet that it lists at `fleet_address`. Both are host:port.
+
+    With several gateways each is a list (rpc.address), or a name that resolves to all of them.
+    """
+    gateways = asyncio.run(resolve_list(split_list(address)))
+    serving = False
+    for gateway in gateways:
+        results = list(_check_one(gateway, alone=len(gateways) == 1))
+        serving = serving or results[0].level is Level.OK
+        yield from results
+    if serving:
+        yield from _check_fleet(fleet_address)
+
+
+def _check_one(address: str, *, alone: bool) -> Iterator[CheckResult]:
+    """Check whether a gateway serves, and then its certificate. `alone` says whether it is the only gateway."""
     try:
         status = _health(address)
     except grpc.RpcError:
@@ -42,8 +57,10 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
         if mismatch := asyncio.run(find_tls_mismatch(address, encrypted=encrypted)):
             todo = "Unset BOTTEGA_TLS_AUTHORITY." if encrypted else "Set BOTTEGA_TLS_AUTHORITY to its authority's file."
             yield fail(mismatch, todo)
-            return
-        yield from _check_ports(address)
+        elif alone:
+            yield from _check_ports(address)
+        else:
+            yield fail(f"no gateway answers at {address}", "Is it running? The other gateways serve without it.")
         return
     if status != health_pb2.HealthCheckResponse.SERVING:
         known = health_pb2.HealthCheckResponse.ServingStatus.values()
@@ -54,7 +71,6 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
         return
     yield ok(f"the gateway at {address} serves")
     yield from check_certificates(address)
-    yield from _check_fleet(fleet_address)
 
 
 def _health(address: str) -> int:
@@ -79,6 +95,10 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
             todo if at_fault else _GATEWAY_LOG,
         )
         return
+    for silent in fleet.silent:
+        yield fail(f"the gateway does not list its fleet at {silent}", "Is that its fleet.listen, and does it run?")
+    if fleet.scheduler:
+        yield ok(f"{len(fleet.of_kind(kinds.GATEWAY))} gateways, of which {fleet.scheduler} schedules")
     workers = fleet.of_kind(kinds.WORKER)
     ready = [worker for worker in workers if worker.models]
     models = sorted({model.name for worker in ready for model in worker.models})

@@ -78,6 +78,8 @@ def fleet_table(fleet: FleetStatus, *, starts: bool = False) -> PlainTable:
         table.add_row(*_row(member), *([f"{start_s:.1f} s" if start_s else ""] if starts else []))
     table.add_caption(
         f"{fleet.queued} waiting in the queue",
+        *([f"{fleet.scheduler} schedules"] if fleet.scheduler else []),
+        *(f"no gateway answers at {address}" for address in fleet.silent),
         *(thing.sentence for thing in left_out_of(fleet)),
         *(f"{member.name} has ended: {reason}" for member, reason in refusals_of(fleet)),
     )

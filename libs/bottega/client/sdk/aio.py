@@ -20,7 +20,7 @@ from bottega.client.transport.calls import CallDeadline, CallTimeout, LastProgre
 from bottega.client.transport.connection import GatewayConnection, default_address
 from bottega.client.transport.credentials import Tls, default_key, tls_from_environment
 from bottega.client.transport.watching import CancelOnExit, job_has_ended, wait_until_completed, watch_job
-from bottega.client.types.fleet import FleetStatus, fleet_from
+from bottega.client.types.fleet import FleetStatus, merge_fleets
 from bottega.client.types.inputs import ImageSource, MaskSource
 from bottega.client.types.jobs import (
     Completed,
@@ -346,8 +346,8 @@ class AsyncGatewayClient:
         raise InternalError(f"the gateway's list of adapters does not end after {_MAX_ADAPTER_PAGES} pages")
 
     async def fleet(self) -> FleetStatus:
-        """Return the services that have joined, what they host and how busy they are."""
-        return fleet_from(await self._connection.fleet())
+        """Return all gateways, and the services that have joined, what they host and how busy they are."""
+        return merge_fleets(await self._connection.fleets())
 
     async def undelivered_webhooks(
         self, *, tenant: str | None = None, dead: bool = False, page_size: int = 20, page_token: str = ""

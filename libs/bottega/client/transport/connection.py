@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ from bottega.client.instance import StateFolder
 from bottega.client.transport.calls import CallDeadline, CallTerms, RequestT, ResponseT, RetryPolicy, call_with_retries
 from bottega.client.transport.credentials import Tls, channels_of, checked_key, tls_from_environment
 from bottega.client.types.messages import UNSENDABLE, describe
-from bottega.errors import ConfigError, Forbidden, InvalidRequest, Violation
-from bottega.rpc.address import join_list, split_list
+from bottega.errors import ConfigError, DeadlinePassed, Forbidden, InvalidRequest, Unavailable, Violation
+from bottega.rpc.address import join_list, resolve_list, split_list
 from bottega.rpc.channel import ApiKey, Channels, Target
 from bottega.rpc.security.caller import Role
 from bottega.state_folder import state_folder
@@ -26,6 +26,9 @@ from bottega.v1.image_pb2_grpc import ImageServiceStub
 
 # Calls that draw nothing are answered in milliseconds; a gateway that takes longer than this hangs.
 _SHORT_CALL_S = 30.0
+# Seconds for each of several gateways to list its fleet, while others may have answered.
+_LOOK_S = 2.0
+_LIST = ListMembersRequest()
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class GatewayConnection:
     ) -> None:
         self.address = _as_text("address", address)
         self._fleet_address = None if fleet_address is None else _as_text("fleet_address", fleet_address)
-        self._fleet_channel: grpc.aio.Channel | None = None
+        self._fleet_channels: dict[str, grpc.aio.Channel] = {}
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
         self._tls = tls
@@ -79,7 +82,7 @@ class GatewayConnection:
         self._channel = self._open("address", self.address, api_key=checked_key(api_key))
         self.images = ImageServiceStub(self._channel)
         if self._fleet_address is not None:
-            self._fleet_channel = self._open("fleet_address", self._fleet_address)
+            self._open_fleet(self._fleet_address)
 
     def terms(self, timeout_s: float | None) -> CallTerms:
         """Return the terms of a call with this time-out; None for the connection's own."""
@@ -102,9 +105,18 @@ class GatewayConnection:
         """Return the response to a call other than those that draw. `before_try` is as in call_with_retries."""
         return await call_with_retries(method, request, self._short_terms(), before_try=before_try)
 
-    async def fleet(self) -> ListMembersResponse:
-        """Return the members of the fleet."""
-        return await self.call_fleet(lambda channel: FleetServiceStub(channel).ListMembers, ListMembersRequest())
+    async def fleets(self) -> Mapping[str, ListMembersResponse | None]:
+        """Return the members that each gateway lists, by its fleet address; None for one that does not answer.
+
+        If none answers, the call goes on trying as other calls do, and raises the error of one.
+        """
+        address = await self._find_fleet()
+        addresses = await resolve_list(split_list(address))
+        if len(addresses) > 1:
+            answers = await asyncio.gather(*map(self._members_at, addresses))
+            if any(answer is not None for answer in answers):
+                return dict(zip(addresses, answers, strict=True))
+        return {address: await self.call_fleet(lambda channel: FleetServiceStub(channel).ListMembers, _LIST)}
 
     async def call_fleet(
         self,
@@ -115,21 +127,37 @@ class GatewayConnection:
 
         Raise Forbidden if the listener asks for a certificate and the client has only an API key.
         """
-        if self.shows_key and self._tls is not None and self._tls.certificate is None:
-            raise Forbidden("this needs an operator's certificate; an API key is a tenant's")
-        address = self._fleet_address
-        if address is None:
-            address = await asyncio.to_thread(default_fleet_address, self.address)
-        if self._fleet_channel is None:
-            self._fleet_address, self._fleet_channel = address, self._open("fleet_address", address)
-        _of_fleet.set(self.channels)
+        address = await self._find_fleet()
         terms = replace(self._short_terms(), address=address, fleet=True, report_unreached=lambda: None)
-        return await call_with_retries(method_of(self._fleet_channel), request, terms)
+        return await call_with_retries(method_of(self._open_fleet(address)), request, terms)
 
     async def close(self) -> None:
         await self._channel.close()
-        if self._fleet_channel is not None:
-            await self._fleet_channel.close()
+        for channel in self._fleet_channels.values():
+            await channel.close()
+
+    async def _find_fleet(self) -> str:
+        """Return the address of the listener for services, or the list of them. Raises Forbidden, see call_fleet."""
+        if self.shows_key and self._tls is not None and self._tls.certificate is None:
+            raise Forbidden("this needs an operator's certificate; an API key is a tenant's")
+        if self._fleet_address is None:
+            self._fleet_address = await asyncio.to_thread(default_fleet_address, self.address)
+        _of_fleet.set(self.channels)
+        return self._fleet_address
+
+    def _open_fleet(self, address: str) -> grpc.aio.Channel:
+        if address not in self._fleet_channels:
+            self._fleet_channels[address] = self._open("fleet_address", address)
+        return self._fleet_channels[address]
+
+    async def _members_at(self, address: str) -> ListMembersResponse | None:
+        """Return the members that one of several gateways lists; None if it does not answer."""
+        once = RetryPolicy(patience_s=0.0)
+        terms = replace(self.terms(_LOOK_S), address=address, fleet=True, retry=once, report_unreached=lambda: None)
+        try:
+            return await call_with_retries(FleetServiceStub(self._open_fleet(address)).ListMembers, _LIST, terms)
+        except (Unavailable, DeadlinePassed):
+            return None
 
     def _report_unreached(self) -> None:
         """Log once that nothing answers, because the caller would otherwise wait without knowing why."""

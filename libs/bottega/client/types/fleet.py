@@ -7,7 +7,7 @@ for the gateway's scheduler alone are omitted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from bottega.client.types.messages import value_from
@@ -264,6 +264,10 @@ class FleetStatus:
     """Workers that have ended because they cannot serve their model, with the reason in `load.left_out`."""
     demand: tuple[ServiceDemand, ...] = ()
     """The work for each model, and how many services it needs, by kind and model."""
+    scheduler: str = ""
+    """Name of the gateway that gives jobs to workers; empty if there is only one gateway."""
+    silent: tuple[str, ...] = ()
+    """Fleet addresses of gateways that did not answer."""
 
     def of_kind(self, kind: str) -> tuple[FleetMember, ...]:
         return tuple(member for member in self.members if member.kind == kind)
@@ -279,6 +283,31 @@ def fleet_from(answer: fleet_pb2.ListMembersResponse) -> FleetStatus:
         longest_wait_s=answer.longest_wait_s,
         refused=tuple(map(member_from, answer.refused)),
         demand=tuple(value_from(each, ServiceDemand) for each in answer.demand),
+        scheduler=answer.scheduler.name,
+    )
+
+
+def merge_fleets(answers: Mapping[str, fleet_pb2.ListMembersResponse | None]) -> FleetStatus:
+    """Return the fleet as several gateways list it: each gateway, and what the scheduler says of all others.
+
+    Args:
+        answers: The response of each gateway, by its fleet address; None if there is none. There is at least one.
+    """
+    given = [answer for answer in answers.values() if answer is not None]
+    newest = max(given, key=lambda answer: answer.scheduler.generation).scheduler
+    # The scheduler's first: False sorts before True. A gateway lists itself first.
+    fleets = sorted(
+        map(fleet_from, given), key=lambda fleet: newest.name not in [one.name for one in fleet.members[:1]]
+    )
+    members = {(member.kind, member.name, member.address): member for fleet in fleets for member in fleet.members[:1]}
+    for fleet in fleets:
+        for member in fleet.members[1:]:
+            members.setdefault((member.kind, member.name, member.address), member)
+    return replace(
+        fleets[0],
+        members=tuple(members.values()),
+        scheduler=newest.name,
+        silent=tuple(address for address, answer in answers.items() if answer is None),
     )
 
 
