@@ -304,6 +304,7 @@ async def test_again_with_a_job_keeps_what_the_form_does_not_show(
         await page.get_by_role("button", name="Again with these").click()
         await page.get_by_role("button", name="Drop clip skip").click()
         await page.get_by_label("Control image of edges").set_input_files(file)
+        await page.get_by_alt_text("Control image of edges").wait_for()
         await page.get_by_role("button", name="Draw").click()
         await page.wait_for_selector(".stage figure img")
         again = (await client.list_jobs()).jobs[0]

@@ -119,15 +119,15 @@ function modeField(net, name) {
 async function chooseImage(net, path, event) {
   const [file] = event.target.files;
   if (!file) return;
-  const { [`${path}.image`]: _, ...errors } = state.errors;
   try {
     net.image = await readPicture(file);
+    const { [`${path}.image`]: _, ...errors } = state.errors;
     update({ errors });
   } catch (error) {
     if (!(error instanceof NotAPicture)) throw error;
     net.image = null;
     event.target.value = "";
-    update({ errors: { ...errors, [`${path}.image`]: error.message } });
+    update({ errors: { ...state.errors, [`${path}.image`]: error.message } });
     say(error.message);
   }
 }
