@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
+import string
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ from bottega.rpc.server_config import refused_ports
 ROOT = Path(__file__).resolve().parents[3]
 CONTAINERS = ROOT / "deploy" / "containers"
 CHART = CONTAINERS / "chart"
-SERVICES = {service.kind: service for service in read_services()}
+# bottega-scale starts units of systemd; where containers run, something else starts them.
+SERVICES = {service.kind: service for service in read_services() if service.kind != "scale"}
 DOCKERFILE = (CONTAINERS / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load((CONTAINERS / "compose.yaml").read_text(encoding="utf-8"))
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
@@ -31,9 +35,12 @@ STAGES = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, 
 
 def _config(kind: str, folder: Path) -> Any:
     """The configuration of a container at 10.0.0.7."""
-    text = (CHART / "config" / f"{kind}.yaml").read_text(encoding="utf-8")
+    image = dict(re.findall(r"(JOBS|OBJECTS|MODEL)=(\S*)", DOCKERFILE))
+    compose: dict[str, str] = COMPOSE["services"][kind].get("environment", {})
+    compose = {name: value for name, value in compose.items() if not value.startswith("${")}
     file = folder / "config.yaml"
-    file.write_text(text.replace("${ADDRESS}", "10.0.0.7").replace("${HOSTNAME}", f"{kind}-0"))
+    text = string.Template((CHART / "config" / f"{kind}.yaml").read_text(encoding="utf-8"))
+    file.write_text(text.substitute({**image, **compose, "ADDRESS": "10.0.0.7", "HOSTNAME": f"{kind}-0"}))
     return load(load_object(SERVICES[kind].config), file)
 
 
@@ -92,23 +99,33 @@ def test_images_install_extras_that_exist() -> None:
 
 
 def test_the_start_of_a_container_puts_in_its_address_and_name(tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, script in (("hostname", '[ $# = 0 ] && echo c1 || echo "10.0.0.7 fd00::7"'), ("python", 'echo "$@"')):
-        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
-        (programs / name).chmod(0o755)
+    (tmp_path / "served.py").write_text("import sys\nprint(open(sys.argv[2]).read())")
     source = tmp_path / "source.yaml"
-    source.write_text("name: ${HOSTNAME}\nlisten: ${ADDRESS}:8480\n")
+    source.write_text("name: ${HOSTNAME}\nlisten: ${ADDRESS}:8480\njobs: '${JOBS}'\n")
     done = subprocess.run(
-        [CONTAINERS / "start", "bottega.loras", source],
-        env={"PATH": f"{programs}:/usr/bin:/bin", "BOTTEGA_STATE": str(tmp_path)},
+        [sys.executable, CONTAINERS / "start", "served", source],
+        env={"PYTHONPATH": str(tmp_path), "BOTTEGA_STATE": str(tmp_path), "JOBS": "postgresql://db/a?b=1&c=2"},
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    assert done.stdout.split() == ["-m", "bottega.loras", "--config", str(tmp_path / "config.yaml")]
-    assert (tmp_path / "config.yaml").read_text() == "name: c1\nlisten: 10.0.0.7:8480\n"
+    name = socket.gethostname()
+    assert yaml.safe_load(done.stdout) == {
+        "name": name,
+        "listen": f"{socket.gethostbyname(name)}:8480",
+        "jobs": "postgresql://db/a?b=1&c=2",
+    }
+
+
+def test_compose_keeps_jobs_and_pictures_in_its_own_servers(tmp_path: Path) -> None:
+    config, services = _config("gateway", tmp_path), COMPOSE["services"]
+    assert config.jobs == f"postgresql://{services['postgres']['environment']['POSTGRES_USER']}@postgres/bottega"
+    given = services["gateway"]["environment"]
+    assert given["PGPASSWORD"] == services["postgres"]["environment"]["POSTGRES_PASSWORD"]
+    assert given["AWS_SECRET_ACCESS_KEY"] == services["s3"]["environment"]["ROOT_SECRET_KEY"]
+    assert given["AWS_ENDPOINT_URL"] == f"http://s3{services['s3']['environment']['VGW_PORT']}"
+    assert services["bucket"]["command"][-1] == "/data/" + config.objects.removeprefix("s3://").partition("/")[0]
 
 
 def test_the_template_of_the_chart_uses_values_that_exist() -> None:
