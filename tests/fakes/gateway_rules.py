@@ -109,6 +109,7 @@ class Shop:
         self.time = FakeTime()
         self.clients: dict[str, FakeClient] = {}
         self.servers: dict[str, FakeServer] = {}
+        self.evictors: dict[str, FakeServer] = {}
         self.shelf = Shelf()
         self._max_attempts = max_attempts
         self._hold_s = hold_s
@@ -124,7 +125,11 @@ class Shop:
         self.storage = memory_storage(clock, self.shelf)
         self.log = JobRepository(storage=self.storage, clock=clock)
         self.controlnets = ControlNetAddOn(
-            fleet=self.fleet, connect=self._connect_server, metrics=of_addons, clock=clock
+            fleet=self.fleet,
+            connect=self._connect_server,
+            connect_to_evict=lambda target: self.evictors.setdefault(target.address, FakeServer()),
+            metrics=of_addons,
+            clock=clock,
         )
         config = GatewayConfig(
             max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s

@@ -105,6 +105,17 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
             self.membership.report_soon()
         return controlnet_pb2.AddControlNetResponse(controlnet=net)
 
+    async def PinControlNet(
+        self, request: controlnet_pb2.PinControlNetRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controlnet_pb2.PinControlNetResponse:
+        if self.failure is not None:
+            await context.abort_with_status(to_grpc_status(self.failure))
+        net = self.nets[request.name]
+        net.pinned = request.pinned
+        if self.membership is not None:
+            self.membership.report_soon()
+        return controlnet_pb2.PinControlNetResponse(controlnet=net)
+
     async def SetProfile(
         self, request: controlnet_pb2.SetProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controlnet_pb2.SetProfileResponse:

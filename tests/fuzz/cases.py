@@ -57,7 +57,7 @@ def _bytes() -> Iterator[Case]:
     stored = ("DropStoredTemplate", "PinTemplate", "WarmTemplate", "PrefetchTemplates")
     for method in (*texts, *stored, "GetCacheEntry", "ListCacheEntries", "ClearCache"):
         yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)
-    nets = ("Prefetch", "ListControlNets", "SetProfile")
+    nets = ("Prefetch", "ListControlNets", "SetProfile", "PinControlNet")
     methods = (
         *texts,
         *nets,

@@ -33,6 +33,8 @@ def valid(method: str, digest: str) -> list[Message]:
             return [controlnet_pb2.PrefetchRequest(names=[NET, "nobody"])]
         case "AddControlNet":
             return [controlnet_pb2.AddControlNetRequest(name="mine", folder=NET)]
+        case "PinControlNet":
+            return [controlnet_pb2.PinControlNetRequest(name=NET, pinned=True)]
         case "SetProfile":
             return [controlnet_pb2.SetProfileRequest(name=NET, digest=digest, profile=_profile())]
         case _:
@@ -55,6 +57,18 @@ def _names() -> Iterator[Case]:
         yield case_of("Prefetch", f"name {shown(name)}", request, INVALID, "names[1]")
     many = controlnet_pb2.PrefetchRequest(names=["x"] * 257)
     yield case_of("Prefetch", "257 names", many, INVALID, "names")
+    unneeded = controlnet_pb2.PrefetchRequest(unneeded=[NET, "nobody"])
+    yield case_of("Prefetch", "unneeded names", unneeded)
+    for name in BAD_NAMES:
+        request = controlnet_pb2.PrefetchRequest(unneeded=[NET, name])
+        yield case_of("Prefetch", f"unneeded name {shown(name)}", request, INVALID, "unneeded[1]")
+        pin = controlnet_pb2.PinControlNetRequest(name=name)
+        yield case_of("PinControlNet", f"name {shown(name)}", pin, INVALID, "name")
+    for pinned in (True, False):
+        pin = controlnet_pb2.PinControlNetRequest(name=NET, pinned=pinned)
+        yield case_of("PinControlNet", f"pinned {pinned}", pin)
+    nobody = controlnet_pb2.PinControlNetRequest(name="nobody", pinned=True)
+    yield case_of("PinControlNet", "an unknown name", nobody, NOT_FOUND)
 
 
 def _folders() -> Iterator[Case]:

@@ -10,7 +10,7 @@ from bottega import kinds
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetServer
 from bottega.v1.generation_pb2 import ControlNet, Lora
-from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, ResidualProfile
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, ForwardTime, Hosted, ResidualProfile
 from tests.fuzz.case import BAD_NAMES, INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, refused_load, shown
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
@@ -82,6 +82,15 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
     yield case("everything wrong with ControlNets", INVALID, "spec.width", *named, width=0, controlnets=wrong)
 
 
+_PASS: dict[str, Any] = {"latent_height": 1, "latent_width": 2**31 - 1, "rows": 1, "seconds": 1e-9}
+_BAD_PASSES: dict[str, tuple[float, ...]] = {
+    "latent_height": (-1,),
+    "latent_width": (-1,),
+    "rows": (0, -1),
+    "seconds": (0.0, -1.0, INF, NAN),
+}
+
+
 def control_loads(case: Any) -> Iterator[Case]:
     """Of services that say what ControlNets they host. case: makes one of them that joins."""
 
@@ -95,6 +104,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "1024": [net(f"n{number}") for number in range(1024)],
         "a union among the": [net(control_modes=64)],
         "a bare": [Hosted(kind=kinds.CONTROLNET, name="lines")],
+        "pinned": [net(pinned=True, load_s=1e308, forward_times=[ForwardTime(**_PASS)] * 64)],
         "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
     }
     for name, nets in good.items():
@@ -108,6 +118,13 @@ def control_loads(case: Any) -> Iterator[Case]:
         **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
         **{f"of {modes} modes": [net(control_modes=modes)] for modes in (-1, 65)},
         **{f"in state {state}": [net(state=state)] for state in (5, 99, -1)},
+        **{f"loaded in {shown(seconds)} s": [net(load_s=seconds)] for seconds in (-1.0, INF, NAN)},
+        **{
+            f"with passes of {field} {shown(value)}": [net(forward_times=[ForwardTime(**{**_PASS, field: value})])]
+            for field, values in _BAD_PASSES.items()
+            for value in values
+        },
+        "with 65 passes": [net(forward_times=[ForwardTime(**_PASS)] * 65)],
         "with a profile of nothing": [net(profiles=[ResidualProfile()])],
         "of similarity 2": [net(profiles=[ResidualProfile(model_hash="m", num_inference_steps=1, similarity=2)])],
         "with 17 profiles": [net(profiles=[_profile(f"m{number}") for number in range(17)])],
@@ -167,6 +184,7 @@ def _ordered_hosts(ordered: Any) -> Iterator[Case]:
         "on a server of the longest name": {"servers": [ControlNetServer(name="x" * 128, address="127.0.0.1:1")]},
         "on a server of the longest address": {"servers": [ControlNetServer(name="nowhere", address="x" * 300)]},
         **{f"similar by {number}": {"similarity": number} for number in (-1.0, 0.0, 1.0)},
+        "for a pair": {"pair_server": _NOWHERE.name},
     }
     for name, hosts in good.items():
         yield ordered(name, hosts=hosts)
@@ -178,6 +196,7 @@ def _ordered_hosts(ordered: Any) -> Iterator[Case]:
         "on a server of a long name": ("servers", [ControlNetServer(name="x" * 129, address="127.0.0.1:1")]),
         "on a server of a long address": ("servers", [ControlNetServer(name="nowhere", address="x" * 301)]),
         **{f"similar by {number}": ("similarity", number) for number in (-1.001, 1.001, NAN, INF, -INF)},
+        "for a pair with a server that is not listed": ("pair_server", "nobody"),
     }
     for name, (field, value) in bad.items():
         yield replace(ordered(name, hosts={field: value}), refused_later=True)

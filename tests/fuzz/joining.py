@@ -187,6 +187,8 @@ def _loads(case: Any) -> Iterator[Case]:
         "start_s": (-0.001, 86_400.001, NAN, INF, -INF),
         "max_rows": (-1, -(2**31)),
         "memory_bytes": (-1, -(2**63)),
+        "queued_rows": (-1, -(2**31)),
+        "budget_bytes": (-1, -(2**63)),
     }.items():
         for value in values:
             facts = {field: value}
@@ -300,6 +302,7 @@ def _planned(case: Any) -> Iterator[Case]:
     planned = {"rows": 5e-324, "seconds": 1e308}
     loads: dict[str, dict[str, Any]] = {
         "every number at its limit": {"fixed_s": 1e308, "max_rows": 2**31 - 1, "memory_bytes": 2**63 - 1},
+        "ControlNets' numbers at their limits": {"queued_rows": 2**31 - 1, "budget_bytes": 2**63 - 1},
         "no rows": {"max_rows": 0},
         "draining": {"draining": True},
         "much to do": {"running": [_running(f"foreign {number}") for number in range(4096)], "step_times": [step]},

@@ -22,8 +22,8 @@ def net(name: str = "edges", **facts: Any) -> Hosted:
     return Hosted(kind=kinds.CONTROLNET, name=name, **{**defaults, **facts})
 
 
-def load(*nets: Hosted, draining: bool = False) -> fleet_pb2.Load:
-    return fleet_pb2.Load(hosted=nets, draining=draining)
+def load(*nets: Hosted, draining: bool = False, budget_bytes: int = 0) -> fleet_pb2.Load:
+    return fleet_pb2.Load(hosted=nets, draining=draining, budget_bytes=budget_bytes)
 
 
 def server(name: str = "s1", port: int = 101) -> fleet_pb2.Registration:

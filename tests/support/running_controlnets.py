@@ -63,6 +63,13 @@ class ControlNetServer:
     def prefetch(self, *names: str) -> list[str]:
         return list(self._stub.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=5).accepted)
 
+    def evict(self, *names: str) -> None:
+        self._stub.Prefetch(controlnet_pb2.PrefetchRequest(unneeded=names), timeout=5)
+
+    def pin(self, name: str, *, pinned: bool = True) -> hosted_pb2.Hosted:
+        request = controlnet_pb2.PinControlNetRequest(name=name, pinned=pinned)
+        return self._stub.PinControlNet(request, timeout=5).controlnet
+
     def open_link(self, worker: str, link_id: str = "") -> link_pb2.OpenLinkResponse:
         stub: link_pb2_grpc.LinkServiceStub = link_pb2_grpc.LinkServiceStub(self._channel)
         request = link_pb2.OpenLinkRequest(kind=kinds.CONTROLNET, worker=worker, link_id=link_id)

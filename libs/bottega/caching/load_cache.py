@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,7 @@ class LoadCache(Generic[ValueT]):
         self._values: dict[str, ValueT] = {}
         self._leases: list[Lease[ValueT]] = []
         self._changed = threading.Condition()
+        self._load_s: dict[str, float] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._load_all, name=f"{loader.what} loads", daemon=True)
         self._thread.start()
@@ -135,6 +137,24 @@ class LoadCache(Generic[ValueT]):
             self._plan.expect(items)
             self._changed.notify()
 
+    def pin(self, names: Iterable[str]) -> None:
+        """Keep these values, and no others, in memory: they are loaded early, and evicted last."""
+        items = [self._item(name) for name in names]
+        with self._changed:
+            self._plan.pin(items)
+            self._changed.notify()
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Evict these values, unless they are leased or pinned. Unknown names are ignored."""
+        with self._changed:
+            for name in self._plan.drop(names):
+                del self._values[name]
+            self._changed.notify()
+
+    def load_s(self, name: str) -> float:
+        """Return the seconds that the last load of a value took; 0 if it was never loaded."""
+        return self._load_s.get(name, 0.0)
+
     def close(self) -> None:
         """Stop loading, and fail the leases that wait for a load."""
         with self._changed:
@@ -159,7 +179,9 @@ class LoadCache(Generic[ValueT]):
     def _load(self, name: str) -> None:
         """Load one value. A function of its own, so that no reference to the value remains during the next load."""
         try:
+            began_s = time.monotonic()
             value = self._loader.load(name)
+            self._load_s[name] = time.monotonic() - began_s
         except Exception as error:  # noqa: BLE001 - the boundary of a load: those that wait get its error
             self._on_failed(name, error)
         else:

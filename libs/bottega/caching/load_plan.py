@@ -125,6 +125,8 @@ class _KnownItem:
     """Number of claims after which the item no longer counts as expected."""
     broken: bool = False
     """Whether the last load of the item failed."""
+    unneeded: bool = False
+    """Whether the item was dropped, so that it is not loaded again only because it was popular."""
 
 
 class LoadPlan:
@@ -146,6 +148,7 @@ class LoadPlan:
         self._users: Counter[str] = Counter()
         self._loading: str | None = None
         self._claims = 0
+        self._pinned: frozenset[str] = frozenset()
 
     @property
     def loaded(self) -> list[str]:
@@ -178,7 +181,8 @@ class LoadPlan:
         self._claims += 1
         for item in items:
             self._order.used(item.name)
-            self._remember(item).expected_until = 0
+            known = self._remember(item)
+            known.expected_until, known.unneeded = 0, False
         claim = LoadClaim(items=tuple(items))
         self._waiting.append(claim)
         self._grant()
@@ -200,7 +204,25 @@ class LoadPlan:
         """
         for item in items:
             if item.size_bytes <= self._budget_bytes:
-                self._remember(item).expected_until = self._claims + _PATIENCE
+                known = self._remember(item)
+                known.expected_until, known.unneeded = self._claims + _PATIENCE, False
+
+    def pin(self, items: Iterable[CacheItem]) -> None:
+        """Count these items, and no others, as always expected: they are loaded early, and evicted last."""
+        fitting = [item for item in items if item.size_bytes <= self._budget_bytes]
+        for item in fitting:
+            self._remember(item).unneeded = False
+        self._pinned = frozenset(item.name for item in fitting)
+
+    def drop(self, names: Iterable[str]) -> list[str]:
+        """Evict the loaded ones of these items that are neither claimed nor pinned, and return their names."""
+        dropped = [name for name in self.loaded if name in set(names) - self._pinned - self._users.keys()]
+        for name in dropped:
+            del self._present[name]
+            known = self._known[name]
+            known.expected_until, known.unneeded = 0, True
+        self.counts.evictions += len(dropped)
+        return dropped
 
     def next_load(self) -> LoadCommand | None:
         """Return the next load; None during a load, or if there is nothing to load."""
@@ -252,10 +274,10 @@ class LoadPlan:
     def _idle(self) -> list[str]:
         """Return the items that may be evicted, in eviction order, with expected ones last."""
         idle = [name for name in self.loaded if name not in self._users]
-        return sorted(idle, key=lambda name: (self._expected(name), self._order.value(name)))
+        return sorted(idle, key=lambda name: (name in self._pinned, self._expected(name), self._order.value(name)))
 
     def _expected(self, name: str) -> bool:
-        return self._known[name].expected_until > self._claims
+        return name in self._pinned or self._known[name].expected_until > self._claims
 
     def _victims(self, name: str, candidates: Sequence[str]) -> list[str] | None:
         """Return the first candidates that must be evicted so that the item fits; None if all do not suffice."""
@@ -285,6 +307,7 @@ class LoadPlan:
             for name, known in self._known.items()
             if name not in self._present
             and not known.broken
+            and not known.unneeded
             and (self._expected(name) or self._order.worth_replacing(name, ()))
         ]
         idle = [name for name in self._idle() if not self._expected(name)]

@@ -22,7 +22,10 @@ from bottega.device.memory_plan import MemoryPlan, is_out_of_memory
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError
 from bottega.fair_order import FairOrder, Share
+from bottega.planning import StepTimes
 
+# Upper bound on the ControlNets whose forward passes are remembered.
+_MAX_TIMES = 1024
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,8 @@ class BatchExecutor:
     """Computes steps. Any thread may call `submit`; one thread calls `run_batch` in a loop.
 
     `batches`, `rows` and `seconds` count its forward passes, their rows and their duration so far. `progress` counts
-    forward passes and calls of `report_progress`.
+    forward passes and calls of `report_progress`. `times` has measured forward passes by ControlNet, for the thread
+    that computes.
 
     Args:
         max_rows: Upper bound on the rows of a forward pass.
@@ -87,6 +91,7 @@ class BatchExecutor:
         self.progress = 0
         self.rows = 0
         self.seconds = 0.0
+        self.times: dict[str, StepTimes] = {}
         self._max_rows = fixed_rows or max_rows
         self._fixed_rows = fixed_rows
         self._device = device or CpuDevice()
@@ -100,6 +105,12 @@ class BatchExecutor:
     def busy(self) -> bool:
         """Whether any step waits."""
         return bool(self._waiting)
+
+    @property
+    def queued_rows(self) -> int:
+        """Number of rows that wait, those of a running forward pass included."""
+        with self._changed:
+            return sum(len(work.rows) - len(work.residuals) for work in self._waiting)
 
     def submit(self, work: StepRequest) -> None:
         """Queue a step."""
@@ -186,6 +197,7 @@ class BatchExecutor:
         self.rows += len(group)
         seconds = done.seconds_since(began)
         self.seconds += seconds
+        self._note_time(rows[0], max(len(rows), fixed_rows), seconds)
         for work, index in group:
             share = work.rows[index].session.share
             self._order.charge(share.tenant, cost=seconds / len(group), weight=share.weight)
@@ -194,6 +206,14 @@ class BatchExecutor:
         for work in dict.fromkeys(work for work, _ in group):
             if len(work.residuals) == len(work.rows):
                 self._end(work, [work.residuals[index] for index in range(len(work.rows))])
+
+    def _note_time(self, row: ControlRow, rows: int, seconds: float) -> None:
+        name = row.session.net.name
+        times = self.times[name] = self.times.pop(name) if name in self.times else StepTimes()  # moved to the end
+        if len(self.times) > _MAX_TIMES:
+            del self.times[next(iter(self.times))]
+        _, height, width = row.sample.shape
+        times.observe((height, width), rows, seconds)
 
     def _max_rows_with(self, row: ControlRow) -> int:
         """Return the largest number of rows that a forward pass with this row may have."""

@@ -43,13 +43,19 @@ _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name i
 _MAX_PROFILED = 4096
 
 _ADDED = RecordTable(name="controlnets", fixed=("name TEXT", "folder TEXT"))
+_PINS = RecordTable(name="pins", fixed=("name TEXT",))
 _PROFILES = RecordTable(name="profiles", fixed=("number INTEGER", "digest TEXT", "profile BLOB"))
 
 SCHEMA = SqliteSchema(
     what="the catalogue of ControlNets",
     application_id=0x4274436E,  # "BtCn"
-    version=2,
-    tables=(_ADDED.statement, _PROFILES.statement, "CREATE INDEX profiles_digest ON profiles (digest)"),
+    version=3,
+    tables=(
+        _ADDED.statement,
+        _PINS.statement,
+        _PROFILES.statement,
+        "CREATE INDEX profiles_digest ON profiles (digest)",
+    ),
     remedy="add ControlNets again with bottega controlnets add, and measure them with bottega controlnets profile",
 )
 
@@ -106,6 +112,8 @@ class ControlNetCatalogue:
         self._added: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         """Reasons why ControlNets that were added earlier are not hosted now, by name."""
+        self.pinned: frozenset[str] = frozenset()
+        """Names of the ControlNets that are kept in memory, whether they are hosted or not."""
 
     async def open(self) -> None:
         """Open the catalogue's file, and read the ControlNets added by callers.
@@ -119,7 +127,12 @@ class ControlNetCatalogue:
                 raise
             _log.warning("the list of added ControlNets cannot be written", extra={"text": error.message})
             return
-        rows = await self._database.transact(lambda connection: _sound_rows(connection, _ADDED))
+
+        def read(connection: sqlite3.Connection) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+            return _sound_rows(connection, _ADDED), _sound_rows(connection, _PINS)
+
+        rows, pins = await self._database.transact(read)
+        self.pinned = frozenset(name for (name,) in pins)
         self._added = await asyncio.to_thread(self._usable, dict(rows))
 
     async def close(self) -> None:
@@ -159,6 +172,21 @@ class ControlNetCatalogue:
         await self._database.transact(lambda connection: _ADDED.add(connection, [((name, str(folder)), ())]))
         self._added = {**self._added, name: str(folder)}
         self.left_out.pop(name, None)
+
+    async def pin(self, name: str, *, pinned: bool) -> None:
+        """Store whether a ControlNet is kept in memory. Raises StorageUnavailable, and TooLarge for too many."""
+        after = self.pinned | {name} if pinned else self.pinned - {name}
+        if len(after) > _MAX_CONTROLNETS:
+            raise TooLarge(f"{_MAX_CONTROLNETS} ControlNets are pinned, the maximum", metadata={"limit": "pins"})
+
+        def write(connection: sqlite3.Connection) -> None:
+            if pinned:
+                _PINS.add(connection, [((name,), ())])
+            else:
+                _PINS.delete(connection, [(name,)])
+
+        await self._database.transact(write)
+        self.pinned = after
 
     def _below_root(self, folder: str) -> Path:
         if self.root is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bottega import process
@@ -65,9 +66,13 @@ class ControlNetEngineClient(
         """Return the number of forward passes in the heartbeat of an engine with work; None for other events."""
         return event.beat.turns if event.HasField("beat") and event.beat.busy else None
 
-    def prefetch(self, names: list[str]) -> None:
-        """Tell the engine to load ControlNets that it will need soon. Raises Unavailable if there is no engine."""
-        self.send(pb.ControlNetEngineCommand(prefetch=pb.ControlNetEnginePrefetch(names=names)))
+    def prefetch(self, names: Sequence[str], *, unneeded: Sequence[str] = ()) -> None:
+        """Tell the engine which ControlNets it will need soon, and which not. Raises Unavailable without an engine."""
+        self.send(pb.ControlNetEngineCommand(prefetch=pb.ControlNetEnginePrefetch(names=names, unneeded=unneeded)))
+
+    def pin(self, names: Iterable[str]) -> None:
+        """Tell the engine to keep these ControlNets, and no others, in memory. Raises Unavailable if there is none."""
+        self.send(pb.ControlNetEngineCommand(pin=pb.ControlNetEnginePins(names=names)))
 
     def drain(self) -> None:
         """Tell the engine to open no more sessions. Raises Unavailable if there is no engine."""

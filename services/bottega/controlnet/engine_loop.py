@@ -86,6 +86,7 @@ class ControlNetEngineLoop:
         runtime = use_device(device)
         memory = open_memory_plan(runtime, config.device_memory_mib)
         weights_bytes = memory.reserve_up_to("ControlNets", config.budget_bytes, share=_WEIGHTS_SHARE)
+        self._budget_bytes = weights_bytes
         self._device_memory = DeviceMemoryMeter(runtime, memory)
         self._max_quiet_s = max_quiet_s
         self._reported = pb.ControlNetEngineBeat()
@@ -129,7 +130,10 @@ class ControlNetEngineLoop:
                 case "host":
                     self._disk.submit(self._host, command.host)  # hashing a ControlNet takes seconds
                 case "prefetch":
-                    self._registry.prefetch(list(command.prefetch.names))
+                    self._registry.drop(command.prefetch.unneeded)
+                    self._registry.prefetch(command.prefetch.names)
+                case "pin":
+                    self._registry.pin(command.pin.names)
                 case "open_link":
                     result = answer_link_request(self._links, command.open_link)
                     self._send(pb.ControlNetEngineEvent(link_result=result))
@@ -168,7 +172,7 @@ class ControlNetEngineLoop:
         return pb.ControlNetEngineBeat(
             turns=self._executor.batches,
             busy=self._executor.busy,
-            controlnets=self._registry.report(self._links.sessions),
+            controlnets=self._registry.report(self._links.sessions, self._executor.times),
             used_bytes=self._registry.cache.used_bytes,
             hits=counts.hits,
             misses=counts.misses,
@@ -180,6 +184,8 @@ class ControlNetEngineLoop:
             links=link_counts(self._links.counters, open_links=len(self._links.handlers)),
             draining=draining,
             device_memory=self._device_memory.last,
+            queued_rows=self._executor.queued_rows,
+            budget_bytes=self._budget_bytes,
         )
 
     def _send(self, event: pb.ControlNetEngineEvent) -> None:

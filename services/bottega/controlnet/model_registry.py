@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +23,13 @@ from bottega.device.heartbeat import call_after_blocks
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
 from bottega.model.weights import DTYPES, dtype_name
 from bottega.model_files.digest import controlnet_digest
+from bottega.planning import StepTimes
 from bottega.process import open_files
 from bottega.v1 import hosted_pb2
-from bottega.v1.hosted_pb2 import Hosted, HostedState
+from bottega.v1.hosted_pb2 import ForwardTime, Hosted, HostedState
 
+# The limit in hosted.proto.
+_MAX_FORWARD_TIMES = 64
 # Number of characters of a digest that distinguish two versions of a name.
 _VERSION_CHARACTERS = 12
 
@@ -75,6 +78,7 @@ class ModelRegistry:
         self._sources: dict[str, ControlNetSource] = {}
         self._models: dict[str, _RegisteredModel] = {}
         self._lock = threading.Lock()
+        self._pinned: frozenset[str] = frozenset()
         self.cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
 
     def add(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
@@ -101,6 +105,7 @@ class ModelRegistry:
                     self._sources.pop(before.key(dtype), None)
                 if dtype == self._dtype or self._dtype is None:
                     self._sources[model.key(dtype)] = model.in_dtype(dtype)
+        self._pin()
         return self._reported(name, model, {}, {})
 
     def borrow(
@@ -134,11 +139,22 @@ class ModelRegistry:
         models = [model for name in names if (model := self._models.get(name))]
         self.cache.expect([model.key(self._expected_dtype(model)) for model in models])
 
-    def report(self, sessions: dict[str, int]) -> list[Hosted]:
+    def drop(self, names: Sequence[str]) -> None:
+        """Evict ControlNets that are neither used nor pinned, because no session will need them soon."""
+        models = [model for name in names if (model := self._models.get(name))]
+        self.cache.drop([model.key(dtype) for model in models for dtype in DTYPES.values()])
+
+    def pin(self, names: Sequence[str]) -> None:
+        """Keep these ControlNets, and no others, in memory. Names that are not hosted yet are pinned when they are."""
+        self._pinned = frozenset(names)
+        self._pin()
+
+    def report(self, sessions: dict[str, int], times: Mapping[str, StepTimes] | None = None) -> list[Hosted]:
         """Return the state of all ControlNets, sorted by name.
 
         Args:
             sessions: Number of open sessions, by name.
+            times: Measured forward passes, by cache key.
         """
         states = dict.fromkeys(self.cache.coming, hosted_pb2.HOSTED_STATE_LOADING)
         states |= dict.fromkeys(self.cache.loaded, hosted_pb2.HOSTED_STATE_LOADED)
@@ -146,9 +162,17 @@ class ModelRegistry:
         with self._lock:
             models = sorted(self._models.items())
         reports = [self._reported(name, model, popularity, states) for name, model in models]
-        for report in reports:
-            report.sessions = sessions.get(report.name, 0)
+        for report, (name, model) in zip(reports, models, strict=True):
+            report.sessions = sessions.get(name, 0)
+            measured = (times or {}).get(model.key(self._expected_dtype(model)))
+            report.forward_times.extend(_forward_times(measured) if measured is not None else ())
         return reports
+
+    def _pin(self) -> None:
+        """Pin the hosted ones of the pinned names in the data type that sessions probably need."""
+        with self._lock:
+            models = [model for name, model in self._models.items() if name in self._pinned]
+        self.cache.pin([model.key(self._expected_dtype(model)) for model in models])
 
     def _load(self, source: ControlNetSource, device: torch.device) -> LoadedControlNet:
         net = load_controlnet(source, device)
@@ -173,6 +197,8 @@ class ModelRegistry:
             state=_best(found),
             popularity=sum(popularity.get(key, 0) for key in keys),
             control_modes=model.source.modes,
+            load_s=float(f"{self.cache.load_s(model.key(self._expected_dtype(model))):.2g}"),
+            pinned=name in self._pinned,
         )
 
     def _expected_dtype(self, model: _RegisteredModel) -> torch.dtype:
@@ -181,6 +207,14 @@ class ModelRegistry:
         if of_files == torch.float16 and self._device.type == "cpu":
             of_files = torch.bfloat16
         return self._dtype or self._last_dtype or of_files
+
+
+def _forward_times(times: StepTimes) -> Iterator[ForwardTime]:
+    """Yield the measurements of the newest sizes, rounded, so that the report of an unchanged load stays the same."""
+    entries = list(times.entries())[-_MAX_FORWARD_TIMES:]
+    for (height, width), rows, seconds in entries:
+        if seconds > 0:
+            yield ForwardTime(latent_height=height, latent_width=width, rows=rows, seconds=float(f"{seconds:.2g}"))
 
 
 def _best(states: Sequence[HostedState.ValueType]) -> HostedState.ValueType:

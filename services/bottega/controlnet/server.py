@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bottega import kinds, rules
@@ -124,15 +125,43 @@ class ControlNetServer:
             raise EngineStarting("the ControlNet server is starting its engine", retry_after_s=_STARTING_S)
         return await self._engine.open_link(request, caller=caller)
 
-    def prefetch(self, names: list[str]) -> list[str]:
-        """Start to load the hosted ones of these ControlNets, and return their names. Raises Unavailable."""
+    def prefetch(self, names: list[str], *, unneeded: Sequence[str] = ()) -> list[str]:
+        """Start to load the hosted ones of these ControlNets, and return their names. Raises Unavailable.
+
+        Args:
+            names: The most wanted ones first.
+            unneeded: Names of those to evict, unless they are used or pinned.
+        """
         hosted = {net.name for net in self._beat.controlnets}
         accepted = [name for name in dict.fromkeys(names) if name in hosted]
         if accepted and not self._draining:
             self._start_engine()
             if self._first_hosting.done():
-                self._engine.prefetch(accepted)
+                self._engine.prefetch(accepted, unneeded=unneeded)
+        elif unneeded and self._engine_wanted and self._first_hosting.done() and not self._draining:
+            self._engine.prefetch([], unneeded=unneeded)
         return accepted
+
+    async def pin(self, name: str, *, pinned: bool) -> Hosted:
+        """Keep a ControlNet in memory, or end that. It is stored.
+
+        Raises ControlNetNotFound, Draining, StorageUnavailable, Unavailable.
+        """
+        if self._draining:
+            raise Draining("the ControlNet server is stopping")
+        if not any(net.name == name for net in self._beat.controlnets):
+            served = ", ".join(net.name for net in self._beat.controlnets)
+            raise ControlNetNotFound(f"{name} is not hosted here", metadata={"served": served})
+        async with self._adding:
+            await self._catalogue.pin(name, pinned=pinned)
+            self._start_engine()
+            await asyncio.shield(self._first_hosting)
+            self._engine.pin(self._catalogue.pinned)
+        _log.info("a ControlNet was pinned" if pinned else "a ControlNet was unpinned", extra={"controlnet": name})
+        found = Hosted()
+        found.CopyFrom(next(net for net in self._hosted if net.name == name))
+        found.pinned = pinned
+        return found
 
     async def add(self, name: str, folder: str) -> Hosted:
         """Host another ControlNet and store it in the catalogue.
@@ -181,6 +210,8 @@ class ControlNetServer:
             memory_bytes=self._memory.resident_bytes,
             activity=activity,
             start_s=self._start_s,
+            queued_rows=beat.queued_rows,
+            budget_bytes=beat.budget_bytes or self.budget_bytes,
         )
 
     async def drain(self) -> None:
@@ -269,6 +300,8 @@ class ControlNetServer:
     async def _host_all(self) -> None:
         """Make a new engine host the catalogue, then join the fleet and report the ControlNets that are not hosted."""
         self._refused = {}
+        if self._catalogue.pinned:
+            self._engine.pin(self._catalogue.pinned)
         for name, folder in self._catalogue.folders.items():
             if not self._first_hosting.done():
                 self._server.extend_start(f"hosting ControlNet {name}", within_s=MAX_HOSTING_S)

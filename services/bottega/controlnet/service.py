@@ -30,7 +30,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
     async def Prefetch(self, request: pb.PrefetchRequest, _context: _Context) -> pb.PrefetchResponse:
         """Load ControlNets before they are needed."""
         rules.refuse(list(_check_names(request)))
-        return pb.PrefetchResponse(accepted=self._server.prefetch(list(request.names)))
+        return pb.PrefetchResponse(accepted=self._server.prefetch(list(request.names), unneeded=list(request.unneeded)))
 
     async def ListControlNets(
         self, _request: pb.ListControlNetsRequest, _context: _Context
@@ -49,6 +49,11 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
         hosted = await self._server.set_profile(request.name, request.digest, request.profile)
         return pb.SetProfileResponse(controlnet=hosted)
 
+    async def PinControlNet(self, request: pb.PinControlNetRequest, _context: _Context) -> pb.PinControlNetResponse:
+        """Keep a ControlNet in memory, or end that."""
+        rules.refuse(list(_check_name("name", request.name)))
+        return pb.PinControlNetResponse(controlnet=await self._server.pin(request.name, pinned=request.pinned))
+
 
 def _check_name(field: str, name: str) -> Iterator[Violation]:
     if not rules.is_adapter_name(name):
@@ -56,7 +61,8 @@ def _check_name(field: str, name: str) -> Iterator[Violation]:
 
 
 def _check_names(request: pb.PrefetchRequest) -> Iterator[Violation]:
-    if len(request.names) > _MAX_NAMES:
-        yield Violation(field="names", description=f"must have at most {_MAX_NAMES} entries")
-    for index, name in enumerate(request.names[:_MAX_NAMES]):
-        yield from _check_name(f"names[{index}]", name)
+    for field, names in (("names", request.names), ("unneeded", request.unneeded)):
+        if len(names) > _MAX_NAMES:
+            yield Violation(field=field, description=f"must have at most {_MAX_NAMES} entries")
+        for index, name in enumerate(names[:_MAX_NAMES]):
+            yield from _check_name(f"{field}[{index}]", name)

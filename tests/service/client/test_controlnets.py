@@ -120,6 +120,36 @@ async def test_a_folder_is_added_at_every_server_or_at_one(fleet: Running, tmp_p
     assert "joined: s1, s2" in unknown.stderr
 
 
+async def test_a_controlnet_is_loaded_by_as_many_servers_as_asked_for(fleet: Running) -> None:
+    servers = [
+        await fleet.controlnets(name, hosted("edges", state=ON_DISK), hosted("depth", size_bytes=size))
+        for name, size in (("s1", 1 << 20), ("s2", 3 << 20), ("s3", 2 << 20))
+    ]
+    result = await run_at(fleet, "controlnets", "warm", "edges")
+    assert (result.exit_code, result.stdout) == (0, "edges is loaded at s1\n"), "it has the most memory to spare"
+    result = await run_at(fleet, "controlnets", "warm", "edges", "--servers", "2")
+    assert (result.exit_code, result.stdout) == (0, "edges is loaded at s1, s3\n")
+    assert [server.prefetched for server in servers] == [[["edges"]], [], [["edges"]]]
+    result = await run_at(fleet, "controlnets", "warm", "edges", "--servers", "4")
+    assert result.exit_code != 0
+    assert "edges is hosted by 3 ControlNet servers, not by 4" in result.stderr
+    result = await run_at(fleet, "controlnets", "warm", "nobody")
+    assert result.exit_code != 0
+    assert "nobody is not hosted by any ControlNet server" in result.stderr
+
+
+async def test_a_controlnet_is_pinned_at_every_server_or_at_one(fleet: Running) -> None:
+    first, second = [await fleet.controlnets(name, hosted("edges")) for name in ("s1", "s2")]
+    result = await run_at(fleet, "controlnets", "pin", "edges")
+    assert (result.exit_code, result.stdout) == (0, "edges is pinned at s1, s2\n")
+    result = await run_at(fleet, "controlnets", "unpin", "edges", "--server", "s2")
+    assert (result.exit_code, result.stdout) == (0, "edges is not pinned any more at s2\n")
+    assert (first.nets["edges"].pinned, second.nets["edges"].pinned) == (True, False)
+    result = await run_at(fleet, "controlnets", "pin", "edges", "--server", "s9")
+    assert result.exit_code != 0
+    assert "s1, s2" in result.stderr
+
+
 async def test_a_server_that_refuses_or_is_gone_is_named_and_the_others_have_it(fleet: Running) -> None:
     for name in ("s1", "s2", "s3"):
         await fleet.controlnets(name, hosted("edges"))

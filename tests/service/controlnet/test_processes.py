@@ -164,6 +164,33 @@ def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
     wait_until(lambda: cast.far.hosted()["layout"].state == loaded, "a prefetched ControlNet")
 
 
+def test_a_server_reports_what_forward_passes_and_loads_take(cast: Cast) -> None:
+    assert cast.bare.draw(SHORT, hosts(SHORT, cast.near)).picture.size
+    wait_until(lambda: bool(cast.near.hosted()["edges"].forward_times), "a report", within_s=5)
+    edges = cast.near.hosted()["edges"]
+    guided = next(measured for measured in edges.forward_times if measured.rows == 2)
+    assert guided.latent_height == guided.latent_width > 0
+    assert guided.seconds > 0.0
+    assert edges.load_s > 0.0
+
+
+def test_a_pinned_controlnet_stays_when_it_is_not_needed_any_more(cast: Cast) -> None:
+    def loaded() -> set[str]:
+        return {name for name, net in cast.near.hosted().items() if net.state == hosted_pb2.HOSTED_STATE_LOADED}
+
+    assert cast.near.pin("depth").pinned
+    wait_until(lambda: "depth" in loaded(), "the pinned one to be loaded", within_s=20)
+    assert cast.near.hosted()["depth"].pinned
+    cast.near.prefetch("edges")
+    wait_until(lambda: {"edges", "depth"} <= loaded(), "both to be loaded", within_s=20)
+    cast.near.evict("edges", "depth")
+    wait_until(lambda: "edges" not in loaded(), "the other one to be evicted", within_s=20)
+    assert "depth" in loaded()
+    assert not cast.near.pin("depth", pinned=False).pinned
+    cast.near.evict("depth")
+    wait_until(lambda: "depth" not in loaded(), "it to be evicted", within_s=20)
+
+
 def test_a_scrape_has_what_dashboard_and_alerts_name(cast: Cast) -> None:
     assert_shows_what_is_named("controlnet", scrape(cast.near.service.metrics))
 

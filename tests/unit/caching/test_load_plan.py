@@ -242,3 +242,45 @@ def test_a_controlnet_is_active_in_the_steps_that_diffusers_keeps(start: float, 
     keeps = [1.0 - float(i / steps < start or (i + 1) / steps > end) for i in range(steps)]
     first, last = control_steps(start, end, steps)
     assert keeps == [float(first <= i < last) for i in range(steps)]
+
+
+def _loaded(plan: LoadPlan) -> list[str]:
+    """Make every load that the plan wants, and return what is in memory then."""
+    while (command := plan.next_load()) is not None:
+        plan.finished(command.name)
+    return sorted(plan.loaded)
+
+
+def _used(plan: LoadPlan, *names: str) -> list[str]:
+    """Use items, and return what is in memory meanwhile."""
+    claim = plan.claim(items(*names))
+    loaded = _loaded(plan)
+    plan.release(claim)
+    return loaded
+
+
+def test_pinned_items_are_loaded_early_evicted_last_and_loaded_again() -> None:
+    plan = LoadPlan(BUDGET, Popularity())
+    plan.pin(items("f", "g"))
+    assert _loaded(plan) == ["f"], "the other one is larger than the budget"
+    for _ in range(3):
+        assert _used(plan, "c") == ["c", "f"]
+    assert _used(plan, "e") == ["e", "f"], "a popular one makes room, not a pinned one"
+    assert _used(plan, "c", "d", "e") == ["c", "d", "e"], "a request goes first"
+    assert "f" in _loaded(plan)
+    plan.pin([])
+    _used(plan, "c", "d", "e")
+    assert "f" not in _loaded(plan)
+
+
+def test_dropped_items_leave_and_come_back_only_when_they_are_needed() -> None:
+    plan = LoadPlan(BUDGET, Popularity())
+    for _ in range(5):
+        assert _used(plan, "c") == ["c"]
+    plan.claim(items("b"))
+    plan.pin(items("a"))
+    assert _loaded(plan) == ["a", "b", "c"]
+    assert plan.drop(["a", "b", "c", "nobody"]) == ["c"], "the others are pinned or used"
+    assert _loaded(plan) == ["a", "b"], "popularity alone does not bring it back"
+    plan.expect(items("c"))
+    assert _loaded(plan) == ["a", "b", "c"]

@@ -80,6 +80,10 @@ class HostedItem:
     """Measurements of a ControlNet, one for each base model."""
     control_modes: int = 0
     """Number of control modes of a ControlNet; 0 if it is not a union."""
+    load_s: float = 0.0
+    """Seconds that the last load of a ControlNet took; 0 if that is not known."""
+    pinned: bool = False
+    """Whether a ControlNet is kept in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +195,10 @@ class ServiceLoad:
     start_s: float = 0.0
     """Seconds that the service's newest start took; 0 if the service does not report it."""
     left_out: tuple[LeftOutItem, ...] = field(default=(), metadata={"kind": LeftOutItem})
+    queued_rows: int = 0
+    """Batch rows that wait at a ControlNet server."""
+    budget_bytes: int = 0
+    """Upper bound on the bytes that a ControlNet server has loaded; 0 if it does not report it."""
 
 
 _NO_LOAD = ServiceLoad()
@@ -348,4 +356,6 @@ def _hosted(item: hosted_pb2.Hosted) -> HostedItem:
         scale=item.scale,
         profiles=tuple(value_from(profile, ResidualProfile) for profile in item.profiles),
         control_modes=item.control_modes,
+        load_s=item.load_s,
+        pinned=item.pinned,
     )

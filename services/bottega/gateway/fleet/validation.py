@@ -37,6 +37,8 @@ _MAX_ENTRIES = 4096
 # Upper bound on the latent sizes, and on the batch sizes, for which a worker reports times of masked rows.
 _MAX_MASKED_TIMES = 32
 _MAX_MASK_TOKENS = 64
+# Upper bound on the measured forward passes of a ControlNet.
+_MAX_FORWARD_TIMES = 64
 # Upper bound on the entries of a worker's self-check.
 _MAX_ACCELERATIONS = 64
 # Upper bound on the characters of a stage of starting.
@@ -95,7 +97,7 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     ):
         rule = f"must be finite numbers of seconds, of at most {MAX_USED_KINDS} kinds without duplicates"
         yield Violation(field="load.switch_times", description=rule)
-    for name in ("max_rows", "memory_bytes"):
+    for name in ("max_rows", "memory_bytes", "queued_rows", "budget_bytes"):
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
     if any(not 0 <= number < math.inf for _, number in load.activity.ListFields()):
@@ -204,6 +206,12 @@ def _can_be_hosted(item: Hosted) -> bool:
         and min(item.size_bytes, item.popularity, item.sessions) >= 0
         and item.state in HostedState.values()
         and 0 <= item.control_modes <= MAX_MODES
+        and 0 <= item.load_s < math.inf
+        and len(item.forward_times) <= _MAX_FORWARD_TIMES
+        and all(
+            time.rows > 0 and 0 < time.seconds < math.inf and min(time.latent_height, time.latent_width) >= 0
+            for time in item.forward_times
+        )
     )
 
 

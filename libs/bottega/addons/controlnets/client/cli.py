@@ -33,12 +33,14 @@ _HUB = "hub:"
     bottega controlnets                           lists them with their models
     bottega controlnets where edges               shows who hosts it
     bottega controlnets add depth /srv/nets/depth has every server host it
+    bottega controlnets warm edges --servers 2    has two servers load it
+    bottega controlnets pin edges                 keeps it in memory
     bottega controlnets profile depth *.png       measures if it may be late
     bottega generate "a red star" --control edges=edges.png:0.8
     bottega generate "a cat" --control union:depth=depth.png
 """)
 def command() -> None:
-    """List, add and measure ControlNets."""
+    """List, add, load and measure ControlNets."""
 
 
 @command.command("list")
@@ -137,6 +139,51 @@ def add(*, name: str, folder: str, server: str | None, revision: str | None, add
         if one.error is None:
             say(f"{one.server} hosts {name}, {size_text(one.size_bytes)}")
     _fail_where_refused(name, added)
+
+
+@command.command("warm")
+@click.argument("name")
+@click.option(
+    "--servers", type=click.IntRange(1, 64), default=1, show_default=True, help="Number of servers that load it."
+)
+@address_option
+@fleet_option
+def warm(*, name: str, servers: int, address: str) -> None:
+    """Load the ControlNet NAME before requests need it.
+
+    Servers that have loaded it already count. The others are those with the most memory to spare. It stays in memory
+    until other ControlNets need the room; bottega controlnets pin keeps it.
+    """
+    with connect(address) as client:
+        loaded = client.warm_controlnet(name, servers=servers)
+    if len(loaded) < servers:
+        fail(f"{len(loaded)} of {servers} servers have loaded {name}", f"bottega controlnets where {name}")
+    say(f"{name} is loaded at {', '.join(loaded)}")
+
+
+@command.command("pin")
+@click.argument("name")
+@click.option("--server", metavar="NAME", help="Use only this server, as bottega fleet lists it; default: all.")
+@address_option
+@fleet_option
+def pin(*, name: str, server: str | None, address: str) -> None:
+    """Keep the ControlNet NAME in the memory of its servers, also after a restart.
+
+    It is evicted only if requests for other ControlNets cannot be served otherwise, and loaded again afterwards.
+    """
+    with connect(address) as client:
+        say(f"{name} is pinned at {', '.join(client.pin_controlnet(name, server=server))}")
+
+
+@command.command("unpin")
+@click.argument("name")
+@click.option("--server", metavar="NAME", help="Use only this server, as bottega fleet lists it; default: all.")
+@address_option
+@fleet_option
+def unpin(*, name: str, server: str | None, address: str) -> None:
+    """Let servers evict the ControlNet NAME again."""
+    with connect(address) as client:
+        say(f"{name} is not pinned any more at {', '.join(client.pin_controlnet(name, pinned=False, server=server))}")
 
 
 def _fetch_from_hub(repo: str, revision: str | None, root: str) -> str:

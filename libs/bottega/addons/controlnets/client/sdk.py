@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from bottega.addons.controlnets.client.types import (
 from bottega.client.addons.addon import CheckResult, ClientAddOn, LeftOutThing, ServiceCalls, ok, warn
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
-from bottega.client.types.fleet import FleetMember, FleetStatus, HostedItem, ResidualProfile
+from bottega.client.types.fleet import FleetMember, FleetStatus, HostedItem, Readiness, ResidualProfile
 from bottega.client.types.inputs import ControlNet
 from bottega.client.types.messages import as_list, build_message
 from bottega.client.types.picture import Picture
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 _ADD_S = 120.0
 _LIST_S = 5.0
 _SET_PROFILE_S = 30.0
+# The largest ControlNet in use has 5 GB, a minute's reading from a slow disk.
+_WARM_S = 120.0
+_LOOK_S = 0.2
 _SERVERS: ServiceCalls[ControlNetServiceAsyncStub] = ServiceCalls(
     kind=kinds.CONTROLNET, title="ControlNet server", stub=ControlNetServiceStub, unavailable=Unavailable
 )
@@ -87,6 +91,38 @@ async def import_root(servers: Sequence[FleetMember]) -> str:
         why = "the servers have different roots: choose one server" if len(roots) > 1 else "no root is configured"
         raise InvalidRequest(f"nothing can be added: {why}", violations=[Violation(field="server", description=why)])
     return roots.pop()
+
+
+_IN_MEMORY = {Readiness.LOADED: 0, Readiness.LOADING: 1}
+
+
+def _spare_bytes(server: FleetMember) -> int:
+    nets = (item for item in server.load.hosted if item.kind == kinds.CONTROLNET and item.readiness in _IN_MEMORY)
+    return server.load.budget_bytes - sum(net.size_bytes for net in nets)
+
+
+def hosts_of(fleet: FleetStatus, name: str, *, server: str | None = None) -> list[tuple[FleetMember, HostedItem]]:
+    """Return the ControlNet servers that host a ControlNet, and it as they report it.
+
+    Args:
+        fleet: The fleet.
+        name: Name of the ControlNet.
+        server: Name of the only server to look at; None for all.
+
+    Raises:
+        ControlNetNotFound: No server hosts it.
+        NoControlNet, InvalidRequest: See controlnet_servers.
+    """
+    hosts = [
+        (member, net)
+        for member in controlnet_servers(fleet, name=server)
+        for net in member.load.hosted
+        if net.kind == kinds.CONTROLNET and net.name == name
+    ]
+    if not hosts:
+        where = server if server is not None else "any ControlNet server"
+        raise ControlNetNotFound(f"{name} is not hosted by {where}")
+    return hosts
 
 
 async def store_profile(
@@ -150,6 +186,59 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         """Return the folder, on the servers' machines, below which added ControlNets must be."""
         return await import_root(controlnet_servers(await self.fleet(), name=server))
 
+    async def warm_controlnet(self, name: str, *, servers: int = 1, timeout_s: float = _WARM_S) -> tuple[str, ...]:
+        """Make servers load a ControlNet, wait until they have, and return the names of those that have it in memory.
+
+        It stays there until other ControlNets need the memory; see pin_controlnet().
+
+        Args:
+            name: Name of the ControlNet.
+            servers: Number of servers that should have it. Those that have it already count first, then those with the
+                most memory to spare.
+            timeout_s: Longest time to wait. After it, the servers that have loaded it by then are returned.
+
+        Raises:
+            ControlNetNotFound: No server hosts the ControlNet.
+            NoControlNet: Fewer servers host it.
+        """
+        hosts = hosts_of(await self.fleet(), name)
+        if len(hosts) < servers:
+            raise NoControlNet(f"{name} is hosted by {len(hosts)} ControlNet servers, not by {servers}")
+        hosts.sort(key=lambda host: (_IN_MEMORY.get(host[1].readiness, 2), -_spare_bytes(host[0]), host[0].name))
+        chosen = {member.name for member, _ in hosts[:servers]}
+        for member, net in hosts[:servers]:
+            if net.readiness is not Readiness.LOADED:
+                async with _SERVERS.open(member) as stub:
+                    await stub.Prefetch(controlnet_pb2.PrefetchRequest(names=[name]), timeout=_LIST_S)
+        until = time.monotonic() + timeout_s
+        while True:
+            found = hosts_of(await self.fleet(), name)
+            loaded = {member.name for member, net in found if net.readiness is Readiness.LOADED} & chosen
+            if loaded == chosen or time.monotonic() >= until:
+                return tuple(sorted(loaded))
+            await asyncio.sleep(_LOOK_S)
+
+    async def pin_controlnet(self, name: str, *, pinned: bool = True, server: str | None = None) -> tuple[str, ...]:
+        """Keep a ControlNet in the memory of its servers, or end that, and return the servers' names.
+
+        A pinned ControlNet is loaded at once and after a restart, and evicted only if nothing else makes enough room.
+
+        Args:
+            name: Name of the ControlNet.
+            pinned: Whether to keep it.
+            server: Name of the only server that should keep it; None for all that host it.
+
+        Raises:
+            ControlNetNotFound: No server hosts the ControlNet.
+        """
+        hosts = hosts_of(await self.fleet(), name, server=server)
+        for member, _ in hosts:
+            async with _SERVERS.open(member) as stub:
+                await stub.PinControlNet(
+                    controlnet_pb2.PinControlNetRequest(name=name, pinned=pinned), timeout=_SET_PROFILE_S
+                )
+        return tuple(member.name for member, _ in hosts)
+
     async def profile_controlnet(
         self,
         name: str,
@@ -210,6 +299,8 @@ class ControlNetMethods(GatewayClient):
     controlnets = blocking(AsyncControlNetMethods.controlnets)
     add_controlnet = blocking(AsyncControlNetMethods.add_controlnet)
     controlnet_root = blocking(AsyncControlNetMethods.controlnet_root)
+    warm_controlnet = blocking(AsyncControlNetMethods.warm_controlnet)
+    pin_controlnet = blocking(AsyncControlNetMethods.pin_controlnet)
     profile_controlnet = blocking(AsyncControlNetMethods.profile_controlnet)
     set_controlnet_profile = blocking(AsyncControlNetMethods.set_controlnet_profile)
 

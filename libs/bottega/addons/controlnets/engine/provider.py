@@ -44,6 +44,8 @@ class ControlHosts:
     """Digest of the requested version, in hex; "" means any version."""
     servers: tuple[ControlServer, ...] = ()
     """The servers, the best first; empty if only the worker itself has the ControlNet."""
+    pair_server: str = ""
+    """Name of the server for rows that the other worker of a pair computes; empty for the first one."""
     similarity: float | None = None
     """Cosine between residuals of adjacent steps in such a job, from the ControlNet's profile; None if unknown."""
 
@@ -172,6 +174,7 @@ def read_hosts(data: bytes) -> tuple[ControlHosts, ...]:
         ControlHosts(
             digest=hosts.digest,
             servers=tuple(ControlServer(name=server.name, address=server.address) for server in hosts.servers),
+            pair_server=hosts.pair_server,
             similarity=hosts.similarity if hosts.HasField("similarity") else None,
         )
         for hosts in placements.hosts
@@ -188,6 +191,8 @@ def _check(index: int, hosts: ControlNetHosts) -> Iterator[Violation]:
     ):
         rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
         yield Violation(field=f"{path}.servers", description=rule)
+    if hosts.pair_server and hosts.pair_server not in {server.name for server in hosts.servers}:
+        yield Violation(field=f"{path}.pair_server", description="must be the name of one of the servers, or empty")
     if not rules.is_cosine(hosts.similarity):
         yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
 

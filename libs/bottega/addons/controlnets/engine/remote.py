@@ -93,7 +93,7 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
             scale=control.scale,
             guess_mode=control.guess_mode,
             digest=control.hosts.digest,
-            servers=tuple((server.name, server.address) for server in control.hosts.servers[:_MAX_SERVERS]),
+            servers=tuple((server.name, server.address) for server in _servers_of_second(control.hosts)),
             tenant=control.share.tenant,
             weight=control.share.weight,
             images=len(control.images),
@@ -110,6 +110,11 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
         for index, image in enumerate(control.images)
     }
     return OffloadedPart(header=_CONTROLS.dump_json(messages), tensors=images)
+
+
+def _servers_of_second(hosts: ControlHosts) -> list[ControlServer]:
+    """Return the servers for the rows that the second worker computes, best first."""
+    return sorted(hosts.servers[:_MAX_SERVERS], key=lambda server: server.name != hosts.pair_server)
 
 
 def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[ControlInput, ...]:

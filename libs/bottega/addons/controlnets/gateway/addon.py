@@ -1,22 +1,25 @@
-"""The gateway's add-on for ControlNets: chooses workers and servers for jobs, and asks servers to prefetch.
+"""The gateway's add-on for ControlNets: chooses workers and servers for jobs, and asks servers to load and evict.
 
-The fleet's reports say who hosts which ControlNet. The add-on itself counts the sessions that it assigns.
+The fleet's reports say who hosts which ControlNet, and what its forward passes take. The add-on itself counts the
+sessions that it assigns.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from prometheus_client import Gauge
 
 from bottega import kinds
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, nobody_hosts
+from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first, seconds_to_load
+from bottega.addons.controlnets.gateway.replicas import Replicas
+from bottega.addons.controlnets.gateway.server_loads import ServerLoads
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
     PREFETCHED_JOBS,
@@ -46,11 +49,6 @@ from bottega.v1.hosted_pb2 import Hosted, HostedState
 
 # Servers of one ControlNet in an attempt's order. An attempt that fails at eight servers would fail at more.
 _MAX_SERVERS = 8
-# Estimated speed of loading weights from a disk, to compare a worker that has them in memory with one that does not.
-_LOADED_BYTES_PER_S = 1e9
-_READINESS = MappingProxyType({hosted_pb2.HOSTED_STATE_LOADED: 0, hosted_pb2.HOSTED_STATE_LOADING: 1})
-_NOT_READY = 2
-
 # Diffusers' defaults. Those of its pipeline for image-to-image with ControlNets differ from the other two.
 _DEFAULTS: Mapping[str, float] = MappingProxyType(
     {"controlnet_conditioning_scale": 1.0, "control_guidance_start": 0.0, "control_guidance_end": 1.0}
@@ -66,6 +64,8 @@ class _Choice:
     digest: str
     servers: tuple[tuple[Member, ServerCandidate], ...]
     """Servers, best first; empty if only workers host the ControlNet."""
+    pair_server: str
+    """Name of the server for the half of guidance that another worker of a pair computes; empty for the first one."""
     similarity: float | None
     """Cosine between residuals of adjacent steps, from the ControlNet's profile; None if unknown."""
 
@@ -82,9 +82,19 @@ def create(context: AddOnContext) -> ControlNetAddOn:
             ),
         )
 
+    def connect_to_evict(target: Target) -> PrefetchClient:
+        return GrpcPrefetchClient(
+            target,
+            context.channels,
+            lambda channel, names, deadline_s: ControlNetServiceStub(channel).Prefetch(
+                controlnet_pb2.PrefetchRequest(unneeded=names), timeout=deadline_s
+            ),
+        )
+
     return ControlNetAddOn(
         fleet=context.fleet,
         connect=connect,
+        connect_to_evict=connect_to_evict,
         metrics=context.metrics,
         clock=context.clock,
     )
@@ -95,7 +105,8 @@ class ControlNetAddOn(AddOn):
 
     Args:
         fleet: The connected services.
-        connect: Makes the client of a server.
+        connect: Makes the client of a server that prefetches.
+        connect_to_evict: Makes the client of a server that evicts what it is asked for, unless it is used or pinned.
         metrics: Metrics of the gateway's add-ons.
         clock: The clock.
     """
@@ -103,14 +114,21 @@ class ControlNetAddOn(AddOn):
     adapter_kind = image_pb2.ADAPTER_KIND_CONTROLNET
 
     def __init__(
-        self, *, fleet: FleetView, connect: Callable[[Target], PrefetchClient], metrics: AddOnMetrics, clock: Clock
+        self,
+        *,
+        fleet: FleetView,
+        connect: Callable[[Target], PrefetchClient],
+        connect_to_evict: Callable[[Target], PrefetchClient],
+        metrics: AddOnMetrics,
+        clock: Clock,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._hosts = ControlNetHosts(grace_s=fleet.grace_s, clock=clock)
         self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics.prefetches)
-        self._sessions: Counter[str] = Counter()  # by server
-        self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
+        self._evictor = ServicePrefetcher(kinds.CONTROLNET, connect_to_evict, metrics.prefetches)
+        self._loads = ServerLoads(self._hosts)
+        self._replicas = Replicas(fleet, self._loads, prefetcher=self._prefetcher, evictor=self._evictor, clock=clock)
         hosted = Gauge(
             "bottega_controlnets",
             "ControlNets that servers host, by state; each counts for each of its servers.",
@@ -171,7 +189,7 @@ class ControlNetAddOn(AddOn):
         for name in dict.fromkeys(job.controlnets):
             if any(True for _ in self._servers(job, name)):
                 continue
-            seconds = {worker.name: _load_s(net) for worker, net in self._workers(job, name)}
+            seconds = {worker.name: seconds_to_load(net) for worker, net in self._workers(job, name)}
             eligible = frozenset(seconds) if costs.eligible is None else costs.eligible.intersection(seconds)
             load_s = {worker: costs.load_s.get(worker, 0.0) + seconds[worker] for worker in eligible}
             costs = WorkerCosts(load_s=load_s, eligible=eligible)
@@ -201,19 +219,13 @@ class ControlNetAddOn(AddOn):
         choices = list(self._choices(job, worker))
         assigned = tuple((choice.servers[0][0].name, choice.name) for choice in choices if choice.servers)
         servers = tuple(server for server, _ in assigned)
-        self._sessions.update(servers)
-        self._nets.update(assigned)
+        self._loads.assign(assigned)
+        shape = job.request.shape
+        self._replicas.attempt_begins(shape, worker.times.seconds(shape, job.rows))
         job.use_controlnets({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
         placements = ControlNetPlacements(hosts=[_hosts(choice) for choice in choices])
         request.addons[kinds.CONTROLNET] = placements.SerializeToString()
-        return functools.partial(self._release, assigned)
-
-    def _release(self, assigned: Sequence[tuple[str, str]]) -> None:
-        """Stop counting the sessions of an attempt: pairs of server and ControlNet."""
-        self._sessions.subtract(server for server, _ in assigned)
-        self._nets.subtract(assigned)
-        self._sessions += Counter()  # drops entries of zero
-        self._nets += Counter()
+        return functools.partial(self._loads.release, assigned)
 
     def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
         """Back off the servers that an attempt could not reach, or its worker if it had no servers."""
@@ -231,11 +243,15 @@ class ControlNetAddOn(AddOn):
         if lost:
             self._hosts.remove(member)
             self._prefetcher.remove(member)
+            self._evictor.remove(member)
+            self._replicas.forget(member.name)
         else:
             self._hosts.update(member)
 
     async def close(self) -> None:
+        self._replicas.close()
         await self._prefetcher.close()
+        await self._evictor.close()
 
     def _full_name(self, name: str, access: Access) -> str:
         """Return the full name of the tenant's own ControlNet if there is one, else the name itself."""
@@ -243,31 +259,33 @@ class ControlNetAddOn(AddOn):
         return own if own and self._hosts.is_there(own) else name
 
     def _choices(self, job: AddOnJob, worker: Member | None) -> Iterator[_Choice]:
-        """Yield the choice for each ControlNet of a job. Each choice counts the sessions of the earlier ones."""
-        before: Counter[str] = Counter()
-        versions = dict(job.versions)
+        """Yield the choice for each ControlNet of a job. Each choice counts the forward passes of the earlier ones."""
+        ahead_s: dict[str, float] = defaultdict(float)  # seconds in each step, by server
+        versions, shape = dict(job.versions), job.request.shape
+        steps = max(1, job.steps.total // job.num_images)
+        turn_s = worker.times.seconds(shape, job.rows) if worker is not None else None
         for name in job.controlnets:
             hosts = list(self._servers(job, name))
             servers = {member.name: member for member, _ in hosts}
-            candidates = [self._candidate(member, net, before) for member, net in hosts]
-            ranked = best_first(candidates, name=name, job_id=job.job_id, digest=versions.get(name, ""))
+            candidates = [
+                self._loads.candidate(member, net, shape=shape, rows=job.rows, ahead_s=ahead_s[member.name])
+                for member, net in hosts
+            ]
+            rank = functools.partial(best_first, name=name, job_id=job.job_id, steps=steps, turn_s=turn_s)
+            ranked = rank(candidates, digest=versions.get(name, ""))
             if ranked:
-                before[ranked[0].server] += 1
+                ahead_s[ranked[0].server] += ranked[0].own_s
             versions[name] = ranked[0].digest if ranked else self._digest_at(worker, job, name)
             chosen = tuple((servers[candidate.server], candidate) for candidate in ranked)
             hosted = [net for _, net in hosts if net.digest == versions[name]]
             similarity = _similarity(hosted, worker, job.bare) if worker is not None else None
-            yield _Choice(name=name, digest=versions[name], servers=chosen, similarity=similarity)
-
-    def _candidate(self, member: Member, net: Hosted, before: Counter[str]) -> ServerCandidate:
-        # A report may lag behind the assigned sessions, and may include jobs of other gateways.
-        sessions = max(self._hosts.sessions(member), self._sessions[member.name])
-        state = net.state
-        if self._nets[member.name, net.name] and state == hosted_pb2.HOSTED_STATE_ON_DISK:
-            state = hosted_pb2.HOSTED_STATE_LOADING  # the assigned session will load it in a moment
-        return ServerCandidate(
-            server=member.name, digest=net.digest, state=state, sessions=sessions + before[member.name]
-        )
+            yield _Choice(
+                name=name,
+                digest=versions[name],
+                servers=chosen,
+                pair_server=_pair_server(ranked, rank) if len(ranked) > 1 and job.rows > job.num_images else "",
+                similarity=similarity,
+            )
 
     def _digest_at(self, worker: Member | None, job: AddOnJob, name: str) -> str:
         return next((net.digest for member, net in self._workers(job, name) if member is worker), "")
@@ -324,16 +342,27 @@ class ResolvedControlNets(Resolution):
                     setattr(net, name, value)
 
 
-def _load_s(net: Hosted) -> float:
-    return 0.0 if net.state == hosted_pb2.HOSTED_STATE_LOADED else net.size_bytes / _LOADED_BYTES_PER_S
-
-
 def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
     servers = [
         controlnet_pb2.ControlNetServer(name=member.name, address=member.registration.address)
         for member, _ in choice.servers[:_MAX_SERVERS]
     ]
-    return controlnet_pb2.ControlNetHosts(digest=choice.digest, servers=servers, similarity=choice.similarity)
+    listed = any(server.name == choice.pair_server for server in servers)
+    return controlnet_pb2.ControlNetHosts(
+        digest=choice.digest,
+        servers=servers,
+        similarity=choice.similarity,
+        pair_server=choice.pair_server if listed else "",
+    )
+
+
+def _pair_server(ranked: Sequence[ServerCandidate], rank: Callable[..., Sequence[ServerCandidate]]) -> str:
+    """Return the server for the second half of a guided pair: another one if that answers both halves sooner."""
+    halves = [replace(candidate, own_s=candidate.own_s / 2) for candidate in ranked]
+    first = replace(halves[0], ahead_s=halves[0].ahead_s + halves[0].own_s)
+    second = rank([first, *halves[1:]], digest=first.digest)[0]
+    other = second.server != first.server and second.state == hosted_pb2.HOSTED_STATE_LOADED
+    return second.server if other else ""
 
 
 def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:
@@ -351,43 +380,3 @@ def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) 
         if profile.model_hash == model_hash and profile.num_inference_steps <= spec.num_inference_steps
     ]
     return min(found) if model_hash and found else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerCandidate:
-    """A server that hosts a ControlNet, for choosing the best one."""
-
-    server: str
-    digest: str
-    state: HostedState.ValueType
-    sessions: int
-    """Number of sessions that are open or assigned at the server, with any ControlNet."""
-
-
-def best_first(
-    candidates: Sequence[ServerCandidate], *, name: str, job_id: str, digest: str = ""
-) -> list[ServerCandidate]:
-    """Return the servers for a job's ControlNet, best first, all with the same version.
-
-    Servers that have loaded it come first, then those that are loading it, then the others; within each group, those
-    with fewer sessions. A hash breaks ties: jobs spread over servers that have loaded it, but all jobs choose the same
-    server to load it, so that not every server loads every ControlNet.
-
-    Args:
-        candidates: The servers that host it.
-        name: Name of the ControlNet.
-        job_id: ID of the job.
-        digest: Version with which the job has begun. Another one is chosen only if no server has it.
-    """
-
-    def rank(candidate: ServerCandidate) -> tuple[bool, int, int, bytes]:
-        readiness = _READINESS.get(candidate.state, _NOT_READY)
-        spread = _spread(name, candidate.server, "" if readiness == _NOT_READY else job_id)
-        return candidate.digest != digest, readiness, candidate.sessions, spread
-
-    ranked = sorted(candidates, key=rank)
-    return [candidate for candidate in ranked if candidate.digest == ranked[0].digest]
-
-
-def _spread(*facts: str) -> bytes:
-    return hashlib.blake2b("\0".join(facts).encode(), digest_size=8).digest()

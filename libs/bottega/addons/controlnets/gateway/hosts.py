@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from bottega import kinds
 from bottega.addons.interface.views import Access, Member
@@ -34,7 +34,7 @@ class ControlNetHosts:
         self._clock = clock
         self._hosts: dict[str, dict[Member, Hosted]] = {}
         self._nets: dict[Member, tuple[Hosted, ...]] = {}
-        self._sessions: dict[Member, int] = {}
+        self._sessions: dict[Member, dict[str, int]] = {}
         self._expected_until: dict[str, dict[str, float]] = {}  # by name and base
 
     def update(self, member: Member) -> None:
@@ -48,7 +48,7 @@ class ControlNetHosts:
             for net in nets:
                 self._hosts.setdefault(net.name, {})[member] = net
             self._nets[member] = nets
-            self._sessions[member] = sum(net.sessions for net in nets)
+            self._sessions[member] = {net.name: net.sessions for net in nets if net.sessions}
 
     def remove(self, member: Member) -> None:
         """Remove a lost member. Do nothing if it is unknown."""
@@ -89,9 +89,21 @@ class ControlNetHosts:
                 found[digest].append(model.name)
         return found
 
-    def sessions(self, member: Member) -> int:
-        """Return the number of sessions that a member has reported, with any ControlNet."""
-        return self._sessions.get(member, 0)
+    def sessions(self, member: Member) -> Mapping[str, int]:
+        """Return the numbers of sessions that a member has reported, by ControlNet, without those of 0."""
+        return self._sessions.get(member, {})
+
+    def hosted_by(self, member: Member) -> tuple[Hosted, ...]:
+        """Return the ControlNets that a member hosts."""
+        return self._nets.get(member, ())
+
+    def at(self, member: Member, name: str) -> Hosted | None:
+        """Return the ControlNet of that name as a member hosts it; None if it does not."""
+        return self._hosts.get(name, {}).get(member)
+
+    def named(self, name: str) -> Mapping[Member, Hosted]:
+        """Return the ControlNets of that name, by the member that hosts it."""
+        return self._hosts.get(name, {})
 
     def expected(self, name: str, model: str, base: str) -> bool:
         """Return whether a ControlNet is hosted for jobs of a model, or was hosted within the grace period."""

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from bottega.addons.controlnets.gateway.addon import ServerCandidate, best_first
+from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first
+from bottega.addons.controlnets.gateway.replicas import ReplicaPolicy
+from bottega.addons.controlnets.gateway.server_loads import Copy
 from bottega.addons.interface.views import Member
 from bottega.errors import NoControlNet, NoWorker, Unavailable, WorkerLost
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.v1 import image_pb2
-from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
+from bottega.v1.hosted_pb2 import ForwardTime, Hosted, ResidualProfile
 from tests.fakes.gateway_rules import FakeServer, Shop
 from tests.samples.controlnet_hosts import LOADED, LOADING, ON_DISK, load, net, server
 from tests.samples.jobs import sample_job
@@ -35,10 +37,10 @@ async def shop() -> AsyncIterator[Shop]:
     await shop.stop()
 
 
-def _server(shop: Shop, *nets: Hosted, name: str = "s1") -> Member:
+def _server(shop: Shop, *nets: Hosted, name: str = "s1", budget_bytes: int = 0) -> Member:
     port = 100 + int(name.removeprefix("s"))
     member = shop.fleet.join(server(name, port=port))
-    shop.fleet.report(member, load(*nets))
+    shop.fleet.report(member, load(*nets, budget_bytes=budget_bytes))
     return member
 
 
@@ -115,11 +117,11 @@ async def test_what_was_given_out_counts_before_it_is_reported_and_not_after_the
     await shop.complete(one)
     third = shop.take(_job(shop, "edges"))
     assert third.servers == one.servers
-    assert shop.controlnets._sessions.total() == 2
+    assert shop.controlnets._loads.assigned.total() == 2
     for job in (other, third):
         await shop.complete(job)
-    assert not shop.controlnets._sessions
-    assert not shop.controlnets._nets
+    assert not shop.controlnets._loads.assigned
+    assert not shop.controlnets._loads._at
 
 
 async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_first_of_them(shop: Shop) -> None:
@@ -131,7 +133,7 @@ async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_fi
     assert len({job.servers for job in jobs}) == 1, "or each of them would load it"
     for job in jobs:
         await shop.complete(job)
-    assert not shop.controlnets._nets
+    assert not shop.controlnets._loads.assigned
 
 
 async def test_sessions_that_a_server_reports_count_whoever_opened_them(shop: Shop) -> None:
@@ -360,19 +362,41 @@ def _prefetches(shop: Shop, outcome: str) -> float | None:
     return shop.registry.get_sample_value("bottega_prefetches_total", {"kind": "controlnet", "outcome": outcome})
 
 
-def _candidate(server: str, **facts: Any) -> ServerCandidate:
-    return ServerCandidate(**{"server": server, "digest": "d", "state": LOADED, "sessions": 0, **facts})
+def _candidate(server: str, *, sessions: int = 0, **facts: Any) -> ServerCandidate:
+    """Return a server with that many sessions of other jobs, whose forward passes take a tenth of a second each."""
+    load_s = {LOADED: 0.0, LOADING: 1.25, ON_DISK: 2.5}[facts.get("state", LOADED)]
+    defaults = {"digest": "d", "state": LOADED, "load_s": load_s, "own_s": 0.1, "others_s": 0.1 * sessions}
+    return ServerCandidate(**{"server": server, **defaults, **facts})
 
 
-def _names(*candidates: ServerCandidate, job_id: str = "j", digest: str = "") -> list[str]:
-    ranked = best_first(candidates, name="edges", job_id=job_id, digest=digest)
+def _names(
+    *candidates: ServerCandidate, job_id: str = "j", digest: str = "", steps: int = 20, turn_s: float | None = 0.25
+) -> list[str]:
+    ranked = best_first(candidates, name="edges", job_id=job_id, digest=digest, steps=steps, turn_s=turn_s)
     return [candidate.server for candidate in ranked]
+
+
+def test_512_sessions_of_a_loaded_server_do_not_beat_an_idle_one() -> None:
+    hot, idle = _candidate("hot", sessions=512), _candidate("idle", state=ON_DISK)
+    assert _names(hot, idle) == ["idle", "hot"]
+    assert _names(_candidate("hot"), idle) == ["hot", "idle"], "without load, nobody loads it a second time"
+    assert _names(hot, _candidate("loading", state=LOADING), idle)[0] == "loading"
+
+
+@pytest.mark.parametrize(("sessions", "first"), [(1, "hot"), (3, "hot"), (12, "idle")])
+def test_a_server_loads_a_controlnet_where_waiting_elsewhere_would_take_longer(sessions: int, first: str) -> None:
+    assert _names(_candidate("hot", sessions=sessions), _candidate("idle", state=ON_DISK))[0] == first
+
+
+def test_a_short_job_does_not_wait_for_a_load_that_a_long_one_waits_for() -> None:
+    servers = _candidate("hot", sessions=6), _candidate("idle", state=ON_DISK)
+    assert [_names(*servers, steps=steps)[0] for steps in (2, 50)] == ["hot", "idle"]
 
 
 def test_one_that_has_it_loaded_goes_before_one_that_loads_it_and_that_before_one_that_has_it_on_the_disk() -> None:
     disk = _candidate("disk", state=ON_DISK)
     loading = _candidate("loading", state=LOADING, sessions=1)
-    loaded = _candidate("loaded", sessions=9)
+    loaded = _candidate("loaded", sessions=2)
     assert _names(disk, loading, loaded) == ["loaded", "loading", "disk"]
 
 
@@ -396,6 +420,89 @@ def test_all_jobs_agree_on_the_server_that_loads_what_nobody_has_loaded() -> Non
     assert len({_names(*servers, job_id=f"job-{number}")[0] for number in range(100)}) == 1
     firsts = {best_first(servers, name=f"net-{number}", job_id="j")[0].server for number in range(40)}
     assert firsts == set("abcd"), "but not every ControlNet is loaded by the same one"
+
+
+async def test_a_report_of_512_sessions_sends_the_next_job_to_the_idle_server(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges", sessions=512, size_bytes=2_500_000_000), name="s1")
+    _server(shop, net("edges", state=ON_DISK, size_bytes=2_500_000_000), name="s2")
+    assert shop.take(_job(shop, "edges")).servers == ("s2",)
+
+
+async def test_measured_forward_passes_decide_between_servers(shop: Shop) -> None:
+    shop.worker()
+    slow, fast = ([ForwardTime(latent_height=64, latent_width=64, rows=2, seconds=seconds)] for seconds in (0.4, 0.1))
+    _server(shop, net("edges", forward_times=slow), name="s1")
+    _server(shop, net("edges", forward_times=fast, sessions=1), name="s2")
+    assert shop.take(_job(shop, "edges")).servers == ("s2",)
+
+
+async def test_a_hot_controlnet_is_loaded_by_another_server_and_given_up_when_idle(shop: Shop) -> None:
+    shop.worker()
+    hot = _server(shop, net("edges", sessions=20), name="s1")
+    full = _server(shop, net("edges", state=ON_DISK, size_bytes=2 << 30), net("depth"), name="s2", budget_bytes=2 << 30)
+    free = _server(shop, net("edges", state=ON_DISK, size_bytes=2 << 30), name="s3", budget_bytes=4 << 30)
+    assert (full.name, free.name) == ("s2", "s3")
+    replicas = shop.controlnets._replicas
+    for _ in range(3):
+        replicas.look()
+        await asyncio.sleep(0)
+        assert not shop.servers, "a burst is over before a load is"
+        shop.time.now += 1.1
+    replicas.look()
+    await asyncio.sleep(0)
+    assert {address: server.prefetched for address, server in shop.servers.items()} == {
+        free.registration.address: [["edges"]]
+    }
+    shop.fleet.report(hot, load(net("edges")))
+    shop.fleet.report(free, load(net("edges", size_bytes=2 << 30), budget_bytes=4 << 30))
+    replicas.look()
+    shop.time.now += 61.0
+    replicas.look()
+    await asyncio.sleep(0)
+    assert [server.prefetched for server in shop.evictors.values()] == [[["edges"]]]
+    replicas.close()
+
+
+async def test_a_copy_that_is_used_or_pinned_or_that_a_job_has_made_stays(shop: Shop) -> None:
+    policy = ReplicaPolicy()
+
+    def copies(**facts: Any) -> dict[str, list[Copy]]:
+        defaults: dict[str, Any] = {"loaded": True, "fits": True, "sessions": 0, "pinned": False}
+        first = Copy(**{**defaults, "candidate": _candidate("s1", sessions=20), "sessions": 20})
+        return {"edges": [first, Copy(**{**defaults, "candidate": _candidate("s2"), **facts})]}
+
+    assert not policy.decide(copies(), 0.25, 0.0)
+    assert not policy.decide(copies(), 0.25, 100.0), "not made because of the load"
+    policy.decide(copies(loaded=False), 0.25, 200.0)
+    (made,) = policy.decide(copies(loaded=False), 0.25, 204.0)
+    assert (made.server, made.load) == ("s2", True)
+    assert not policy.decide(copies(sessions=1), 0.25, 300.0)
+    assert not policy.decide(copies(), 0.25, 350.0), "used a moment ago"
+    (dropped,) = policy.decide(copies(), 0.25, 361.0)
+    assert (dropped.server, dropped.load) == ("s2", False)
+    policy.decide(copies(loaded=False), 0.25, 400.0)
+    assert policy.decide(copies(loaded=False), 0.25, 404.0)
+    assert not policy.decide(copies(pinned=True), 0.25, 500.0)
+    assert not policy.decide(copies(), 0.25, 600.0)
+
+
+async def test_the_second_half_of_a_pair_gets_a_server_of_its_own_where_that_is_sooner(shop: Shop) -> None:
+    shop.worker()
+    for name in ("s1", "s2"):
+        _server(shop, net("edges"), name=name)
+    job = _job(shop, "edges")
+    job.rows = 2
+    shop.take(job)
+    (edges,) = placements(shop.client().requests[-1].addons)
+    assert edges.pair_server == edges.servers[1].name
+    await shop.complete(job)
+    _server(shop, net("depth"), name="s3")
+    alone = _job(shop, "depth")
+    alone.rows = 2
+    shop.take(alone)
+    (depth,) = placements(shop.client().requests[-1].addons)
+    assert depth.pair_server == ""
 
 
 def test_the_same_facts_give_the_same_order_however_they_come() -> None:

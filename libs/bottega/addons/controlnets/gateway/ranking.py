@@ -1,0 +1,140 @@
+"""Orders the servers of a ControlNet by how long a job is expected to take with each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bottega.planning import Shape
+from bottega.v1 import hosted_pb2
+from bottega.v1.hosted_pb2 import Hosted, HostedState
+
+SESSION_ROWS = 2
+"""Batch rows assumed for a session of another job: those of one guided image."""
+
+# Estimated speed of loading weights from a disk, until a server has measured it.
+_LOADED_BYTES_PER_S = 1e9
+# Least seconds of a load, to which opening files and a first forward pass belong.
+_LEAST_LOAD_S = 1.0
+# Bounds on what a server reports. A value beyond them is a measurement error.
+_MAX_LOAD_S, _LEAST_FORWARD_S, _MAX_FORWARD_S = 600.0, 1e-4, 60.0
+# A load counts this many times, because it takes memory and disk that other ControlNets need.
+_LOAD_WEIGHT = 3.0
+# Seconds of a forward pass of one row that no server has measured.
+_UNMEASURED_ROW_S = 0.05
+# A turn of a worker whose time is unknown, in forward passes of the ControlNet. With SDXL it takes 2.5 times as long.
+_TURN_FORWARDS = 3.0
+# Share of the other sessions' forward passes that a step waits for, even where all fit into a turn.
+_COLLISIONS = 0.25
+
+
+def seconds_to_load(net: Hosted) -> float:
+    """Return the seconds until a ControlNet is in memory, as measured, else estimated from its size."""
+    if net.state == hosted_pb2.HOSTED_STATE_LOADED:
+        return 0.0
+    seconds = min(net.load_s or net.size_bytes / _LOADED_BYTES_PER_S, _MAX_LOAD_S)
+    return seconds / 2 if net.state == hosted_pb2.HOSTED_STATE_LOADING else seconds
+
+
+def forward_s(hosts: Sequence[Hosted], shape: Shape, rows: int) -> float:
+    """Return the seconds of a forward pass, from the measurement that is most like it.
+
+    Args:
+        hosts: The ControlNet as its servers report it, first the server in question; the others are asked next.
+        shape: Height and width of the latents; (0, 0) if unknown.
+        rows: Its batch rows.
+    """
+    area = shape[0] * shape[1]
+    for net in hosts:
+        if not net.forward_times:
+            continue
+        nearest = min(
+            net.forward_times,
+            key=lambda time: (abs(time.latent_height * time.latent_width - area), abs(time.rows - rows)),
+        )
+        measured = nearest.latent_height * nearest.latent_width
+        seconds = nearest.seconds * (area / measured if area and measured else 1.0) * rows / nearest.rows
+        return float(max(_LEAST_FORWARD_S, min(seconds, _MAX_FORWARD_S)))
+    return rows * _UNMEASURED_ROW_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCandidate:
+    """A server that hosts a ControlNet, for choosing the best one."""
+
+    server: str
+    digest: str
+    state: HostedState.ValueType
+    load_s: float = 0.0
+    """Seconds until the ControlNet is in memory."""
+    own_s: float = SESSION_ROWS * _UNMEASURED_ROW_S
+    """Seconds of the job's own forward pass in each step."""
+    others_s: float = 0.0
+    """Seconds of the forward passes in each step of all other sessions at the server, with any ControlNet."""
+    ahead_s: float = 0.0
+    """Seconds of the forward passes in each step of the same job's earlier ControlNets at the server."""
+    queued_s: float = 0.0
+    """Seconds of the forward passes that wait at the server now."""
+
+    def answer_s(self, turn_s: float | None) -> float:
+        """Return the seconds from a step's request to its residuals.
+
+        Each session asks once in a turn of its worker, so what exceeds a turn waits. Below that, a step waits for a
+        part of the others.
+
+        Source: Denning and Buzen, The Operational Analysis of Queueing Network Models (1978), asymptotic bounds.
+
+        Args:
+            turn_s: Seconds of a worker's turn; None if unknown.
+        """
+        turn = _TURN_FORWARDS * self.own_s if turn_s is None else turn_s
+        return self.ahead_s + max(self.own_s, self.own_s + self.others_s - turn) + _COLLISIONS * self.others_s
+
+    def expected_s(self, steps: int, turn_s: float | None) -> float:
+        """Return the seconds that a job of so many steps is expected to wait for the ControlNet there.
+
+        A load that some job waits for already counts once, one that this job would begin counts more.
+        """
+        load_s = 0.0
+        if self.state == hosted_pb2.HOSTED_STATE_LOADING:
+            load_s = max(_LEAST_LOAD_S / 2, self.load_s)
+        elif self.state != hosted_pb2.HOSTED_STATE_LOADED:
+            load_s = _LOAD_WEIGHT * max(_LEAST_LOAD_S, self.load_s)
+        return load_s + self.queued_s + steps * self.answer_s(turn_s)
+
+
+def best_first(
+    candidates: Sequence[ServerCandidate],
+    *,
+    name: str,
+    job_id: str,
+    digest: str = "",
+    steps: int = 1,
+    turn_s: float | None = None,
+) -> list[ServerCandidate]:
+    """Return the servers for a job's ControlNet, best first, all with the same version.
+
+    A server with the least expected wait comes first. A hash breaks ties: jobs spread over servers that have loaded it,
+    but all jobs choose the same server to load it, so that not every server loads every ControlNet.
+
+    Args:
+        candidates: The servers that host it.
+        name: Name of the ControlNet.
+        job_id: ID of the job.
+        digest: Version with which the job has begun. Another one is chosen only if no server has it.
+        steps: Steps of the job.
+        turn_s: Seconds of a turn of its worker; None if unknown.
+    """
+
+    def rank(candidate: ServerCandidate) -> tuple[bool, float, bytes]:
+        on_disk = candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK
+        spread = _spread(name, candidate.server, "" if on_disk else job_id)
+        return candidate.digest != digest, candidate.expected_s(steps, turn_s), spread
+
+    ranked = sorted(candidates, key=rank)
+    return [candidate for candidate in ranked if candidate.digest == ranked[0].digest]
+
+
+def _spread(*facts: str) -> bytes:
+    return hashlib.blake2b("\0".join(facts).encode(), digest_size=8).digest()

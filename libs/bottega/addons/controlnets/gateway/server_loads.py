@@ -1,0 +1,144 @@
+"""What ControlNet servers have to do: the sessions that they report, and those that the gateway has assigned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
+from bottega.addons.controlnets.gateway.ranking import SESSION_ROWS, ServerCandidate, forward_s, seconds_to_load
+from bottega.addons.interface.views import Member
+from bottega.planning import Shape
+from bottega.v1 import hosted_pb2
+from bottega.v1.hosted_pb2 import Hosted
+
+_IN_MEMORY = frozenset({hosted_pb2.HOSTED_STATE_LOADED, hosted_pb2.HOSTED_STATE_LOADING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A ControlNet at a server, as the next job would find it."""
+
+    candidate: ServerCandidate
+    loaded: bool
+    """Whether it is in memory, or on its way there."""
+    fits: bool
+    """Whether the server has memory for it without evicting another ControlNet."""
+    sessions: int
+    pinned: bool
+
+
+class ServerLoads:
+    """The loads of ControlNet servers.
+
+    A report may lag behind the assigned sessions, and may include jobs of other gateways, so the larger number of both
+    counts.
+
+    Attributes:
+        assigned: Number of sessions of running attempts, by server and ControlNet.
+    """
+
+    def __init__(self, hosts: ControlNetHosts) -> None:
+        self._hosts = hosts
+        self.assigned: Counter[tuple[str, str]] = Counter()
+        self._at: dict[str, Counter[str]] = {}
+
+    def assign(self, sessions: Iterable[tuple[str, str]]) -> None:
+        """Count the sessions of an attempt, given by server and ControlNet."""
+        for server, name in sessions:
+            self.assigned[server, name] += 1
+            self._at.setdefault(server, Counter())[name] += 1
+
+    def release(self, sessions: Iterable[tuple[str, str]]) -> None:
+        """Count the sessions of an attempt no more."""
+        for server, name in sessions:
+            self.assigned[server, name] -= 1
+            self._at[server][name] -= 1
+            if not self.assigned[server, name]:
+                del self.assigned[server, name], self._at[server][name]
+            if not self._at[server]:
+                del self._at[server]
+
+    def candidate(
+        self, member: Member, net: Hosted, *, shape: Shape, rows: int, ahead_s: float = 0.0
+    ) -> ServerCandidate:
+        """Return a server as a job finds it.
+
+        Args:
+            member: The server.
+            net: The job's ControlNet, as the server reports it.
+            shape: Height and width of the job's latents.
+            rows: Batch rows of the job.
+            ahead_s: See ServerCandidate.
+        """
+        sessions = self.sessions(member)
+        hosts = [net, *(other for host, other in self._hosts.named(net.name).items() if host is not member)]
+        own_s = forward_s(hosts, shape, rows)
+        if net.state == hosted_pb2.HOSTED_STATE_ON_DISK and self.assigned.get((member.name, net.name)):
+            net = _loading(net)  # the assigned session will load it in a moment
+        return ServerCandidate(
+            server=member.name,
+            digest=net.digest,
+            state=net.state,
+            load_s=seconds_to_load(net),
+            own_s=own_s,
+            others_s=sum(count * self._session_s(member, name, shape) for name, count in sessions.items()),
+            ahead_s=ahead_s,
+            queued_s=member.load.queued_rows * own_s / rows,
+        )
+
+    def sessions(self, member: Member) -> Mapping[str, int]:
+        """Return the numbers of sessions at a server, by ControlNet."""
+        reported, assigned = self._hosts.sessions(member), self._at.get(member.name)
+        if not assigned:
+            return reported
+        return {name: max(reported.get(name, 0), assigned[name]) for name in reported.keys() | assigned.keys()}
+
+    def copies(self, servers: Sequence[Member], shape: Shape) -> dict[str, list[Copy]]:
+        """Return the copies of each ControlNet that a session uses, or that is in memory at several servers.
+
+        All have the version of the first server that has it in memory.
+        """
+        used = {name for server in servers for name in self.sessions(server)}
+        held = Counter(
+            net.name for server in servers for net in self._hosts.hosted_by(server) if net.state in _IN_MEMORY
+        )
+        free_bytes = {server.name: self._free_bytes(server) for server in servers}
+        return {
+            name: self._copies_of(name, servers, shape, free_bytes)
+            for name in used | {name for name, count in held.items() if count > 1}
+        }
+
+    def _copies_of(
+        self, name: str, servers: Sequence[Member], shape: Shape, free_bytes: Mapping[str, int]
+    ) -> list[Copy]:
+        found = [(server, net) for server in servers if (net := self._hosts.at(server, name)) is not None]
+        digest = next((net.digest for _, net in found if net.state in _IN_MEMORY), "")
+        return [
+            Copy(
+                candidate=self.candidate(server, net, shape=shape, rows=SESSION_ROWS),
+                loaded=net.state in _IN_MEMORY,
+                fits=net.size_bytes <= free_bytes[server.name],
+                sessions=self.sessions(server).get(name, 0),
+                pinned=net.pinned,
+            )
+            for server, net in found
+            if net.digest == digest
+        ]
+
+    def _free_bytes(self, server: Member) -> int:
+        """Return the bytes that a server can load without evicting anything; 0 if it does not report its budget."""
+        used = sum(net.size_bytes for net in self._hosts.hosted_by(server) if net.state in _IN_MEMORY)
+        return max(0, server.load.budget_bytes - used)
+
+    def _session_s(self, member: Member, name: str, shape: Shape) -> float:
+        net = self._hosts.at(member, name)
+        return forward_s([net] if net is not None else [], shape, SESSION_ROWS)
+
+
+def _loading(net: Hosted) -> Hosted:
+    loading = Hosted()
+    loading.CopyFrom(net)
+    loading.state = hosted_pb2.HOSTED_STATE_LOADING
+    return loading
