@@ -32,6 +32,7 @@ from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.rogues import join_rogues
 from tests.chaos.scene import TENANTS, Scene
+from tests.chaos.schedulers import SharedScene, freeze_schedulers, kill_schedulers, restart_databases
 from tests.chaos.tally import Tally
 from tests.chaos.webhooks import kill_delivering_gateways
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
@@ -53,12 +54,16 @@ class Play(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """times: unless it is said otherwise. workers: that the suite has. tenants: whether its gateway has some."""
+    """times: unless it is said otherwise. workers: that the suite has. tenants: whether its gateway has some.
+
+    shared: whether it has two gateways, which share their jobs.
+    """
 
     play: Play
     times: int
     workers: int = 2
     tenants: bool = False
+    shared: bool = False
 
 
 PARTS: Mapping[str, Part] = {
@@ -75,6 +80,9 @@ PARTS: Mapping[str, Part] = {
     "kill-recording-stores": Part(play=kill_recording_stores, times=50, workers=0),
     "kill-gateways": Part(play=kill_gateways, times=60),
     "kill-delivering-gateways": Part(play=kill_delivering_gateways, times=20, workers=1),
+    "kill-schedulers": Part(play=kill_schedulers, times=100, shared=True),
+    "freeze-schedulers": Part(play=freeze_schedulers, times=50, shared=True),
+    "restart-databases": Part(play=restart_databases, times=60, shared=True),
     "full-disks": Part(play=fill_disks, times=5),
     "lost-job-stores": Part(play=lose_job_stores, times=6),
     "rogue-joins": Part(play=join_rogues, times=5),
@@ -125,7 +133,7 @@ def _play(part: Part, times: int, rng: random.Random) -> Tally:
     workers = WORKERS[: part.workers]
     with (
         tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder,
-        Scene(Path(folder), workers, tenants=TENANTS if part.tenants else None) as scene,
+        _scene(part, Path(folder), workers) as scene,
     ):
         try:
             part.play(scene, times=times or part.times, rng=rng)
@@ -135,6 +143,12 @@ def _play(part: Part, times: int, rng: random.Random) -> Tally:
             scene.tally.faults.append(INTERRUPTED)
         scene.count_ends()
         return scene.tally
+
+
+def _scene(part: Part, folder: Path, workers: tuple[str, ...]) -> Scene:
+    if part.shared:
+        return SharedScene(folder, workers)
+    return Scene(folder, workers, tenants=TENANTS if part.tenants else None)
 
 
 def _play_pair(times: int, rng: random.Random) -> Tally:

@@ -21,10 +21,10 @@ from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.connection import WorkerClient
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.gateway import PeriodicChecks
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.periodic_checks import PeriodicChecks
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants import TenantTerms
 from bottega.rpc.channel import Target

@@ -19,6 +19,7 @@ from bottega.errors import ConfigError
 
 # An IPv6 host is a network, not an address.
 _IPV6_PREFIX = 64
+_ANY_HOSTS = frozenset({"0.0.0.0", "[::]"})
 # Prefix of IPv4 addresses on a socket of both families.
 _IPV4_MAPPED = "::ffff:"
 
@@ -38,6 +39,11 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_any_host(address: str) -> bool:
+    """Return whether "host:port" listens on all addresses of this machine, so that it is no address to call."""
+    return split(address)[0] in _ANY_HOSTS
 
 
 def split_list(addresses: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ async def _lifespan(config: GatewayConfig) -> AsyncIterator[ServiceHooks]:
     yield ServiceHooks(
         server=gateway.server,
         warm_up=gateway.warm_up,
+        failed=gateway.failed,
         finish=gateway.finish,
         shut_down=gateway.shut_down,
         answers_after_s=_ANSWERS_AFTER_S,

@@ -17,7 +17,7 @@ from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.outside_rules import OutsideRules
 from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private, read_public
 from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, Tenant, TenantWebhooks, read_tenants
-from bottega.rpc.server_config import Address, ListenerConfig, ServerConfig
+from bottega.rpc.server_config import Address, HostPort, ListenerConfig, ServerConfig
 from bottega.rules import MAX_START_S
 from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
@@ -155,6 +155,8 @@ class GatewayConfig:
     All gateways of one database have the same jobs. The password comes from a file (PGPASSFILE) or from PGPASSWORD.
     Empty: the jobs are in a file in the folder `state`.
     """
+    advertised: HostPort = ""
+    """Address of `server.listen` for other gateways of the database, host:port. Empty: `server.listen`."""
     server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     """The listener where services join the fleet and where the fleet is listed."""

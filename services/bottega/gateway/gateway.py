@@ -12,11 +12,10 @@
                                                used twice
     serving    the disk cannot be written      paused: nothing is accepted or dispatched; finished images stay in
                                                memory until they can be written (jobs/storage.py)
+    follower   it gets the scheduler's lease   starting, as after a restart (sharing.py)
+    serving    SIGTERM, jobs are shared        stopped; another gateway goes on with the jobs at once
 
-Periodic checks end the leases of silent members, and fail jobs that no worker or add-on can serve. While all members
-report, no check is due before a lease could end, so an idle gateway sleeps. When the lease of a member is about to end,
-leases are checked every tenth of a second. If a check is late, it renews all leases, because the gateway itself was
-stalled, not the services.
+A follower is a gateway that shares its jobs with others and is not their scheduler: it forwards calls about jobs.
 """
 
 from __future__ import annotations
@@ -24,22 +23,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
-import math
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from bottega import kinds
-from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn, AddOnContext, AddOnMetrics, PrefetchReason
+from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, AddOnMetrics
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock, SharedClock, seconds_until_tick
 from bottega.codec import CodecPool
-from bottega.errors import BottegaError, NoWorker, StorageUnavailable
+from bottega.errors import BottegaError, ConfigError, StorageUnavailable
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import TARGETS_PATH, FleetNotServedHere, FleetService, scrape_targets
+from bottega.gateway.api.forwarding import ForwardingImageService
 from bottega.gateway.api.image_service import ImageService
 from bottega.gateway.api.webhook_service import WebhookService
 from bottega.gateway.config import GatewayConfig, read_webhook_secrets
@@ -47,38 +44,30 @@ from bottega.gateway.dispatch.connection import WorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.conversion import version
-from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage, create_job_store
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.periodic_checks import PeriodicChecks
+from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants import TenantAuthenticator, TenantTerms
 from bottega.gateway.webhooks.delivery import WebhookDelivery
 from bottega.gateway.webhooks.events import WebhookEvents
 from bottega.manifest import load_object, read_services
+from bottega.rpc.address import is_any_host
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import content_store
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 
+if TYPE_CHECKING:
+    from bottega.gateway.jobs.store.postgresql import PostgresJobStore
+    from bottega.gateway.sharing import SharedScheduling
+
 # Seconds between two checks of the health. It is also checked when writing begins to fail or to work again.
 _HEALTH_S = 1.0
 # Upper bound on the wait of an input image for a codec process. An image that hangs its codec delays others as long.
 _INSPECTION_WAIT_S = 20.0
-
-# If a check is late by more seconds than this, this process was stalled, not its members.
-_LATE_S = 0.5
-# Seconds between two checks while the lease of a member is about to end, or after a check has failed.
-_TICK_S = 0.1
-# Rest of a lease from which on ticks are frequent: after a stall of this process, reports that came meanwhile are
-# read before a member is removed.
-_ABOUT_TO_END_S = 0.5
-_QUEUE_S = 1.0
-# Part of that after which the queue is due, because timers fire a moment earlier or later.
-_ABOUT = 0.9
-# Number of checks that fail within so many seconds before the gateway reports NOT_SERVING.
-_MAX_FAULTS = 3
-_FAULTS_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +89,7 @@ class Gateway:
             TARGETS_PATH, lambda: scrape_targets([self._this, *(member.registration for member in fleet.members())])
         )
         fleet = _fleet(config, metrics, clock)
+        self._role = SchedulerRole()
         self._storage = _storage(config, metrics, clock, shared=shared)
         self._webhooks = WebhookDelivery(
             config=config.webhooks, storage=self._storage, terms=terms, metrics=metrics.webhooks, clock=clock
@@ -124,11 +114,14 @@ class Gateway:
             fleet=fleet,
             jobs=self._jobs,
             addons=addons,
-            connect=functools.partial(WorkerClient, channels=self.server.channels),
+            connect=functools.partial(
+                WorkerClient, channels=self.server.channels, generation=lambda: self._role.generation
+            ),
             terms=terms,
             metrics=metrics,
             clock=clock,
         )
+        metrics.scheduler.set_function(lambda: self._jobs.restored and not self._role.lost)
         self._periodic = PeriodicChecks(
             fleet=fleet,
             controller=self._controller,
@@ -159,7 +152,13 @@ class Gateway:
             addons=addons,
             default_deadline_s=config.server.default_deadline_s,
         )
-        image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
+        self._advertised = config.advertised
+        self._sharing = self._shared(config, fleet) if config.jobs else None
+        self._forwarding = ForwardingImageService(
+            images, self._role, self.server.channels, max_message_mib=config.server.max_message_mib
+        )
+        public = self._forwarding if self._sharing else images
+        image_pb2_grpc.add_ImageServiceServicer_to_server(public, self.server.grpc)
         # It refuses calls and names the right port. Without it, gRPC may end an unfinished Join with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
@@ -170,6 +169,7 @@ class Gateway:
             this=self._this,
             activity=metrics.activity,
             clock=clock,
+            scheduler=self._scheduler_lease,
         )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
         webhooks = WebhookService(self._webhooks, self._storage)
@@ -181,28 +181,50 @@ class Gateway:
             ]
         )
 
+    @property
+    def failed(self) -> asyncio.Future[BottegaError] | None:
+        """Gets an error when the process has to end, because another gateway has become the scheduler."""
+        return self._sharing.failed if self._sharing else None
+
     async def warm_up(self) -> None:
         """Start all parts of the gateway. Afterwards its health is SERVING, even if no worker has joined.
 
         This does not return while the disk is unusable. Until then, reads are answered as far as possible, and other
-        calls are refused with the reason.
+        calls are refused with the reason. A gateway that shares its jobs is ready when there is a scheduler.
         """
         self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads)
+            if self._sharing is None:
+                await self._begin()
+            else:
+                self._forwarding.start()
+                self._periodic.start()
+                await self._sharing.start(self._address_for_gateways())
         finally:
             await starting
-        self._storage.start(self._jobs.live_records)
-        await self._webhooks.start()
-        self._controller.start()
-        self._periodic.start()
+        if self._sharing is None:
+            self._periodic.start()
         self._health.start(self._keep_health())
 
     async def finish(self) -> None:
-        """Refuse new jobs, wait until the running jobs have ended, and end the streams of the fleet."""
+        """Refuse new jobs, wait until the running jobs have ended, and end the streams of the fleet.
+
+        If the jobs are shared, another gateway goes on with them at once, except those that end with their callers.
+        """
         await self._health.cancel()
-        await self._controller.drain()
+        if self._sharing is None:
+            await self._controller.drain()
+            return
+        try:
+            if self._role.serves:
+                await self._controller.wait_for_callers()
+        finally:
+            self._controller.hand_over()
+            self._forwarding.drain()
+            await self._webhooks.stop()
+            await self._jobs.close()
+            await self._sharing.release()
 
     async def shut_down(self) -> None:
         """Stop all parts that are still running."""
@@ -210,8 +232,39 @@ class Gateway:
         await self._periodic.stop()
         await self._controller.stop()
         await self._webhooks.stop()
+        if self._sharing is not None:
+            await self._forwarding.close()
+            await self._sharing.close()
         await self._storage.close()
         await self._codec.stop()
+
+    async def _begin(self, lease: LeaseHolder | None = None) -> None:
+        """Read the jobs, and start to schedule them; with the scheduler's lease if they are shared."""
+        if lease is not None:
+            cast("PostgresJobStore", self._storage.jobs).fence(lease.generation)
+            self._jobs.share_page_tokens(lease.page_token_key)
+        await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads)
+        self._storage.start(self._jobs.live_records)
+        await self._webhooks.start()
+        self._controller.start()
+
+    def _shared(self, config: GatewayConfig, fleet: Fleet) -> SharedScheduling:
+        from bottega.gateway.sharing import shared_scheduling  # it needs psycopg, which is an extra
+
+        return shared_scheduling(
+            config.jobs, self._role, name=config.name, begin=self._begin, announce=fleet.wake_streams
+        )
+
+    def _scheduler_lease(self) -> fleet_pb2.SchedulerLease | None:
+        """Return who the scheduler is, for members of the fleet."""
+        holder = self._role.holder
+        return fleet_pb2.SchedulerLease(generation=holder.generation, name=holder.name) if holder else None
+
+    def _address_for_gateways(self) -> str:
+        """Return host:port of the public port for other gateways. Raises ConfigError if it is unknown."""
+        if not self._advertised and is_any_host(self.server.address):
+            raise ConfigError("advertised: name the host:port at which other gateways reach this one's server.listen")
+        return self._advertised or self.server.address
 
     async def _restore(self) -> None:
         began = time.perf_counter()
@@ -281,126 +334,3 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock, *, sh
     metrics.image_bytes.set_function(lambda: images.size_bytes)
     metrics.image_budget_bytes.set(images.budget_bytes)
     return storage
-
-
-class PeriodicChecks:
-    """Runs the checks of a gateway's fleet and queue. `start` them after the controller, and `stop` them before it.
-
-    Args:
-        worker_grace_s: Seconds for which jobs from before a restart wait for a worker of their model to join. The
-            restarted gateway does not know yet how long such a worker takes to start.
-    """
-
-    def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        controller: JobController,
-        addons: Sequence[AddOn],
-        worker_grace_s: float,
-        clock: Clock,
-    ) -> None:
-        self._fleet = fleet
-        self._controller = controller
-        self._queue = controller.queue
-        self._addons = addons
-        self._worker_grace_s = worker_grace_s
-        self._grace_until = 0.0
-        self._clock = clock
-        self._queue_due_at = -math.inf
-        """Time of the next check of the queue, on the clock of the event loop."""
-        self._checking = BackgroundTasks("checks of the fleet and the queue")
-        self._publishing = BackgroundTasks("publishing of estimates")
-        self._faults: deque[float] = deque(maxlen=_MAX_FAULTS)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the checks run. A single failure does not count, several within seconds do."""
-        faults = self._faults
-        return len(faults) < _MAX_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
-
-    def start_grace(self) -> None:
-        """Start the time during which jobs from before a restart wait for a worker."""
-        self._grace_until = self._clock.monotonic() + self._worker_grace_s
-
-    def start(self) -> None:
-        """Start the background checks."""
-        self._checking.start(self._keep_checking())
-
-    async def stop(self) -> None:
-        """Stop the background checks. Does nothing if they were not started."""
-        await self._checking.cancel()
-        await self._publishing.cancel()
-
-    async def _keep_checking(self) -> None:
-        checked_at = self._clock.monotonic()
-        while True:
-            pause_s = self._pause_s()
-            await asyncio.sleep(pause_s)
-            # Since the check before, and not only while it slept: this process may be stopped anywhere.
-            before, checked_at = checked_at, self._clock.monotonic()
-            try:
-                self._check(late_s=max(0.0, checked_at - before - pause_s))
-            except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and no job starts
-                _log.exception("the check of the fleet and the queue failed; it is tried again")
-                self._faults.append(self._clock.monotonic())
-                await asyncio.sleep(_QUEUE_S)  # what fails every time is not logged every time
-                checked_at = self._clock.monotonic()
-
-    def _pause_s(self) -> float:
-        """Return the seconds until a lease is about to end or the queue has to be checked."""
-        lease_s = self._fleet.lease_s
-        quiet_s = self._fleet.shortest_lease_s() - min(_ABOUT_TO_END_S, lease_s / 2)
-        return min(max(quiet_s, _TICK_S), seconds_until_tick(_QUEUE_S))
-
-    def _check(self, *, late_s: float) -> None:
-        if late_s > _LATE_S:
-            _log.warning("the event loop was stalled; all leases are renewed", extra={"late_s": round(late_s, 3)})
-            self._fleet.renew_leases()
-            self._grace_until += late_s
-            return  # read the pending reports before any member or job is given up
-        self._fleet.expire()
-        now = asyncio.get_running_loop().time()
-        if now >= self._queue_due_at:
-            self._queue_due_at = now + _ABOUT * _QUEUE_S
-            if self._controller.has_jobs:
-                self._fleet.wake_up()
-            else:
-                self._fleet.rest()
-            self._check_queue()
-            self._controller.demand.update()
-
-    def _check_queue(self) -> None:
-        in_grace = self._clock.monotonic() < self._grace_until
-        for model in self._queue.models():
-            if in_grace or self._fleet.expected(model):
-                self._controller.scheduler.schedule(model)
-                self._fail_all(self._controller.estimates.unmeetable(model))
-                self._check_addons(model, in_grace=in_grace)
-            else:
-                retry_after_s = self._queue.retry_after_s()
-                error = NoWorker(
-                    f"no worker of model {model} joined within the grace period", retry_after_s=retry_after_s
-                )
-                self._fail_all((job, error) for job in self._queue.line(model))
-        if not self._publishing:
-            self._publishing.start(self._publish_estimates())
-
-    def _check_addons(self, model: str, *, in_grace: bool) -> None:
-        for addon in self._addons:
-            addon.prefetch(list(itertools.islice(self._queue.line(model), PREFETCHED_JOBS)), PrefetchReason.NEXT)
-            if not in_grace:
-                waiting = self._queue.line(model)
-                self._fail_all((job, error) for job in waiting if (error := addon.unavailable(job)) is not None)
-
-    def _fail_all(self, failures: Iterable[tuple[Job, BottegaError]]) -> None:
-        for job, error in list(failures):  # a copy, because failing a job removes it from the queue
-            self._controller.fail(job, error)
-
-    async def _publish_estimates(self) -> None:
-        """Compute and publish estimates in a task of their own, because a long queue takes a while."""
-        try:
-            await self._controller.estimates.publish_all()
-        except Exception:  # noqa: BLE001 - the boundary of the task
-            _log.exception("computing the estimates of the queue failed; it is tried again")
-            self._faults.append(self._clock.monotonic())

@@ -99,6 +99,11 @@ class GatewayMetrics:
             "Longest time in seconds that a waiting job has waited.",
             registry=registry,
         )
+        self.scheduler = Gauge(
+            "bottega_scheduler",
+            "1 while this gateway schedules the jobs; of those that share jobs one does, else 0.",
+            registry=registry,
+        )
         self.running = Gauge("bottega_running_jobs", "Jobs that are running on a worker.", registry=registry)
         self.signing_expires = Gauge(
             "bottega_signing_certificate_expires_timestamp_seconds",

@@ -22,7 +22,16 @@ from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.audit import AuditLog, about
 from bottega.rpc.operation.metrics import CallMetrics
-from bottega.rpc.security.caller import AUDITED, CallAuthenticator, Caller, Role, bind_caller, caller_in, check_method
+from bottega.rpc.security.caller import (
+    AUDITED,
+    CallAuthenticator,
+    Caller,
+    Role,
+    bind_caller,
+    caller_in,
+    caller_uris,
+    check_method,
+)
 from bottega.rpc.status import to_grpc_status
 from bottega.sampled_log import SampledLog
 
@@ -163,7 +172,8 @@ class CallGuard:
 
         Raises Unauthenticated, Forbidden if the caller may not call the method, or QuotaExceeded.
         """
-        metadata, identities = tuple(self._context.invocation_metadata() or ()), _identities(self._context)
+        metadata = tuple(self._context.invocation_metadata() or ())
+        identities = caller_uris(_identities(self._context), metadata, method=self._method)
         try:
             known = self._known = await authenticator.authenticate(identities, metadata)
         except Unauthenticated:

@@ -201,7 +201,26 @@ def caller_in(identities: Sequence[str]) -> Caller | None:
     return Caller(role=identity.role, name=identity.name, tenant=tenant)
 
 
+CALLER_KEY = "x-bottega-caller"
+"""Metadata key with the identity of the caller whose call a gateway passes on to another gateway."""
+
+_PUBLIC_API = "/bottega.v1.ImageService/"
 _CALLERS = frozenset({Role.TENANT, Role.OPERATOR})
+
+
+def caller_uris(identities: Sequence[str], metadata: Metadata, *, method: str) -> Sequence[str]:
+    """Return the URIs that name the caller of a call: those in the peer's certificate, or of a call passed on.
+
+    Only a gateway can pass on a call, only of a tenant or an operator, and only to the public API.
+    """
+    peer = identity_in(identities)
+    if peer is None or peer.role is not Role.GATEWAY or not method.startswith(_PUBLIC_API):
+        return identities
+    named = next((value for key, value in metadata if key == CALLER_KEY and isinstance(value, str)), "")
+    passed_on = identity_from(named)
+    return [passed_on.uri] if passed_on is not None and passed_on.role in _CALLERS else identities
+
+
 _OPERATOR = frozenset({Role.OPERATOR})
 _GATEWAY = frozenset({Role.GATEWAY})
 _GATEWAY_OR_OPERATOR = _GATEWAY | _OPERATOR

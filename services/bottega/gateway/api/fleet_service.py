@@ -20,7 +20,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.scheduling.demand import FleetDemand
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.process.memory import resident_bytes
-from bottega.rpc.address import host_of, split
+from bottega.rpc.address import host_of, is_any_host, split
 from bottega.rpc.interceptor.call_limits import full
 from bottega.rpc.security.caller import Caller, Role, caller
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
@@ -35,9 +35,6 @@ _WAKE_S = 0.1
 
 TARGETS_PATH = "/targets"
 """HTTP path of the list of Prometheus scrape targets, on the port of the gateway's own /metrics."""
-
-# Wildcard hosts. A service that listens on one is scraped at the host of its call address.
-_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -237,6 +234,6 @@ def scrape_targets(registrations: Iterable[fleet_pb2.Registration]) -> str:
 
 def _scrape_target(registration: fleet_pb2.Registration) -> str:
     host, port = split(registration.metrics_address)
-    if host in _EVERYWHERE:
+    if is_any_host(registration.metrics_address):  # it is scraped at the host of its call address
         host, _ = split(registration.address)
     return f"{host}:{port}"

@@ -303,14 +303,20 @@ class WorkerClient:
 
     WorkerLost means that the connection broke, as when the worker dies (see is_death), or that the worker gave up the
     attempt. Other Unavailable errors and QueueFull mean that the worker did not accept the attempt.
+
+    Args:
+        generation: Returns the generation of the scheduler's lease, 0 if the jobs are not shared. A worker refuses
+            calls of an older one than it knows.
     """
 
-    def __init__(self, target: Target, channels: Channels) -> None:
+    def __init__(self, target: Target, channels: Channels, generation: Callable[[], int] = lambda: 0) -> None:
         self._channel = channels.open(target)
+        self._generation = generation
         self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
         """Start an attempt before returning, and stream its events."""
+        request.attempt.CopyFrom(self._fenced(request.attempt))
         return self._events(self._worker.RunAttempt(request), request.attempt)
 
     async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
@@ -325,8 +331,9 @@ class WorkerClient:
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Stop an attempt and delete the worker's data about it."""
+        request = worker_pb2.CancelAttemptRequest(attempt=self._fenced(attempt))
         with _typed_failures():
-            await self._worker.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=attempt), timeout=deadline_s)
+            await self._worker.CancelAttempt(request, timeout=deadline_s)
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
         """List the attempts that the worker runs, and finished ones that it still keeps."""
@@ -335,12 +342,17 @@ class WorkerClient:
 
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Ask the worker to send previews of an attempt from now on."""
+        request = worker_pb2.PreviewAttemptRequest(attempt=self._fenced(attempt))
         with _typed_failures():
-            await self._worker.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=attempt), timeout=deadline_s)
+            await self._worker.PreviewAttempt(request, timeout=deadline_s)
 
     async def close(self) -> None:
         """End every call."""
         await self._channel.close()
+
+    def _fenced(self, attempt: worker_pb2.AttemptId) -> worker_pb2.AttemptId:
+        """Return the ID of an attempt with the generation of this gateway's lease."""
+        return worker_pb2.AttemptId(job_id=attempt.job_id, number=attempt.number, generation=self._generation())
 
     async def _events(self, call: _AttemptCall, attempt: worker_pb2.AttemptId) -> AttemptEvents:
         answered = False

@@ -33,6 +33,10 @@ class PageTokens:
         self._key_file = key_file
         self._cipher: AESGCM | None = None
 
+    def use(self, key: bytes) -> None:
+        """Use this key of 32 bytes, not that of the file."""
+        self._cipher = AESGCM(key)
+
     def token_of(self, sequence: int, *, tenant: str) -> str:
         """Return a tenant's token for the page that starts after the job with this sequence number."""
         nonce = os.urandom(_NONCE_BYTES)

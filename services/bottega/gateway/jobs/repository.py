@@ -99,6 +99,10 @@ class JobRepository:
         """Number of times that the gateway was started before this process."""
         return max(0, self._store.generation - 1)
 
+    def share_page_tokens(self, key: bytes) -> None:
+        """Use a key of page tokens that other gateways have too, so that a list goes on at another one."""
+        self._tokens.use(key)
+
     async def restore(self) -> list[Job]:
         """Return the unfinished jobs from before a restart, oldest first. Queue them before anything else happens.
 

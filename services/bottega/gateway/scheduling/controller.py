@@ -6,6 +6,7 @@ controller changes the job accordingly, writes the change, and makes the schedul
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
@@ -161,6 +162,7 @@ class JobController:
             conversion.log_restored(len(jobs), sum(map(self._recovery.is_held, kept)), seconds)
         for member in self._fleet.members():
             if member.is_worker:
+                self._dispatcher.add_worker(member)
                 self._recovery.add_worker(member)
         for job in orphans:
             self.abandon(job, "its only caller was disconnected when the gateway restarted")
@@ -179,10 +181,19 @@ class JobController:
         try:
             await detach_when_idle(self._jobs.live(), is_held=self._recovery.is_held)
         finally:
-            for job in list(self._jobs.live()):
-                job.detach(draining())
-            self._dispatcher.detach()
-            self._fleet.close()
+            self.hand_over()
+
+    async def wait_for_callers(self) -> None:
+        """Wait until the jobs that end with their callers have ended, as far as there are any now."""
+        await asyncio.gather(*(job.ended.wait() for job in self._jobs.live() if job.request.ends_with_caller))
+
+    def hand_over(self) -> None:
+        """Stop changing jobs, because another process goes on with them. Their watchers get Draining."""
+        self.draining = self.scheduler.draining = True
+        for job in list(self._jobs.live()):
+            job.detach(draining())
+        self._dispatcher.detach()
+        self._fleet.close()
 
     async def stop(self) -> None:
         """Stop reading the events of all attempts, and end all calls to workers."""
@@ -327,8 +338,11 @@ class JobController:
     # What the fleet reports (FleetObserver).
 
     def member_joined(self, member: Member) -> None:
-        """Ask a worker that has joined which attempts it still runs, and then assign jobs to it."""
-        if member.is_worker:
+        """Ask a worker that has joined which attempts it still runs, and then assign jobs to it.
+
+        Before the jobs are restored, another gateway may be the scheduler, and this one calls no worker.
+        """
+        if member.is_worker and self._jobs.restored:
             self._dispatcher.add_worker(member)
             self._recovery.add_worker(member)
 

@@ -376,8 +376,8 @@ async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_o
 async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bottega.gateway.gateway._QUEUE_S", 0.05)
-    monkeypatch.setattr("bottega.gateway.gateway._FAULTS_S", 2.0)
+    monkeypatch.setattr("bottega.gateway.periodic_checks._QUEUE_S", 0.05)
+    monkeypatch.setattr("bottega.gateway.periodic_checks._FAULTS_S", 2.0)
     async with running_gateway() as house:
         await house.worker()
         unknown = sample_job()

@@ -568,8 +568,8 @@ async def test_a_job_that_no_worker_takes_fails_in_the_end(shop: Shop) -> None:
 async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_no_lease(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("bottega.gateway.gateway._TICK_S", 0.005)
-    monkeypatch.setattr("bottega.gateway.gateway._QUEUE_S", 0.005)
+    monkeypatch.setattr("bottega.gateway.periodic_checks._TICK_S", 0.005)
+    monkeypatch.setattr("bottega.gateway.periodic_checks._QUEUE_S", 0.005)
     shop.worker()
     unknown = sample_job(shop.time)
     shop.queue.add(unknown)  # nobody knows of it, which is a fault of ours

@@ -136,13 +136,6 @@ _FIRST = f"""
     INSERT INTO probes VALUES (0);
 
     -- The gateway that schedules: at most one row. The generation of each holder is larger than all before.
-    CREATE TABLE scheduler_lease (
-        generation bigint PRIMARY KEY,
-        holder text NOT NULL,
-        name text NOT NULL,
-        address text NOT NULL,
-        expires_at timestamptz NOT NULL
-    );
 """
 
 MIGRATIONS = (Migration(statements=_FIRST),)

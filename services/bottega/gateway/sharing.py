@@ -1,0 +1,124 @@
+"""Sharing of jobs with other gateways: one that gets the lease becomes the scheduler, and ends when it loses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import BottegaError, InternalError, StorageUnavailable, Unavailable
+from bottega.gateway.scheduler_lease import SchedulerLease
+from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
+from bottega.storage.postgresql import PostgresDatabase
+
+# Seconds between two tries to reach PostgreSQL at the start.
+_RETRY_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class SharedScheduling:
+    """Follows the scheduler's lease, and makes this gateway the scheduler when it gets it.
+
+    Args:
+        begin: Called with the lease of this gateway; reads the jobs and starts to schedule them.
+        announce: Called when another gateway has become the scheduler, or this one; tells the members of the fleet.
+
+    Attributes:
+        failed: Gets an error when this gateway has lost the lease or cannot use the jobs. The process then ends, and
+            its supervisor starts it again as a follower.
+    """
+
+    def __init__(
+        self,
+        lease: SchedulerLease,
+        role: SchedulerRole,
+        *,
+        begin: Callable[[LeaseHolder], Awaitable[None]],
+        announce: Callable[[], None],
+    ) -> None:
+        self._lease = lease
+        self._role = role
+        self._begin = begin
+        self._announce = announce
+        self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
+        self._tasks = BackgroundTasks("following the scheduler")
+
+    async def start(self, address: str) -> None:
+        """Start, and return when calls can be answered: there is a scheduler, perhaps this gateway. Raises ConfigError.
+
+        Args:
+            address: host:port under which other gateways reach the public port of this one.
+        """
+        self._lease.address = address
+        reported = False
+        while True:
+            try:
+                await self._lease.start()
+                break
+            except StorageUnavailable as error:
+                if not reported:
+                    _log.error("the jobs cannot be used yet; retrying", extra={"text": error.message})
+                reported = True
+                await asyncio.sleep(_RETRY_S)
+        self._tasks.start(self._follow())
+        self._tasks.start(self._watch_loss())
+        while self._role.other is None and not self._role.serves:
+            if self.failed.done():
+                raise self.failed.result()
+            await self._role.change()
+
+    async def release(self) -> None:
+        """Let another gateway become the scheduler. This one forwards all calls from now on."""
+        await self._lease.release()
+
+    async def close(self) -> None:
+        """Stop following the lease."""
+        await self._tasks.cancel()
+        await self._lease.close()
+
+    async def _follow(self) -> None:
+        while not self.failed.done():
+            self._announce()
+            if self._role.held and not self._role.serves:
+                await self._become_scheduler()
+            else:
+                await self._role.change()
+
+    async def _become_scheduler(self) -> None:
+        holder = self._role.holder
+        assert holder is not None
+        try:
+            await self._begin(holder)
+        except BottegaError as error:
+            self._fail(error)
+        except Exception:  # noqa: BLE001 - the boundary of the task: a scheduler that does nothing is worse than none
+            _log.exception("the jobs could not be read")
+            self._fail(InternalError("the jobs could not be read; the log says why"))
+        else:
+            if self._role.held:
+                self._role.set(holder, held=True, serves=True)
+
+    async def _watch_loss(self) -> None:
+        while not self._role.lost:
+            await self._role.change()
+        self._fail(Unavailable("another gateway has become the scheduler; this one has to start again"))
+
+    def _fail(self, error: BottegaError) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+        self._role.set(self._role.holder, held=self._role.held, lost=self._role.lost)
+
+
+def shared_scheduling(
+    url: str,
+    role: SchedulerRole,
+    *,
+    name: str,
+    begin: Callable[[LeaseHolder], Awaitable[None]],
+    announce: Callable[[], None],
+) -> SharedScheduling:
+    """Return the sharing of jobs in the database at a URL; see SharedScheduling. Raises ConfigError."""
+    database = PostgresDatabase(url, application="bottega scheduler lease", max_connections=1)
+    return SharedScheduling(SchedulerLease(database, role, name=name), role, begin=begin, announce=announce)

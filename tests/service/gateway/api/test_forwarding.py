@@ -1,0 +1,126 @@
+"""Calls that a gateway passes on to the scheduler: whose they are, and which limits hold for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from bottega.errors import Draining, Forbidden, QuotaExceeded
+from bottega.rpc.channel import Target
+from bottega.rpc.security.caller import CALLER_KEY, Role
+from bottega.rpc.security.tenant_file import Quotas
+from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
+from bottega.v1.generation_pb2 import GenerationSpec
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.certificates import Authority
+from tests.support.postgresql import new_database
+from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.tenants import add_tenant, calling
+from tests.support.waiting import eventually
+
+
+@contextlib.asynccontextmanager
+async def _two_gateways(worker: dict[str, Any] | None = None, **config: Any) -> AsyncIterator[tuple[Running, Running]]:
+    """The scheduler and a follower, with a worker that has joined both."""
+    with new_database() as url:
+        async with (
+            running_gateway(jobs=url, name="first", **config) as scheduler,
+            running_gateway(jobs=url, name="second", **config) as follower,
+        ):
+            joined = ScriptedWorker("w1", f"{scheduler.fleet_address},{follower.fleet_address}", **(worker or {}))
+            await joined.start(join_timeout_s=30)
+            follower.workers.append(joined)
+            for house in (scheduler, follower):
+                await eventually(lambda house=house: _knows_a_worker(house))  # type: ignore[misc]
+            yield scheduler, follower
+
+
+async def _knows_a_worker(house: Running) -> bool:
+    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=20)).members
+    return any(member.registration.models for member in members)
+
+
+async def _submit(images: Any, *, metadata: tuple[tuple[str, str], ...] = ()) -> str:
+    request = image_pb2.SubmitJobRequest(spec=GenerationSpec(prompt="a star"))
+    return str((await images.SubmitJob(request, timeout=20, metadata=metadata)).job.job_id)
+
+
+async def _listed(images: Any, *, metadata: tuple[tuple[str, str], ...] = ()) -> list[str]:
+    answer = await images.ListJobs(image_pb2.ListJobsRequest(), timeout=20, metadata=metadata)
+    return [job.job_id for job in answer.jobs]
+
+
+async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "certs")
+    tls = authority.issue("gateway/main")
+    with_tls = {"tls": tls, "channels": authority.channels("operator/anna")}
+    async with _two_gateways({"tls": authority.issue("worker/w1")}, **with_tls) as (scheduler, follower):
+        opened: list[grpc.aio.Channel] = []
+
+        def images(name: str, house: Running) -> Any:
+            target = Target(address=house.address, role=Role.GATEWAY)
+            opened.append(authority.channels(name).open(target))
+            return image_pb2_grpc.ImageServiceStub(opened[-1])
+
+        shop, bank = images("tenant/shop", follower), images("tenant/bank", scheduler)
+        job = await _submit(shop)
+        assert await _listed(shop) == await _listed(images("tenant/shop", scheduler)) == [job]
+        # A name that a caller gives itself counts at no gateway, unless the caller is a gateway.
+        as_shop = ((CALLER_KEY, "tenant/shop"),)
+        assert await _listed(bank, metadata=as_shop) == []
+        assert await _listed(images("tenant/bank", follower), metadata=as_shop) == []
+        assert await _listed(images("gateway/other", scheduler), metadata=as_shop) == [job]
+        for name in ("worker/w1", "gateway/none", ""):
+            gateway = images("gateway/other", scheduler)
+            metadata = ((CALLER_KEY, name),)
+            await refusal(lambda gateway=gateway, metadata=metadata: _listed(gateway, metadata=metadata), Forbidden)  # type: ignore[misc]
+        for channel in opened:
+            await channel.close()
+
+
+async def test_a_quota_counts_the_jobs_of_all_gateways(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    key = add_tenant(tenants, "shop", quotas=Quotas(per_minute=2))
+    async with (
+        _two_gateways(tenants=str(tenants)) as (scheduler, follower),
+        calling(scheduler, key) as at_scheduler,
+        calling(follower, key) as at_follower,
+    ):
+        await _submit(at_follower.images)
+        await _submit(at_scheduler.images)
+        for images in (at_follower.images, at_scheduler.images):
+            refused = await refusal(lambda images=images: _submit(images), QuotaExceeded)  # type: ignore[misc]
+            assert refused.metadata["quota"] == "per_minute"
+        assert await _listed(at_follower.images) == await _listed(at_scheduler.images)
+
+
+async def test_previews_and_pictures_come_through_another_gateway() -> None:
+    async with _two_gateways() as (_, follower):
+        script = follower.workers[0].script
+        script.preview, script.pace_s = b"preview", 0.02
+        answers = [answer.event async for answer in follower.generate(prompt="a star", preview=True)]
+        assert any(event.progress.previews for event in answers)
+        assert answers[-1].completed.images[0].data == b"picture 0"
+        assert await follower.image(answers[-1].job_id) == b"picture 0"
+
+
+async def test_a_call_is_passed_on_once() -> None:
+    async with _two_gateways() as (_, follower):
+        passed_on = (("x-bottega-forwarded", "1"),)
+        await refusal(lambda: _listed(follower.images, metadata=passed_on), Draining)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_refusal_of_the_scheduler_reaches_the_caller_unchanged(known: bool) -> None:
+    async with _two_gateways() as (_, follower):
+        job_id = (await follower.submit()).job_id if known else "unknown"
+        request = image_pb2.GetImageRequest(job_id=job_id, index=7)
+        if known:
+            await follower.ended(job_id)
+        error = await refusal(lambda: follower.images.GetImage(request, timeout=20))
+        assert error.reason_name == ("IMAGE_NOT_FOUND" if known else "JOB_NOT_FOUND")

@@ -1,0 +1,125 @@
+"""The scheduler's lease in a real PostgreSQL: one holder at a time, whatever the gateways do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import pytest
+
+from bottega.gateway.scheduler_lease import SchedulerLease
+from bottega.gateway.scheduler_role import SchedulerRole
+from bottega.storage.postgresql import PostgresDatabase
+from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
+from tests.support.waiting import eventually
+
+# So short that tests do not wait long, and many times longer than a query.
+_LEASE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """As much of a gateway as the lease needs."""
+
+    lease: SchedulerLease
+    role: SchedulerRole
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with new_database() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _gateway(url: str, name: str, *, lease_s: float = _LEASE_S) -> AsyncIterator[Gateway]:
+    database, role = PostgresDatabase(url, application=f"lease of {name}", max_connections=1), SchedulerRole()
+    lease = SchedulerLease(database, role, name=name, lease_s=lease_s)
+    lease.address = f"{name}:8470"
+    await lease.start()
+    try:
+        yield Gateway(lease=lease, role=role)
+    finally:
+        await lease.close()
+
+
+async def test_one_of_many_gateways_takes_a_free_lease(url: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        leases = await asyncio.gather(*(stack.enter_async_context(_gateway(url, f"g{n}")) for n in range(6)))
+        await eventually(lambda: all(lease.role.holder is not None for lease in leases))
+        (scheduler,) = [lease for lease in leases if lease.role.held]
+        assert {lease.role.holder for lease in leases} == {scheduler.role.holder}
+        assert scheduler.role.holder is not None
+        assert (scheduler.role.holder.generation, scheduler.role.holder.address) == (1, scheduler.lease.address)
+
+
+async def test_a_renewed_lease_stays_with_its_holder(url: str) -> None:
+    async with _gateway(url, "a") as first:
+        await eventually(lambda: first.role.held)
+        async with _gateway(url, "b") as second:
+            await asyncio.sleep(2 * _LEASE_S)
+            assert (first.role.held, second.role.held) == (True, False)
+
+
+async def test_a_follower_takes_the_lease_of_a_gateway_that_died(url: str) -> None:
+    async with _gateway(url, "b") as second:
+        async with _gateway(url, "a") as first:  # it ends without a release, as after kill -9
+            await eventually(lambda: first.role.held or second.role.held)
+        await eventually(lambda: second.role.held)
+        assert second.role.holder is not None
+        assert second.role.holder.name == "b"
+
+
+async def test_a_released_lease_is_taken_without_waiting_for_its_end(url: str) -> None:
+    async with _gateway(url, "a", lease_s=3600) as first:
+        await eventually(lambda: first.role.held)
+        async with _gateway(url, "b", lease_s=3600) as second:
+            await eventually(lambda: second.role.holder is not None)
+            await first.lease.release()
+            await eventually(lambda: second.role.held)
+            await eventually(lambda: first.role.holder == second.role.holder)
+            assert not first.role.held
+
+
+async def test_a_holder_whose_lease_was_taken_is_lost(url: str) -> None:
+    server = shared_server()
+    async with _gateway(url, "a") as first:
+        await eventually(lambda: first.role.held)
+        _take_over(server, url)
+        await eventually(lambda: first.role.lost)
+        assert not first.role.held
+        await asyncio.sleep(2 * _LEASE_S)
+        assert not first.role.held
+
+
+async def test_a_restarted_database_changes_no_holder() -> None:
+    with running_server() as server:
+        url = server.url(server.new_database())
+        async with _gateway(url, "a") as first, _gateway(url, "b") as second:
+            await eventually(lambda: first.role.holder is not None and first.role.holder == second.role.holder)
+            server.restart()
+            await asyncio.sleep(2 * _LEASE_S)
+            await eventually(lambda: first.role.holder is not None and first.role.holder == second.role.holder)
+            assert [first.role.held, second.role.held].count(True) == 1
+            assert not (first.role.lost and second.role.lost)
+
+
+async def test_a_resting_gateway_makes_few_queries(url: str) -> None:
+    server, name = shared_server(), urlsplit(url).path[1:]
+    count = f"SELECT xact_commit FROM pg_stat_database WHERE datname = '{name}'"
+    async with _gateway(url, "a", lease_s=3.5) as first, _gateway(url, "b", lease_s=3.5) as second:
+        await eventually(lambda: first.role.holder is not None and first.role.holder == second.role.holder)
+        await asyncio.sleep(1.5)
+        ((before,),) = server.execute(count)
+        await asyncio.sleep(4.0)
+        ((after,),) = server.execute(count)
+    # Two gateways in 4 s, of which each may make 5 a second.
+    assert after - before < 2 * 4 * 5
+
+
+def _take_over(server: PostgresServer, url: str) -> None:
+    name = urlsplit(url).path[1:]
+    server.execute("UPDATE scheduler_lease SET generation = generation + 1, name = 'other'", database=name)

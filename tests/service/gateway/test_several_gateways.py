@@ -1,0 +1,220 @@
+"""Gateways in processes of their own that share their jobs in a real PostgreSQL, as their callers see them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.client.suite.plan import free_ports
+from bottega.gateway.scheduler_lease import LEASE_S
+from bottega.rpc.channel import open_channel
+from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1.generation_pb2 import GenerationSpec
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.postgresql import new_database, shared_server
+from tests.support.services import Service, Services, gateway_config
+from tests.support.waiting import eventually
+
+_HELD_AT = 3
+
+
+class Gateway:
+    """One of them, always at the same addresses, and a client of it."""
+
+    def __init__(self, services: Services, name: str, jobs: str, folder: Path) -> None:
+        self._services = services
+        self.name = name
+        self.address, self.fleet = (f"127.0.0.1:{port}" for port in free_ports(2))
+        self._config = gateway_config(
+            name=name,
+            jobs=jobs,
+            server={"listen": self.address, "metrics_listen": "127.0.0.1:0"},
+            fleet={"listen": self.fleet},
+            state=str(folder / name),
+        )
+        self.service: Service | None = None
+        self._channel = open_channel(self.address)
+        self.images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(self._channel)
+
+    @property
+    def process(self) -> Any:
+        assert self.service is not None
+        return self.service.process
+
+    async def start(self) -> None:
+        self.service = await asyncio.to_thread(self._services.start, "gateway", self._config, name=self.name)
+
+    async def stop(self) -> int:
+        assert self.service is not None
+        return await asyncio.to_thread(self.service.stop)
+
+    async def kill(self) -> None:
+        assert self.service is not None
+        await asyncio.to_thread(self.service.kill)
+
+    def logged(self, event: str) -> int:
+        """How often it has logged this, in the life that the log is of."""
+        assert self.service is not None
+        return sum(line.get("event") == event for line in self.service.events())
+
+    async def submit(self, request_id: str = "", **spec: Any) -> str:
+        request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(prompt="a star", **spec))
+        return (await self.images.SubmitJob(request, timeout=30)).job.job_id
+
+    async def job(self, job_id: str) -> image_pb2.Job:
+        return (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=30)).job
+
+    async def listed(self) -> list[str]:
+        answer = await self.images.ListJobs(image_pb2.ListJobsRequest(), timeout=30)
+        return [job.job_id for job in answer.jobs]
+
+    async def ended(self, job_id: str) -> image_pb2.Job:
+        """Watches a job here to its end; the job then."""
+        async for _ in self.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id), timeout=60):
+            pass
+        return await self.job(job_id)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two gateways of one database; the first is the scheduler. The worker has joined both."""
+
+    first: Gateway
+    second: Gateway
+    worker: ScriptedWorker
+    database: str
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    with new_database() as url, Services(tmp_path) as services:
+        first, second = (Gateway(services, name, url, tmp_path) for name in ("first", "second"))
+        worker = ScriptedWorker("w1", f"{first.fleet},{second.fleet}")
+        try:
+            await first.start()
+            await second.start()
+            await worker.start(join_timeout_s=30)
+            await eventually(lambda: _serves(first), "the first gateway to know the worker")
+            await eventually(lambda: _serves(second), "the second gateway to know the worker")
+            yield Pair(first=first, second=second, worker=worker, database=url)
+        finally:
+            for gateway in (first, second):
+                with contextlib.suppress(ProcessLookupError, AssertionError):
+                    gateway.process.send_signal(signal.SIGCONT)
+                await gateway.close()
+            await worker.die()
+
+
+async def _serves(gateway: Gateway) -> bool:
+    return bool((await gateway.images.ListModels(image_pb2.ListModelsRequest(), timeout=30)).models)
+
+
+async def test_every_gateway_accepts_lists_watches_and_cancels(pair: Pair) -> None:
+    jobs = [await pair.first.submit(), await pair.second.submit()]
+    for gateway in (pair.first, pair.second):
+        assert [(await gateway.ended(job)).state for job in jobs] == [image_pb2.JOB_STATE_COMPLETED] * 2
+        assert sorted(await gateway.listed()) == sorted(jobs)
+    pair.worker.script.hold_at = _HELD_AT
+    for cancelling, other in ((pair.first, pair.second), (pair.second, pair.first)):
+        job_id = await other.submit()
+        await eventually(lambda job_id=job_id: _is_running(pair.second, job_id))  # type: ignore[misc]
+        await cancelling.images.CancelJob(image_pb2.CancelJobRequest(job_id=job_id), timeout=30)
+        assert (await other.job(job_id)).state == image_pb2.JOB_STATE_CANCELLED
+
+
+async def test_a_killed_scheduler_is_replaced_and_its_jobs_go_on(pair: Pair) -> None:
+    pair.worker.script.hold_at = _HELD_AT
+    running = await pair.first.submit("running")
+    await eventually(lambda: _is_running(pair.first, running))
+    waiting = [await pair.second.submit(f"waiting-{number}") for number in range(3)]
+    watched = asyncio.create_task(pair.second.ended(running))
+    began = asyncio.get_running_loop().time()
+    await pair.first.kill()
+    late = await pair.second.submit("late")  # it waits for the next scheduler
+    assert asyncio.get_running_loop().time() - began < 10 * LEASE_S
+    pair.worker.script.release.set()
+    assert (await watched).state == image_pb2.JOB_STATE_COMPLETED
+    for job_id in (running, *waiting, late):
+        assert (await pair.second.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert pair.worker.begun.count((running, pair.worker.begun[0][1])) == 1
+    assert sorted({job for job, _ in pair.worker.begun}) == sorted([running, *waiting, late])
+    assert len(pair.worker.begun) == 5  # no attempt began again
+
+
+async def test_a_frozen_scheduler_that_wakes_changes_nothing_and_ends(pair: Pair) -> None:
+    pair.worker.script.hold_at = _HELD_AT
+    running = await pair.first.submit("running")
+    await eventually(lambda: _is_running(pair.first, running))
+    pair.first.process.send_signal(signal.SIGSTOP)
+    late = await pair.second.submit("late")
+    pair.worker.script.release.set()
+    assert (await pair.second.ended(running)).state == image_pb2.JOB_STATE_COMPLETED
+    # It has calls to answer when it wakes, before it knows that it is not the scheduler any more.
+    stale = [asyncio.create_task(pair.first.submit(f"stale-{number}")) for number in range(3)]
+    await asyncio.sleep(0.5)
+    pair.first.process.send_signal(signal.SIGCONT)
+    answers = await asyncio.gather(*stale, return_exceptions=True)
+    await asyncio.to_thread(pair.first.process.wait, 60)
+    assert pair.first.process.wait(1) == 1  # so that its supervisor starts it again
+    assert (await pair.second.ended(late)).state == image_pb2.JOB_STATE_COMPLETED
+    for answer in answers:
+        if isinstance(answer, str):
+            assert (await pair.second.ended(answer)).state == image_pb2.JOB_STATE_COMPLETED
+    assert set(await pair.second.listed()) == {running, late, *(job for job in answers if isinstance(job, str))}
+
+
+async def test_a_rolling_restart_refuses_no_call(pair: Pair) -> None:
+    done = asyncio.Event()
+    jobs: list[str] = []
+
+    async def submit_on() -> None:
+        while not done.is_set():
+            jobs.append(await pair.second.submit(f"job-{len(jobs)}"))
+
+    submitting = asyncio.create_task(submit_on())
+    await eventually(lambda: len(jobs) > 5)
+    assert await pair.first.stop() == 0
+    count = len(jobs)
+    await eventually(lambda: len(jobs) > count + 5)
+    done.set()
+    await submitting
+    for job_id in jobs:
+        assert (await pair.second.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_restarted_database_loses_no_job(pair: Pair) -> None:
+    accepted = [await pair.second.submit(f"before-{number}") for number in range(2)]
+    server = shared_server()
+    await asyncio.to_thread(server.restart)
+    accepted += [
+        await _submit_until_accepted(gateway, f"after-{gateway.name}") for gateway in (pair.first, pair.second)
+    ]
+    for job_id in accepted:
+        assert (await pair.second.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def _submit_until_accepted(gateway: Gateway, request_id: str) -> str:
+    accepted = ""
+
+    async def is_accepted() -> bool:
+        nonlocal accepted
+        with contextlib.suppress(Exception):
+            accepted = await gateway.submit(request_id)
+        return bool(accepted)
+
+    await eventually(is_accepted)
+    return accepted
+
+
+async def _is_running(gateway: Gateway, job_id: str) -> bool:
+    return (await gateway.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
