@@ -69,6 +69,8 @@ _HEALTH_S = 1.0
 # Upper bound on the wait of an input image for a codec process. An image that hangs its codec delays others as long.
 _INSPECTION_WAIT_S = 20.0
 
+_NO_SCHEDULER = fleet_pb2.SchedulerLease()
+
 _log = logging.getLogger(__name__)
 
 
@@ -256,9 +258,11 @@ class Gateway:
         )
 
     def _scheduler_lease(self) -> fleet_pb2.SchedulerLease | None:
-        """Return who the scheduler is, for members of the fleet."""
+        """Return who the scheduler is, for members of the fleet; None if this gateway shares its jobs with no other."""
+        if self._sharing is None:
+            return None
         holder = self._role.holder
-        return fleet_pb2.SchedulerLease(generation=holder.generation, name=holder.name) if holder else None
+        return fleet_pb2.SchedulerLease(generation=holder.generation, name=holder.name) if holder else _NO_SCHEDULER
 
     def _address_for_gateways(self) -> str:
         """Return host:port of the public port for other gateways. Raises ConfigError if it is unknown."""

@@ -108,7 +108,7 @@ class SchedulerLease:
     async def start(self) -> None:
         """Make the table ready, and then hold or watch the lease in the background."""
         await self._database.open()
-        await self._database.migrate("scheduler_lease", _MIGRATIONS)
+        await create_table(self._database)
         self._reached_at = asyncio.get_running_loop().time()
         self._tasks.start(self._keep())
         self._tasks.start(self._listen())
@@ -204,3 +204,8 @@ class SchedulerLease:
         async with contextlib.aclosing(self._database.listen(_CHANNEL)) as notifications:
             async for _ in notifications:
                 self._wake.set()
+
+
+async def create_table(database: PostgresDatabase) -> None:
+    """Create the table of the lease, unless it exists."""
+    await database.migrate("scheduler_lease", _MIGRATIONS)

@@ -134,8 +134,6 @@ _FIRST = f"""
     -- A row that is written to see whether the database can be written.
     CREATE TABLE probes (number bigint NOT NULL);
     INSERT INTO probes VALUES (0);
-
-    -- The gateway that schedules: at most one row. The generation of each holder is larger than all before.
 """
 
 MIGRATIONS = (Migration(statements=_FIRST),)

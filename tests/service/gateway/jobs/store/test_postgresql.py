@@ -16,6 +16,7 @@ from bottega.gateway.jobs.store import JobRecord, OutboxEvent, StaleGeneration
 from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.store.postgresql_outbox import insert_event
 from bottega.gateway.jobs.store.rows import VALUES
+from bottega.gateway.scheduler_lease import create_table
 from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from tests.support import full_disk
@@ -59,16 +60,21 @@ def _execute(url: str, statement: str) -> list[tuple[object, ...]]:
     return shared_server().execute(statement, database=url.split("/")[3].partition("?")[0])
 
 
+async def _create_lease(url: str) -> None:
+    database = PostgresDatabase(url, application="lease", max_connections=1)
+    await database.open()
+    await create_table(database)
+    await database.close()
+
+
 def _lease(generation: int) -> str:
-    columns = "(generation, holder, name, address, expires_at)"
-    return (
-        f"DELETE FROM scheduler_lease; INSERT INTO scheduler_lease {columns} VALUES ({generation}, '', '', '', now())"
-    )
+    return f"UPDATE scheduler_lease SET generation = {generation}"
 
 
 async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> None:
     async with _opened(url) as old, _opened(url) as new:
         await old.add(record("j1"))
+        await _create_lease(url)
         _execute(url, _lease(7))
         old.fence(7)
         assert old.generation == 7
@@ -94,6 +100,7 @@ async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> No
 async def test_a_take_over_waits_for_a_write_that_has_begun(url: str) -> None:
     async with _opened(url) as store:
         await store.add(record("j1"))
+        await _create_lease(url)
         _execute(url, _lease(7))
         store.fence(7)
         async with store._write():  # a transaction that has passed the check
