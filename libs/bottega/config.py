@@ -217,8 +217,14 @@ class ConfigKey:
     path: KeyPath
     """Names of the sections and the key, from the top level."""
     value: object
-    explanation: str
-    """The field's docstring in one line; empty if the field has none."""
+    section: type[Any]
+    """Dataclass that has the field."""
+
+    @property
+    def explanation(self) -> str:
+        """The field's docstring in one line; empty if the field has none."""
+        section: Any = self.section
+        return explanations(section).get(self.path[-1], "")
 
     @property
     def name(self) -> str:
@@ -232,16 +238,16 @@ class ConfigKey:
 
 def keys_of(config: object, section: KeyPath = ()) -> Iterator[ConfigKey]:
     """Yield every key in the order of the fields, with the keys of nested dataclasses."""
-    texts = explanations(type(config))
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if _is_section(value):
             yield from keys_of(value, (*section, field.name))
         else:
-            yield ConfigKey(path=(*section, field.name), value=value, explanation=texts.get(field.name, ""))
+            yield ConfigKey(path=(*section, field.name), value=value, section=type(config))
 
 
-def explanations(kind: type[object]) -> dict[str, str]:
+@functools.cache
+def explanations(kind: type[Any]) -> Mapping[str, str]:
     """Return the docstring of each field of a dataclass, in one line, including inherited fields."""
     found: dict[str, str] = {}
     for ancestor in reversed(kind.__mro__):

@@ -88,7 +88,8 @@ def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
             note(f"{file}: {finding.text}")
     if refused:
         raise ConfigError("\n  ".join([f"{file} cannot be used:", *refused]))
-    count = sum(key.path in lines_of(file) for key in keys_of(config))
+    lines = lines_of(file)
+    count = sum(key.path in lines for key in keys_of(config))
     article = "an" if service.title.startswith((*"aeiou", "HTTP")) else "a"
     say(f"{file}: {article} {service.title} can use it; it sets {count} {'key' if count == 1 else 'keys'}")
 
