@@ -30,9 +30,11 @@ _BALANCING_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.service_config", _BALANCING),
     # A name is resolved again when a connection ends, at most this often; by default it would be 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-    # A frozen server is left after 15 + 5 s, because another one can answer.
+    # A frozen server is left after 20 s, because another one can answer. The time-out of pings, 60 s by default,
+    # counts where a ping that measures the bandwidth is not answered: keepalive waits for that one.
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
 ]
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import logging
 import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import seconds_until_tick
 from bottega.errors import StaleScheduler
@@ -31,6 +33,8 @@ _INSTANCE_BYTES = 16
 _RESOLVE_INTERVAL_S = 5.0
 # Seconds after which a generation of the scheduler that no gateway names is forgotten; a frozen gateway wakes before.
 _FORGET_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 class Listening(Protocol):
@@ -129,6 +133,7 @@ class FleetMembership:
         self._channels = channels
         self._members: dict[str, GatewayMembership] = {}
         self._tasks = BackgroundTasks("joining of gateways")
+        self._warned = False
         self.joined = asyncio.Event()
         """Set while the service is a member at one gateway at least."""
 
@@ -187,6 +192,7 @@ class FleetMembership:
             self.joined.clear()
             return
         self.joined.set()
+        self._check_shared(joined)
         self._on_scheduler(max(member.generation for member in joined))
         self._on_backlog(self.backlog)
         services = {(one.kind, one.name): one for member in joined for one in member.services}  # the newest wins
@@ -194,6 +200,17 @@ class FleetMembership:
         schedulers = [member for member in joined if member.targets]
         if schedulers:
             self._on_targets(max(schedulers, key=lambda member: (member.generation, member.heard_s)).targets)
+
+    def _check_shared(self, joined: Sequence[GatewayMembership]) -> None:
+        """Log once if gateways that do not share their jobs share a worker."""
+        alone = [member.address for member in joined if not member.shares_jobs]
+        if len(joined) > 1 and alone and not self._warned and self._registration.kind == kinds.WORKER:
+            self._warned = True
+            facts = {
+                "gateways": ", ".join(alone),
+                "todo": "give them `jobs: postgresql://...`, or list one gateway only",
+            }
+            _log.error("gateways share a worker and not their jobs, so each stops the jobs of the others", extra=facts)
 
 
 class SchedulerFence:

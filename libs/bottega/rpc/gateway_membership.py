@@ -56,7 +56,7 @@ class GatewayMembership:
         on_change: Callable[[], None],
         channels: Channels,
     ) -> None:
-        self._gateway = address
+        self.address = address
         self._channels = channels
         self._registration = registration
         self._load = load
@@ -74,7 +74,9 @@ class GatewayMembership:
         """Time of the last response, on time.monotonic()."""
         self.backlog = 0
         self.generation = 0
-        """Generation of the scheduler's lease; 0 if the gateway knows of none."""
+        """Generation of the scheduler's lease; 0 if nobody has it."""
+        self.shares_jobs = False
+        """Whether the gateway has its jobs in common with others, so that one of them schedules."""
         self.services: Sequence[fleet_pb2.ServiceAddress] = ()
         self.targets: Sequence[fleet_pb2.PoolTarget] = ()
 
@@ -110,7 +112,7 @@ class GatewayMembership:
         """
         self._retry_after_s = None
         self._report_every_s = REPORT_INTERVAL_S
-        channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY, probes_bandwidth=False))
+        channel = self._channels.open(Target(address=self.address, role=Role.GATEWAY, probes_bandwidth=False))
         answered = asyncio.Event()
         call = fleet_pb2_grpc.FleetServiceStub(channel).Join(self._reports(answered))
         try:
@@ -136,7 +138,7 @@ class GatewayMembership:
         """
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
-        facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
+        facts = {"gateway": self.address, "reason": error.reason_name, "text": text}
         if isinstance(error, Unavailable | JobCancelled) or (isinstance(error, InternalError) and not answered):
             self._refusal = None
             await self._log_unreachable(facts)
@@ -155,7 +157,7 @@ class GatewayMembership:
             _log.warning("the gateway's fleet listener cannot be reached", extra=facts)
             self._log_absence_s = now + _REPEAT_LOG_S
         elif now >= self._log_absence_s:
-            mismatch = await find_tls_mismatch(self._gateway, encrypted=self._channels.encrypted)
+            mismatch = await find_tls_mismatch(self.address, encrypted=self._channels.encrypted)
             todo = mismatch or "is a gateway running, and is that its fleet.listen?"
             todo += "; this service gets no work from a gateway that it has not joined"
             _log.warning("the gateway's fleet listener cannot be reached", extra=facts | {"todo": todo})
@@ -163,13 +165,13 @@ class GatewayMembership:
 
     def _not_the_fleet(self) -> str:
         return (
-            f"{self._gateway} does not serve the fleet: it is the gateway's public port, or no gateway. Set `gateway`"
+            f"{self.address} does not serve the fleet: it is the gateway's public port, or no gateway. Set `gateway`"
             " in this service's configuration to the address of the gateway's fleet.listen, 127.0.0.1:8472 by default"
         )
 
     def _on_response(self, response: fleet_pb2.JoinResponse) -> None:
         if not self.joined:
-            _log.info("joined the fleet", extra={"gateway": self._gateway})
+            _log.info("joined the fleet", extra={"gateway": self.address})
             self._refusal = None
             self.joined = True
         asked_s = response.report_every_s or REPORT_INTERVAL_S

@@ -21,11 +21,13 @@ from bottega.client.types.jobs import Completed, Interrupted, Progress
 from bottega.config import parse
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.http.config import HttpConfig
+from bottega.rpc import channel
 from bottega.rpc.server_config import MemberConfig
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse, Member, Registration, SchedulerLease
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, progress, serving
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
+from tests.support.cut_cable import laid
 from tests.support.name_server import name_server
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import running_http
@@ -61,6 +63,20 @@ async def test_calls_go_round_the_gateways_that_serve() -> None:
         await eventually(lambda: both(client))
         await first.gateway.server.stop()
         assert await answering(client) == {2}
+
+
+async def test_a_gateway_that_falls_silent_is_left_and_its_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dict(channel._BALANCING_OPTIONS) | {"grpc.http2.ping_timeout_ms": 300, "grpc.keepalive_timeout_ms": 300}
+    monkeypatch.setattr(channel, "_BALANCING_OPTIONS", list(options.items()))
+    async with (
+        gateway_with(1) as first,
+        gateway_with(2) as second,
+        laid(second.address) as cable,
+        AsyncClient([first.address, cable.address]) as client,
+    ):
+        await eventually(lambda: both(client))
+        cable.go_dead()
+        assert await answering(client) == {1}
 
 
 async def both(client: AsyncClient) -> bool:

@@ -75,6 +75,19 @@ async def test_each_gateway_gets_every_report_and_a_lost_one_gets_them_again(
             await member.stop()
 
 
+async def test_a_worker_says_that_gateways_do_not_share_their_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_gateway() as first, running_gateway() as second:
+        worker = await ScriptedWorker("w1", f"{first.fleet_address},{second.fleet_address}").start()
+        first.workers.append(worker)
+        await eventually(
+            lambda: any("share a worker and not their jobs" in record.message for record in caplog.records)
+        )
+    (record,) = [record for record in caplog.records if "share a worker" in record.message]
+    assert first.fleet_address in vars(record)["gateways"]
+    assert second.fleet_address in vars(record)["gateways"]
+    assert "jobs: postgresql" in vars(record)["todo"]
+
+
 async def test_a_gateway_that_refuses_disturbs_no_other() -> None:
     async with running_gateway() as first, running_gateway(max_members=1) as second:
         other = ScriptedWorker("other", second.fleet_address)
