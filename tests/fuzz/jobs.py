@@ -26,6 +26,7 @@ def job_corpus(job_id: str) -> Iterator[Case]:
         yield case_of("DeleteJob", name, image_pb2.DeleteJobRequest(job_id=unknown), NOT_FOUND)
     previewed = image_pb2.WatchJobRequest(job_id=job_id, preview=True)
     yield case_of("WatchJob", "with previews", previewed)
+    yield case_of("GetImage", "as a URL", image_pb2.GetImageRequest(job_id=job_id, as_url=True))
     for index in (-1, 1, 2**31 - 1, -(2**31)):
         yield case_of("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
 

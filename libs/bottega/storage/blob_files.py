@@ -295,6 +295,13 @@ class ContentReader:
         self._digest = digest
         self.size_bytes = size_bytes
 
+    @classmethod
+    def of_bytes(cls, thread: FairThread, data: bytes, digest: str, *, owner: str) -> ContentReader:
+        """Return a reader of bytes in memory."""
+        descriptor = os.memfd_create("image", os.MFD_CLOEXEC)
+        os.pwrite(descriptor, data, 0)
+        return cls(thread, descriptor, digest, size_bytes=len(data), owner=owner)
+
     async def read(self, offset: int, size_bytes: int) -> bytes:
         """Return up to `size_bytes` bytes from `offset` on.
 

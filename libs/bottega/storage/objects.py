@@ -33,6 +33,7 @@ OPERATOR_CAUSES = frozenset(
 
 # Rules of AWS for names of buckets; each segment of the prefix has characters that no server has to escape.
 _LOCATION = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[A-Za-z0-9_.=-]+)*)")
+_ENDPOINT = re.compile(r"https?://[A-Za-z0-9.-]+(:\d{1,5})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,5 +94,13 @@ def _checked(text: str) -> str:
     return text
 
 
+def _endpoint(text: str) -> str:
+    if text and not _ENDPOINT.fullmatch(text):
+        raise ValueError("must be http://host, https://host or with a port, without a path")
+    return text
+
+
 ObjectsAddress = Annotated[str, AfterValidator(_checked)]
 """Where objects are stored, in a configuration: s3://bucket/prefix, or empty for a local folder."""
+ObjectsEndpoint = Annotated[str, AfterValidator(_endpoint)]
+"""URL of an S3 server, in a configuration; may be empty."""

@@ -100,7 +100,12 @@ class S3Objects:
     def write(self, name: str, data: bytes) -> None:
         """Write an object, or replace it. Large ones are uploaded in parts, which become visible together."""
         with self._translated():
-            obstore.put(self._store, self._key(name), data, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+            obstore.put(
+                *(self._store, self._key(name), data),
+                attributes={"Content-Type": _media_type(data)},
+                chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless one of that name exists, by If-None-Match. Return whether it was written."""
@@ -218,6 +223,12 @@ def _connect(location: S3Location, url: str, **changed: Any) -> S3Store:
     except (BaseError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"objects: the AWS_ variables of the environment cannot be used: {first}") from None
+
+
+def _media_type(data: bytes) -> str:
+    """Return the media type of an object, so that a browser shows an image that it reads by a URL."""
+    kinds = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
+    return next((kind for begin, kind in kinds.items() if data.startswith(begin)), "application/octet-stream")
 
 
 def _code(error: Exception) -> str:

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,7 @@ from bottega.storage.os_errors import unavailable
 from bottega.storage.thread import FairThread, FairTurns
 
 ResultT = TypeVar("ResultT")
+Sign = Callable[[str], str]
 
 OBJECT_NAMES = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}-[0-9a-f]{16}")
 """Names of the objects: content, owner and job."""
@@ -47,6 +47,8 @@ _REFRESH_S = 60.0
 _SETTLED_S = 60.0
 # Ages have an error of up to a second; copies count as that much younger.
 _DOUBT_S = 2.0
+# Time for which a URL is valid, unless images are kept for a shorter one.
+_URL_S = 3600.0
 _TRANSFERS = 16
 # Longer than the object store's own deadline and retries take.
 _WAIT_S = 60.0
@@ -82,15 +84,19 @@ class SharedContentStore:
         local: The folder in front. It holds what this gateway wrote or read last, and each read checks its hash.
         budget_bytes: Maximum bytes of all copies together.
         ttl_s: Seconds from the writing of a copy until it expires.
+        sign: Returns a URL for an object, by which anybody can read it for a while; None if there are to be no URLs.
     """
 
-    def __init__(self, objects: ObjectStore, local: ContentStore, *, budget_bytes: int, ttl_s: float) -> None:
+    def __init__(
+        self, objects: ObjectStore, local: ContentStore, *, budget_bytes: int, ttl_s: float, sign: Sign | None = None
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.steady = local.steady
         self.size_bytes = 0
         self._objects = objects
         self._local = local
         self._ttl_s = ttl_s
+        self._sign = sign
         self._copies: dict[str, dict[str, _Copy]] = {}
         """Copies by digest and name."""
         self._removed: set[str] = set()
@@ -196,7 +202,15 @@ class SharedContentStore:
             with contextlib.suppress(DataLoss, StorageUnavailable):
                 if (reader := await self._local.reader(digest, owner=owner)) is not None:
                     return reader
-        return _in_memory(self._memory, digest, data, owner)
+        return ContentReader.of_bytes(self._memory, data, digest, owner=owner)
+
+    async def url(self, digest: str, *, owner: str = "", job: str = "") -> str:
+        """Return a URL by which anybody can read the image for a while; "" if there is none."""
+        own = _name(digest, owner, job)
+        copies = await self._find(digest) if self._sign else ()
+        # Another job's copy may be deleted earlier.
+        name = max((copy.name for copy in copies), key=lambda name: name == own, default="")
+        return self._sign(name) if self._sign and name else ""
 
     def holds(self, digest: str) -> bool:
         """Return whether the image may exist. This does not ask the object store; `renew` does."""
@@ -353,9 +367,13 @@ class SharedContentStore:
 
 
 def content_store(
-    folder: Path, objects: str, *, local_bytes: int, budget_bytes: int, ttl_s: float, clock: Clock
+    folder: Path, objects: str, public_endpoint: str, *, local_bytes: int, budget_bytes: int, ttl_s: float, clock: Clock
 ) -> ContentStore | SharedContentStore:
     """Return a store of images in a folder or, if `objects` is s3://bucket/prefix, in a bucket with a folder in front.
+
+    Args:
+        local_bytes: Budget of the folder in front of a bucket.
+        public_endpoint: URL by which callers reach S3, for URLs of images; empty if there are to be none.
 
     Raises ConfigError if the environment does not say how to reach the bucket, or obstore is missing.
     """
@@ -364,8 +382,9 @@ def content_store(
     from bottega.storage.s3 import S3Objects
 
     local = ContentStore(folder, budget_bytes=local_bytes, ttl_s=ttl_s, clock=clock)
-    bucket = S3Objects(s3_location(objects), names=OBJECT_NAMES)
-    return SharedContentStore(bucket, local, budget_bytes=budget_bytes, ttl_s=ttl_s)
+    bucket = S3Objects(s3_location(objects), names=OBJECT_NAMES, public_endpoint=public_endpoint)
+    sign = functools.partial(bucket.url, expires_s=min(ttl_s, _URL_S)) if public_endpoint else None
+    return SharedContentStore(bucket, local, budget_bytes=budget_bytes, ttl_s=ttl_s, sign=sign)
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -377,10 +396,3 @@ def _tag(text: str) -> str:
 
 def _name(digest: str, owner: str, job: str) -> str:
     return f"{digest}-{_tag(owner)}-{_tag(job)}"
-
-
-def _in_memory(thread: FairThread, digest: str, data: bytes, owner: str) -> ContentReader:
-    """Return a reader of bytes that the local folder has no room for."""
-    descriptor = os.memfd_create("image", os.MFD_CLOEXEC)
-    os.pwrite(descriptor, data, 0)
-    return ContentReader(thread, descriptor, digest, size_bytes=len(data), owner=owner)

@@ -19,7 +19,7 @@ from bottega.rpc.security.private_files import FILES_OF_UNITS, read_private, rea
 from bottega.rpc.security.tenant_file import MAX_WEBHOOK_SECRETS, Tenant, TenantWebhooks, read_tenants
 from bottega.rpc.server_config import Address, HostPort, ListenerConfig, ServerConfig
 from bottega.rules import MAX_START_S
-from bottega.storage.objects import ObjectsAddress
+from bottega.storage.objects import ObjectsAddress, ObjectsEndpoint
 from bottega.strict import STRICT
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
@@ -222,6 +222,11 @@ class GatewayConfig:
     """
     objects_local_bytes: AtLeastOne = 1 << 30
     """Upper bound on the disk space of images of `objects` that are kept in `state` as well, to be read faster."""
+    objects_public_endpoint: ObjectsEndpoint = ""
+    """URL by which callers reach the S3 server, such as https://s3.example.com, to answer with URLs of images.
+
+    Anybody who has such a URL can read the image for an hour. Empty: images are sent by the gateway alone.
+    """
     max_result_bytes: AtLeastOne = 128 << 20
     """Upper bound on the total bytes of the images of one job.
 

@@ -322,7 +322,14 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock, *, sh
     folder = Path(config.state) if config.state else state_folder() / "gateway"
     jobs = create_job_store(folder, config.jobs, name=config.name, clock=shared, on_commit=metrics.commit_s.observe)
     sizes = {"budget_bytes": config.results_bytes, "local_bytes": config.objects_local_bytes}
-    images = content_store(folder / "images", config.objects, ttl_s=config.results_ttl_s, clock=clock, **sizes)
+    images = content_store(
+        folder / "images",
+        config.objects,
+        config.objects_public_endpoint,
+        ttl_s=config.results_ttl_s,
+        clock=clock,
+        **sizes,
+    )
     storage = Storage(
         folder=folder,
         jobs=jobs,

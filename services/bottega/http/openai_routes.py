@@ -153,15 +153,15 @@ async def _draw(request: Request, wanted: _Request) -> Response:
     if body.stream:
         return await _streamed(request, wanted, events)
     done = await unless_client_leaves(request, wait_until_completed(events))
-    return _answer(context, request, wanted, done)
+    return await _answer(context, request, wanted, done)
 
 
-def _answer(context: Context, request: Request, wanted: _Request, done: Completed) -> Response:
+async def _answer(context: Context, request: Request, wanted: _Request, done: Completed) -> Response:
     marks = new_marks(len(done.images))
     as_url = wanted.body.response_format == "url"
     data: list[dict[str, object]] = []
     for mark, picture in zip(marks, done.images, strict=True):
-        shown = _url_of(context, request, picture) if as_url else mark
+        shown = await _url_of(context, request, picture) if as_url else mark
         data.append({"url" if as_url else "b64_json": shown, "bottega": picture_facts(picture)})
     answer = {
         "created": int(time.time()),
@@ -176,7 +176,10 @@ def _answer(context: Context, request: Request, wanted: _Request, done: Complete
     return base64_response(text, marks, [picture.data for picture in done.images])
 
 
-def _url_of(context: Context, request: Request, picture: Picture) -> str:
+async def _url_of(context: Context, request: Request, picture: Picture) -> str:
+    """Return a URL of object storage, if the gateway's operator allows it, else one of this service."""
+    if url := await context.client.job(picture.job_id).image_url(picture.index):
+        return url
     return context.url(request, f"{IMAGE_PATH}/{context.urls.seal(picture, bound_key())}")
 
 

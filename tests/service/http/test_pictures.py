@@ -12,6 +12,7 @@ import pytest
 
 from bottega.v1 import generation_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support import s3
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import Door, running_http
 from tests.support.waiting import eventually
@@ -166,3 +167,20 @@ async def test_a_url_shows_its_picture_until_it_expires(door: Door, worker: Scri
         assert (picture.content, picture.headers["content-type"]) == (b"picture 0", "image/png")
         forged = await anybody.get(url[:-4] + "AAAA")
         assert forged.status_code == 404
+
+
+async def test_a_url_leads_to_the_object_storage_where_the_operator_allows_it(
+    s3_servers: s3.S3Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = s3_servers.get("nanio")
+    s3.set_environment(monkeypatch, server.url)
+    objects = f"s3://{server.bucket()}/pictures"
+    async with running_gateway(objects=objects, objects_public_endpoint=server.url) as house:
+        await house.worker()
+        async with running_http(house.address) as door, httpx.AsyncClient() as anybody:
+            answer = await door.openai.images.generate(prompt="a star", response_format="url")
+            assert answer.data
+            url = answer.data[0].url
+            assert url
+            assert url.startswith(server.url)
+            assert (await anybody.get(url)).content == b"picture 0"

@@ -75,6 +75,12 @@ class AsyncJob:
         provenance = (await self.status()).provenance or Provenance()
         return picture_from(image, data, job_id=self.id, provenance=provenance)
 
+    async def image_url(self, index: int = 0) -> str:
+        """Return a URL by which anybody can read a picture for a while; "" where the operator allows none."""
+        request = build_message(image_pb2.GetImageRequest(), job_id=self.id, index=index, as_url=True)
+        image, _ = await fetch_image(self._connection.images.GetImage, request, self._connection.terms(None))
+        return image.url
+
     async def trace(self) -> JobTrace:
         """Return the job's timeline in all services. Raise TraceNotFound while it runs, or if the trace was evicted."""
         request = build_message(image_pb2.GetJobTraceRequest(), job_id=self.id)

@@ -172,6 +172,7 @@ class Job(OnLoop):
     stream = iterating(AsyncJob.stream)
     result = blocking(AsyncJob.result)
     image = blocking(AsyncJob.image)
+    image_url = blocking(AsyncJob.image_url)
     trace = blocking(AsyncJob.trace)
     cancel = blocking(AsyncJob.cancel)
     delete = blocking(AsyncJob.delete)

@@ -317,7 +317,7 @@ async def fetch_image(
     *,
     max_bytes: int = MAX_IMAGE_BYTES,
 ) -> tuple[Image, bytes]:
-    """Return one finished image and its encoded bytes.
+    """Return one finished image and its encoded bytes, of which there are none if the request is for a URL.
 
     Raises InternalError if the bytes do not match their digest, or are more than announced or than `max_bytes`.
     """
@@ -326,7 +326,7 @@ async def fetch_image(
         while True:
             call = method(request, timeout=terms.deadline.remaining_s())
             try:
-                return await _read_image(call, max_bytes)
+                return await _read_image(call, max_bytes, as_url=request.as_url)
             except grpc.RpcError as error:
                 failure = await _retryable(error, terms)
             finally:
@@ -341,7 +341,7 @@ def check_digest(image: Image, digest: str) -> None:
 
 
 async def _read_image(
-    call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageResponse], max_bytes: int
+    call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageResponse], max_bytes: int, *, as_url: bool
 ) -> tuple[Image, bytes]:
     image, data, digest = Image(), bytearray(), hashlib.sha256()
     async for response in call:
@@ -354,7 +354,8 @@ async def _read_image(
             )
         data += response.chunk
         digest.update(response.chunk)
-    check_digest(image, digest.hexdigest())
+    if data or not as_url:
+        check_digest(image, digest.hexdigest())
     return image, bytes(data)
 
 

@@ -124,8 +124,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def GetImage(
         self, request: image_pb2.GetImageRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GetImageResponse]:
-        """Stream a finished image."""
+        """Stream a finished image, or answer with its URL."""
         job = await self._job(request.job_id)
+        if request.as_url:
+            yield image_pb2.GetImageResponse(image=await self._with_url(job, request.index))
+            return
         async with await self._reader(job, request.index) as reader:
             image: image_pb2.Image | None = image_to_wire(job, request.index)
             begin = 0
@@ -290,15 +293,27 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         except BottegaError:
             return b""
 
+    async def _with_url(self, job: Job, index: int) -> image_pb2.Image:
+        self._check_index(job, index)
+        image = image_to_wire(job, index)
+        if isinstance(self._images, SharedContentStore):
+            image.url = await self._images.url(image.digest, owner=job.request.tenant, job=job.job_id)
+        return image
+
     async def _reader(self, job: Job, index: int) -> ContentReader:
-        if job.state != image_pb2.JOB_STATE_COMPLETED:
-            raise JobNotFinished("the job has no images" if not job.live else "the job has no images yet")
-        if not 0 <= index < len(job.images):
-            raise ImageNotFound(f"the job has {len(job.images)} images, counted from 0")
+        self._check_index(job, index)
         reader = await self._images.reader(job.images[index].digest, owner=job.request.tenant)
         if reader is None:
             raise ImageNotFound("the image has expired")
         return reader
+
+    @staticmethod
+    def _check_index(job: Job, index: int) -> None:
+        """Raise JobNotFinished or ImageNotFound if the job has no such image."""
+        if job.state != image_pb2.JOB_STATE_COMPLETED:
+            raise JobNotFinished("the job has no images" if not job.live else "the job has no images yet")
+        if not 0 <= index < len(job.images):
+            raise ImageNotFound(f"the job has {len(job.images)} images, counted from 0")
 
 
 def _adapter_token(adapter: image_pb2.Adapter) -> str:

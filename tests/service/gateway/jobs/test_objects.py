@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,3 +138,43 @@ def test_a_location_of_another_form_is_a_wrong_key() -> None:
 
     with pytest.raises(ConfigError, match=r"objects: .*must be s3://bucket"):
         parse(GatewayConfig, {"objects": "s3://bucket/"}, source="gateway.yaml")
+
+
+async def test_a_picture_has_a_url_where_the_operator_allows_it(server: s3.S3Server, tmp_path: Path) -> None:
+    bucket = server.bucket()
+    request = image_pb2.GetImageRequest(as_url=True)
+    for public in (server.url, ""):
+        async with running_gateway(
+            state=str(tmp_path), objects=f"s3://{bucket}", objects_public_endpoint=public
+        ) as house:
+            await house.worker()
+            job = await house.ended((await house.submit("order", prompt="a star")).job_id)
+            request.job_id = job.job_id
+            (answer,) = [answer async for answer in house.images.GetImage(request, timeout=20)]
+            assert (answer.image.digest, answer.chunk) == (job.images[0].digest, b"")
+            if public:
+                url = answer.image.url
+                assert await asyncio.to_thread(_fetched, url) == b"picture 0"
+                assert s3.SECRET not in url
+            else:
+                assert answer.image.url == ""
+            request.index = 5
+            await refusal(lambda house=house: house.images.GetImage(request), errors.ImageNotFound)  # type: ignore[misc]
+            request.index = 0
+            await _delete(house, job.job_id)
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        await asyncio.to_thread(_fetched, url)
+    assert raised.value.code == 404, "the picture is deleted, whatever its URL says"
+    raised.value.close()
+
+
+def _fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return bytes(answer.read())
+
+
+@pytest.mark.parametrize("wrong", ["s3.example.com", "https://user:secret@host", "https://host/path", "ftp://host"])
+def test_a_public_endpoint_of_another_form_is_a_wrong_key(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"objects_public_endpoint: ") as raised:
+        parse(GatewayConfig, {"objects_public_endpoint": wrong}, source="gateway.yaml")
+    assert "secret" not in str(raised.value)
