@@ -162,7 +162,8 @@ class FleetMembership:
     async def stop(self) -> None:
         """Leave the fleet. Does nothing before `start`."""
         await self._tasks.cancel()
-        await asyncio.gather(*(member.stop() for member in self._members.values()))
+        members, self._members = list(self._members.values()), {}
+        await asyncio.gather(*(member.stop() for member in members))
 
     def _follow(self, addresses: Sequence[str]) -> None:
         """Join the gateways at these addresses, and leave all others."""

@@ -257,7 +257,11 @@ class Fleet:
     def workers(self, model: str) -> list[Member]:
         """Return the connected workers of a model that accept new jobs."""
         now = self._clock.monotonic()
-        return [m for m in self.serving(model) if not m.load.draining and m.backed_off_until <= now]
+        return [
+            member
+            for member in self._members.values()
+            if member.connected and member.serves(model) and member.backed_off_until <= now and not member.load.draining
+        ]
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
         """Assign no work to a service for a while, because it refused its last work."""

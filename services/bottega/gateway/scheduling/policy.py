@@ -157,18 +157,14 @@ def assign(
     """
     if not workers:
         return []
-    plans = [WorkerPlan(worker) for worker in workers]
+    plans = _Plans(workers)
     assignments: list[Assignment] = []
     unbound, blocked = 0, False
     for number, job in enumerate(islice(pending, _HORIZON), start=1):
         behind = min(max(0, waiting - number), LOOK_AHEAD)
         if blocked and not job.within_share:
             continue
-        anywhere = not job.avoid and job.eligible is None
-        candidates = plans if anywhere else [plan for plan in plans if job.may_run_on(plan.state.worker)]
-        if job.exclusive:
-            candidates = _idle_or_drained(candidates, plans)
-        options = [_Option(job, plan, behind) for plan in _shortlist(job, candidates)]
+        options = [_Option(job, plan, behind) for plan in _shortlist(job, plans.candidates(job))]
         if not options:
             continue
         if job.eligible is None and not any(option.has_slack for option in options):
@@ -187,10 +183,53 @@ def assign(
     return assignments
 
 
-def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[WorkerPlan]:
-    plans = [plan for plan in candidates if not plan.closed]
-    if len(plans) <= _NEAREST + _IDLEST:
-        return plans
+class _Plans:
+    """The plans of all workers in one round. Of a thousand workers, a few are considered, and only they get one."""
+
+    def __init__(self, workers: Sequence[WorkerState]) -> None:
+        self._workers = workers
+        self._made: dict[int, WorkerPlan] = {}
+        loads_s = [worker.load_s for worker in workers]
+        self._least_busy_first = sorted(range(len(workers)), key=loads_s.__getitem__)
+
+    def candidates(self, job: PendingJob) -> list[WorkerPlan]:
+        """Return the open plans of workers that may get a job: all if they are few, else the least busy ones.
+
+        The least busy come first if they are not all.
+        """
+        if job.exclusive:
+            plans = [self._plan(place) for place in range(len(self._workers))]
+            allowed = [plan for plan in plans if job.may_run_on(plan.state.worker)]
+            return _least_busy([plan for plan in _idle_or_drained(allowed, plans) if not plan.closed])
+        anywhere, made = not job.avoid and job.eligible is None, self._made
+        # A plan that was made may have jobs by now, so these are compared with the least busy of the others.
+        places = [place for place, plan in made.items() if not plan.closed]
+        places = places if anywhere else [place for place in places if job.may_run_on(self._workers[place].worker)]
+        wanted = _LEAST_BUSY
+        for place in self._least_busy_first:
+            worker = self._workers[place]
+            if place not in made and not worker.exclusive and (anywhere or job.may_run_on(worker.worker)):
+                places.append(place)
+                wanted -= 1
+                if not wanted:
+                    break
+        return _least_busy([self._plan(place) for place in sorted(places)])
+
+    def _plan(self, place: int) -> WorkerPlan:
+        plan = self._made.get(place)
+        if plan is None:
+            plan = self._made[place] = WorkerPlan(self._workers[place])
+        return plan
+
+
+def _least_busy(plans: list[WorkerPlan]) -> list[WorkerPlan]:
+    return plans if len(plans) <= _NEAREST + _IDLEST else sorted(plans, key=_LOAD_S)[:_LEAST_BUSY]
+
+
+def _shortlist(job: PendingJob, least_busy: list[WorkerPlan]) -> list[WorkerPlan]:
+    """Return the plans that are examined for a job."""
+    if len(least_busy) <= _NEAREST + _IDLEST:
+        return least_busy
 
     whole, reduced, load_s = as_typical(job.request), job.reduced, job.load_s.get
 
@@ -200,7 +239,6 @@ def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[Worker
         request = as_typical(reduced[worker]) if worker in reduced else whole
         return plan.load_s + state.alone_s(request) + load_s(worker, 0.0)
 
-    least_busy = sorted(plans, key=_LOAD_S)[:_LEAST_BUSY]
     nearest = sorted(least_busy, key=at_most_s)[:_NEAREST]
     return nearest + [plan for plan in least_busy if plan not in nearest][:_IDLEST]
 

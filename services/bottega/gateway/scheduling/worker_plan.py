@@ -158,6 +158,14 @@ class WorkerState:
         return lambda rows: plain(rows) + row_s * rows
 
     @property
+    def load_s(self) -> float:
+        """Seconds that the running jobs take, one after the other."""
+        found = self.findings
+        if found.load_s is None:
+            found.load_s = sum(self.alone_s(request) for request in self.running)
+        return found.load_s
+
+    @property
     def unmeasured(self) -> bool:
         """Whether the worker has not measured any step yet."""
         return next(iter(self.times.entries()), None) is None
@@ -175,10 +183,7 @@ class WorkerPlan:
 
     def __init__(self, state: WorkerState) -> None:
         self.state = state
-        found = state.findings
-        if found.load_s is None:
-            found.load_s = sum(state.alone_s(request) for request in state.running)
-        self.load_s = found.load_s
+        self.load_s = state.load_s
         self.closed = state.exclusive
         self._has_unbound = False
         self._added: tuple[ResourceRequest, ...] = ()
