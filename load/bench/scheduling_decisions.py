@@ -1,4 +1,4 @@
-"""What a decision of the gateway's real scheduler takes, with 64 workers that edit and 1,000 edits queued.
+"""What a decision of the gateway's real scheduler takes, with many workers and 1,000 jobs queued: edits, or a trace's.
 
 Measured is its own processor time, from the queue to the calls of workers. The controller is the gateway's, with all
 its add-ons; its workers are calls that wait (tests.fakes.gateway_rules). All templates are in a store, so that a worker
@@ -12,7 +12,6 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 
@@ -33,12 +32,13 @@ from bottega.v1.activations_pb2 import (
     PrefetchTemplatesResponse,
     TemplateResidence,
 )
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
-from load.replay.trace_shape import PUBLIC, TEMPLATES, TemplatePopularity
+from load.replay.trace_shape import CONTROLNETS_B, LORAS_B, PUBLIC, TEMPLATES, TemplatePopularity
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
-from tests.samples.controlnet_hosts import bounds
+from tests.samples.controlnet_hosts import again, bounds, net
+from tests.samples.controlnet_hosts import server as controlnet_server
 
 WORKERS, QUEUED = 64, 1000
 _SHAPE = (16, 16)
@@ -48,38 +48,49 @@ _TEMPLATES, _IN_MEMORY = 32, 100
 _TEMPLATE_BYTES, _DISK_BYTES_PER_S = 512 << 20, 1e9
 # Share of tokens: an edit that computes more saves nothing that would be worth a load.
 _MOST_SHARE = 0.9
+# Requests of the trace whose LoRAs a worker has at hand, and workers for each ControlNet server.
+_LORAS, _WORKERS_A_SERVER = 12, 8
 # Looks that do not count.
 _WARM_UP = 100
 # Shares of the workers that make a step, that report and that complete an edit, between two looks.
 _STEPPING, _REPORTING, _COMPLETING = 0.08, 0.03, 0.01
 
 
-def decision_times_s(*, looks: int) -> list[float]:
-    """Return the processor seconds of each look, over the edits that it gave away where those were several."""
-    return asyncio.run(_Desk().measure(looks))
+def decision_times_s(*, looks: int, workers: int = WORKERS, queued: int = QUEUED, trace: bool = False) -> list[float]:
+    """Return the processor seconds of each look, over the jobs that it gave away where those were several.
+
+    Args:
+        looks: Looks that are measured.
+        workers: Workers of the fleet.
+        queued: Jobs that wait at each look.
+        trace: Whether jobs are those of service B of Katz' trace, with ControlNets and LoRAs, and not edits.
+    """
+    return asyncio.run((_TraceDesk if trace else _Desk)(workers, queued).measure(looks))
 
 
 class _Desk:
     """A controller, and the changes between its looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int, queued: int) -> None:
+        self._workers, self._queued = workers, queued
         self._chance = random.Random("decisions")
         self._shares, self._templates = PUBLIC.draw(self._chance), TemplatePopularity().draw(self._chance)
 
     async def measure(self, looks: int) -> list[float]:
         clock = FakeTime().clock()
-        fleet = Fleet(lease_s=60, model_grace_s=60, bounds=bounds(256), clock=clock)
+        fleet = Fleet(lease_s=60, model_grace_s=60, bounds=bounds(4), clock=clock)
         activations = ActivationsAddOn(fleet, AddOnMetrics(CollectorRegistry()), clock)
         activations._note_response("127.0.0.1:1", _answer())
-        shop = Shop(addons=[activations])
-        members = [shop.worker(f"w{number}") for number in range(WORKERS)]
+        shop = Shop(addons=[activations], max_members=2 * self._workers)
+        members = [shop.worker(f"w{number}") for number in range(self._workers)]
+        self._join_others(shop)
         for member in members:
             self._report(shop, member)
         scheduler, taken, thresholds = shop.controller.scheduler, [], gc.get_threshold()
         try:
-            while len(shop.queue) < QUEUED:
-                shop.take(self._edit(shop))
-            _check_loads(shop)
+            while len(shop.queue) < self._queued:
+                shop.take(self._job(shop))
+            self._check(shop)
             tune_garbage_collector()  # as the gateway does
             for _ in range(_WARM_UP + looks):
                 for member in members:
@@ -90,8 +101,8 @@ class _Desk:
                 seconds = time.thread_time() - began_s
                 taken.append(seconds / max(1, before - len(shop.queue)))
                 shop.time.now += 0.015
-                while len(shop.queue) < QUEUED - 1:
-                    shop.take(self._edit(shop))
+                while len(shop.queue) < self._queued - 1:
+                    shop.take(self._job(shop))
         finally:
             gc.unfreeze()
             gc.set_threshold(*thresholds)
@@ -119,9 +130,7 @@ class _Desk:
         scheduler.draining = False
 
     def _report(self, shop: Shop, member: Member) -> None:
-        hosted = [
-            Hosted(kind=kinds.ACTIVATIONS, digest=digest, state=HOSTED_STATE_LOADED) for digest in set(self._digests())
-        ]
+        hosted = self._hosted()
         times = [
             fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=0.02 + 0.1 * rows)
             for rows in (1, 2, 4, 8, 16)
@@ -147,14 +156,57 @@ class _Desk:
         )
         shop.fleet.report(member, load)
 
-    def _digests(self) -> Iterator[str]:
-        return (_digest(next(self._templates)) for _ in range(_TEMPLATES))
+    def _hosted(self) -> list[Hosted]:
+        digests = {_digest(next(self._templates)) for _ in range(_TEMPLATES)}
+        return [Hosted(kind=kinds.ACTIVATIONS, digest=digest, state=HOSTED_STATE_LOADED) for digest in digests]
 
-    def _edit(self, shop: Shop) -> Job:
+    def _join_others(self, shop: Shop) -> None:
+        """Let other services than workers join."""
+
+    def _check(self, shop: Shop) -> None:
+        """Assert that the add-ons have costs for the jobs."""
+        _check_loads(shop)
+
+    def _job(self, shop: Shop) -> Job:
         steps = self._chance.choice(_STEPS)
         spec = GenerationSpec(model="m", num_inference_steps=steps, num_images=1, guidance_scale=5.0, seed=1)
         share, template = min(1.0, next(self._shares) + 0.02), _digest(next(self._templates))
         request = JobRequest(fingerprint="f", shape=_SHAPE, edit_source=template, computed_share=share)
+        return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
+
+
+class _TraceDesk(_Desk):
+    """A controller whose jobs have the ControlNets and LoRAs of the trace."""
+
+    def __init__(self, workers: int, queued: int) -> None:
+        super().__init__(workers, queued)
+        self._nets, self._loras = (calls.draw(self._chance, least=0) for calls in (CONTROLNETS_B, LORAS_B))
+        self._at_hand = LORAS_B.draw(self._chance)
+
+    def _hosted(self) -> list[Hosted]:
+        digests = {_digest(rank) for _ in range(_LORAS) for rank in next(self._at_hand)}
+        return [Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_LOADED) for digest in digests]
+
+    def _join_others(self, shop: Shop) -> None:
+        nets = [net(f"net{rank}", base="") for rank in range(CONTROLNETS_B.unique)]
+        for number in range(max(1, self._workers // _WORKERS_A_SERVER)):
+            server = shop.fleet.join(again(controlnet_server(f"s{number}", port=10_000 + number)))
+            shop.fleet.report(server, fleet_pb2.Load(hosted=nets))
+
+    def _check(self, shop: Shop) -> None:
+        assert any(job.controlnets and job.loras for job in shop.queue.line("m"))
+
+    def _job(self, shop: Shop) -> Job:
+        spec = GenerationSpec(
+            model="m",
+            num_inference_steps=self._chance.choice(_STEPS),
+            num_images=1,
+            guidance_scale=5.0,
+            seed=1,
+            controlnets=[ControlNet(name=f"net{rank}") for rank in next(self._nets)],
+            loras=[Lora(name=f"lora{rank}", digest=_digest(rank), scale=1.0) for rank in next(self._loras)],
+        )
+        request = JobRequest(fingerprint="f", shape=_SHAPE)
         return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
 
 

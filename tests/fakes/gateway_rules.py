@@ -105,7 +105,9 @@ class FakeServer:
 class Shop:
     """A job controller of the model "m" and everything that it looks at. Made in a running event loop."""
 
-    def __init__(self, *, max_attempts: int = 3, hold_s: float = 3, addons: Sequence[AddOn] = ()) -> None:
+    def __init__(
+        self, *, max_attempts: int = 3, hold_s: float = 3, addons: Sequence[AddOn] = (), max_members: int = 256
+    ) -> None:
         self.time = FakeTime()
         self.clients: dict[str, FakeClient] = {}
         self.servers: dict[str, FakeServer] = {}
@@ -114,6 +116,7 @@ class Shop:
         self._max_attempts = max_attempts
         self._hold_s = hold_s
         self._addons = addons
+        self._max_members = max_members
         self.open()
 
     def open(self) -> None:
@@ -121,7 +124,9 @@ class Shop:
         clock = self.time.clock()
         self.registry = CollectorRegistry()
         metrics, of_addons = GatewayMetrics(self.registry), AddOnMetrics(self.registry)
-        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(256), clock=clock)
+        self.fleet = Fleet(
+            lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(self._max_members), clock=clock
+        )
         self.storage = memory_storage(clock, self.shelf)
         self.log = JobRepository(storage=self.storage, clock=clock)
         self.controlnets = ControlNetAddOn(

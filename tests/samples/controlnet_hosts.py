@@ -59,5 +59,5 @@ def _fields(said: fleet_pb2.Registration) -> dict[str, Any]:
 def bounds(max_members: int) -> JoinBounds:
     """Of a fleet where only the number of members matters."""
     return JoinBounds(
-        max_members=max_members, max_members_per_peer=1000, joins_per_s=1000.0, joins_per_s_by_name=1000.0
+        max_members=max_members, max_members_per_peer=4000, joins_per_s=4000.0, joins_per_s_by_name=1000.0
     )

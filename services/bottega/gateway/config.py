@@ -127,7 +127,7 @@ class ScalingConfig:
 
     wait_s: Seconds = 10.0
     """Seconds within which jobs that wait should be done. If the present workers need longer, more are started."""
-    keep_s: Seconds = 120.0
+    keep_s: Seconds = 60.0
     """Seconds for which fewer workers must have been enough before some are stopped; their start time if longer."""
     start_s: Annotated[float, Field(gt=0, le=MAX_START_S)] = 30.0
     """Seconds that a worker is expected to need for its start, until a start was measured."""
