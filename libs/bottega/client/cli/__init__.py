@@ -26,7 +26,7 @@ _COMMANDS: dict[str, tuple[str, str] | None] = {
     "generate": ("generate", "Draw a picture of PROMPT."),
     "edit": ("generate:edit", "Redraw a part of IMAGE so that the whole picture shows PROMPT."),
     "verify": ("verify", "Check who signed a picture, draw it again, and compare."),
-    "jobs": ("jobs", "List, follow, fetch, cancel and delete jobs."),
+    "jobs": ("jobs", "List, follow, fetch, cancel, delete and migrate jobs."),
     "models": ("models", "List, check and import models."),
     **dict.fromkeys(add_ons_by_command()),
     "fleet": ("fleet", "Show the services and their load, live."),

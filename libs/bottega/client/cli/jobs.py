@@ -1,7 +1,8 @@
-"""`bottega jobs`: lists, follows, fetches, cancels and deletes jobs."""
+"""`bottega jobs`: lists, follows, fetches, cancels, deletes and migrates jobs."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,10 @@ from bottega.client.cli.drawing import choose_output, note_approximate, note_unk
 from bottega.client.cli.options import ListGroup, address_option, connect, timeout_option, with_examples
 from bottega.client.cli.terminal import PlainTable, escaped_and_cut, fail, note, print_table, say
 from bottega.client.types.jobs import JobState, JobStatus
+from bottega.manifest import load_object, read_services
+
+# Jobs that a message names.
+_MAX_NAMED = 8
 
 
 @click.group("jobs", cls=ListGroup)
@@ -22,9 +27,43 @@ from bottega.client.types.jobs import JobState, JobStatus
     bottega jobs watch ID                        follows one
     bottega jobs get ID -o star.png              fetches its pictures
     bottega jobs delete ID                       deletes it with its pictures
+    bottega jobs migrate --from sqlite:jobs.sqlite --to postgresql://bottega@db/bottega
 """)
 def command() -> None:
-    """List, follow, fetch, cancel and delete jobs."""
+    """List, follow, fetch, cancel, delete and migrate jobs."""
+
+
+@command.command("migrate")
+@click.option("--from", "source", required=True, metavar="STORE", help="The store to copy, which stays as it is.")
+@click.option("--to", "target", required=True, metavar="STORE", help="The store to copy to.")
+@click.option(
+    "--objects",
+    default="",
+    metavar="s3://...",
+    help="`objects` of the gateways that use PostgreSQL; images are copied, too. By default they stay in their folder.",
+)
+def migrate(*, source: str, target: str, objects: str) -> None:
+    """Copy all jobs between sqlite:PATH (jobs.sqlite in a gateway's `state`) and postgresql://USER@HOST/NAME.
+
+    Stop the gateways before. The command can be repeated, and compares both sides at the end. PostgreSQL's password
+    comes from PGPASSWORD or PGPASSFILE.
+    """
+    read_services()  # says what to install if the gateway is not
+    counts = asyncio.run(load_object("bottega.gateway.jobs.migration:migrate")(source, target, objects=objects))
+    say(f"jobs: {counts.jobs} in the source, {counts.same_jobs} the same in the target")
+    say(f"webhook events: {counts.events} in the source, {counts.same_events} in the target")
+    if counts.copies_images:
+        say(f"images: {counts.images} in the source, {counts.same_images} in the target")
+    else:
+        note("Images stay in their folder; --objects s3://... copies them.")
+    if counts.evicted_images:
+        note(f"{counts.evicted_images} images had been evicted from the source before.")
+    if counts.different:
+        more = len(counts.different) - _MAX_NAMED
+        names = ", ".join(counts.different[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        fail(f"the target has other values for {names}", "It has been used since the first copy; it was not changed.")
+    if not counts.equal:
+        fail("the target lacks some of it", "Repeat the command.")
 
 
 @command.command("watch")

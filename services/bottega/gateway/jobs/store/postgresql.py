@@ -8,14 +8,13 @@ hosts whose clocks differ agree on them.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from bottega.clocks import SharedClock
 from bottega.errors import ConfigError, StorageUnavailable
+from bottega.gateway.jobs.store import postgresql_statements as sql
 from bottega.gateway.jobs.store.job_store import (
     ALL_JOBS,
     Change,
@@ -27,28 +26,14 @@ from bottega.gateway.jobs.store.job_store import (
     TenantUsage,
     no_event,
 )
-from bottega.gateway.jobs.store.postgresql_forgetting import count_removed, forget
-from bottega.gateway.jobs.store.postgresql_outbox import PostgresOutbox, insert_event
-from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, DAY_S, MAX_DELETIONS, MIGRATIONS
-from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
+from bottega.gateway.jobs.store.postgresql_forgetting import forget
+from bottega.gateway.jobs.store.postgresql_outbox import PostgresOutbox
+from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, DAY_S, MIGRATIONS
 from bottega.storage import os_errors
 from bottega.storage.postgresql import Connection, PostgresDatabase, rows_of
 
-_ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *VALUES))
-_NAMES = ", ".join(VALUES)
-_VALUES = ", ".join(["%s"] * len(VALUES))
-_INSERT = f"INSERT INTO jobs ({_NAMES}) VALUES ({_VALUES}) ON CONFLICT (job_id) DO NOTHING RETURNING sequence"
-# Takes over the request_id of a job that may be replaced; returns nothing if another job has it.
-_CLAIM = """
-    INSERT INTO request_ids VALUES (%s, %s, %s) ON CONFLICT (tenant, request_id)
-    DO UPDATE SET sequence = excluded.sequence WHERE request_ids.sequence = %s RETURNING sequence
-"""
 # Tries of an `add` whose request_id other gateways take and free at the same time.
 _MAX_CLAIMS = 5
-
-
-class _ClaimedMeanwhile(Exception):
-    """Another transaction has taken the request_id of a job that is being added."""
 
 
 class PostgresJobStore:
@@ -134,33 +119,33 @@ class PostgresJobStore:
     ) -> JobRecord:
         """Insert a job."""
         for _ in range(_MAX_CLAIMS):
-            with contextlib.suppress(_ClaimedMeanwhile):
+            with contextlib.suppress(sql.ClaimedMeanwhile):
                 async with self._write() as connection:
-                    return await _add(connection, record, inputs, replaces=replaces, event_of=event_of)
+                    return await sql.add(connection, record, inputs, replaces=replaces, event_of=event_of)
         raise os_errors.unavailable("other calls use the same request_id", cause=os_errors.BUSY)
 
     async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
         """Apply a change while the job's row is locked."""
         async with self._write() as connection:
-            found = await _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = %s FOR UPDATE", job_id)
+            found = await sql.records_of(connection, f"SELECT {sql.ALL} FROM jobs WHERE job_id = %s FOR UPDATE", job_id)
             after = change(found[0]) if found else None
             if after is None:
                 return False
-            await _write_changes(connection, found[0], after, event_of)
+            await sql.write_changes(connection, found[0], after, event_of)
             return True
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
         """Delete an ended job and return its digests; if it was deleted before, return the same digests again."""
         async with self._write() as connection:
-            query = f"SELECT {_ALL} FROM jobs WHERE job_id = %s AND tenant = %s FOR UPDATE"
-            found = await _records(connection, query, job_id, tenant)
+            query = f"SELECT {sql.ALL} FROM jobs WHERE job_id = %s AND tenant = %s FOR UPDATE"
+            found = await sql.records_of(connection, query, job_id, tenant)
             if not found:
-                digests = await _deleted_contents(connection, job_id, tenant)
+                digests = await sql.deleted_contents(connection, job_id, tenant)
             elif found[0].live:
                 return None
             else:
                 digests = list(found[0].contents)
-                await _delete(connection, found[0], digests, steady=steady)
+                await sql.delete(connection, found[0], digests, steady=steady)
             if digests is None:
                 return None
             query = "SELECT DISTINCT digest FROM contents WHERE tenant = %s AND digest = ANY(%s)"
@@ -170,19 +155,19 @@ class PostgresJobStore:
     async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:
         """Return whether a job was deleted."""
         async with self._read() as connection:
-            return await _deleted_contents(connection, job_id, tenant) is not None
+            return await sql.deleted_contents(connection, job_id, tenant) is not None
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         """Read the job with this ID."""
         whose = [] if tenant is None else [tenant]
-        query = f"SELECT {_ALL} FROM jobs WHERE job_id = %s" + " AND tenant = %s" * len(whose)
+        query = f"SELECT {sql.ALL} FROM jobs WHERE job_id = %s" + " AND tenant = %s" * len(whose)
         found = await self._list(query, job_id, *whose)
         return found[0] if found else None
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
         """Read the newest job with a tenant's request_id."""
         async with self._read() as connection:
-            return await _of_request(connection, request_id, tenant)
+            return await sql.of_request(connection, request_id, tenant)
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
         """Count the jobs and bytes of a tenant."""
@@ -201,13 +186,13 @@ class PostgresJobStore:
         """Read the newest jobs with a result key."""
         where = "result_key = %s AND result_key <> ''"
         return await self._list(
-            f"SELECT {_ALL} FROM jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", result_key, limit
+            f"SELECT {sql.ALL} FROM jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", result_key, limit
         )
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
         """Read the newest jobs that keep latents of an image."""
         query = (
-            f"SELECT {_ALL} FROM contents JOIN jobs USING (sequence) "
+            f"SELECT {sql.ALL} FROM contents JOIN jobs USING (sequence) "
             "WHERE contents.tenant = %s AND digest = %s AND has_latents ORDER BY jobs.sequence DESC LIMIT %s"
         )
         return await self._list(query, tenant, digest, limit)
@@ -228,7 +213,7 @@ class PostgresJobStore:
 
     async def live(self) -> list[JobRecord]:
         """Read all live jobs."""
-        return await self._list(f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY sequence")
+        return await self._list(f"SELECT {sql.ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY sequence")
 
     async def contents(self) -> dict[str, set[str]]:
         """Read the owners of all images."""
@@ -250,8 +235,26 @@ class PostgresJobStore:
             "state = ANY(%s)": [int(state) for state in wanted.states] or None,
         }
         given = {condition: value for condition, value in limits.items() if value is not None}
-        query = f"SELECT {_ALL} FROM jobs WHERE {' AND '.join(given)} ORDER BY sequence DESC LIMIT %s"
+        query = f"SELECT {sql.ALL} FROM jobs WHERE {' AND '.join(given)} ORDER BY sequence DESC LIMIT %s"
         return await self._list(query, *given.values(), size)
+
+    async def every(self, *, after: int, limit: int) -> list[JobRecord]:
+        """Read the first jobs of all tenants with sequence numbers above `after`."""
+        return await self._list(
+            f"SELECT {sql.ALL} FROM jobs WHERE sequence > %s ORDER BY sequence LIMIT %s", after, limit
+        )
+
+    async def newest_generation(self) -> int:
+        """Read the number of the last start of a gateway."""
+        async with self._read() as connection:
+            ((number,),) = await rows_of(connection, "SELECT last_value FROM job_generation")
+            return int(number)
+
+    async def raise_generation(self, least: int) -> None:
+        """Let the next start of a gateway have a number above `least`. No gateway may be starting."""
+        async with self._write() as connection:
+            query = "SELECT setval('job_generation', greatest(last_value, %s)) FROM job_generation"
+            await rows_of(connection, query, (least,))
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
         """Delete ended jobs, up to `limit`."""
@@ -300,100 +303,12 @@ class PostgresJobStore:
 
     async def _list(self, query: str, *parameters: Any) -> list[JobRecord]:
         async with self._read() as connection:
-            return await _records(connection, query, *parameters)
+            return await sql.records_of(connection, query, *parameters)
 
     async def _follow_clock(self) -> None:
         began = time.monotonic()
         ((now,),) = await self._database.fetch("SELECT extract(epoch FROM clock_timestamp())::float8")
         self._clock.set(now, began=began)
-
-
-async def _add(
-    connection: Connection, record: JobRecord, inputs: bytes, *, replaces: str, event_of: EventOf
-) -> JobRecord:
-    known = None
-    if record.request_id:
-        known = await _of_job(connection, record.job_id)
-        known = known or await _of_request(connection, record.request_id, record.tenant)
-    if known is not None and not (known.job_id != record.job_id and known.is_replaced_by(record, replaces=replaces)):
-        return known
-    inserted = await rows_of(connection, _INSERT, values_of(record))
-    if not inserted:
-        found = await _of_job(connection, record.job_id)
-        if found is None:  # it was deleted a moment ago
-            raise _ClaimedMeanwhile
-        return found
-    ((sequence,),) = inserted
-    if record.request_id:
-        claim = (record.tenant, record.request_id, sequence, known.sequence if known else None)
-        if not await rows_of(connection, _CLAIM, claim):
-            raise _ClaimedMeanwhile
-    if inputs:
-        await connection.execute("INSERT INTO inputs VALUES (%s, %s)", (sequence, inputs))
-    added = replace(record, sequence=sequence)
-    if not added.live:
-        await _index_contents(connection, added)
-        await _announce(connection, added, event_of)
-    return added
-
-
-async def _of_job(connection: Connection, job_id: str) -> JobRecord | None:
-    found = await _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = %s", job_id)
-    return found[0] if found else None
-
-
-async def _of_request(connection: Connection, request_id: str, tenant: str) -> JobRecord | None:
-    query = (
-        f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) "
-        "WHERE request_ids.tenant = %s AND request_ids.request_id = %s"
-    )
-    found = await _records(connection, query, tenant, request_id)
-    return found[0] if found else None
-
-
-async def _write_changes(connection: Connection, before: JobRecord, after: JobRecord, event_of: EventOf) -> None:
-    """Write the columns that differ: a progress must not write a long prompt again."""
-    old, new = values_of(before), values_of(after)
-    changed = [place for place, value in enumerate(new) if value != old[place]]
-    if changed:
-        settings = ", ".join(f"{VALUES[place]} = %s" for place in changed)
-        query = f"UPDATE jobs SET {settings} WHERE sequence = %s"
-        await connection.execute(query.encode(), (*(new[place] for place in changed), after.sequence))
-    if before.live and not after.live:
-        await connection.execute("DELETE FROM inputs WHERE sequence = %s", (after.sequence,))
-        await _index_contents(connection, after)
-        await _announce(connection, after, event_of)
-
-
-async def _index_contents(connection: Connection, record: JobRecord) -> None:
-    kept = record.kept_pictures
-    for digest in record.contents:
-        row = (record.tenant, digest, record.sequence, digest in kept)
-        await connection.execute("INSERT INTO contents VALUES (%s, %s, %s, %s)", row)
-
-
-async def _announce(connection: Connection, record: JobRecord, event_of: EventOf) -> None:
-    if (event := event_of(record)) is not None:
-        await insert_event(connection, event)
-
-
-async def _delete(connection: Connection, record: JobRecord, digests: Sequence[str], *, steady: float) -> None:
-    await connection.execute("DELETE FROM jobs WHERE sequence = %s", (record.sequence,))
-    await count_removed(connection, [(record.tenant, record.created_wall)])
-    query = "INSERT INTO deletions (job_id, tenant, contents, steady) VALUES (%s, %s, %s, %s) RETURNING number"
-    row = (record.job_id, record.tenant, json.dumps(digests), float(steady))
-    ((number,),) = await rows_of(connection, query, row)
-    await connection.execute("DELETE FROM deletions WHERE number <= %s", (number - MAX_DELETIONS,))
-
-
-async def _deleted_contents(connection: Connection, job_id: str, tenant: str) -> list[str] | None:
-    query = "SELECT contents FROM deletions WHERE job_id = %s AND tenant = %s"
-    rows = await rows_of(connection, query, (job_id, tenant))
-    return list(json.loads(rows[0][0])) if rows else None
-
-
-async def _records(connection: Connection, query: str, *parameters: Any) -> list[JobRecord]:
-    return [record_of(sequence, values) for sequence, *values in await rows_of(connection, query, parameters)]
 
 
 def _not_open() -> StorageUnavailable:

@@ -45,6 +45,11 @@ class PostgresOutbox:
             rows = await rows_of(connection, f"SELECT {_COLUMNS} FROM outbox WHERE event_id = %s", (event_id,))
         return _event(rows[0]) if rows else None
 
+    async def put(self, event: OutboxEvent) -> None:
+        """Write an event of another store, unless there is one with its ID."""
+        async with self._write() as connection:
+            await insert_event(connection, event)
+
     async def replace(self, event: OutboxEvent) -> bool:
         """Write a changed event."""
         query = f"UPDATE outbox SET ({_COLUMNS}) = ({_MARKS}) WHERE event_id = %s RETURNING number"

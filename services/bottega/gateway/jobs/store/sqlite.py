@@ -202,6 +202,18 @@ class SqliteJobStore:
             lambda connection: sqlite_statements.page(connection, wanted, size=size, before_sequence=before_sequence)
         )
 
+    async def every(self, *, after: int, limit: int) -> list[JobRecord]:
+        """Read the first jobs of all tenants with sequence numbers above `after`."""
+        return await self._list(lambda connection: sqlite_statements.every(connection, after=after, limit=limit))
+
+    async def newest_generation(self) -> int:
+        """Read the number of the last start of the gateway."""
+        return await self._query(sqlite_schema.newest_generation)
+
+    async def raise_generation(self, least: int) -> None:
+        """Let the next start of the gateway have a number above `least`."""
+        await self._write(lambda connection: sqlite_schema.raise_generation(connection, least))
+
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
         """Delete ended jobs, up to `limit`."""
         return await self._write(

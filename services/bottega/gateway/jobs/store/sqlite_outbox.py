@@ -57,6 +57,10 @@ class SqliteOutbox:
         rows = await self._read(lambda connection: connection.execute(query, (event_id,)).fetchall())
         return _event(rows[0]) if rows else None
 
+    async def put(self, event: OutboxEvent) -> None:
+        """Write an event of another store, unless there is one with its ID."""
+        await self._write(lambda connection: insert_event(connection, event))
+
     async def replace(self, event: OutboxEvent) -> bool:
         """Write a changed event."""
         values = (*_row(event), event.event_id)

@@ -324,13 +324,24 @@ def readopt(connection: sqlite3.Connection, path: Path, *, generation: int, newe
     """
     if not has_tables(connection, path):
         _create(connection, _TABLES)
-    connection.execute("UPDATE generation SET number = max(number, ?)", (generation,))
+    raise_generation(connection, generation)
     connection.execute("DELETE FROM sqlite_sequence WHERE name = 'jobs' AND seq <= ?", (newest,))
     connection.execute(
         "INSERT INTO sqlite_sequence SELECT 'jobs', ? WHERE NOT EXISTS "
         "(SELECT 1 FROM sqlite_sequence WHERE name = 'jobs')",
         (newest,),
     )
+
+
+def newest_generation(connection: sqlite3.Connection) -> int:
+    """Return the number of the last start of the gateway, or 0."""
+    ((number,),) = connection.execute("SELECT number FROM generation").fetchall()
+    return int(number)
+
+
+def raise_generation(connection: sqlite3.Connection, least: int) -> None:
+    """Let the next start of the gateway have a number above `least`."""
+    connection.execute("UPDATE generation SET number = max(number, ?)", (least,))
 
 
 def newest_sequence(connection: sqlite3.Connection) -> int:

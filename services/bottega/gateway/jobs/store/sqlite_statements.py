@@ -191,6 +191,12 @@ def live(connection: sqlite3.Connection) -> Listing:
     return _listing(connection.execute(query).fetchall())
 
 
+def every(connection: sqlite3.Connection, *, after: int, limit: int) -> Listing:
+    """Return the first jobs of all tenants with sequence numbers above `after`."""
+    query = f"SELECT {_ALL} FROM jobs WHERE sequence > ? ORDER BY sequence LIMIT ?"
+    return _listing(connection.execute(query, (after, limit)).fetchall())
+
+
 def contents(connection: sqlite3.Connection) -> dict[str, set[str]]:
     """Return the tenants that own each image and each file of kept latents, by digest."""
     owners: dict[str, set[str]] = {}
