@@ -49,6 +49,12 @@ class CacheConfig(StoreConfig):
     They start at most at the step at which the LoRAs must be loaded. Set it only if the loss that `make
     bench-cache-quality` measures with LoRAs (lora_accuracy_drop_points) is small enough for you.
     """
+    database: str = ""
+    """URL of a PostgreSQL database (15 or newer) with the extension pgvector (0.8 or newer) that has the embeddings.
+
+    Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. Latents and records
+    stay in the folder. While the database is away, pictures begin from noise. Empty: embeddings are in memory.
+    """
     predictor: bool = True
     """Whether to skip searches that are predicted to find nothing, if measurements show that this saves time."""
     profiles: list[str] = field(default_factory=list)

@@ -20,6 +20,7 @@ from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
 from bottega.cache.config import CacheConfig
 from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
+from bottega.cache.index import EntryIndex
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.predictor import PredictorStatistics
 from bottega.cache.profiles import check_profile
@@ -139,7 +140,7 @@ class CacheServer(StoreServer):
 
     def __init__(self, config: CacheConfig, *, folder: Path, listening: Listening) -> None:
         self._profiles = read_profiles(config)
-        self.store = LatentStore(store_settings(config, folder))
+        self.store = LatentStore(store_settings(config, folder), index=_index(config))
         super().__init__(
             config,
             kind=kinds.CACHE,
@@ -196,6 +197,17 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
         plain_for_loras=config.plain_for_loras,
         predictor=config.predictor,
     )
+
+
+def _index(config: CacheConfig) -> EntryIndex | None:
+    """Return the index in the configured database; None if none is configured. Raises ConfigError."""
+    if not config.database:
+        return None
+    from bottega.cache.index.postgresql import PostgresIndex
+
+    index = PostgresIndex(config.database, cache=config.name or kinds.CACHE)
+    index.open()
+    return index
 
 
 def read_profiles(config: CacheConfig) -> list[CacheProfile]:

@@ -1,7 +1,7 @@
 """The similarity index of an approximate cache: finds the entries of a key whose embeddings are most similar.
 
 A key is a hash of all settings of a request except its prompt; an entry is a cached image. A store uses an
-`EntryIndex`, which `KeyedIndex` implements with an index for each key. The index of a key is a `KeyIndex`: a
+`EntryIndex`. `PostgresIndex` is one in a database. `KeyedIndex` has an index in memory for each key, a `KeyIndex`: a
 `FlatIndex` or, for many entries, a `SketchedIndex`. Indexes are rebuilt at each start from the stored embeddings.
 """
 

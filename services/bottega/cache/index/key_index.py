@@ -68,6 +68,9 @@ class KeyedIndex:
             _check_number(int(numbers.min()))
             self._add(key, numbers, made)
 
+    def loaded(self) -> None:
+        """Do nothing, because nothing is stored."""
+
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
         """Add an entry, or replace the entry of the key with that number (0 or more).
 

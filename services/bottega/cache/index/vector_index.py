@@ -56,7 +56,8 @@ class VectorIndex(Protocol):
 class EntryIndex(Protocol):
     """Embeddings of entries, by key and number. A search finds only entries of its key. Any thread may call it.
 
-    All methods raise ValueError for a vector that is zero, not finite or of another width than the others of its key.
+    All methods raise ValueError for a vector that is zero, not finite or of another width than the others of its key,
+    and StorageUnavailable if the vectors are in a database that is away; `remove` and `sample` never do.
     """
 
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
@@ -66,6 +67,10 @@ class EntryIndex(Protocol):
             numbers: [n], without duplicates.
             vectors: [n, width].
         """
+        ...
+
+    def loaded(self) -> None:
+        """Finish loading, after all entries were added: what was stored of others is deleted."""
         ...
 
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:

@@ -283,7 +283,8 @@ class Contents:
             self.table.add(record)
 
     def loaded(self) -> None:
-        """Finish loading, after all stored entries were added."""
+        """Finish loading, after all stored entries were added. Raises StorageUnavailable."""
+        self.index.loaded()
         for key in self.table.all_keys():
             self._tell_predictor(key)
 

@@ -7,10 +7,11 @@ connections.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +38,10 @@ from bottega.cache.store.selector import PromptRows
 from bottega.cache.store.settings import CacheCounts, LatentStatistics, StoreSettings
 from bottega.cache.store.writer import CacheWriter
 from bottega.clocks import Clock
+from bottega.errors import StorageUnavailable
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import (
+    CACHE_OUTCOME_UNAVAILABLE,
     CacheAnswer,
     CacheEntry,
     CacheModelStats,
@@ -47,6 +50,8 @@ from bottega.v1.cache_pb2 import (
     CacheRecording,
     CacheStarts,
 )
+
+_log = logging.getLogger(__name__)
 
 _MOST_IMAGES = 8
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -120,13 +125,13 @@ class LatentStore:
         checked_embedding(embedding)
         self._table.tick()
         if question.pinned:
-            answer = self._lookup.pinned(question, embedding)
+            answer = _answer(lambda: self._lookup.pinned(question, embedding))
             answer.header.counts_starts = True
             self._counts.lookup(answer.header.outcome)
             return answer
         repeated = self._is_repeated(question)
         if question.images and question.fidelity in _APPROXIMATE:
-            answer = self._lookup.similar(question, embedding)
+            answer = _answer(lambda: self._lookup.similar(question, embedding))
             self._counts.lookup(answer.header.outcome)
             for place in range(len(answer.latents), question.images):
                 self._rows.note(question.key, question.prompt_digest, question.seed + place, picture_s(question))
@@ -270,6 +275,15 @@ class LatentStore:
         picture = entry.picture
         data = self._files.read(picture_name(entry.name), digest=picture.digest, size_bytes=picture.size_bytes)
         return np.frombuffer(data, np.uint8).reshape(picture.height, picture.width, 3) if data is not None else None
+
+
+def _answer(find: Callable[[], StoreAnswer]) -> StoreAnswer:
+    """Return what `find` returns; if the database of the index is away, an answer that says so."""
+    try:
+        return find()
+    except StorageUnavailable as error:
+        _log.warning("the cache's index does not answer; pictures begin from noise", extra={"text": error.message})
+        return StoreAnswer(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE), latents=())
 
 
 def _check(question: CacheQuestion) -> None:

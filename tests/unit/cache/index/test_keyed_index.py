@@ -1,4 +1,4 @@
-"""Indexes by exact key: that keys never see each other's entries, and that neither entries nor keys stay behind."""
+"""The index in memory: that keys never see each other's entries, and that neither entries nor keys stay behind."""
 
 from __future__ import annotations
 
@@ -42,14 +42,6 @@ def test_an_entry_is_found_under_its_own_key_alone(index: KeyedIndex) -> None:
     assert index.search("key7", vectors[0], 1) == []
 
 
-def test_similarity_is_the_cosine_whatever_the_lengths(index: KeyedIndex) -> None:
-    index.add("key", 1, np.array([3.0, 4.0]))
-    assert index.search("key", np.array([0.0, 0.01]), 1)[0].similarity == pytest.approx(0.8)
-    assert index.similarity("key", 1, np.array([70.0, 0.0])) == pytest.approx(0.6)
-    assert index.similarity("key", 2, np.array([7.0, 0.0])) is None
-    assert index.similarity("other", 1, np.array([7.0, 0.0])) is None
-
-
 def test_a_key_vanishes_with_its_last_entry_and_may_come_back_with_another_width(index: KeyedIndex) -> None:
     index.add("key", 1, _random(1)[0])
     with pytest.raises(ValueError, match="8 dimensions, not 3"):
@@ -76,43 +68,6 @@ def test_there_are_at_most_so_many_entries_and_a_replacement_is_none_more(index:
     assert len(index) == 999
     index.add("other", 1000, vectors[1000])
     assert len(index) == 1000
-
-
-@pytest.mark.parametrize(
-    "vector", [np.zeros(8), np.full(8, np.nan), np.array([np.inf, 1.0]), np.empty(0), np.ones((2, 2, 2))]
-)
-def test_what_is_no_direction_is_neither_added_nor_searched(index: KeyedIndex, vector: NDArray[np.float64]) -> None:
-    with pytest.raises(ValueError, match="empty, zero or not finite"):
-        index.add("key", 1, vector)
-    with pytest.raises(ValueError, match="empty, zero or not finite"):
-        index.search("key", vector, 1)
-    assert index.statistics().keys == len(index) == 0
-
-
-@pytest.mark.parametrize("count", [0, 65])
-def test_a_search_is_for_one_to_64_entries(index: KeyedIndex, count: int) -> None:
-    with pytest.raises(ValueError, match="1 to 64"):
-        index.search("key", _random(1)[0], count)
-
-
-def test_a_search_with_another_width_than_the_key_s_is_refused(index: KeyedIndex) -> None:
-    index.add("key", 1, _random(1)[0])
-    with pytest.raises(ValueError, match="8 dimensions, not 2"):
-        index.search("key", np.ones(2), 1)
-    with pytest.raises(ValueError, match="8 dimensions, not 2"):
-        index.similarity("key", 1, np.ones(2))
-
-
-def test_numbers_are_not_negative_and_loaded_once_each(index: KeyedIndex) -> None:
-    with pytest.raises(ValueError, match="at least 0"):
-        index.add("key", -1, _random(1)[0])
-    with pytest.raises(ValueError, match="at least 0"):
-        index.load("key", np.array([3, -1]), _random(2))
-    with pytest.raises(ValueError, match="numbers must be unique"):
-        index.load("key", np.array([3, 3]), _random(2))
-    with pytest.raises(ValueError, match="with one vector for each"):
-        index.load("key", np.array([3, 4]), _random(3))
-    assert len(index) == 0
 
 
 def test_a_key_with_many_entries_gets_sketches(index: KeyedIndex) -> None:
@@ -143,16 +98,6 @@ def test_a_sample_has_each_entry_at_most_once(index: KeyedIndex) -> None:
     assert index.sample("key", 10).shape == (10, WIDTH)
     assert not np.array_equal(index.sample("key", 10), index.sample("key", 10))
     assert index.sample("other", 10).size == 0
-
-
-def test_a_closed_index_takes_nothing_and_closes_again(index: KeyedIndex) -> None:
-    index.add("key", 1, _random(1)[0])
-    index.close()
-    index.close()
-    for key in ("key", "other"):
-        with pytest.raises(LookupError):
-            index.add(key, 2, _random(1)[0])
-    assert len(index) == 1
 
 
 def test_threads_may_change_and_search_the_same_keys() -> None:

@@ -1,0 +1,84 @@
+"""A cache whose embeddings are in PostgreSQL serves as any other, and nothing while the database is away."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bottega.cache.__main__ import build
+from bottega.errors import ConfigError
+from bottega.transport import Link
+from bottega.v1 import cache_pb2 as pb
+from tests.support.postgresql import PASSWORD, new_database, running_server, shared_server
+from tests.support.running_cache import Answer, ask, config, embedding, latents, profile, record, running
+from tests.support.waiting import eventually
+
+
+async def _ask(link: Link, number: int) -> Answer:
+    return await asyncio.to_thread(ask, link, embedding(number))
+
+
+async def test_entries_are_found_by_the_database_also_after_a_restart(tmp_path: Path) -> None:
+    with new_database(vector=True) as url:
+        async with running(tmp_path, config(database=url)) as cache:
+            await cache.call("SetCacheProfile", profile=profile())
+            await cache.fill("a", "b")
+        async with running(tmp_path, config(database=url)) as cache:
+            link = await cache.link()
+
+            async def has_loaded() -> bool:
+                return bool((await _ask(link, 1)).latents)
+
+            await eventually(has_loaded)
+            assert (await _ask(link, 1)).latents[0] == pytest.approx(latents(1)[4])
+            assert (await _ask(link, 5)).header.outcome == pb.CACHE_OUTCOME_MISS
+            assert (await cache.call("ClearCache")).entries == 2
+            assert not (await _ask(link, 1)).latents
+            link.close()
+
+
+async def test_pictures_begin_from_noise_while_the_database_is_away(tmp_path: Path) -> None:
+    with running_server(vector=True) as server:
+        settings = config(database=server.url(server.new_database()))
+        async with running(tmp_path, settings) as cache:
+            link = await cache.link()
+            await cache.call("SetCacheProfile", profile=profile())
+            await cache.fill("a")
+            server.stop()
+            away = await _ask(link, 0)
+            assert (away.header.outcome, away.latents) == (pb.CACHE_OUTCOME_UNAVAILABLE, ())
+            await asyncio.to_thread(record, link, embedding(1), prompt="b", seed=1)
+
+            async def is_in_trouble() -> bool:
+                return bool((await cache.call("GetCacheStats")).trouble)
+
+            await eventually(is_in_trouble)
+            assert (await _ask(link, 0)).header.outcome == pb.CACHE_OUTCOME_UNAVAILABLE
+            server.start()
+
+            async def is_back() -> bool:
+                return bool((await _ask(link, 0)).latents) and not await is_in_trouble()
+
+            await eventually(is_back)
+            await asyncio.to_thread(record, link, embedding(1), prompt="b", seed=1)
+
+            async def is_recorded() -> bool:
+                return bool((await _ask(link, 1)).latents)
+
+            await eventually(is_recorded)
+            link.close()
+
+
+async def test_a_database_that_cannot_be_used_is_a_clear_error_without_the_password(tmp_path: Path) -> None:
+    server = shared_server(vector=True)
+    wrong = {
+        "mysql://somewhere/cache": "postgresql://",
+        server.url("no_such_database", password=PASSWORD): 'database "no_such_database" does not exist',
+        server.url("postgres", password="falsch-geraten"): "password authentication failed",
+    }
+    for url, text in wrong.items():
+        with pytest.raises(ConfigError, match=text) as raised:
+            build(config(database=url), tmp_path)
+        assert not {PASSWORD, "falsch-geraten"} & set(str(raised.value).replace("@", " ").replace(":", " ").split())
