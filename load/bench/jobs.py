@@ -4,6 +4,9 @@ A real gateway process with a worker that takes nothing, so that nothing but acc
 of which waits for its answer, take turns at two gateways: one that shares its commits, and one in which every job has a
 commit, and so an fsync, of its own. The same again with a disk that is made slower, to what many disks are.
 
+With `--store postgresql` the jobs are in a PostgreSQL server of its own, whose commits wait for the disk: the same with
+one gateway and with two, whose callers are spread over both.
+
 `python -m load.bench.jobs --config FILE` is such a gateway: its environment gives the number of jobs that share a
 commit and how much slower the disk is.
 
@@ -34,6 +37,7 @@ from bottega.storage import SerialTask
 from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from load.bench.framework import Bench, Option, Sheet, by_turns, percentile
+from tests.support.postgresql import PostgresServer, running_server
 from tests.support.services import Service, Services, gateway_config
 
 MODEL = image_pb2.Model(
@@ -61,6 +65,8 @@ BENCH = Bench(
     Option("--rounds", 3, "of all sides", smallest=1),
     Option("--folder", None, "on the disk to measure; by default a temporary one", kind=Path),
     Option("--slow-fsync-ms", 1.0, "what an fsync takes on the slower disk"),
+    Option("--store", "sqlite", "where jobs are", choices=("sqlite", "postgresql")),
+    Option("--gateways", (1, 2), "that share the database of --store postgresql; 1 is what others are compared with"),
     inside="folder",
 )
 
@@ -98,6 +104,9 @@ class Side:
 @BENCH.measure
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure all sides by turns, and the store alone."""
+    if options.store == "postgresql":
+        _measure_shared(options, folder, sheet)
+        return
     fsync_ms = _fsync_ms(folder)
     slower_s = max(0.0, options.slow_fsync_ms - fsync_ms) / 1e3
     sides = dict.fromkeys(Side(max_group=n, slower_s=s) for s in (0.0, slower_s) for n in (SHARED, ALONE))
@@ -127,18 +136,52 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     sheet.values["callers"] = options.callers
 
 
+def _measure_shared(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Measure numbers of gateways by turns, in new databases of one server."""
+    with running_server(durable=True) as server:
+        sides = {str(number): partial(_shared, number, server, folder, options) for number in options.gateways}
+        waits = by_turns(sides, options.rounds, warm_ups=0)
+    rates = {name: float(median(len(each) / options.seconds for each in rounds)) for name, rounds in waits.items()}
+    sheet.figure("one fsync", _fsync_ms(folder), "{:.2f} ms", key="fsync_ms")
+    for name, rate in rates.items():
+        many = "gateway" if name == "1" else "gateways"
+        sheet.figure(f"acknowledged by {name} {many}", rate, "{:.0f} a second", key=f"acks_per_s_{name}")
+        p99_ms = median(percentile(each, 0.99) for each in waits[name]) * 1e3
+        sheet.figure("  p99 of the waits", p99_ms, "{:.0f} ms", key=f"ack_p99_ms_{name}")
+        if name != "1" and "1" in rates:
+            bar = "1.5 while PostgreSQL is not the limit" if name == "2" else ""
+            sheet.figure("  of one gateway", rate / rates["1"], key=f"gateways_gain_{name}", bar=bar)
+    sheet.values["callers"] = options.callers
+
+
+def _shared(number: int, server: PostgresServer, scratch: Path, options: argparse.Namespace, turn: int) -> list[float]:
+    """Return the seconds that each acknowledgement took, at gateways that share a new database."""
+    folder = scratch / f"{turn}-{number}-shared"
+    folder.mkdir()
+    url = server.url(server.new_database())
+    with Services(folder) as services:
+        gateways = [
+            services.start("gateway", _config(name=f"gateway-{place}", jobs=url, state=str(folder / f"state-{place}")))
+            for place in range(number)
+        ]
+        return asyncio.run(_called(gateways, options))
+
+
+def _config(**settings: object) -> dict[str, object]:
+    return gateway_config(max_queued=MANY, max_queued_bytes=1 << 40, max_jobs=MANY, codec_processes=1, **settings)
+
+
 def _acknowledged(side: Side, scratch: Path, options: argparse.Namespace, turn: int) -> list[float]:
     """Return the seconds that each acknowledgement took, at a gateway of its own."""
     folder = scratch / f"{turn}-{side.name}"
     folder.mkdir()
     os.environ[_GROUP], os.environ[_SLOWER] = str(side.max_group), str(side.slower_s)
-    config = gateway_config(max_queued=MANY, max_queued_bytes=1 << 40, max_jobs=MANY, codec_processes=1)
     with Services(folder) as services:
-        return asyncio.run(_called(services.start("load.bench.jobs", config), options))
+        return asyncio.run(_called([services.start("load.bench.jobs", _config())], options))
 
 
-async def _called(gateway: Service, options: argparse.Namespace) -> list[float]:
-    async with _stubs(gateway.address) as stubs, _idle_worker(gateway.fleet):
+async def _called(gateways: Sequence[Service], options: argparse.Namespace) -> list[float]:
+    async with _stubs(gateways) as stubs, _idle_worker(",".join(gateway.fleet for gateway in gateways)):
         await _submit(stubs, callers=options.callers, seconds=min(1.0, options.seconds))
         return await _submit(stubs, callers=options.callers, seconds=options.seconds)
 
@@ -190,20 +233,21 @@ def _stored(side: Side, folder: Path, options: argparse.Namespace) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _stubs(address: str) -> AsyncIterator[Stubs]:
+async def _stubs(gateways: Sequence[Service]) -> AsyncIterator[Stubs]:
     async with contextlib.AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(open_channel(address)) for _ in range(CHANNELS)]
+        opened = [open_channel(gateways[number % len(gateways)].address) for number in range(CHANNELS)]
+        channels = [await stack.enter_async_context(channel) for channel in opened]
         stubs: Stubs = [image_pb2_grpc.ImageServiceStub(channel) for channel in channels]
         yield stubs
 
 
 @contextlib.asynccontextmanager
-async def _idle_worker(gateway: str) -> AsyncIterator[None]:
+async def _idle_worker(gateways: str) -> AsyncIterator[None]:
     """Join as a worker that is stopping: its model is served, and it is given nothing."""
     registration = fleet_pb2.Registration(
         kind=kinds.WORKER, name="idle", address="127.0.0.1:9", version="bench", models=[MODEL]
     )
-    membership = FleetMembership(gateway, registration, load=lambda: fleet_pb2.Load(draining=True))
+    membership = FleetMembership(gateways, registration, load=lambda: fleet_pb2.Load(draining=True))
     membership.start()
     await asyncio.wait_for(membership.joined.wait(), 10)
     try:
