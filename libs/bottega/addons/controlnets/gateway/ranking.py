@@ -67,7 +67,7 @@ class ServerCandidate:
     digest: str
     state: HostedState.ValueType
     load_s: float = 0.0
-    """Seconds until the ControlNet is in memory."""
+    """Seconds until the ControlNet is in memory; inf if it has no room for it."""
     own_s: float = SESSION_ROWS * _UNMEASURED_ROW_S
     """Seconds of the job's own forward pass in each step."""
     others_s: float = 0.0

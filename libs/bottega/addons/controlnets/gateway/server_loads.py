@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class ServerLoads:
             server=member.name,
             digest=net.digest,
             state=net.state,
-            load_s=seconds_to_load(net),
+            load_s=seconds_to_load(net) if _may_fit(member, net) else math.inf,
             own_s=own_s,
             others_s=sum(count * self._session_s(member, name, shape) for name, count in sessions.items()),
             ahead_s=ahead_s,
@@ -135,6 +136,11 @@ class ServerLoads:
     def _session_s(self, member: Member, name: str, shape: Shape) -> float:
         net = self._hosts.at(member, name)
         return forward_s([net] if net is not None else [], shape, SESSION_ROWS)
+
+
+def _may_fit(member: Member, net: Hosted) -> bool:
+    """Return whether a server's budget is large enough for a ControlNet, or unknown."""
+    return net.size_bytes <= (member.load.budget_bytes or net.size_bytes)
 
 
 def _loading(net: Hosted) -> Hosted:

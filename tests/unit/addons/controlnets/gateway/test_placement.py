@@ -429,6 +429,19 @@ async def test_a_report_of_512_sessions_sends_the_next_job_to_the_idle_server(sh
     assert shop.take(_job(shop, "edges")).servers == ("s2",)
 
 
+async def test_a_server_without_room_comes_last_and_gets_no_copy(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges", sessions=512, size_bytes=2000), name="s1", budget_bytes=2000)
+    _server(shop, net("edges", state=ON_DISK, size_bytes=2000), name="s2", budget_bytes=1000)
+    job = shop.take(_job(shop, "edges"))
+    assert _told(shop, job) == [("hash of edges", ["s1", "s2"])]
+    for _ in range(3):
+        shop.controlnets._replicas.look()
+        shop.time.now += 5.0
+    await asyncio.sleep(0)
+    assert not shop.servers
+
+
 async def test_measured_forward_passes_decide_between_servers(shop: Shop) -> None:
     shop.worker()
     slow, fast = ([ForwardTime(latent_height=64, latent_width=64, rows=2, seconds=seconds)] for seconds in (0.4, 0.1))
