@@ -23,7 +23,7 @@ from load.bench.bench_model import BenchShape, write_bench_controlnet, write_ben
 from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, closed_loop, percentile
 from load.bench.suites import CALL_S, Suite, suite
 
-SHAPE = BenchShape(block_out_channels=(64, 128), transformer_layers=(1, 2), sample_size=16)
+SHAPE = BenchShape(block_out_channels=(64, 128, 256), transformer_layers=(1, 2), sample_size=16)
 WANTED = 0.7
 # Bytes in which no ControlNet fits.
 _NO_ROOM = 1
@@ -34,7 +34,7 @@ BENCH = Bench(
     __doc__,
     Option("--requests", 60, "of each side", smallest=4),
     Option("--steps", 12, "of a picture", smallest=2),
-    Option("--nets", 6, "sessions of the ControlNet in a request", smallest=2),
+    Option("--nets", 8, "sessions of the ControlNet in a request", smallest=2),
     Option("--rate", 2.0, "times what one server gets done"),
 )
 

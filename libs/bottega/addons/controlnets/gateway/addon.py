@@ -245,6 +245,7 @@ class ControlNetAddOn(AddOn):
             self._prefetcher.remove(member)
             self._evictor.remove(member)
             self._replicas.forget(member.name)
+            self._loads.forget(member)
         else:
             self._hosts.update(member)
 

@@ -50,6 +50,11 @@ class ReplicaPolicy:
         """Whether something may have to be decided although nothing else happens."""
         return bool(self._excess_since or self._idle_since)
 
+    @property
+    def copied(self) -> set[str]:
+        """Names of the ControlNets of which copies were made."""
+        return {name for _, name in self._idle_since}
+
     def forget(self, server: str) -> None:
         """Drop the copies of a lost server."""
         self._idle_since = {key: since for key, since in self._idle_since.items() if key[0] != server}
@@ -154,7 +159,7 @@ class Replicas:
             for server in self._fleet.services(kinds.CONTROLNET)
             if not server.load.draining and server.backed_off_until <= now
         }
-        copies = self._loads.copies(list(servers.values()), self._shape)
+        copies = self._loads.copies(list(servers.values()), self._shape, self._policy.copied)
         for change in self._policy.decide(copies, self._turn_s, now):
             does = "loads a hot ControlNet" if change.load else "evicts a copy of a ControlNet"
             _log.info("a server %s", does, extra={"member": change.server, "controlnet": change.name})

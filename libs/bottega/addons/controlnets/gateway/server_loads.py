@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.controlnets.gateway.ranking import SESSION_ROWS, ServerCandidate, forward_s, seconds_to_load
@@ -14,6 +14,8 @@ from bottega.planning import Shape
 from bottega.v1 import hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted
 
+# Cached seconds of a server; callers choose shapes.
+_MAX_SECONDS = 4096
 _IN_MEMORY = frozenset({hosted_pb2.HOSTED_STATE_LOADED, hosted_pb2.HOSTED_STATE_LOADING})
 
 
@@ -44,6 +46,7 @@ class ServerLoads:
         self._hosts = hosts
         self.assigned: Counter[tuple[str, str]] = Counter()
         self._at: dict[str, Counter[str]] = {}
+        self._seconds: dict[Member, _ForwardSeconds] = {}
 
     def assign(self, sessions: Iterable[tuple[str, str]]) -> None:
         """Count the sessions of an attempt, given by server and ControlNet."""
@@ -74,8 +77,7 @@ class ServerLoads:
             ahead_s: See ServerCandidate.
         """
         sessions = self.sessions(member)
-        hosts = [net, *(other for host, other in self._hosts.named(net.name).items() if host is not member)]
-        own_s = forward_s(hosts, shape, rows)
+        own_s = self._forward_s(member, net.name, shape, rows)
         if net.state == hosted_pb2.HOSTED_STATE_ON_DISK and self.assigned.get((member.name, net.name)):
             net = _loading(net)  # the assigned session will load it in a moment
         return ServerCandidate(
@@ -84,7 +86,9 @@ class ServerLoads:
             state=net.state,
             load_s=seconds_to_load(net) if _may_fit(member, net) else math.inf,
             own_s=own_s,
-            others_s=sum(count * self._session_s(member, name, shape) for name, count in sessions.items()),
+            others_s=sum(
+                count * self._forward_s(member, name, shape, SESSION_ROWS) for name, count in sessions.items()
+            ),
             ahead_s=ahead_s,
             queued_s=member.load.queued_rows * own_s / rows,
         )
@@ -96,20 +100,21 @@ class ServerLoads:
             return reported
         return {name: max(reported.get(name, 0), assigned[name]) for name in reported.keys() | assigned.keys()}
 
-    def copies(self, servers: Sequence[Member], shape: Shape) -> dict[str, list[Copy]]:
-        """Return the copies of each ControlNet that a session uses, or that is in memory at several servers.
+    def forget(self, member: Member) -> None:
+        """Drop what is cached of a lost server."""
+        self._seconds.pop(member, None)
 
-        All have the version of the first server that has it in memory.
+    def copies(self, servers: Sequence[Member], shape: Shape, more: Iterable[str] = ()) -> dict[str, list[Copy]]:
+        """Return the copies of each ControlNet that a session uses, all of the version that is in memory.
+
+        Args:
+            servers: The servers to look at.
+            shape: Height and width of latents.
+            more: Names of further ControlNets.
         """
-        used = {name for server in servers for name in self.sessions(server)}
-        held = Counter(
-            net.name for server in servers for net in self._hosts.hosted_by(server) if net.state in _IN_MEMORY
-        )
+        names = {name for server in servers for name in self.sessions(server)}.union(more)
         free_bytes = {server.name: self._free_bytes(server) for server in servers}
-        return {
-            name: self._copies_of(name, servers, shape, free_bytes)
-            for name in used | {name for name, count in held.items() if count > 1}
-        }
+        return {name: self._copies_of(name, servers, shape, free_bytes) for name in names}
 
     def _copies_of(
         self, name: str, servers: Sequence[Member], shape: Shape, free_bytes: Mapping[str, int]
@@ -133,9 +138,26 @@ class ServerLoads:
         used = sum(net.size_bytes for net in self._hosts.hosted_by(server) if net.state in _IN_MEMORY)
         return max(0, server.load.budget_bytes - used)
 
-    def _session_s(self, member: Member, name: str, shape: Shape) -> float:
-        net = self._hosts.at(member, name)
-        return forward_s([net] if net is not None else [], shape, SESSION_ROWS)
+    def _forward_s(self, member: Member, name: str, shape: Shape, rows: int) -> float:
+        """Return the seconds of a forward pass, which are computed once for each report."""
+        nets, known = self._hosts.hosted_by(member), self._seconds.get(member)
+        if known is None or known.nets is not nets or len(known.seconds) > _MAX_SECONDS:
+            known = self._seconds[member] = _ForwardSeconds(nets=nets)
+        seconds = known.seconds.get((name, shape, rows))
+        if seconds is None:
+            own = self._hosts.at(member, name)
+            others = (net for host, net in self._hosts.named(name).items() if host is not member)
+            hosts = [*([own] if own is not None else []), *others]
+            seconds = known.seconds[name, shape, rows] = forward_s(hosts, shape, rows)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ForwardSeconds:
+    """Seconds of forward passes at a server, by ControlNet, shape and rows, from one of its reports."""
+
+    nets: tuple[Hosted, ...]
+    seconds: dict[tuple[str, Shape, int], float] = field(default_factory=dict)
 
 
 def _may_fit(member: Member, net: Hosted) -> bool:
