@@ -15,8 +15,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bottega.client import AsyncClient, ControlNet
 from load.bench.bench_model import BenchShape, write_bench_controlnet, write_bench_model, write_gradient
@@ -71,7 +73,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     sheet.figure("share of sessions at the second server", share, "{:.2f}", key="second_share", bar="at least 0.2")
 
 
-def _running(folder: Path, model: Path, net: Path, *, second_bytes: int):  # type: ignore[no-untyped-def]
+def _running(folder: Path, model: Path, net: Path, *, second_bytes: int) -> AbstractContextManager[Suite]:
     """Run a worker and two servers, each on a core of its own. The first server loads the ControlNet first."""
 
     def server(budget_bytes: int) -> dict[str, object]:
@@ -132,7 +134,7 @@ class _Pictures:
 
         return _Served(took_s=asyncio.run(all_of_them()), sessions=sessions)
 
-    def _drawing(self, seed: int) -> dict[str, object]:
+    def _drawing(self, seed: int) -> dict[str, Any]:
         return {
             "seed": seed,
             "num_inference_steps": self._options.steps,

@@ -103,7 +103,8 @@ def where(*, name: str, address: str) -> None:
     for net in found:
         for host in net.hosts:
             kind = "controlnet" if host.server else "worker"
-            facts = (host.readiness.value, str(host.sessions), str(host.popularity), short_hash(net.digest))
+            state = f"{host.readiness.value}, pinned" if host.pinned else host.readiness.value
+            facts = (state, str(host.sessions), str(host.popularity), short_hash(net.digest))
             table.add_row(host.name, kind, host.address, *facts)
     print_table(table)
     _note_versions(found)

@@ -407,6 +407,7 @@ def _host(member: FleetMember, net: HostedItem) -> ControlNetHost:
         readiness=net.readiness,
         popularity=net.popularity,
         sessions=net.sessions,
+        pinned=net.pinned,
     )
 
 

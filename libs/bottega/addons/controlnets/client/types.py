@@ -22,6 +22,8 @@ class ControlNetHost:
     """How many of the newest sessions at this service used the ControlNet; it remembers a fixed number of sessions."""
     sessions: int
     """Number of sessions that use the ControlNet now."""
+    pinned: bool = False
+    """Whether the server keeps the ControlNet in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
