@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from bottega import kinds
 from bottega.client.suite.plan import ProcessPlan
+from bottega.errors import ConfigError
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.scale.config import ScaleConfig
 from bottega.scale.service import Scaler
 from bottega.scale.units import ProcessUnits, SystemdUnits, Units
 from bottega.state_folder import state_folder
+
+# As sd_booted(3) looks for it.
+_SYSTEMD = Path("/run/systemd/system")
 
 
 def main() -> int:
@@ -30,6 +35,8 @@ async def _lifespan(config: ScaleConfig) -> AsyncIterator[ServiceHooks]:
 
 def _units(config: ScaleConfig) -> Units:
     if config.manager == "systemd":
+        if not _SYSTEMD.is_dir():
+            raise ConfigError("systemd does not run on this host: set manager: processes")
         return SystemdUnits()
     plans = {
         pool.unit(instance): ProcessPlan(

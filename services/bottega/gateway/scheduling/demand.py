@@ -7,7 +7,7 @@ the same numbers from the metrics or from ListMembers.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +38,8 @@ from bottega.v1.fleet_pb2 import Demand, Pool, PoolTarget
 _UNKNOWN_JOB_S = 1.0
 # A start that takes longer than usual is expected to take this much longer than it took so far.
 _LATE_SHARE = 0.25
+# Updates, one a second, within which a scaler reports that its services have changed.
+_LAGGING_UPDATES = 10
 # Share of the jobs that ControlNet servers may serve together, up to which some of them may be stopped.
 _IDLE_SHARE = 0.75
 
@@ -69,6 +71,10 @@ def _step_s(state: WorkerState, request: ResourceRequest) -> float:
     return turn_s(rows * width) / width
 
 
+_Pools = Sequence[tuple[Member, Pool]]
+"""The pools of one kind and model, each with its scaler."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _ModelState:
     """The state of a model between two forecasts."""
@@ -79,6 +85,17 @@ class _ModelState:
     """Costs at a worker that was there last; None while none has measured a step."""
     targets: dict[str, TargetCount] = field(default_factory=dict)
     """By kind."""
+    unscaled: dict[str, deque[int]] = field(default_factory=dict)
+    """By kind, how many more services were ready than scalers reported, in the last updates."""
+
+    def fixed(self, kind: str, ready: int, pools: _Pools) -> int:
+        """Return how many services no scaler runs: the least number lately.
+
+        A service that has just joined, or is about to leave, is not in its scaler's report for a moment.
+        """
+        known = self.unscaled.setdefault(kind, deque(maxlen=_LAGGING_UPDATES))
+        known.append(max(0, ready - sum(pool.ready for _, pool in pools)))
+        return min(known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +109,6 @@ class _ModelWork:
     """Jobs with ControlNets that run, and those that would run if each worker began one more."""
 
 
-_Pools = Sequence[tuple[Member, Pool]]
-"""The pools of one kind and model, each with its scaler."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forecast:
     """The services of one kind for a model: those that are there, and those that its work needs."""
@@ -104,11 +117,8 @@ class _Forecast:
     supply: Supply
     need: Need
     pools: _Pools
-
-    @property
-    def fixed(self) -> int:
-        """Number of services that no scaler runs."""
-        return max(0, self.supply.ready - sum(pool.ready for _, pool in self.pools))
+    fixed: int = 0
+    """Number of services that no scaler runs."""
 
     def bounded(self, count: int) -> int:
         """Return a number of services within the bounds of the scalers, if there are any."""
@@ -182,7 +192,7 @@ class FleetDemand:
         for name in sorted(names):
             state = self._models[name]
             work = self._work(name, state, now)
-            for each in self._forecasts(name, work, pools):
+            for each in self._forecasts(name, state, work, pools):
                 desired = each.bounded(self._target(state, each, now))
                 demand.append(_message(name, each, desired, work.work))
                 for (member, _), share in zip(each.pools, each.share_out(desired), strict=True):
@@ -199,12 +209,15 @@ class FleetDemand:
             target = state.targets[forecast.kind] = TargetCount(forecast.supply.count, now)
         return target.update(forecast.need, now, hold_s=max(self._config.keep_s, forecast.supply.start_s))
 
-    def _forecasts(self, model: str, work: _ModelWork, pools: Mapping[tuple[str, str], _Pools]) -> Iterator[_Forecast]:
+    def _forecasts(
+        self, model: str, state: _ModelState, work: _ModelWork, pools: Mapping[tuple[str, str], _Pools]
+    ) -> Iterator[_Forecast]:
         """Yield the forecasts of a model's workers, and of its ControlNet servers if a scaler runs some."""
         of_workers = pools.get((kinds.WORKER, model), ())
         supply = _supply(work.workers, of_workers, self._fleet.start_s(model) or self._config.start_s)
         need = services_needed(work.work, supply, wait_s=self._config.wait_s)
-        yield _Forecast(kind=kinds.WORKER, supply=supply, need=need, pools=of_workers)
+        fixed = state.fixed(kinds.WORKER, work.workers, of_workers)
+        yield _Forecast(kind=kinds.WORKER, supply=supply, need=need, pools=of_workers, fixed=fixed)
         of_servers = pools.get((kinds.CONTROLNET, model), ())
         if of_servers:
             servers = self._controlnet_servers(model)
@@ -215,7 +228,8 @@ class FleetDemand:
                 most=math.ceil(work.controlnet_jobs / (_IDLE_SHARE * most)),
             )
             supply = _supply(len(servers), of_servers, start_s)
-            yield _Forecast(kind=kinds.CONTROLNET, supply=supply, need=need, pools=of_servers)
+            fixed = state.fixed(kinds.CONTROLNET, len(servers), of_servers)
+            yield _Forecast(kind=kinds.CONTROLNET, supply=supply, need=need, pools=of_servers, fixed=fixed)
 
     def _pools(self) -> Mapping[tuple[str, str], _Pools]:
         """Return the pools of all scalers, by kind and model."""

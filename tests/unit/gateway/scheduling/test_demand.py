@@ -81,6 +81,22 @@ async def test_workers_that_no_scaler_runs_count() -> None:
     await shop.stop()
 
 
+async def test_a_worker_that_its_scaler_has_not_reported_yet_is_not_stopped() -> None:
+    shop = Shop()
+    member = scaler(shop, "host", pool(model="m"), pool(model="other"))
+    shop.controller.demand.update()
+    starting = Pool(kind="worker", model="m", maximum=4, starting_s=[5.0])
+    scaler(shop, "host", starting)
+    shop.worker(seconds=1.0)
+    submit(shop, 1)
+    forecast(shop)
+    assert targets(shop, member) == [1], "the worker is the one that starts"
+    scaler(shop, "host", pool(ready=1))
+    forecast(shop)
+    assert targets(shop, member) == [1]
+    await shop.stop()
+
+
 async def test_a_host_whose_services_fail_is_asked_for_fewer() -> None:
     shop = Shop()
     member = scaler(shop, "host", pool(minimum=2, failed=3))
@@ -149,7 +165,7 @@ async def test_controlnet_servers_follow_the_jobs_that_use_them() -> None:
     assert targets(shop, member) == [1]
     model = shop.controller.demand._models["m"]
     work = dataclasses.replace(shop.controller.demand._work("m", model, shop.time.now), controlnet_jobs=17)
-    (_, need) = shop.controller.demand._forecasts("m", work, shop.controller.demand._pools())
+    (_, need) = shop.controller.demand._forecasts("m", model, work, shop.controller.demand._pools())
     assert (need.need.least, need.need.most) == (3, 3)
     await shop.stop()
 
