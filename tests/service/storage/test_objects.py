@@ -160,12 +160,12 @@ def test_of_many_who_create_an_object_one_is_told_that_it_did(case: Case) -> Non
 
 
 def test_a_large_object_is_whole(case: Case) -> None:
-    data = os.urandom(20 * MIB + 1)
+    data = os.urandom(9 * MIB + 1)
     case.store.write("ab01", data)
     assert _read(case.store, "ab01", data) == data
 
 
-@pytest.mark.parametrize("size_bytes", [MIB, 20 * MIB], ids=["small", "in parts"])
+@pytest.mark.parametrize("size_bytes", [MIB, 9 * MIB], ids=["small", "in parts"])
 def test_a_write_that_is_cut_off_leaves_nothing_to_see(case: Case, size_bytes: int) -> None:
     with case.cut(MIB // 2) as store, pytest.raises(StorageUnavailable):
         store.write("ab01", bytes(size_bytes))

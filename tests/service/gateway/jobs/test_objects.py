@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from bottega.config import parse
 from bottega.errors import ConfigError
 from bottega.gateway.config import GatewayConfig
 from bottega.v1 import image_pb2
+from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support import s3
+from tests.support.postgresql import new_database
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.services import gateway_config
 from tests.support.waiting import eventually
@@ -61,6 +64,29 @@ async def test_a_picture_is_in_the_bucket_until_its_job_is_deleted(server: s3.S3
         assert await house.image(again.job_id) == b"picture 0"
         await _delete(house, again.job_id)
         assert server.keys(bucket) == []
+
+
+async def test_gateways_that_share_jobs_share_their_pictures(server: s3.S3Server, tmp_path: Path) -> None:
+    bucket = server.bucket()
+    with new_database() as jobs:
+        shared = partial(running_gateway, jobs=jobs, objects=f"s3://{bucket}")
+        async with (
+            shared(name="one", state=str(tmp_path / "one")) as one,
+            shared(name="two", state=str(tmp_path / "two")) as two,
+        ):
+            worker = ScriptedWorker("w1", f"{one.fleet_address},{two.fleet_address}")
+            await worker.start(join_timeout_s=30)
+            try:
+                job = await two.ended((await two.submit(prompt="a star", seed=5)).job_id)
+                same = await one.ended((await one.submit(prompt="a star", seed=5)).job_id)
+                for house in (one, two):
+                    assert await house.image(job.job_id) == b"picture 0"
+                await _delete(one, job.job_id)
+                assert await two.image(same.job_id) == b"picture 0"
+                await _delete(two, same.job_id)
+                assert server.keys(bucket) == []
+            finally:
+                await worker.die()
 
 
 async def test_s3_that_fails_a_tenth_of_all_calls_loses_no_picture(
