@@ -160,10 +160,11 @@ class FleetMembership:
             member.report_soon()
 
     async def stop(self) -> None:
-        """Leave the fleet. Does nothing before `start`."""
+        """Leave the fleet. Does nothing before `start`, which may follow again."""
         await self._tasks.cancel()
-        members, self._members = list(self._members.values()), {}
-        await asyncio.gather(*(member.stop() for member in members))
+        members, self._members = self._members, {}
+        await asyncio.gather(*(member.stop() for member in members.values()))
+        self.joined.clear()
 
     def _follow(self, addresses: Sequence[str]) -> None:
         """Join the gateways at these addresses, and leave all others."""

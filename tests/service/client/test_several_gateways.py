@@ -66,8 +66,8 @@ async def test_calls_go_round_the_gateways_that_serve() -> None:
 
 
 async def test_a_gateway_that_falls_silent_is_left_and_its_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = dict(channel._BALANCING_OPTIONS) | {"grpc.http2.ping_timeout_ms": 300, "grpc.keepalive_timeout_ms": 300}
-    monkeypatch.setattr(channel, "_BALANCING_OPTIONS", list(options.items()))
+    options = [(name, 300 if "timeout" in name else value) for name, value in channel._BALANCING_OPTIONS]
+    monkeypatch.setattr(channel, "_BALANCING_OPTIONS", options)
     async with (
         gateway_with(1) as first,
         gateway_with(2) as second,

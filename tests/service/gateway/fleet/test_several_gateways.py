@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from bottega import errors, kinds
-from bottega.rpc import fleet_membership
+from bottega.rpc import fleet_membership, gateway_membership
 from bottega.rpc.fleet_membership import FleetMembership, SchedulerFence
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
@@ -44,12 +44,13 @@ def joins(caplog: pytest.LogCaptureFixture, gateway: str) -> int:
 
 
 async def test_each_gateway_gets_every_report_and_a_lost_one_gets_them_again(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "bottega.rpc")
-    async with running_gateway() as first:
+    monkeypatch.setattr(gateway_membership, "_MIN_REPORT_INTERVAL_S", 600.0)  # only changes are reported
+    async with running_gateway(lease_s=600.0) as first:
         memory_bytes = 1
-        async with running_gateway() as second:
+        async with running_gateway(lease_s=600.0) as second:
             lost = second.fleet_address
             member = FleetMembership(
                 f"{first.fleet_address},{lost}",
