@@ -180,11 +180,8 @@ class GatewayMembership:
             self.report_soon()
         self._report_every_s = every_s
         self.heard_s = time.monotonic()
-        self.backlog, self.services, self.generation = (
-            response.backlog,
-            response.services,
-            response.scheduler.generation,
-        )
+        self.backlog, self.services = response.backlog, response.services
+        self.generation, self.shares_jobs = response.scheduler.generation, response.HasField("scheduler")
         self.targets = response.targets
         self._on_change()
 

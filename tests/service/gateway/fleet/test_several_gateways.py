@@ -211,7 +211,9 @@ class NamingFleet(fleet_pb2_grpc.FleetServiceServicer):
         return self._server.address
 
 
-async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one() -> None:
+async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first, second = NamingFleet(), NamingFleet()  # type: ignore[abstract]
     async with first, second, running_workers() as start:
         worker = await start(replace(CONFIG, gateway=f"{first.address},{second.address}"))
@@ -243,3 +245,4 @@ async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one() 
             assert error.message == "the gateway with generation 1 is not the scheduler; the worker follows 2"
         assert list(worker.worker.attempts) == [attempt]
         assert [event.WhichOneof("event") for event in await worker.events(job)][-1] == "completed"
+    assert "share a worker" not in caplog.text, "these gateways name a scheduler, so they share their jobs"
