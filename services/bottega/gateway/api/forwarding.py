@@ -19,6 +19,7 @@ import grpc
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, Draining, StorageUnavailable, Unavailable
 from bottega.gateway.api.image_service import ImageService
+from bottega.gateway.jobs.store import StaleGeneration
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
@@ -40,6 +41,8 @@ _KEPT_KEYS = frozenset({"authorization", "traceparent", "tracestate"})
 
 # Seconds after which a caller may try again.
 _RETRY_AFTER_S = 1.0
+
+_NO_REQUEST = image_pb2.GenerateRequest()
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -192,12 +195,12 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
                 async with self._answers("Generate", request, context) as answers:
                     async for answer in answers:
                         job_id = answer.event.job_id
+                        request = _NO_REQUEST  # with images it is large, and the job has them
                         yield answer
                 return
             except _Interrupted as interruption:
                 repeatable = goes_on or (interruption.refused and not job_id)
                 await self._retry(interruption, repeatable=repeatable and not self._draining)
-        del request  # with images it is large, and the job has them
         watch = image_pb2.WatchJobRequest(job_id=job_id, preview=preview)
         async with contextlib.aclosing(self.WatchJob(watch, context)) as answers:
             async for answer in answers:
@@ -223,10 +226,12 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
         scheduler = await self._scheduler(context)
         if scheduler is not None:
             async with self._forward(scheduler, method, request, context, is_stream=True) as call:
+                del request
                 yield call
             return
         with self._interrupting():
             async with contextlib.aclosing(getattr(self._local, method)(request, context)) as answers:
+                del request
                 yield answers
 
     @contextlib.contextmanager
@@ -234,10 +239,8 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
         """Raise _Interrupted if a call in the block fails because this gateway stops being the scheduler."""
         try:
             yield
-        except Draining as error:
-            raise _Interrupted(error, refused=True) from None
-        except StorageUnavailable as error:
-            if not self._role.lost:
+        except (Draining, StorageUnavailable) as error:
+            if not (_is_for_another(error) or self._role.lost):
                 raise
             raise _Interrupted(error, refused=True) from None
 
@@ -248,6 +251,7 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
         """Yield a call to another gateway. Errors in the block are those of the other gateway, or _Interrupted."""
         stub = image_pb2_grpc.ImageServiceStub(self._channel(scheduler.address))
         call = getattr(stub, method)(request, timeout=context.time_remaining(), metadata=self._metadata(context))
+        del request  # with images it is large
         forwarded = _ForwardedCall(scheduler=scheduler, call=call, is_stream=is_stream)
         self._forwarded.append(forwarded)
         try:
@@ -256,7 +260,7 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
             typed = from_rpc_error(error)
             if isinstance(typed, Unavailable) and not was_answered(error):
                 raise _Interrupted(typed, refused=False) from None
-            if isinstance(typed, Draining):
+            if _is_for_another(typed):
                 raise _Interrupted(typed, refused=True) from None
             raise typed from None
         except asyncio.CancelledError:
@@ -318,3 +322,8 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
                 oldest = self._channels_by_address.pop(next(iter(self._channels_by_address)))
                 self._watching.start(oldest.close())
         return channel
+
+
+def _is_for_another(error: BottegaError) -> bool:
+    """Return whether a gateway refused a call, and changed nothing, because another one is or becomes the scheduler."""
+    return isinstance(error, Draining) or error.metadata.get("cause") == StaleGeneration.CAUSE

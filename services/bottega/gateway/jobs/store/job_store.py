@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from bottega.errors import StorageUnavailable
 from bottega.gateway.jobs.store.outbox import Outbox, OutboxEvent
@@ -224,10 +224,13 @@ def no_event(record: JobRecord) -> None:
 class StaleGeneration(StorageUnavailable):
     """A write was refused because another gateway has become the scheduler. Nothing was written, nor will be."""
 
+    CAUSE: ClassVar[str] = "STALE_GENERATION"
+    """`cause` in its metadata, by which other gateways recognize it."""
+
     def __init__(self, generation: int) -> None:
         super().__init__(
             "another gateway is the scheduler now",
-            metadata={"cause": "STALE_GENERATION", "generation": str(generation)},
+            metadata={"cause": self.CAUSE, "generation": str(generation)},
             retry_after_s=1.0,
         )
 
