@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -18,7 +19,7 @@ from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
-from tests.support.postgresql import new_database
+from tests.support.postgresql import new_database, shared_server
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.tenants import add_tenant, calling
 from tests.support.waiting import eventually
@@ -124,3 +125,20 @@ async def test_a_refusal_of_the_scheduler_reaches_the_caller_unchanged(known: bo
             await follower.ended(job_id)
         error = await refusal(lambda: follower.images.GetImage(request, timeout=20))
         assert error.reason_name == ("IMAGE_NOT_FOUND" if known else "JOB_NOT_FOUND")
+
+
+async def test_a_scheduler_that_does_not_know_its_loss_accepts_nothing() -> None:
+    with new_database() as url:
+        name = urlsplit(url).path[1:]
+        async with running_gateway(jobs=url) as house:
+            await house.worker()
+            accepted = (await house.submit(prompt="before")).job_id
+            await house.ended(accepted)
+            # As another gateway does. This one looks again in .7 s.
+            shared_server().execute(
+                "UPDATE scheduler_lease SET generation = generation + 1, name = 'other', address = '127.0.0.1:1',"
+                " expires_at = clock_timestamp() + interval '1 hour'",
+                database=name,
+            )
+            await refusal(lambda: house.submit(prompt="after"), Draining)
+        assert shared_server().execute("SELECT job_id FROM jobs", database=name) == [(accepted,)]
