@@ -64,9 +64,9 @@ class Gateway:
         assert self.service is not None
         return sum(line.get("event") == event for line in self.service.events())
 
-    async def submit(self, request_id: str = "", *, timeout: float = 30) -> str:
+    async def submit(self, request_id: str = "", *, within_s: float = 30) -> str:
         request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
-        return (await self.images.SubmitJob(request, timeout=timeout)).job.job_id
+        return (await self.images.SubmitJob(request, timeout=within_s)).job.job_id
 
     async def job(self, job_id: str) -> image_pb2.Job:
         return (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=30)).job
@@ -157,7 +157,7 @@ async def test_a_frozen_scheduler_that_wakes_changes_nothing_and_ends(pair: Pair
     await eventually(lambda: _is_running(pair.first, running))
     pair.first.process.send_signal(signal.SIGSTOP)
     # It hangs at the frozen gateway, until the next scheduler is known: long before its deadline.
-    late = await pair.second.submit("late", timeout=4 * LEASE_S)
+    late = await pair.second.submit("late", within_s=4 * LEASE_S)
     pair.worker.script.release.set()
     assert (await pair.second.ended(running)).state == image_pb2.JOB_STATE_COMPLETED
     # It has calls to answer when it wakes, before it knows that it is not the scheduler any more.
