@@ -63,6 +63,7 @@ def test_an_entry_is_found_under_its_own_key_alone(index: EntryIndex) -> None:
             assert {match.number % 3 for match in found} == {key}
             assert (found[0].number == number) is (number % 3 == key)
             assert [match.similarity for match in found] == sorted((m.similarity for m in found), reverse=True)
+            assert index.search(f"key{key}", vector, 1) == found[:1], "entries of other keys are not in its way"
     assert index.search("key3", vectors[0], 1) == []
     assert [index.entries(f"key{key}") for key in range(4)] == [14, 13, 13, 0]
 
