@@ -129,7 +129,7 @@ class S3Objects:
                 if _code(error) != "NoSuchKey":
                     raise
                 return None
-        return data if hashlib.sha256(data).digest() == digest else None
+        return data if digest == hashlib.sha256(data).digest() else None
 
     def objects(self, start: str = "") -> Iterator[StoredObject]:
         """Yield the objects whose names begin with `start`, which is empty or has at least two characters."""
