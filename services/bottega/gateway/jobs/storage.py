@@ -186,7 +186,7 @@ class Storage:
         if self.trouble is None:
             facts = {"folder": str(self.folder), "text": error.message, **error.metadata}
             full = isinstance(error, TooManyOpenFiles)
-            what = "too many files and sockets are open" if full else "the disk cannot be used"
+            what = "too many files and sockets are open" if full else "jobs and images cannot be stored"
             if isinstance(error.__cause__, StorageUnavailable):  # its text is for the log alone
                 what, facts = "the object storage cannot be used", {**facts, "text": error.__cause__.message}
             _log.error("%s; no job is accepted until this ends", what, extra=facts)
@@ -366,5 +366,5 @@ class Storage:
         before, self.trouble = self.trouble, None
         if before is not None:
             full = isinstance(before, TooManyOpenFiles)
-            _log.info("files and sockets can be opened again" if full else "the disk can be used again")
+            _log.info("files and sockets can be opened again" if full else "jobs and images can be stored again")
             self.changed.set()
