@@ -116,6 +116,25 @@ async def test_a_cache_that_is_gone_may_have_what_others_have_not(
         await client.cache_entry(ring.entry)
 
 
+async def test_the_others_are_shown_while_a_cache_is_lost_which_is_named(
+    gateway: RunningGateway, cache: Running, annex: Running, client: AsyncClient
+) -> None:
+    await annex.call("SetCacheProfile", profile=profile(OTHER))
+    await cache.call("SetCacheProfile", profile=profile())
+    await annex.server.stop()
+    failures = {figures.cache: bool(figures.failure) for figures in await client.cache_stats()}
+    assert failures == {"cache": False, "second": True}
+    assert [entry.parameters.prompt for entry in await client.cache_entries()] == ["a blue star", "a red star"]
+    assert [known.model_hash for known in await client.cache_profiles()] == [MODEL_HASH]
+    shown = await _run(gateway)
+    assert (shown.exit_code, "miniature" in shown.stdout) == (0, True)
+    assert "The cache second is not shown: approximate cache second does not answer at 127.0.0.1:" in shown.stderr
+    await cache.server.stop()
+    with pytest.raises(errors.NoCache, match="does not answer"):
+        await client.cache_stats()
+    assert (await _run(gateway)).exit_code == 1
+
+
 async def test_the_command_says_what_is_there_shows_one_and_empties_it(
     gateway: RunningGateway, cache: Running, own_folder: Path
 ) -> None:

@@ -158,7 +158,7 @@ class ServiceCalls(Generic[StubT]):
     async def call_all(
         self, services: Sequence[FleetMember], call: Callable[[StubT], Awaitable[AnswerT]]
     ) -> Sequence[AnswerT | BottegaError]:
-        """Call all services at once. Return the response or the error of each; see `answered`."""
+        """Call all services at once. Return the response or the error of each; see `answered` and `present`."""
 
         async def one(service: FleetMember) -> AnswerT | BottegaError:
             try:
@@ -195,7 +195,16 @@ def answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
     for answer in answers:
         if isinstance(answer, BottegaError):
             raise answer
-    return [answer for answer in answers if not isinstance(answer, BottegaError)]
+    return present(answers)
+
+
+def present(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
+    """Return the responses without the errors. Raise the first error if no service answered."""
+    found = [answer for answer in answers if not isinstance(answer, BottegaError)]
+    failed = [answer for answer in answers if isinstance(answer, BottegaError)]
+    if failed and not found:
+        raise failed[0]
+    return found
 
 
 async def all_pages(

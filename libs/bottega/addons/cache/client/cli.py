@@ -114,6 +114,9 @@ def stats(*, address: str) -> None:
         caches = client.cache_stats()
         names = {model.model_hash: model.name for model in client.models()}
     for cache in caches:
+        if cache.failure:
+            note(f"The cache {cache.cache} is not shown: {cache.failure}")
+            continue
         if len(caches) > 1:
             note(f"Cache {cache.cache}:")
         _show(cache, names)

@@ -19,9 +19,10 @@ from bottega.addons.cache.client.types import (
     entry_from,
     profile_from,
     profile_to_wire,
+    silent_stats,
     stats_from,
 )
-from bottega.client.addons.addon import CheckResult, ClientAddOn, ServiceCalls, answered, ok, warn
+from bottega.client.addons.addon import CheckResult, ClientAddOn, ServiceCalls, answered, ok, present, warn
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember, FleetStatus
@@ -45,17 +46,23 @@ _CACHES: ServiceCalls[CacheServiceAsyncStub] = ServiceCalls(
 class AsyncCacheMethods(AsyncGatewayClient):
     """The methods of AsyncClient about approximate caches.
 
-    Every method raises NoCache if no cache has joined, or if one does not answer.
+    Every method raises NoCache if no cache has joined, or if none answers. Methods that change something ask every
+    cache, and raise the error of one that fails after the others have done it. Methods that list something leave out
+    a cache that does not answer; `cache_stats` names it.
     """
 
     async def cache_stats(self) -> tuple[CacheStats, ...]:
-        """Return the contents and statistics of every cache."""
-        found = []
-        for cache in await self._caches():
-            async with _CACHES.open(cache) as stub:
-                stats = await stub.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=_CALL_S)
-            found.append(stats_from(stats, cache.name))
-        return tuple(found)
+        """Return the contents and statistics of every cache. One that does not answer has a `failure`."""
+        request = cache_pb2.GetCacheStatsRequest()
+        caches = await self._caches()
+        answers = await _CACHES.call_all(caches, lambda stub: stub.GetCacheStats(request, timeout=_CALL_S))
+        present(answers)
+        return tuple(
+            silent_stats(cache.name, answer.message)
+            if isinstance(answer, BottegaError)
+            else stats_from(answer, cache.name)
+            for cache, answer in zip(caches, answers, strict=True)
+        )
 
     async def cache_entry(self, entry: str) -> CachedEntry:
         """Return one entry with its picture. Raise CacheEntryNotFound if no cache has it.
@@ -79,18 +86,14 @@ class AsyncCacheMethods(AsyncGatewayClient):
             limit: Number of entries, 1 to 500.
         """
         request = build_message(cache_pb2.ListCacheEntriesRequest(), model_hash=model_hash, limit=limit)
-        found: list[cache_pb2.CacheEntry] = []
-        for cache in await self._caches():
-            async with _CACHES.open(cache) as stub:
-                found += (await stub.ListCacheEntries(request, timeout=_CALL_S)).entries
+        caches = await self._caches()
+        answers = await _CACHES.call_all(caches, lambda stub: stub.ListCacheEntries(request, timeout=_CALL_S))
+        found = [entry for answer in present(answers) for entry in answer.entries]
         newest = sorted(found, key=lambda entry: entry.recorded_s, reverse=True)
         return tuple(map(entry_from, newest[:limit]))
 
     async def clear_cache(self, model_hash: str = "") -> int:
-        """Delete all entries, or those of one model, in every cache, and return how many there were.
-
-        Every cache is asked. If one fails, its error is raised after the others have deleted their entries.
-        """
+        """Delete all entries, or those of one model, in every cache, and return how many there were."""
         request = build_message(cache_pb2.ClearCacheRequest(), model_hash=model_hash)
         caches = await self._caches()
         answers = answered(await _CACHES.call_all(caches, lambda stub: stub.ClearCache(request, timeout=_CALL_S)))
@@ -98,10 +101,11 @@ class AsyncCacheMethods(AsyncGatewayClient):
 
     async def cache_profiles(self) -> tuple[CacheProfile, ...]:
         """Return the profile of each model that has one. If caches differ, the first one's is returned."""
+        request = cache_pb2.ListCacheProfilesRequest()
+        caches = await self._caches()
+        answers = await _CACHES.call_all(caches, lambda stub: stub.ListCacheProfiles(request, timeout=_CALL_S))
         found: dict[str, CacheProfile] = {}
-        for cache in await self._caches():
-            async with _CACHES.open(cache) as stub:
-                answer = await stub.ListCacheProfiles(cache_pb2.ListCacheProfilesRequest(), timeout=_CALL_S)
+        for answer in present(answers):
             for profile in answer.profiles:
                 found.setdefault(profile.model_hash, profile_from(profile))
         return tuple(found[model] for model in sorted(found))
@@ -122,17 +126,20 @@ class AsyncCacheMethods(AsyncGatewayClient):
 
     async def share_cache_profiles(self) -> int:
         """Give each cache the profiles that only others have, such as one that has just joined. Return how many."""
-        caches, copied = await self._caches(), 0
-        profiles = await self.cache_profiles()
-        for cache in caches:
-            _, known = await _ask(cache)
-            for profile in profiles:
-                if profile.model_hash not in known:
-                    request = cache_pb2.SetCacheProfileRequest(profile=profile_to_wire(profile))
-                    async with _CACHES.open(cache) as stub:
-                        await stub.SetCacheProfile(request, timeout=_CALL_S)
-                    copied += 1
-        return copied
+        caches = await self._caches()
+        requests = {
+            profile.model_hash: cache_pb2.SetCacheProfileRequest(profile=profile_to_wire(profile))
+            for profile in await self.cache_profiles()
+        }
+
+        async def complete(stub: CacheServiceAsyncStub) -> int:
+            listed = await stub.ListCacheProfiles(cache_pb2.ListCacheProfilesRequest(), timeout=_CALL_S)
+            missing = requests.keys() - {profile.model_hash for profile in listed.profiles}
+            for model_hash in missing:
+                await stub.SetCacheProfile(requests[model_hash], timeout=_CALL_S)
+            return len(missing)
+
+        return sum(answered(await _CACHES.call_all(caches, complete)))
 
     async def profile_cache(
         self, wanted: CacheMeasurement, *, on_pair: Callable[[int, int], None] = lambda done, pairs: None

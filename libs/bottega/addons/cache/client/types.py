@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from bottega.addons.cache.skip_profile import LengthClass, SkipProfile
@@ -58,6 +58,8 @@ class CacheStats:
     """Whether the match predictor is in use."""
     trouble: str
     """Why nothing can be recorded now; empty if recording works."""
+    failure: str = ""
+    """Why the cache did not answer; everything but its name is then empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,11 @@ class CacheProfile:
     """Thresholds for requests with fidelity="fast"."""
     about: str = ""
     """How the profile was measured, for people; at most 1,000 characters."""
+
+
+def silent_stats(cache: str, failure: str) -> CacheStats:
+    """Return the statistics of a cache that did not answer."""
+    return replace(stats_from(cache_pb2.GetCacheStatsResponse(), cache), failure=failure)
 
 
 def stats_from(message: cache_pb2.GetCacheStatsResponse, cache: str) -> CacheStats:
