@@ -214,7 +214,7 @@ class BlobWriter(abc.ABC):
         """Return and clear the changes that remain to be written."""
 
     def _probe(self) -> None:
-        """Test that the disk can be written. Raise StorageUnavailable if not."""
+        """Test that items can be written. Raise StorageUnavailable if not."""
         self._disk.files.probe()
 
     def _tick(self) -> None:
@@ -227,19 +227,18 @@ class BlobWriter(abc.ABC):
         self._attempt(self._disk.open)
 
     def _load_first(self) -> None:
-        if not self._loaded and not self._trouble:  # after trouble, the first successful attempt has loaded
-            self._load()
-
-    def _load(self) -> None:
+        if self._loaded or self._trouble:  # after trouble, the first successful attempt has loaded
+            return
         try:
-            read = self._attempt(self._read)
+            if self._attempt(self._load) and self._attempt(self._probe):
+                self._tidy()
         except StoreClosing:
             return
-        if read:
-            self._loaded = True
-            _log.info(f"{self._name} has read its records from disk")
-            if self._attempt(self._probe):
-                self._tidy()
+
+    def _load(self) -> None:
+        self._read()
+        self._loaded = True
+        _log.info(f"{self._name} has read its records from disk")
 
     def _check_closing(self) -> None:
         """Raise StoreClosing if the store is being closed. A long `_read` calls it now and then."""
@@ -263,23 +262,24 @@ class BlobWriter(abc.ABC):
         if isinstance(error, DataLoss):
             self._loaded = False  # the records have to be opened and read again
         if not self._trouble:
-            _log.error(f"{self._name} records nothing until its disk can be written", extra={"text": error.message})
+            _log.error(f"{self._name} records nothing until it can write again", extra={"text": error.message})
         self._trouble = error.message
 
     def _heal(self) -> None:
-        """Try the disk again. If the records failed or are missing, read the folder again."""
+        """Try to write again. If the records failed or are missing, read the folder again."""
         try:
             self._loaded = self._disk.open() and self._loaded
             self._probe()
-            if self._loaded:
-                self._disk.tidy(self._take_changes())
+            if not self._loaded:
+                self._load()
+            self._disk.tidy(self._take_changes())
         except (StorageUnavailable, DataLoss) as error:
             self._fail(error)
             return
+        except StoreClosing:
+            return
         self._trouble = ""
-        _log.info(f"the disk of {self._name} can be written again")
-        if not self._loaded:
-            self._load()
+        _log.info(f"{self._name} can write again")
 
 
 ReasonT = TypeVar("ReasonT", bound=StrEnum)

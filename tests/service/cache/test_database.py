@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
 
 from bottega.cache.__main__ import build
+from bottega.cache.index.postgresql import PostgresIndex
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError
 from bottega.transport import Link
 from bottega.v1 import cache_pb2 as pb
 from tests.support.postgresql import PASSWORD, new_database, running_server, shared_server
 from tests.support.running_cache import Answer, ask, config, embedding, latents, profile, record, running
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, wait_until
+
+_OUTAGE = [
+    "pictures begin from noise until the cache's database answers",
+    "the approximate cache records nothing until it can write again",
+    "the cache's database answers again",
+    "the approximate cache can write again",
+]
 
 
 async def _ask(link: Link, number: int) -> Answer:
@@ -39,7 +50,10 @@ async def test_entries_are_found_by_the_database_also_after_a_restart(tmp_path: 
             link.close()
 
 
-async def test_pictures_begin_from_noise_while_the_database_is_away(tmp_path: Path) -> None:
+async def test_pictures_begin_from_noise_while_the_database_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     with running_server(vector=True) as server:
         settings = config(database=server.url(server.new_database()))
         async with running(tmp_path, settings) as cache:
@@ -69,6 +83,37 @@ async def test_pictures_begin_from_noise_while_the_database_is_away(tmp_path: Pa
 
             await eventually(is_recorded)
             link.close()
+    said = [(line.message, getattr(line, "text", "")) for line in caplog.records if line.message in _OUTAGE]
+    assert sorted(message for message, _ in said) == sorted(_OUTAGE), "each once"
+    assert all(text.startswith("the database ") and f":{server.port}/" in text for _, text in said[:2]), said
+
+
+class _CountingIndex(PostgresIndex):
+    """An index that counts how often it was tested."""
+
+    probes = 0
+
+    def probe(self) -> None:
+        self.probes += 1
+        super().probe()
+
+
+def test_an_outage_at_the_start_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running_server(vector=True) as server:
+        index = _CountingIndex(server.url(server.new_database()), cache="cache")
+        server.stop()
+        index.open()
+        store = LatentStore(StoreSettings(folder=tmp_path, budget_bytes=1 << 20, retry_s=0.05), index=index)
+        store.start()
+        try:
+            wait_until(lambda: index.probes > 3, "some attempts")
+            server.start()
+            wait_until(lambda: not store.statistics().trouble, "the end of the outage")
+        finally:
+            store.close()
+    said = [line.message for line in caplog.records if line.message in _OUTAGE]
+    assert said == ["the approximate cache records nothing until it can write again", _OUTAGE[-1]]
 
 
 async def test_a_database_that_cannot_be_used_is_a_clear_error_without_the_password(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import numpy as np
+import psycopg
 import pytest
 from numpy.typing import NDArray
 
 from bottega.cache.index import EntryIndex, KeyedIndex
 from bottega.cache.index.postgresql import PostgresIndex
 from bottega.errors import ConfigError, QueueFull, StorageUnavailable
-from tests.support.postgresql import new_database, running_server, shared_server
+from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
 from tests.support.waiting import wait_until
 
 WIDTH = 8
@@ -221,6 +222,67 @@ def test_removed_vectors_are_deleted_from_the_database() -> None:
             wait_until(lambda: server.execute(count, name) == [(1,)], "the deletion")
         finally:
             index.close()
+
+
+def test_a_graph_is_built_after_loading_and_finds_the_same() -> None:
+    """Sorting is off, so that the planner reads a graph as soon as there is one."""
+    server = shared_server(vector=True)
+    with new_database(vector=True) as url:
+        name = urlsplit(url).path[1:]
+        server.execute(f"ALTER DATABASE {name} SET enable_sort = off")
+        vectors = _random(3 * MOST)
+        other = _opened(url, cache="it's 100% another")
+        index = _opened(url)
+        try:
+            other.load("key", np.arange(MOST), vectors[:MOST])
+            index.load("key", np.arange(MOST // 2), vectors[: MOST // 2])
+            index.load("key2", np.arange(MOST // 2), -vectors[: MOST // 2])
+            assert _graphs(server, name) == 0, "loading into a graph is slow"
+            wanted = vectors[::8]
+            compared = [index.search("key", vector, 1)[0].number for vector in wanted]
+            index.loaded()
+            other.loaded()
+            wait_until(lambda: _graphs(server, name) == 2, "a graph of each cache")
+            with psycopg.connect(server.url(name), autocommit=True) as connection:
+                rows = connection.execute(
+                    "EXPLAIN SELECT number FROM bottega_cache_vectors WHERE width = 8 AND cache = 'cache' AND key ="
+                    f" 'key' ORDER BY embedding::vector(8) <#> '{vectors[0].tolist()}'::vector(8) LIMIT 1"
+                ).fetchall()
+            assert "Index Scan using bottega_cache_" in str(rows), rows
+            assert [index.search("key", vector, 1)[0].number for vector in wanted] == compared
+            index.remove("key", 0)
+            index.add("key", MOST, vectors[-1])
+            assert index.search("key", vectors[-1], 1)[0].number == MOST
+        finally:
+            index.close()
+            other.close()
+
+
+def test_a_graph_whose_building_was_interrupted_is_built_again() -> None:
+    server = shared_server(vector=True)
+    with new_database(vector=True) as url:
+        name = urlsplit(url).path[1:]
+        for _ in range(2):
+            index = _opened(url)
+            try:
+                index.load("key", np.arange(10), _random(10))
+                index.loaded()
+                wait_until(lambda: _graphs(server, name) == 1, "the graph")
+                server.execute(
+                    "UPDATE pg_index SET indisvalid = false WHERE indexrelid IN (SELECT pg_class.oid FROM pg_class"
+                    " JOIN pg_am ON pg_am.oid = relam WHERE amname = 'hnsw')",
+                    name,
+                )
+            finally:
+                index.close()
+
+
+def _graphs(server: PostgresServer, database: str) -> int:
+    query = (
+        "SELECT count(*) FROM pg_index JOIN pg_class ON oid = indexrelid JOIN pg_am ON pg_am.oid = relam"
+        " WHERE amname = 'hnsw' AND indisvalid"
+    )
+    return int(server.execute(query, database)[0][0])
 
 
 def test_a_database_that_is_away_is_reported_and_used_again_when_it_is_back() -> None:

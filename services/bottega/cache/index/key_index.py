@@ -71,6 +71,9 @@ class KeyedIndex:
     def loaded(self) -> None:
         """Do nothing, because nothing is stored."""
 
+    def probe(self) -> None:
+        """Do nothing, because memory is always there."""
+
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
         """Add an entry, or replace the entry of the key with that number (0 or more).
 

@@ -97,6 +97,10 @@ class EntryIndex(Protocol):
         """Return the number of entries of a key."""
         ...
 
+    def probe(self) -> None:
+        """Test that entries can be added. Raises StorageUnavailable if not."""
+        ...
+
     def close(self) -> None:
         """Refuse new entries from now on. May be called again."""
         ...

@@ -7,7 +7,6 @@ connections.
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import threading
 from collections import OrderedDict
@@ -50,8 +49,6 @@ from bottega.v1.cache_pb2 import (
     CacheRecording,
     CacheStarts,
 )
-
-_log = logging.getLogger(__name__)
 
 _MOST_IMAGES = 8
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -281,8 +278,7 @@ def _answer(find: Callable[[], StoreAnswer]) -> StoreAnswer:
     """Return what `find` returns; if the database of the index is away, an answer that says so."""
     try:
         return find()
-    except StorageUnavailable as error:
-        _log.warning("the cache's index does not answer; pictures begin from noise", extra={"text": error.message})
+    except StorageUnavailable:  # the index has logged it
         return StoreAnswer(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE), latents=())
 
 

@@ -218,6 +218,10 @@ class CacheWriter(BlobWriter):
     def _take_changes(self) -> RecordChanges:
         return self._table.take_changes()
 
+    def _probe(self) -> None:
+        super()._probe()
+        self._contents.index.probe()
+
     def _write_waiting(self) -> None:
         while batch := self._next_batch():
             if self._trouble:
