@@ -274,11 +274,17 @@ class Shop:
         progress = worker_pb2.AttemptProgress(steps_done=steps_done, device_s=device_s)
         await self._answer(job, worker_pb2.RunAttemptResponse(progress=progress))
 
-    async def complete(self, job: Job, *, device_s: float = 0.0) -> None:
-        """The job's worker sends its picture. device_s: that it has used of its device; 0 is not said."""
+    async def complete(
+        self, job: Job, *, device_s: float = 0.0, plain_s: float = 0.0, controlnets_s: float = 0.0
+    ) -> None:
+        """The job's worker sends its picture. device_s: that it has used of its device; 0 is not said.
+
+        plain_s, controlnets_s: of its turns without add-ons, and what ControlNets added.
+        """
         chunk = worker_pb2.AttemptImageChunk(index=0, chunk=b"picture", last=True)
         await self._answer(job, worker_pb2.RunAttemptResponse(image=chunk))
-        completed = worker_pb2.AttemptCompleted(provenance=Provenance(worker=job.worker, device_s=device_s))
+        provenance = Provenance(worker=job.worker, device_s=device_s, plain_s=plain_s, controlnets_s=controlnets_s)
+        completed = worker_pb2.AttemptCompleted(provenance=provenance)
         await self._answer(job, worker_pb2.RunAttemptResponse(completed=completed))
         await asyncio.wait_for(job.ended.wait(), 2)
 

@@ -96,6 +96,26 @@ async def test_child_processes_start_serve_and_stop(tmp_path: Path) -> None:
     assert not running()
 
 
+async def test_a_child_process_that_drains_is_not_killed(tmp_path: Path) -> None:
+    drains = f"""
+import json, pathlib, signal, time
+def drain(*_):
+    time.sleep(0.3)
+    pathlib.Path({str(tmp_path / "drained")!r}).touch()
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, drain)
+print(json.dumps({{"event": "serving", "address": "x"}}), flush=True)
+while True:
+    signal.pause()
+"""
+    units = ProcessUnits({A: plan(drains)}, tmp_path)
+    await units.start(A)
+    await eventually(lambda: _is(units, UnitState.READY))
+    await units.stop(A)
+    await eventually(lambda: _is(units, UnitState.STOPPED))
+    assert (tmp_path / "drained").exists()
+
+
 async def test_a_child_process_that_cannot_start_has_failed(tmp_path: Path) -> None:
     units = ProcessUnits({A: plan("import sys; sys.exit(2)")}, tmp_path)
     await units.start(A)

@@ -549,7 +549,10 @@ class Lifecycle(RuleBasedStateMachine):
         releases = {job_id: attempt.releases for job_id, attempt in attempts.items() if attempt.releases}
         assert releases.keys() == {job.job_id for job in self.jobs if job.controlnets and job.job_id in attempts}
         given = [release.args[0] for each in releases.values() for release in each if isinstance(release, partial)]
-        assert self.wire.controlnets._sessions.total() == sum(map(len, given))
+        sessions = Counter(session for each in given for session in each)
+        assert self.wire.controlnets._loads.assigned == sessions
+        for name, member in self.wire.here.items():
+            assert self.wire.controlnets._loads.sessions(member).get("edges", 0) == sessions[name, "edges"]
 
     @invariant()
     def quarantined_jobs_are_exclusive(self) -> None:

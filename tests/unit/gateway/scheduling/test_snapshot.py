@@ -9,6 +9,8 @@ import pytest
 from bottega.gateway.scheduling.snapshot import _request_for
 from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerPlan, WorkerState
 from bottega.planning import StepTimes
+from tests.fakes.gateway_rules import Shop
+from tests.samples.controlnet_hosts import load, net, server
 from tests.samples.jobs import sample_job
 
 TIMES = StepTimes.from_entries([((16, 16), 2, 0.5), ((16, 16), 4, 0.6)])
@@ -37,3 +39,14 @@ def test_the_work_of_a_job_is_counted_in_evaluations_of_the_network() -> None:
     plain = _request_for(job, steps_left=10, share=1.0, slowdown=1.0)
     job.request = dataclasses.replace(job.request, evaluations_per_step=1.9)
     assert (plain.steps, _request_for(job, steps_left=10, share=1.0, slowdown=1.0).steps) == (10, 19)
+
+
+async def test_the_next_job_is_expected_to_take_what_controlnets_added_to_the_last() -> None:
+    shop = Shop()
+    shop.worker()
+    shop.fleet.report(shop.fleet.join(server("s1")), load(net("edges")))
+    edges = sample_job(shop.time, controlnets=["edges"])
+    await shop.complete(shop.take(edges), plain_s=1.0, controlnets_s=0.5)
+    requests = [shop.controller._snapshot.resource_request(job) for job in (edges, sample_job(shop.time))]
+    assert [request.slowdown for request in requests] == pytest.approx([1.5, 1.0], rel=0.02)
+    await shop.stop()
