@@ -8,7 +8,7 @@ import click
 import pytest
 
 from bottega import rules
-from bottega.addons.controlnets.client.cli import ControlArgument, ControlType, merged
+from bottega.addons.controlnets.client.cli_options import ControlArgument, ControlType, merged
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn, ResolvedControlNets
 from bottega.addons.interface.views import ANYTHING
 from bottega.client import ControlNet
