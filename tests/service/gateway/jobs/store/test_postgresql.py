@@ -154,7 +154,7 @@ async def test_events_become_visible_in_the_order_of_their_numbers(url: str) -> 
         async with first._write() as connection:
             await insert_event(connection, _event_of(record("j1")))
             ending = asyncio.create_task(second.update("j2", failed(ended_wall=2.0), event_of=_event_of))
-            await eventually(lambda: taking.done() or bool(_execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
+            await eventually(lambda: bool(_execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
             assert await first.outbox.places(after=0, limit=9) == [], "a later number is not seen before an earlier one"
         assert await ending
         assert [place.event_id for place in await first.outbox.places(after=0, limit=9)] == ["evt_j1", "evt_j2"]
