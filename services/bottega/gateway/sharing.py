@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, InternalError, StorageUnavailable, Unavailable
+from bottega.gateway.jobs.storage import APPLICATION
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.storage.postgresql import PostgresDatabase
@@ -120,5 +121,5 @@ def shared_scheduling(
     announce: Callable[[], None],
 ) -> SharedScheduling:
     """Return the sharing of jobs in the database at a URL; see SharedScheduling. Raises ConfigError."""
-    database = PostgresDatabase(url, application="bottega scheduler lease", max_connections=1)
+    database = PostgresDatabase(url, application=f"{APPLICATION}{name}", max_connections=1)
     return SharedScheduling(SchedulerLease(database, role, name=name), role, begin=begin, announce=announce)

@@ -52,6 +52,7 @@ def migrate(*, source: str, target: str, objects: str) -> None:
     counts = asyncio.run(load_object("bottega.gateway.jobs.migration:migrate")(source, target, objects=objects))
     say(f"jobs: {counts.jobs} in the source, {counts.same_jobs} the same in the target")
     say(f"webhook events: {counts.events} in the source, {counts.same_events} in the target")
+    say(f"deletions: {counts.deletions} in the source, {counts.same_deletions} in the target")
     if counts.copies_images:
         say(f"images: {counts.images} in the source, {counts.same_images} in the target")
     else:

@@ -1,5 +1,7 @@
 """Copies jobs from one job store to another, with their webhook events and images, while the gateways are down.
 
+What callers deleted is deleted in the target as well, and the numbers of jobs of a day count there for quotas.
+
 The source stays as it was: a SQLite file is copied first, and the copy is read. A copy can be repeated: what the target
 has already is compared, and changed only if the job has not ended there. Times on the steady clock are converted from
 the clock of one store to that of the other, in whole minutes, so that a repeated copy gives the same times.
@@ -20,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from bottega.clocks import Clock, ClockMark, SharedClock, SteadyClock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
-from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.storage import APPLICATION
+from bottega.gateway.jobs.store import EndTime, JobRecord, SqliteJobStore
 from bottega.storage import BlobFiles, ContentStore, folders, os_errors
 from bottega.storage.shared_content import SharedContentStore, content_store
 
@@ -53,6 +56,10 @@ class MigrationCounts:
     """Number of webhook events in the source."""
     same_events: int = 0
     """Number of events that the target has."""
+    deletions: int = 0
+    """Number of deletions that the source remembers."""
+    same_deletions: int = 0
+    """Number of those that the target remembers."""
     images: int = 0
     """Number of images, and of latents kept for edits, that the source has."""
     same_images: int = 0
@@ -67,7 +74,8 @@ class MigrationCounts:
     @property
     def equal(self) -> bool:
         """Whether the target has all that the source has."""
-        return (self.same_jobs, self.same_events, self.same_images) == (self.jobs, self.events, self.images)
+        same = (self.same_jobs, self.same_events, self.same_deletions, self.same_images)
+        return same == (self.jobs, self.events, self.deletions, self.images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,7 @@ async def migrate(source: str, target: str, *, objects: str = "") -> MigrationCo
         await new.store.raise_generation(await old.store.newest_generation())
         await copy.jobs()
         await copy.events()
+        await copy.removed()
         if objects:
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             bucket = await stack.enter_async_context(_objects(objects, Path(scratch)))
@@ -157,6 +166,22 @@ class _Migration:
                     times = {name: getattr(event, name) + self._shift_s for name in _EVENT_STEADY}
                     await self._new.outbox.put(dataclasses.replace(event, **times))
                     self._counts.same_events += await self._new.outbox.get(event.event_id) is not None
+
+    async def removed(self) -> None:
+        """Delete what the source has deleted since an earlier copy, and copy deletions and counts of days."""
+        removed = await self._old.removed()
+        shifted = [(*row[:3], row[3] + self._shift_s) for row in removed.deletions]
+        for job_id, tenant, _, steady in shifted:
+            found = await self._new.get(job_id, tenant=tenant)
+            if found is None:
+                continue
+            end = EndTime(wall=found.created_wall, steady=steady)
+            await self._new.update(job_id, lambda record, end=end: record.failed(error=b"", end=end))
+            await self._new.delete(job_id, tenant=tenant, steady=steady)
+        await self._new.remember(dataclasses.replace(removed, deletions=shifted))
+        self._counts.deletions = len(shifted)
+        for job_id, tenant, *_ in shifted:
+            self._counts.same_deletions += await self._new.was_deleted(job_id, tenant=tenant)
 
     async def images(self, old: BlobFiles | SharedContentStore, new: ContentStore | SharedContentStore) -> None:
         """Copy the images of all jobs, and the latents that are kept with them."""
@@ -294,11 +319,11 @@ async def _opened_database(url: str, *, writes: bool) -> AsyncIterator[_Side]:
             raise ConfigError(f"the database {database.place} has no jobs")
         others = await database.fetch(
             "SELECT DISTINCT application_name FROM pg_stat_activity WHERE datname = current_database() "
-            "AND application_name LIKE 'bottega %%' AND application_name <> %s",
-            (_APPLICATION,),
+            "AND starts_with(application_name, %s) ORDER BY 1",
+            (APPLICATION,),
         )
         if others:
-            names = ", ".join(name.removeprefix("bottega ") for (name,) in others)
+            names = ", ".join(name.removeprefix(APPLICATION) for (name,) in others)
             raise ConfigError(f"stop the gateways first: {names} uses the database {database.place}")
         yield _Side(store=store, steady=clock(), images=None)
     finally:

@@ -47,6 +47,9 @@ _SWEEP_JOBS = 100
 # Errors of a folder for which waiting does not help: it is no folder, or this user may not use it.
 _UNUSABLE = frozenset({"EACCES", "EEXIST", "ELOOP", "ENAMETOOLONG", "ENOTDIR", "EPERM"})
 
+APPLICATION = "bottega gateway "
+"""Beginning of the names that PostgreSQL shows for the connections of gateways; the name of the gateway follows."""
+
 LiveJobs = Callable[[], AsyncIterator[tuple[JobRecord, bytes]]]
 """Yields the records of live jobs, each with its serialized inputs (b"" without input images)."""
 
@@ -75,7 +78,7 @@ def create_job_store(
     from bottega.gateway.jobs.store.postgresql import PostgresJobStore
     from bottega.storage.postgresql import PostgresDatabase
 
-    database = PostgresDatabase(url, application=f"bottega {name}")
+    database = PostgresDatabase(url, application=f"{APPLICATION}{name}")
     return PostgresJobStore(database, clock=clock, on_commit=on_commit)
 
 

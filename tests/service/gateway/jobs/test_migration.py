@@ -152,17 +152,47 @@ async def test_jobs_that_went_on_in_the_target_are_named_and_kept(state: Path, u
     assert counts.different == ["j4"], "j3 has not ended, and is as in the source again"
 
 
+async def test_deletions_and_the_counts_of_days_are_copied_there_and_back(
+    state: Path, url: str, tmp_path: Path
+) -> None:
+    await migrate(_from(state), url)
+    old = SqliteJobStore(state / "jobs.sqlite")
+    await old.open()
+    for job_id in ("j2", "j4"):
+        await old.update(job_id, failed(ended_wall=9.0))
+        await old.delete(job_id, steady=9.0)
+    await old.close()
+    for _ in range(2):
+        counts = await migrate(_from(state), url)
+        assert (counts.equal, counts.deletions, counts.jobs) == (True, 2, 2)
+    back = tmp_path / "back"
+    for _ in range(2):
+        assert (await migrate(url, _from(back))).equal
+    new = PostgresJobStore(PostgresDatabase(url, application="bottega test"), clock=SharedClock())
+    for store in (new, SqliteJobStore(back / "jobs.sqlite")):
+        await store.open_to_read()
+        assert [job.job_id for job in await store.every(after=0, limit=9)] == ["j1", "j3"]
+        assert [await store.was_deleted(job_id) for job_id in ("j1", "j2", "j4")] == [False, True, True]
+        assert not await store.was_deleted("j2", tenant="b")
+        assert [(await store.usage(tenant, now_wall=9.0)).jobs_today for tenant in ("", "b")] == [3, 1]
+        await store.close()
+
+
 async def test_running_gateways_are_refused(state: Path, url: str) -> None:
     lock = ProcessLock(state / "images")
     lock.acquire()
     with pytest.raises(ConfigError, match="stop the gateway first"):
         await migrate(_from(state), url)
     lock.release()
-    store = PostgresJobStore(PostgresDatabase(url, application="bottega gateway-2"), clock=SharedClock())
+    store = PostgresJobStore(PostgresDatabase(url, application="bottega gateway gateway-2"), clock=SharedClock())
     await store.open()
     with pytest.raises(ConfigError, match="stop the gateways first: gateway-2"):
         await migrate(_from(state), url)
     await store.close()
+    cache = PostgresDatabase(url, application="bottega cache")
+    await cache.open()
+    assert (await migrate(_from(state), url)).equal, "only gateways use the tables of jobs"
+    await cache.close()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ a job ends once. The conformance tests check the guarantees for each implementat
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -53,6 +53,16 @@ class TenantUsage:
     """Number of jobs accepted since midnight UTC, including deleted ones."""
     stored_bytes: int = 0
     """Total bytes of the images of a tenant's jobs, and of the latents that are kept for edits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedJobs:
+    """What a store knows of jobs that it does not have any more."""
+
+    deletions: Sequence[tuple[str, str, str, float]]
+    """Job ID, tenant, the digests of the job's contents as a JSON list, and time on the steady clock, oldest first."""
+    accepted: Mapping[tuple[str, int], int]
+    """Number of jobs accepted by tenant and day since 1970, of at least today and yesterday; for quotas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

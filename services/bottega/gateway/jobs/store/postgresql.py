@@ -22,6 +22,7 @@ from bottega.gateway.jobs.store.job_store import (
     EventOf,
     JobFilter,
     JobRecord,
+    RemovedJobs,
     StaleGeneration,
     TenantUsage,
     no_event,
@@ -243,6 +244,16 @@ class PostgresJobStore:
         return await self._list(
             f"SELECT {sql.ALL} FROM jobs WHERE sequence > %s ORDER BY sequence LIMIT %s", after, limit
         )
+
+    async def removed(self) -> RemovedJobs:
+        """Read the deletions and the counts of the days."""
+        async with self._read() as connection:
+            return await sql.removed(connection)
+
+    async def remember(self, removed: RemovedJobs) -> None:
+        """Remember deletions and counts of another store, unless they are known."""
+        async with self._write() as connection:
+            await sql.remember(connection, removed)
 
     async def newest_generation(self) -> int:
         """Read the number of the last start of a gateway."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from bottega.gateway.jobs.store.job_store import EventOf, JobRecord
+from bottega.gateway.jobs.store.job_store import EventOf, JobRecord, RemovedJobs
 from bottega.gateway.jobs.store.postgresql_forgetting import count_removed
 from bottega.gateway.jobs.store.postgresql_outbox import insert_event
-from bottega.gateway.jobs.store.postgresql_schema import MAX_DELETIONS
+from bottega.gateway.jobs.store.postgresql_schema import DAY_S, MAX_DELETIONS
 from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
 from bottega.storage.postgresql import Connection, rows_of
 
@@ -22,6 +22,12 @@ _INSERT = f"INSERT INTO jobs ({_NAMES}) VALUES ({_VALUES}) ON CONFLICT (job_id) 
 _CLAIM = """
     INSERT INTO request_ids VALUES (%s, %s, %s) ON CONFLICT (tenant, request_id)
     DO UPDATE SET sequence = excluded.sequence WHERE request_ids.sequence = %s RETURNING sequence
+"""
+# The numbers of jobs by tenant and day: of those in `jobs`, and of all that were accepted.
+_PRESENT = f"SELECT tenant, floor(created_wall / {DAY_S})::bigint AS day, count(*) AS jobs FROM jobs GROUP BY 1, 2"
+_ACCEPTED = f"""
+    SELECT tenant, day, sum(jobs) FROM ({_PRESENT} UNION ALL SELECT tenant, day, jobs FROM removed_days) AS counts
+    GROUP BY tenant, day
 """
 
 
@@ -116,6 +122,29 @@ async def deleted_contents(connection: Connection, job_id: str, tenant: str) -> 
     query = "SELECT contents FROM deletions WHERE job_id = %s AND tenant = %s"
     rows = await rows_of(connection, query, (job_id, tenant))
     return list(json.loads(rows[0][0])) if rows else None
+
+
+async def removed(connection: Connection) -> RemovedJobs:
+    """Return the deletions that are remembered, and the numbers of jobs by day."""
+    deletions = await rows_of(connection, "SELECT job_id, tenant, contents, steady FROM deletions ORDER BY number")
+    days = await rows_of(connection, _ACCEPTED)
+    accepted = {(tenant, int(day)): int(jobs) for tenant, day, jobs in days}
+    return RemovedJobs(deletions=[(*row[:3], float(row[3])) for row in deletions], accepted=accepted)
+
+
+async def remember(connection: Connection, removed: RemovedJobs) -> None:
+    """Insert deletions that are not known, and raise the numbers of jobs by day."""
+    async with connection.cursor() as cursor:
+        await cursor.executemany(
+            "INSERT INTO deletions (job_id, tenant, contents, steady) VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
+            removed.deletions,
+        )
+        present = {(tenant, day): jobs for tenant, day, jobs in await rows_of(connection, _PRESENT)}
+        await cursor.executemany(
+            "INSERT INTO removed_days VALUES (%s, %s, %s) "
+            "ON CONFLICT (tenant, day) DO UPDATE SET jobs = greatest(removed_days.jobs, excluded.jobs)",
+            [(*key, gone) for key, jobs in removed.accepted.items() if (gone := jobs - present.get(key, 0)) > 0],
+        )
 
 
 async def records_of(connection: Connection, query: str, *parameters: Any) -> list[JobRecord]:

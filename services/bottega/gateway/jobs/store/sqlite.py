@@ -24,6 +24,7 @@ from bottega.gateway.jobs.store.job_store import (
     EventOf,
     JobFilter,
     JobRecord,
+    RemovedJobs,
     TenantUsage,
     no_event,
 )
@@ -205,6 +206,14 @@ class SqliteJobStore:
     async def every(self, *, after: int, limit: int) -> list[JobRecord]:
         """Read the first jobs of all tenants with sequence numbers above `after`."""
         return await self._list(lambda connection: sqlite_statements.every(connection, after=after, limit=limit))
+
+    async def removed(self) -> RemovedJobs:
+        """Read the deletions and the counts of the days."""
+        return await self._query(sqlite_statements.removed)
+
+    async def remember(self, removed: RemovedJobs) -> None:
+        """Remember deletions and counts of another store, unless they are known."""
+        await self._write(lambda connection: sqlite_statements.remember(connection, removed))
 
     async def newest_generation(self) -> int:
         """Read the number of the last start of the gateway."""

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.jobs.store.job_store import Change, EndTime, EventOf, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store.job_store import (
+    Change,
+    EndTime,
+    EventOf,
+    JobFilter,
+    JobRecord,
+    RemovedJobs,
+    TenantUsage,
+)
 from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
 from bottega.gateway.jobs.store.sqlite_outbox import insert_event
 from bottega.gateway.jobs.store.sqlite_schema import DAY_S, damaged
@@ -122,6 +130,24 @@ def deleted_contents(connection: sqlite3.Connection, job_id: str, tenant: str) -
     query = "SELECT contents FROM deletions WHERE job_id = ? AND tenant = ?"
     found = connection.execute(query, (job_id, tenant)).fetchone()
     return None if found is None else json.loads(found[0])
+
+
+def removed(connection: sqlite3.Connection) -> RemovedJobs:
+    """Return the deletions that are remembered, and the numbers of jobs by day."""
+    deletions = connection.execute("SELECT job_id, tenant, contents, steady FROM deletions ORDER BY number").fetchall()
+    days = connection.execute("SELECT tenant, day, jobs FROM days").fetchall()
+    return RemovedJobs(deletions=deletions, accepted={(tenant, day): jobs for tenant, day, jobs in days})
+
+
+def remember(connection: sqlite3.Connection, removed: RemovedJobs) -> None:
+    """Insert deletions that are not known, and raise the numbers of jobs by day."""
+    connection.executemany(
+        "INSERT OR IGNORE INTO deletions (job_id, tenant, contents, steady) VALUES (?, ?, ?, ?)", removed.deletions
+    )
+    connection.executemany(
+        "INSERT INTO days VALUES (?, ?, ?) ON CONFLICT (tenant, day) DO UPDATE SET jobs = max(jobs, excluded.jobs)",
+        [(*key, jobs) for key, jobs in removed.accepted.items()],
+    )
 
 
 def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
