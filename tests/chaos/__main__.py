@@ -32,7 +32,7 @@ from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.rogues import join_rogues
 from tests.chaos.scene import TENANTS, Scene
-from tests.chaos.schedulers import SharedScene, freeze_schedulers, kill_schedulers, restart_databases
+from tests.chaos.schedulers import SharedScene, cut_schedulers, freeze_schedulers, kill_schedulers, restart_databases
 from tests.chaos.tally import Tally
 from tests.chaos.webhooks import kill_delivering_gateways
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
@@ -82,6 +82,7 @@ PARTS: Mapping[str, Part] = {
     "kill-delivering-gateways": Part(play=kill_delivering_gateways, times=20, workers=1),
     "kill-schedulers": Part(play=kill_schedulers, times=100, shared=True),
     "freeze-schedulers": Part(play=freeze_schedulers, times=50, shared=True),
+    "cut-schedulers": Part(play=cut_schedulers, times=40, shared=True),
     "restart-databases": Part(play=restart_databases, times=60, shared=True),
     "full-disks": Part(play=fill_disks, times=5),
     "lost-job-stores": Part(play=lose_job_stores, times=6),

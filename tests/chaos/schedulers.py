@@ -1,13 +1,18 @@
-"""What is done to gateways that share their jobs: the scheduler is killed or frozen, and their database restarted."""
+"""What is done to gateways that share their jobs: the scheduler is killed, frozen or cut off from their database.
+
+The database is killed and restarted, too.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +27,8 @@ from bottega.v1.image_pb2 import ListJobsRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.chaos.gateways import AROUND_S, LONG_STEPS, SEEDS, Order, check_order, look_first, new_id, submit
 from tests.chaos.scene import DRAW_TIMEOUT_S, Drawing, Scene
-from tests.support.postgresql import running_server
+from tests.support.cut_cable import Cable, laid
+from tests.support.postgresql import PASSWORD, running_server
 from tests.support.s3 import KEY, SECRET, started
 from tests.support.services import Service, gateway_config
 from tests.support.waiting import wait_until
@@ -32,6 +38,10 @@ GATEWAYS = ("east", "west")
 TAKEOVER_S = 5.0
 # How long the scheduler is frozen: for longer than its lease, and a few times for much longer.
 FROZEN_S = (4.0, 5.0, 6.0, 8.0, 30.0)
+# How long it is cut off from the database: shorter and longer than it waits for the database before it ends.
+CUT_S = (5.0, 20.0)
+# How long the database is away. The scheduler ends in the longest, and is started again before the database is.
+AWAY_S = (0.2, 0.5, 1.0, 2.0, 20.0)
 
 
 class SharedScene(Scene):
@@ -44,10 +54,9 @@ class SharedScene(Scene):
         self._stack.callback(s3.end)
         access = {"AWS_ENDPOINT_URL": s3.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
         os.environ |= {**access, "AWS_REGION": "us-east-1"}
-        self._shared = {
-            "jobs": self.database.url(self.database.new_database()),
-            "objects": f"s3://{s3.bucket()}/pictures",
-        }
+        self._objects = f"s3://{s3.bucket()}/pictures"
+        self._database_name = self.database.new_database()
+        self._cables = {name: self._stack.enter_context(_cable(f"127.0.0.1:{self.database.port}")) for name in GATEWAYS}
         ports = free_ports(2 * len(GATEWAYS))
         self._addresses = {
             name: (f"127.0.0.1:{public}", f"127.0.0.1:{fleet}")
@@ -80,11 +89,26 @@ class SharedScene(Scene):
                 server={"listen": public, "metrics_listen": "127.0.0.1:0"},
                 fleet={"listen": fleet},
                 state=str(self.folder / name),
-                **self._shared,
+                jobs=self._jobs(name),
+                objects=self._objects,
             )
             self.running[name] = self._services.start("gateway", config, name=self._name(name))
             self._gateways.append(self.running[name])
         return self.gateway
+
+    def _jobs(self, name: str) -> str:
+        port = int(self._cables[name].address.rpartition(":")[2])
+        return self.database.url(self._database_name, password=PASSWORD, port=port)
+
+    @contextlib.contextmanager
+    def cut(self, name: str) -> Iterator[None]:
+        """Nothing comes through between a gateway and the database in the block, and neither end is told."""
+        cable = self._cables[name]
+        cable.go_dead()
+        try:
+            yield
+        finally:
+            cable.carry_again()
 
     def scheduler(self) -> str:
         """Name of the gateway that has become the scheduler last."""
@@ -137,21 +161,40 @@ def freeze_schedulers(scene: Scene, *, times: int, rng: random.Random) -> None:
                 time.sleep(max(0.0, FROZEN_S[number % len(FROZEN_S)] - (time.monotonic() - began)))
                 process.send_signal(signal.SIGCONT)
                 orders = [each.result() for each in submitting]
-            try:
-                status = process.wait(30)
-            except subprocess.TimeoutExpired:
-                scene.tally.faults.append("a scheduler that lost its lease went on")
-                scene.running[victim].kill()
-            else:
-                scene.tally.check("exit status of a scheduler that lost its lease", abs(status), 1)
+            _expect_end(scene, victim)
             scene.start_gateway()
             _check(scene, orders, drawing)
             scene.tally.count("freezes")
     scene.tally.reached("freezes", times)
 
 
+def cut_schedulers(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """The scheduler is cut off from the database, and from nothing else: another takes over, and it ends."""
+    assert isinstance(scene, SharedScene)
+    look_first(scene)
+    with _timing(scene) as took_s:
+        for number in range(times):
+            drawing = _begin(scene, rng)
+            victim = scene.scheduler()
+            with _submitting(scene) as submitting:
+                time.sleep(rng.uniform(0, AROUND_S))
+                with scene.cut(victim):
+                    began = time.monotonic()
+                    took_s.append(_takeover_s(scene, victim))
+                    time.sleep(max(0.0, CUT_S[number % len(CUT_S)] - (time.monotonic() - began)))
+                orders = [each.result() for each in submitting]
+            _expect_end(scene, victim)
+            scene.start_gateway()
+            _check(scene, orders, drawing)
+            scene.tally.count("cuts")
+    scene.tally.reached("cuts", times)
+
+
 def restart_databases(scene: Scene, *, times: int, rng: random.Random) -> None:
-    """PostgreSQL is killed or stopped, and started again, while jobs are submitted and drawn."""
+    """PostgreSQL is killed or stopped, and started again, while jobs are submitted and drawn.
+
+    Gateways that end meanwhile are started again at once, as systemd does.
+    """
     assert isinstance(scene, SharedScene)
     look_first(scene)
     for number in range(times):
@@ -159,13 +202,45 @@ def restart_databases(scene: Scene, *, times: int, rng: random.Random) -> None:
         with _submitting(scene) as submitting:
             time.sleep(rng.uniform(0, AROUND_S))
             (scene.database.kill if number % 2 else scene.database.stop)()
-            time.sleep(rng.uniform(0.2, 2.0))
-            scene.database.start()
+            with ThreadPoolExecutor(1) as supervisor:
+                time.sleep(AWAY_S[number % len(AWAY_S)])
+                starting = supervisor.submit(scene.start_gateway)
+                time.sleep(0.1)
+                scene.database.start()
+                starting.result()
             orders = [each.result() for each in submitting]
         scene.start_gateway()  # one that lost its lease has ended
         _check(scene, orders, drawing)
         scene.tally.count("restarts")
     scene.tally.reached("restarts", times)
+
+
+def _expect_end(scene: SharedScene, name: str) -> None:
+    """A scheduler whose lease another gateway has taken ends, so that systemd starts it again."""
+    try:
+        status = scene.running[name].process.wait(30)
+    except subprocess.TimeoutExpired:
+        scene.tally.faults.append("a scheduler that lost its lease went on")
+        scene.running[name].kill()
+    else:
+        scene.tally.check("exit status of a scheduler that lost its lease", abs(status), 1)
+
+
+@contextlib.contextmanager
+def _cable(target: str) -> Iterator[Cable]:
+    """A cable to host:port, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    carrying = threading.Thread(target=loop.run_forever, name="cable")
+    carrying.start()
+    lying = laid(target)
+    try:
+        cable = asyncio.run_coroutine_threadsafe(lying.__aenter__(), loop).result(10)
+        yield cable
+        asyncio.run_coroutine_threadsafe(lying.__aexit__(None, None, None), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        carrying.join()
+        loop.close()
 
 
 def _begin(scene: SharedScene, rng: random.Random) -> Drawing:

@@ -19,6 +19,7 @@ class Cable:
         self._ends: set[asyncio.StreamWriter] = set()
         self._carries = asyncio.Event()
         self._carries.set()
+        self._loop = asyncio.get_running_loop()
         self.address = ""
         self.carried = 0
 
@@ -30,6 +31,10 @@ class Cable:
     def go_dead(self) -> None:
         """Nothing comes through any more, and neither end is told."""
         self._carries.clear()
+
+    def carry_again(self) -> None:
+        """What was sent meanwhile comes through now, where a connection was not given up. Any thread may call this."""
+        self._loop.call_soon_threadsafe(self._carries.set)
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.carried += 1

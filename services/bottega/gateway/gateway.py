@@ -36,8 +36,9 @@ from bottega.codec import CodecPool
 from bottega.errors import BottegaError, ConfigError, StorageUnavailable
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import TARGETS_PATH, FleetNotServedHere, FleetService, scrape_targets
-from bottega.gateway.api.forwarding import ForwardingImageService
+from bottega.gateway.api.forwarding import ForwardingImageService, ForwardingWebhookService
 from bottega.gateway.api.image_service import ImageService
+from bottega.gateway.api.scheduler_calls import SchedulerCalls
 from bottega.gateway.api.webhook_service import WebhookService
 from bottega.gateway.config import GatewayConfig, read_webhook_secrets
 from bottega.gateway.dispatch.connection import WorkerClient
@@ -54,7 +55,7 @@ from bottega.gateway.tenants import TenantAuthenticator, TenantTerms
 from bottega.gateway.webhooks.delivery import WebhookDelivery
 from bottega.gateway.webhooks.events import WebhookEvents
 from bottega.manifest import load_object, read_services
-from bottega.rpc.address import is_any_host
+from bottega.rpc.address import is_any_host, split
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import content_store
@@ -156,10 +157,8 @@ class Gateway:
         )
         self._advertised = config.advertised
         self._sharing = self._shared(config, fleet) if config.jobs else None
-        self._forwarding = ForwardingImageService(
-            images, self._role, self.server.channels, max_message_mib=config.server.max_message_mib
-        )
-        public = self._forwarding if self._sharing else images
+        self._calls = SchedulerCalls(self._role, self.server.channels, max_message_mib=config.server.max_message_mib)
+        public = ForwardingImageService(images, self._calls) if self._sharing else images
         image_pb2_grpc.add_ImageServiceServicer_to_server(public, self.server.grpc)
         # It refuses calls and names the right port. Without it, gRPC may end an unfinished Join with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
@@ -172,10 +171,14 @@ class Gateway:
             activity=metrics.activity,
             clock=clock,
             scheduler=self._scheduler_lease,
+            at_scheduler=self._calls.list_members,
         )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
         webhooks = WebhookService(self._webhooks, self._storage)
-        webhook_pb2_grpc.add_WebhookServiceServicer_to_server(webhooks, self.fleet_listener.grpc)
+        webhook_pb2_grpc.add_WebhookServiceServicer_to_server(
+            ForwardingWebhookService(webhooks, self._calls) if self._sharing else webhooks,
+            self.fleet_listener.grpc,
+        )
         self.fleet_listener.add_services(
             [
                 fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
@@ -200,9 +203,9 @@ class Gateway:
             if self._sharing is None:
                 await self._begin()
             else:
-                self._forwarding.start()
+                self._calls.start()
                 self._periodic.start()
-                await self._sharing.start(self._address_for_gateways())
+                await self._sharing.start(*self._addresses_for_gateways())
         finally:
             await starting
         if self._sharing is None:
@@ -223,7 +226,7 @@ class Gateway:
                 await self._controller.wait_for_callers()
         finally:
             self._controller.hand_over()
-            self._forwarding.drain()
+            self._calls.drain()
             await self._webhooks.stop()
             await self._jobs.close()
             await self._sharing.release()
@@ -235,7 +238,7 @@ class Gateway:
         await self._controller.stop()
         await self._webhooks.stop()
         if self._sharing is not None:
-            await self._forwarding.close()
+            await self._calls.close()
             await self._sharing.close()
         await self._storage.close()
         await self._codec.stop()
@@ -264,11 +267,12 @@ class Gateway:
         holder = self._role.holder
         return fleet_pb2.SchedulerLease(generation=holder.generation, name=holder.name) if holder else _NO_SCHEDULER
 
-    def _address_for_gateways(self) -> str:
-        """Return host:port of the public port for other gateways. Raises ConfigError if it is unknown."""
-        if not self._advertised and is_any_host(self.server.address):
+    def _addresses_for_gateways(self) -> tuple[str, str]:
+        """Return host:port of both ports for other gateways. Raises ConfigError if it is unknown."""
+        public, fleet = self._advertised or self.server.address, self.fleet_listener.address
+        if is_any_host(public):
             raise ConfigError("advertised: name the host:port at which other gateways reach this one's server.listen")
-        return self._advertised or self.server.address
+        return public, f"{public.rpartition(':')[0]}:{split(fleet)[1]}" if is_any_host(fleet) else fleet
 
     async def _restore(self) -> None:
         began = time.perf_counter()

@@ -51,20 +51,22 @@ _MIGRATIONS = [
             generation bigint PRIMARY KEY,
             name text NOT NULL,
             address text NOT NULL,
+            fleet_address text NOT NULL,
             expires_at timestamptz NOT NULL,
             page_token_key bytea NOT NULL
         );
         INSERT INTO scheduler_lease
-        SELECT 0, '', '', clock_timestamp(), sha256((gen_random_uuid()::text || gen_random_uuid()::text)::bytea)
+        SELECT 0, '', '', '', clock_timestamp(), sha256((gen_random_uuid()::text || gen_random_uuid()::text)::bytea)
         """
     )
 ]
 _LOOK = """
-SELECT generation, name, address, extract(epoch FROM expires_at - clock_timestamp())::float8 FROM scheduler_lease
+SELECT generation, name, address, fleet_address, extract(epoch FROM expires_at - clock_timestamp())::float8
+FROM scheduler_lease
 """
 _TAKE = """
 UPDATE scheduler_lease
-SET generation = generation + 1, name = %s, address = %s,
+SET generation = generation + 1, name = %s, address = %s, fleet_address = %s,
     expires_at = clock_timestamp() + make_interval(secs => %s)
 WHERE expires_at <= clock_timestamp()
 RETURNING generation, page_token_key, pg_notify(%s, '')
@@ -90,7 +92,8 @@ class SchedulerLease:
         lease_s: Seconds for which the lease lasts without a renewal.
 
     Attributes:
-        address: host:port under which other gateways reach this one; set it before `start`.
+        address: host:port under which other gateways reach the public port of this one; set it before `start`.
+        fleet_address: The same for its port for services.
     """
 
     def __init__(self, database: PostgresDatabase, role: SchedulerRole, *, name: str, lease_s: float = LEASE_S) -> None:
@@ -98,7 +101,7 @@ class SchedulerLease:
         self._role = role
         self._name = name
         self._lease_s = lease_s
-        self.address = ""
+        self.address = self.fleet_address = ""
         self._released = False
         self._wake = asyncio.Event()
         self._unreachable = False
@@ -178,22 +181,25 @@ class SchedulerLease:
 
     async def _look(self) -> float:
         """Find out who the scheduler is, and take the lease if it is free. Return the seconds until the next look."""
-        ((generation, name, address, left),) = await self._database.fetch(_LOOK)
+        ((generation, name, address, fleet_address, left),) = await self._database.fetch(_LOOK)
         left_s = float(left)
         if left_s <= 0 and not self._released and asyncio.get_running_loop().time() >= self._may_take_at:
-            taken = await self._database.fetch(_TAKE, (self._name, self.address, self._lease_s, _CHANNEL))
+            terms = (self._name, self.address, self.fleet_address, self._lease_s, _CHANNEL)
+            taken = await self._database.fetch(_TAKE, terms)
             if not taken:
                 return 0.0  # another gateway was faster
             new = LeaseHolder(
                 generation=int(taken[0][0]),
                 name=self._name,
                 address=self.address,
+                fleet_address=self.fleet_address,
                 page_token_key=bytes(taken[0][1]),
             )
             _log.info("this gateway is the scheduler", extra={"generation": new.generation, "after": name})
             self._role.set(new, held=True)
             return self._lease_s / 5
-        holder = LeaseHolder(generation=generation, name=name, address=address) if left_s > 0 else None
+        known = LeaseHolder(generation=generation, name=name, address=address, fleet_address=fleet_address)
+        holder = known if left_s > 0 else None
         if holder != self._role.holder:
             self._role.set(holder)
             if holder is not None and holder.name == self._name and holder.address != self.address:

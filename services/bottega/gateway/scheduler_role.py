@@ -16,6 +16,8 @@ class LeaseHolder:
     """Name in its configuration."""
     address: str
     """host:port of its public port, for other gateways."""
+    fleet_address: str = ""
+    """host:port of its port for services."""
     page_token_key: bytes = field(default=b"", repr=False, compare=False)
     """Key of the page tokens, the same for every scheduler; known to this gateway only when it is the scheduler."""
 

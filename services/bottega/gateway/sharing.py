@@ -46,13 +46,14 @@ class SharedScheduling:
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
         self._tasks = BackgroundTasks("following the scheduler")
 
-    async def start(self, address: str) -> None:
+    async def start(self, address: str, fleet_address: str) -> None:
         """Start, and return when calls can be answered: there is a scheduler, perhaps this gateway. Raises ConfigError.
 
         Args:
             address: host:port under which other gateways reach the public port of this one.
+            fleet_address: The same for its port for services.
         """
-        self._lease.address = address
+        self._lease.address, self._lease.fleet_address = address, fleet_address
         reported = False
         while True:
             try:

@@ -204,17 +204,22 @@ def caller_in(identities: Sequence[str]) -> Caller | None:
 CALLER_KEY = "x-bottega-caller"
 """Metadata key with the identity of the caller whose call a gateway passes on to another gateway."""
 
-_PUBLIC_API = "/bottega.v1.ImageService/"
+# What gateways pass on to the one that is the scheduler.
+_PASSED_ON = (
+    "/bottega.v1.ImageService/",
+    "/bottega.v1.WebhookService/",
+    "/bottega.v1.FleetService/ListMembers",
+)
 _CALLERS = frozenset({Role.TENANT, Role.OPERATOR})
 
 
 def caller_uris(identities: Sequence[str], metadata: Metadata, *, method: str) -> Sequence[str]:
     """Return the URIs that name the caller of a call: those in the peer's certificate, or of a call passed on.
 
-    Only a gateway can pass on a call, only of a tenant or an operator, and only to the public API.
+    Only a gateway can pass on a call, only of a tenant or an operator, and only of the methods that it passes on.
     """
     peer = identity_in(identities)
-    if peer is None or peer.role is not Role.GATEWAY or not method.startswith(_PUBLIC_API):
+    if peer is None or peer.role is not Role.GATEWAY or not method.startswith(_PASSED_ON):
         return identities
     named = next((value for key, value in metadata if key == CALLER_KEY and isinstance(value, str)), "")
     passed_on = identity_from(named)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -44,6 +44,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         this: Registration of the gateway itself. The server fills in the address once it listens.
         activity: Returns the gateway's counters.
         scheduler: Returns the lease of the gateway that schedules; None if there is only one gateway.
+        at_scheduler: Lists at the gateway that schedules; None if that is this one, or another does not answer.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         this: fleet_pb2.Registration,
         activity: Callable[[], fleet_pb2.Activity],
         clock: Clock,
-        scheduler: Callable[[], fleet_pb2.SchedulerLease | None] = lambda: None,
+        scheduler: Callable[[], fleet_pb2.SchedulerLease | None],
+        at_scheduler: Callable[
+            [fleet_pb2.ListMembersRequest, _Context], Awaitable[fleet_pb2.ListMembersResponse | None]
+        ],
     ) -> None:
         self._fleet = fleet
         self._queue = queue
@@ -63,6 +67,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._this = this
         self._activity = activity
         self._scheduler = scheduler
+        self._at_scheduler = at_scheduler
         self._clock = clock
         self._began = clock.monotonic()
         self._pending = PendingJoins()
@@ -100,7 +105,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: _Context
     ) -> fleet_pb2.ListMembersResponse:
-        """List the members, the gateway itself first."""
+        """List the members, the gateway itself first. The queue is that of the gateway that schedules."""
         if self._fleet.wake_up():
             await asyncio.sleep(_WAKE_S)
         now = self._clock.monotonic()
@@ -108,7 +113,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         load = fleet_pb2.Load(memory_bytes=memory_bytes, activity=self._activity())
         this = fleet_pb2.Member(registration=self._this, load=load, joined_s=now - self._began)
         others = [_message(member, now) for member in self._fleet.members()]
-        return fleet_pb2.ListMembersResponse(
+        answer = fleet_pb2.ListMembersResponse(
             members=[this, *others],
             queued=len(self._queue),
             longest_wait_s=self._queue.longest_wait_s(),
@@ -116,6 +121,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             scheduler=self._scheduler(),
             demand=self._demand.demand,
         )
+        if (scheduler := await self._at_scheduler(request, context)) is not None:
+            answer.queued, answer.longest_wait_s = scheduler.queued, scheduler.longest_wait_s
+            del answer.demand[:]
+            answer.demand.extend(scheduler.demand)
+        return answer
 
     def _targets(self, member: Member) -> Sequence[fleet_pb2.PoolTarget]:
         """Return a scaler's targets, if this gateway schedules: only its queue has the jobs that wait."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import re
 import shutil
 import tempfile
@@ -175,8 +176,8 @@ class _Migration:
             found = await self._new.get(job_id, tenant=tenant)
             if found is None:
                 continue
-            end = EndTime(wall=found.created_wall, steady=steady)
-            await self._new.update(job_id, lambda record, end=end: record.failed(error=b"", end=end))
+            if found.live:
+                await self._new.update(job_id, functools.partial(_failed, steady=steady))
             await self._new.delete(job_id, tenant=tenant, steady=steady)
         await self._new.remember(dataclasses.replace(removed, deletions=shifted))
         self._counts.deletions = len(shifted)
@@ -213,6 +214,10 @@ async def _jobs(store: SqliteJobStore | PostgresJobStore) -> AsyncIterator[JobRe
         for record in records:
             yield record
         after = records[-1].sequence
+
+
+def _failed(record: JobRecord, *, steady: float) -> JobRecord | None:
+    return record.failed(error=b"", end=EndTime(wall=record.created_wall, steady=steady))
 
 
 def _same(one: JobRecord, other: JobRecord) -> bool:

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 
-from bottega.errors import Draining, Forbidden, QuotaExceeded
+from bottega.errors import Draining, Forbidden, MethodNotServed, QuotaExceeded
 from bottega.rpc.channel import Target
 from bottega.rpc.security.caller import CALLER_KEY, Role
 from bottega.rpc.security.tenant_file import Quotas
-from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
+from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
@@ -108,6 +108,40 @@ async def test_previews_and_pictures_come_through_another_gateway() -> None:
         assert any(event.progress.previews for event in answers)
         assert answers[-1].completed.images[0].data == b"picture 0"
         assert await follower.image(answers[-1].job_id) == b"picture 0"
+
+
+async def test_the_queue_and_the_webhooks_of_the_scheduler_are_listed_everywhere() -> None:
+    async with _two_gateways() as (scheduler, follower):
+        follower.workers[0].script.hold_at = 1
+        for _ in range(4):
+            await _submit(follower.images)
+        for house in (scheduler, follower):
+            await eventually(lambda house=house: _has_queued(house, 3))  # type: ignore[misc]
+            webhooks: webhook_pb2_grpc.WebhookServiceAsyncStub = webhook_pb2_grpc.WebhookServiceStub(
+                house.fleet_channel
+            )
+            assert not (await webhooks.ListWebhookEvents(webhook_pb2.ListWebhookEventsRequest(), timeout=20)).events
+            await refusal(lambda webhooks=webhooks: _replay(webhooks), MethodNotServed)  # type: ignore[misc]
+
+
+async def _replay(webhooks: webhook_pb2_grpc.WebhookServiceAsyncStub) -> None:
+    """The scheduler refuses it, because it delivers no webhooks."""
+    await webhooks.ReplayWebhookEvents(webhook_pb2.ReplayWebhookEventsRequest(all_dead=True), timeout=20)
+
+
+async def _has_queued(house: Running, number: int) -> bool:
+    listed = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=20)
+    return listed.queued == number and listed.longest_wait_s > 0 and len(listed.members) == 2
+
+
+async def test_a_page_token_is_valid_at_the_next_scheduler() -> None:
+    async with _two_gateways() as (scheduler, follower):
+        jobs = [await _submit(images) for images in (scheduler.images, follower.images)]
+        first = await follower.images.ListJobs(image_pb2.ListJobsRequest(page_size=1), timeout=20)
+        await scheduler.stop_early()
+        request = image_pb2.ListJobsRequest(page_size=1, page_token=first.next_page_token)
+        second = await follower.images.ListJobs(request, timeout=20)
+        assert [job.job_id for job in (*first.jobs, *second.jobs)] == jobs[::-1]
 
 
 async def test_a_call_is_passed_on_once() -> None:

@@ -1,0 +1,268 @@
+"""Calls of a gateway that shares its jobs to the gateway that is the scheduler, which may be this one.
+
+While there is no scheduler, calls wait for the next one. A call whose scheduler dies is repeated at the next one
+where that cannot do something twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import BottegaError, Draining, StorageUnavailable, Unavailable
+from bottega.gateway.jobs.store import StaleGeneration
+from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
+from bottega.rpc.channel import Channels, Target
+from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
+from bottega.rpc.operation import logs
+from bottega.rpc.security.caller import CALLER_KEY, Role, caller
+from bottega.rpc.status import from_rpc_error, was_answered
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+
+# Seconds that a call waits for a scheduler: twice the longest takeover.
+_WAIT_S = 10.0
+# Seconds before a call is repeated if nothing is known to have changed.
+_PAUSE_S = 0.2
+# Seconds that the scheduler has to list its members, for a list of another gateway.
+_LIST_S = 1.0
+# Upper bound on channels to other gateways. Beyond it, the one that was opened first is closed.
+_MAX_CHANNELS = 16
+# Key of the metadata with which a gateway passes a call on. Its receiver passes it on no further.
+_FORWARDED_KEY = "x-bottega-forwarded"
+# Metadata of a caller that goes on to the scheduler: who the caller is, and to which trace the call belongs.
+_KEPT_KEYS = frozenset({"authorization", "traceparent", "tracestate"})
+
+# Seconds after which a caller may try again.
+_RETRY_AFTER_S = 1.0
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+StubOf = Callable[[LeaseHolder], Any]
+"""Returns the stub of a service of the scheduler."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _ForwardedCall:
+    """A call to another gateway that has not ended."""
+
+    scheduler: LeaseHolder
+    call: Any
+    is_stream: bool
+    ended_here: bool = False
+    """Whether this gateway has ended it, because the other one is not the scheduler any more, or this one stops."""
+
+    def end(self) -> None:
+        """End the call."""
+        self.ended_here = True
+        self.call.cancel()
+
+
+class Interrupted(Exception):
+    """A call that the scheduler did not answer, and that another one may.
+
+    Args:
+        error: The error for the caller if the call is not repeated.
+        refused: Whether the call has certainly changed nothing.
+    """
+
+    def __init__(self, error: BottegaError, *, refused: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.refused = refused
+
+
+class SchedulerCalls:
+    """Calls the scheduler, as the callers of this gateway.
+
+    Args:
+        role: Who the scheduler is.
+        channels: Opens channels to other gateways.
+        max_message_mib: Upper bound on a message of the public port, in MiB.
+
+    Attributes:
+        draining: Whether this gateway stops, so that streams go on at another one.
+    """
+
+    def __init__(self, role: SchedulerRole, channels: Channels, *, max_message_mib: int) -> None:
+        self._role = role
+        self._channels = channels
+        self._max_message_mib = max_message_mib
+        self._channels_by_address: dict[str, grpc.aio.Channel] = {}
+        self._forwarded: list[_ForwardedCall] = []
+        self.draining = False
+        self._watching = BackgroundTasks("watching for a new scheduler")
+
+    def start(self) -> None:
+        """Start to end calls to gateways that are not the scheduler any more: one that is frozen ends none."""
+        self._watching.start(self._end_stale_calls())
+
+    def drain(self) -> None:
+        """End all streams, whose callers go on at another gateway. Other calls are still answered."""
+        self.draining = True
+        for forwarded in self._forwarded:
+            if forwarded.is_stream:
+                forwarded.end()
+
+    async def close(self) -> None:
+        """Close the channels to other gateways."""
+        await self._watching.cancel()
+        for channel in self._channels_by_address.values():
+            await channel.close()
+
+    async def unary(
+        self, method: str, request: Any, context: _Context, *, local: Any, stub_of: StubOf, repeatable: bool = True
+    ) -> Any:
+        """Return the answer of the scheduler to a call.
+
+        Args:
+            local: The service of this gateway.
+            stub_of: Returns a stub of the same service of another gateway.
+            repeatable: Whether the next scheduler may be called if the first one may have done it.
+        """
+        while True:
+            try:
+                scheduler = await self._scheduler(context)
+                if scheduler is None:
+                    with self._interrupting():
+                        return await getattr(local, method)(request, context)
+                async with self._forward(scheduler, method, request, context, stub_of=stub_of) as call:
+                    return await call
+            except Interrupted as interruption:
+                await self.retry(interruption, repeatable=repeatable or interruption.refused)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, method: str, request: Any, context: _Context, *, local: Any, stub_of: StubOf
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """Yield the stream of answers of the scheduler, which may be this gateway. The block may raise Interrupted."""
+        scheduler = await self._scheduler(context)
+        if scheduler is not None:
+            async with self._forward(scheduler, method, request, context, stub_of=stub_of) as call:
+                del request
+                yield call
+            return
+        with self._interrupting():
+            async with contextlib.aclosing(getattr(local, method)(request, context)) as answers:
+                del request
+                yield answers
+
+    async def retry(self, interruption: Interrupted, *, repeatable: bool) -> None:
+        """Wait a moment, or for a new scheduler, before a call is repeated. Raise its error if it is not repeated."""
+        if not repeatable or self._role.lost:
+            raise interruption.error.with_traceback(None) from None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._role.change(), _PAUSE_S)
+
+    async def list_members(
+        self, request: fleet_pb2.ListMembersRequest, context: _Context
+    ) -> fleet_pb2.ListMembersResponse | None:
+        """Return what the scheduler lists; None if it is this gateway, unknown, or does not answer soon."""
+        scheduler = self._role.other
+        if scheduler is None or _is_passed_on(context):
+            return None
+        with contextlib.suppress(Interrupted, BottegaError, TimeoutError):
+            async with self._forward(scheduler, "ListMembers", request, context, stub_of=self._members_of) as call:
+                answer: fleet_pb2.ListMembersResponse = await asyncio.wait_for(call, _LIST_S)
+                return answer
+        return None
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """Return a channel to another gateway, which stays open until `close`."""
+        channel = self._channels_by_address.get(address)
+        if channel is None:
+            target = Target(address=address, role=Role.GATEWAY)
+            channel = self._channels.open(target, max_message_mib=self._max_message_mib)
+            self._channels_by_address[address] = channel
+            if len(self._channels_by_address) > _MAX_CHANNELS:
+                oldest = self._channels_by_address.pop(next(iter(self._channels_by_address)))
+                self._watching.start(oldest.close())
+        return channel
+
+    def _members_of(self, scheduler: LeaseHolder) -> Any:
+        return fleet_pb2_grpc.FleetServiceStub(self.channel(scheduler.fleet_address))
+
+    @contextlib.contextmanager
+    def _interrupting(self) -> Iterator[None]:
+        """Raise Interrupted if a call in the block fails because this gateway stops being the scheduler."""
+        try:
+            yield
+        except (Draining, StorageUnavailable) as error:
+            if not (_is_for_another(error) or self._role.lost):
+                raise
+            raise Interrupted(error, refused=True) from None
+
+    @contextlib.asynccontextmanager
+    async def _forward(
+        self, scheduler: LeaseHolder, method: str, request: Any, context: _Context, *, stub_of: StubOf
+    ) -> AsyncIterator[Any]:
+        """Yield a call to another gateway. Errors in the block are those of the other gateway, or Interrupted."""
+        call = getattr(stub_of(scheduler), method)(
+            request, timeout=context.time_remaining(), metadata=self._metadata(context)
+        )
+        del request  # with images it is large
+        forwarded = _ForwardedCall(scheduler=scheduler, call=call, is_stream=isinstance(call, grpc.aio.UnaryStreamCall))
+        self._forwarded.append(forwarded)
+        try:
+            yield call
+        except grpc.aio.AioRpcError as error:
+            typed = from_rpc_error(error)
+            if isinstance(typed, Unavailable) and not was_answered(error):
+                raise Interrupted(typed, refused=False) from None
+            if _is_for_another(typed):
+                raise Interrupted(typed, refused=True) from None
+            raise typed from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not forwarded.ended_here or (task is not None and task.cancelling()):
+                raise
+            text = "the gateway is stopping" if self.draining else "another gateway has become the scheduler"
+            raise Interrupted(Draining(f"{text}; retry", retry_after_s=_RETRY_AFTER_S), refused=False) from None
+        finally:
+            self._forwarded.remove(forwarded)
+            call.cancel()
+
+    async def _scheduler(self, context: _Context) -> LeaseHolder | None:
+        """Wait until there is a scheduler, and return it; None if it is this gateway."""
+        ends = asyncio.get_running_loop().time() + _WAIT_S
+        while not self._role.lost:
+            if self._role.serves:
+                return None
+            if self._role.other is not None:
+                if _is_passed_on(context):
+                    break  # the gateway that passed the call on knows the scheduler by now, or will soon
+                return self._role.other
+            try:
+                await asyncio.wait_for(self._role.change(), ends - asyncio.get_running_loop().time())
+            except TimeoutError:
+                text = "no gateway is the scheduler, because PostgreSQL cannot be reached or holds no lease; retry"
+                raise Unavailable(text, retry_after_s=_RETRY_AFTER_S) from None
+        raise Draining("this gateway is not the scheduler; retry, or use another one", retry_after_s=_RETRY_AFTER_S)
+
+    async def _end_stale_calls(self) -> None:
+        while True:
+            await self._role.change()
+            for forwarded in self._forwarded:
+                if self._role.holder not in (None, forwarded.scheduler):
+                    forwarded.end()
+
+    def _metadata(self, context: _Context) -> list[tuple[str, str | bytes]]:
+        """Return the metadata of a forwarded call: the caller's identity and the ID and trace of the call."""
+        known, request_id = caller(), logs.bound().get("request_id")
+        kept = [(key, value) for key, value in context.invocation_metadata() or () if key in _KEPT_KEYS]
+        named = [(CALLER_KEY, f"{known.role}/{known.name}")] if known.role in (Role.TENANT, Role.OPERATOR) else []
+        return [*kept, *named, *([(REQUEST_ID_KEY, request_id)] if request_id else []), (_FORWARDED_KEY, "1")]
+
+
+def _is_passed_on(context: _Context) -> bool:
+    """Return whether another gateway has passed a call on."""
+    return any(key == _FORWARDED_KEY for key, _ in context.invocation_metadata() or ())
+
+
+def _is_for_another(error: BottegaError) -> bool:
+    """Return whether a gateway refused a call, and changed nothing, because another one is or becomes the scheduler."""
+    return isinstance(error, Draining) or error.metadata.get("cause") == StaleGeneration.CAUSE
