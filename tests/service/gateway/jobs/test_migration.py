@@ -158,13 +158,14 @@ async def test_deletions_and_the_counts_of_days_are_copied_there_and_back(
     await migrate(_from(state), url)
     old = SqliteJobStore(state / "jobs.sqlite")
     await old.open()
-    for job_id in ("j2", "j4"):
+    await old.add(record("j5"))
+    for job_id in ("j2", "j4", "j5"):
         await old.update(job_id, failed(ended_wall=9.0))
         await old.delete(job_id, steady=9.0)
     await old.close()
     for _ in range(2):
         counts = await migrate(_from(state), url)
-        assert (counts.equal, counts.deletions, counts.jobs) == (True, 2, 2)
+        assert (counts.equal, counts.deletions, counts.jobs) == (True, 3, 2)
     back = tmp_path / "back"
     for _ in range(2):
         assert (await migrate(url, _from(back))).equal
@@ -172,9 +173,9 @@ async def test_deletions_and_the_counts_of_days_are_copied_there_and_back(
     for store in (new, SqliteJobStore(back / "jobs.sqlite")):
         await store.open_to_read()
         assert [job.job_id for job in await store.every(after=0, limit=9)] == ["j1", "j3"]
-        assert [await store.was_deleted(job_id) for job_id in ("j1", "j2", "j4")] == [False, True, True]
+        assert [await store.was_deleted(job_id) for job_id in ("j1", "j2", "j5")] == [False, True, True]
         assert not await store.was_deleted("j2", tenant="b")
-        assert [(await store.usage(tenant, now_wall=9.0)).jobs_today for tenant in ("", "b")] == [3, 1]
+        assert [(await store.usage(tenant, now_wall=9.0)).jobs_today for tenant in ("", "b")] == [4, 1]
         await store.close()
 
 
