@@ -57,7 +57,7 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedJobs:
-    """What a store knows of jobs that it does not have any more."""
+    """The record of jobs that a store does not have any more: deletions, and counts for quotas."""
 
     deletions: Sequence[tuple[str, str, str, float]]
     """Job ID, tenant, the digests of the job's contents as a JSON list, and time on the steady clock, oldest first."""
