@@ -22,7 +22,9 @@ from types import TracebackType
 import grpc
 
 from bottega.client.suite.plan import free_ports
+from bottega.errors import StorageUnavailable
 from bottega.rpc.channel import channel_options
+from bottega.rpc.status import from_rpc_error
 from bottega.v1.image_pb2 import ListJobsRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.chaos.gateways import AROUND_S, LONG_STEPS, SEEDS, Order, check_order, look_first, new_id, submit
@@ -271,7 +273,16 @@ def _takeover_s(scene: SharedScene, victim: str) -> float:
     (other,) = (name for name in GATEWAYS if name != victim)
     began = time.monotonic()
     with grpc.insecure_channel(scene.public(other), options=channel_options()) as channel:
-        ImageServiceStub(channel).ListJobs(ListJobsRequest(page_size=1), timeout=DRAW_TIMEOUT_S)
+        listing = ImageServiceStub(channel).ListJobs
+        while True:
+            try:
+                listing(ListJobsRequest(page_size=1), timeout=DRAW_TIMEOUT_S)
+                break
+            except grpc.RpcError as error:
+                # A scheduler that is cut off still answers other gateways, until another takes over.
+                if not isinstance(from_rpc_error(error), StorageUnavailable):
+                    raise
+            time.sleep(0.1)
     wait_until(lambda: scene.scheduler() == other, f"{other} to be the scheduler")
     return time.monotonic() - began
 

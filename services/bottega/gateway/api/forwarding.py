@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from bottega.gateway.api.image_service import ImageService
-from bottega.gateway.api.scheduler_calls import Interrupted, SchedulerCalls
+from bottega.gateway.api.scheduler_calls import InterruptedCall, SchedulerCalls
 from bottega.gateway.api.webhook_service import WebhookService
 from bottega.gateway.scheduler_role import LeaseHolder
 from bottega.rpc.status import from_job_error
@@ -93,7 +93,7 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
                         begun = True
                         yield answer
                 return
-            except Interrupted as interruption:
+            except InterruptedCall as interruption:
                 await self._calls.retry(interruption, repeatable=not begun)  # the next scheduler would begin again
 
     async def WatchJob(
@@ -106,7 +106,7 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
                     async for answer in answers:
                         yield answer
                 return
-            except Interrupted as interruption:
+            except InterruptedCall as interruption:
                 await self._calls.retry(interruption, repeatable=not self._calls.draining)
 
     async def Generate(
@@ -122,7 +122,7 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
                         request = _NO_REQUEST  # with images it is large, and the job has them
                         yield answer
                 return
-            except Interrupted as interruption:
+            except InterruptedCall as interruption:
                 repeatable = goes_on or (interruption.refused and not job_id)
                 await self._calls.retry(interruption, repeatable=repeatable and not self._calls.draining)
         watch = image_pb2.WatchJobRequest(job_id=job_id, preview=preview)

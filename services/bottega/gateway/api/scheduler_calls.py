@@ -62,7 +62,7 @@ class _ForwardedCall:
         self.call.cancel()
 
 
-class Interrupted(Exception):
+class InterruptedCall(Exception):
     """A call that the scheduler did not answer, and that another one may.
 
     Args:
@@ -132,14 +132,14 @@ class SchedulerCalls:
                         return await getattr(local, method)(request, context)
                 async with self._forward(scheduler, method, request, context, stub_of=stub_of) as call:
                     return await call
-            except Interrupted as interruption:
+            except InterruptedCall as interruption:
                 await self.retry(interruption, repeatable=repeatable or interruption.refused)
 
     @contextlib.asynccontextmanager
     async def stream(
         self, method: str, request: Any, context: _Context, *, local: Any, stub_of: StubOf
     ) -> AsyncIterator[AsyncIterator[Any]]:
-        """Yield the stream of answers of the scheduler, which may be this gateway. The block may raise Interrupted."""
+        """Yield the stream of answers of the scheduler, which may be this gateway. The block may raise InterruptedCall."""
         scheduler = await self._scheduler(context)
         if scheduler is not None:
             async with self._forward(scheduler, method, request, context, stub_of=stub_of) as call:
@@ -151,7 +151,7 @@ class SchedulerCalls:
                 del request
                 yield answers
 
-    async def retry(self, interruption: Interrupted, *, repeatable: bool) -> None:
+    async def retry(self, interruption: InterruptedCall, *, repeatable: bool) -> None:
         """Wait a moment, or for a new scheduler, before a call is repeated. Raise its error if it is not repeated."""
         if not repeatable or self._role.lost:
             raise interruption.error.with_traceback(None) from None
@@ -165,7 +165,7 @@ class SchedulerCalls:
         scheduler = self._role.other
         if scheduler is None or _is_passed_on(context):
             return None
-        with contextlib.suppress(Interrupted, BottegaError, TimeoutError):
+        with contextlib.suppress(InterruptedCall, BottegaError, TimeoutError):
             async with self._forward(scheduler, "ListMembers", request, context, stub_of=self._members_of) as call:
                 answer: fleet_pb2.ListMembersResponse = await asyncio.wait_for(call, _LIST_S)
                 return answer
@@ -188,19 +188,19 @@ class SchedulerCalls:
 
     @contextlib.contextmanager
     def _interrupting(self) -> Iterator[None]:
-        """Raise Interrupted if a call in the block fails because this gateway stops being the scheduler."""
+        """Raise InterruptedCall if a call in the block fails because this gateway stops being the scheduler."""
         try:
             yield
         except (Draining, StorageUnavailable) as error:
             if not (_is_for_another(error) or self._role.lost):
                 raise
-            raise Interrupted(error, refused=True) from None
+            raise InterruptedCall(error, refused=True) from None
 
     @contextlib.asynccontextmanager
     async def _forward(
         self, scheduler: LeaseHolder, method: str, request: Any, context: _Context, *, stub_of: StubOf
     ) -> AsyncIterator[Any]:
-        """Yield a call to another gateway. Errors in the block are those of the other gateway, or Interrupted."""
+        """Yield a call to another gateway. Errors in the block are those of the other gateway, or InterruptedCall."""
         call = getattr(stub_of(scheduler), method)(
             request, timeout=context.time_remaining(), metadata=self._metadata(context)
         )
@@ -212,16 +212,16 @@ class SchedulerCalls:
         except grpc.aio.AioRpcError as error:
             typed = from_rpc_error(error)
             if isinstance(typed, Unavailable) and not was_answered(error):
-                raise Interrupted(typed, refused=False) from None
+                raise InterruptedCall(typed, refused=False) from None
             if _is_for_another(typed):
-                raise Interrupted(typed, refused=True) from None
+                raise InterruptedCall(typed, refused=True) from None
             raise typed from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not forwarded.ended_here or (task is not None and task.cancelling()):
                 raise
             text = "the gateway is stopping" if self.draining else "another gateway has become the scheduler"
-            raise Interrupted(Draining(f"{text}; retry", retry_after_s=_RETRY_AFTER_S), refused=False) from None
+            raise InterruptedCall(Draining(f"{text}; retry", retry_after_s=_RETRY_AFTER_S), refused=False) from None
         finally:
             self._forwarded.remove(forwarded)
             call.cancel()
