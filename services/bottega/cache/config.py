@@ -53,8 +53,8 @@ class CacheConfig(StoreConfig):
     """URL of a PostgreSQL database (15 or newer) with the extension pgvector (0.8 or newer) that has the embeddings.
 
     Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. Latents and records
-    stay in the folder. While the database is away, pictures begin from noise. The graph that makes searches fast is built
-    after the first start, with up to 1 GiB of the server's memory. Empty: embeddings are in memory.
+    stay in the folder. While the database is away, pictures begin from noise. The graph that makes searches fast is
+    built after the first start, with up to 1 GiB of the server's memory. Empty: embeddings are in memory.
     """
     predictor: bool = True
     """Whether to skip searches that are predicted to find nothing, if measurements show that this saves time."""
