@@ -16,6 +16,19 @@ PolicyName = Literal["lcbfu", "lcbfu-decayed", "lru", "lfu", "fifo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheIndexConfig:
+    """The index of the embeddings that a cache keeps in memory."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$")] = "cpu"
+    """Where the embeddings of settings with 10,000 entries or more are compared: cpu, cuda, or cuda:N.
+
+    CUDA needs `bottega-services[cache-gpu]` in place of `bottega-services[cache]`.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(StoreConfig):
     """The configuration of an approximate cache."""
 
@@ -56,6 +69,7 @@ class CacheConfig(StoreConfig):
     stay in the folder. While the database is away, pictures begin from noise. The graph that makes searches fast is
     built after the first start, with up to 1 GiB of the server's memory. Empty: embeddings are in memory.
     """
+    index: CacheIndexConfig = field(default_factory=CacheIndexConfig)
     predictor: bool = True
     """Whether to skip searches that are predicted to find nothing, if measurements show that this saves time."""
     profiles: list[str] = field(default_factory=list)

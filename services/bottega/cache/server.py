@@ -20,7 +20,8 @@ from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
 from bottega.cache.config import CacheConfig
 from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
-from bottega.cache.index import EntryIndex
+from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
+from bottega.cache.index.device_index import indexes_on
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.predictor import PredictorStatistics
 from bottega.cache.profiles import check_profile
@@ -199,10 +200,13 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
     )
 
 
-def _index(config: CacheConfig) -> EntryIndex | None:
-    """Return the index in the configured database; None if none is configured. Raises ConfigError."""
+def _index(config: CacheConfig) -> EntryIndex:
+    """Return the index in memory, or in the configured database. Raises ConfigError."""
     if not config.database:
-        return None
+        on_cpu = config.index.device == "cpu"
+        return KeyedIndex(settings=IndexSettings(make_device_index=None if on_cpu else indexes_on(config.index.device)))
+    if config.index.device != "cpu":
+        raise ConfigError("index.device is for embeddings in memory: remove it, or database")
     from bottega.cache.index.postgresql import PostgresIndex
 
     index = PostgresIndex(config.database, cache=config.name or kinds.CACHE)

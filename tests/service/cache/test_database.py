@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bottega.cache.__main__ import build
+from bottega.cache.config import CacheIndexConfig
 from bottega.cache.index.postgresql import PostgresIndex
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
@@ -127,3 +128,9 @@ async def test_a_database_that_cannot_be_used_is_a_clear_error_without_the_passw
         with pytest.raises(ConfigError, match=text) as raised:
             build(config(database=url), tmp_path)
         assert not {PASSWORD, "falsch-geraten"} & set(str(raised.value).replace("@", " ").replace(":", " ").split())
+
+
+async def test_embeddings_are_in_a_database_or_on_a_device(tmp_path: Path) -> None:
+    on_device = CacheIndexConfig(device="cuda")
+    with pytest.raises(ConfigError, match=r"index\.device is for embeddings in memory: remove it, or database"):
+        build(config(database="postgresql://somewhere/cache", index=on_device), tmp_path)

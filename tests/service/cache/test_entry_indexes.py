@@ -1,4 +1,7 @@
-"""Every index of entries, in memory and in PostgreSQL with pgvector; then what is particular to the latter."""
+"""Every index of entries: in memory, on a device (here the CPU) and in PostgreSQL with pgvector.
+
+Then what is particular to the latter.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
+import faiss
 import numpy as np
 import psycopg
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index import EntryIndex, KeyedIndex
+from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
 from bottega.cache.index.postgresql import PostgresIndex
 from bottega.errors import ConfigError, QueueFull, StorageUnavailable
 from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
@@ -24,13 +28,15 @@ Opened = Callable[[], EntryIndex]
 """Opens the index, or opens it again: then it has what was stored, which is loaded again from records."""
 
 
-@pytest.fixture(params=["memory", "postgresql"])
+@pytest.fixture(params=["memory", "device", "postgresql"])
 def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
     with ExitStack() as stack:
         url = stack.enter_context(new_database(vector=True)) if request.param == "postgresql" else ""
 
         def open_index() -> EntryIndex:
-            index: EntryIndex = KeyedIndex(max_entries=MOST)
+            on_device = IndexSettings(flat_entries=2, make_device_index=faiss.IndexFlatIP)
+            settings = on_device if request.param == "device" else IndexSettings()
+            index: EntryIndex = KeyedIndex(max_entries=MOST, settings=settings)
             if url:
                 index = _opened(url)
             stack.callback(index.close)

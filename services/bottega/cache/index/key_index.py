@@ -14,6 +14,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from bottega.cache.index.device_index import DeviceIndex
 from bottega.cache.index.sketched_index import SketchedIndex
 from bottega.cache.index.vector_index import MAX_COUNT, IndexSettings, Match, Numbers, Vectors, unit_vectors
 from bottega.errors import QueueFull
@@ -302,13 +303,13 @@ class FlatIndex:
 
 
 class KeyIndex:
-    """A `VectorIndex` that switches to sketches when it has many vectors."""
+    """A `VectorIndex` that switches to sketches, or to a device if there is one, when it has many vectors."""
 
     def __init__(self, width: int, settings: IndexSettings) -> None:
         self.width = width
         self._settings = settings
         self._lock = threading.Lock()
-        self._part: FlatIndex | SketchedIndex = FlatIndex(width)
+        self._part: FlatIndex | SketchedIndex | DeviceIndex = FlatIndex(width)
         self._closed = False
 
     def __len__(self) -> int:
@@ -331,7 +332,7 @@ class KeyIndex:
         with self._lock:
             self._check_open()
             is_new = self._part.add(number, vector)
-            self._sketch_if_many()
+            self._change_if_many()
         return is_new
 
     def add_all(self, numbers: Numbers, vectors: Vectors) -> int:
@@ -340,7 +341,7 @@ class KeyIndex:
             self._check_open()
             replaced = sum(self._part.remove(number) for number in numbers.tolist())
             self._part.add_all(numbers, vectors)
-            self._sketch_if_many()
+            self._change_if_many()
         return len(numbers) - replaced
 
     def remove(self, number: int) -> bool:
@@ -376,15 +377,16 @@ class KeyIndex:
         with self._lock:
             self._closed = True
 
-    def _sketch_if_many(self) -> None:
-        """Switch to sketches once, which takes a tenth of a second. There is no way back when vectors are removed."""
+    def _change_if_many(self) -> None:
+        """Switch to sketches or the device once, which takes a tenth of a second. There is no way back."""
         flat = self._part
-        if isinstance(flat, SketchedIndex) or len(flat) < self._settings.flat_entries:
+        if not isinstance(flat, FlatIndex) or len(flat) < self._settings.flat_entries:
             return
         numbers, vectors = flat.vectors(flat.numbers())
-        sketched = SketchedIndex(vectors.mean(axis=0), self._settings)
-        sketched.add_all(numbers, vectors)
-        self._part = sketched
+        make = self._settings.make_device_index
+        large = DeviceIndex(self.width, make) if make else SketchedIndex(vectors.mean(axis=0), self._settings)
+        large.add_all(numbers, vectors)
+        self._part = large
 
     def _check_open(self) -> None:
         if self._closed:

@@ -205,7 +205,8 @@ class PostgresIndex:
             result = self._run(work, _SEARCH_S)
         except StorageUnavailable as error:
             self._away_until = time.monotonic() + _AWAY_S
-            if not (self._is_away or self._builds or self._closed):
+            # Without their graph, searches among many may take too long.
+            if not (self._is_away or self._closed or self._missing_graphs()):
                 _log.warning("pictures begin from noise until the cache's database answers", extra=self._facts(error))
                 self._is_away = True
             raise
@@ -213,11 +214,6 @@ class PostgresIndex:
             self._is_away = False
             _log.info("the cache's database answers again", extra=self._facts())
         return result
-
-    @property
-    def _builds(self) -> bool:
-        """Whether graphs are being built, without which searches may take too long."""
-        return self._building is not None and not self._building.done()
 
     def _run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
         """Return the result of database calls, within a time. Raise StorageUnavailable, which names the database."""
@@ -272,7 +268,7 @@ class PostgresIndex:
         self._start_deleting()
 
     def _start_building(self) -> None:
-        if not self._builds and self._missing_graphs():
+        if (self._building is None or self._building.done()) and self._missing_graphs():
             self._building = self._loop.create_task(self._build())
 
     def _missing_graphs(self) -> set[int]:

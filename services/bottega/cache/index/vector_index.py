@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,9 +122,11 @@ class IndexSettings:
     """Settings of the index of a key."""
 
     flat_entries: int = 10_000
-    """Number of entries of a key from which on its searches compare sketches first."""
+    """Number of entries of a key from which on its searches compare sketches first, or use the device."""
     candidates: int = 256
     """Number of entries, plus ties, whose vectors are compared after the sketches.
 
     More candidates find the nearest entries more often, and take longer (`make bench-index`).
     """
+    make_device_index: Callable[[int], Any] | None = None
+    """Makes the FAISS index, for vectors of a width, in which a key with many entries is; None for sketches."""
