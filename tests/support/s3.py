@@ -89,6 +89,9 @@ class S3Server:
     def keys(self, bucket: str) -> list[str]:
         return sorted(meta["path"] for meta in obstore.list(self._at(bucket)).collect())
 
+    def put(self, bucket: str, key: str, data: bytes) -> None:
+        obstore.put(self._at(bucket), key, data)
+
     def _at(self, bucket: str) -> S3Store:
         return S3Store(
             bucket,

@@ -48,6 +48,8 @@ class TieredCache:
         on_damaged: Called with the digest of a damaged file by the thread that read it. If given, files are checked
             whenever they are read from the disk, including those that do not fit into memory.
         spared: Returns the groups to evict last; called under the lock.
+        size_of: Returns a file's size, or None, without waiting for a network; by default that at `path`.
+        open_file: Opens a file for reading, in a thread that loads; by default that at `path`.
     """
 
     def __init__(
@@ -61,9 +63,12 @@ class TieredCache:
         max_loads: int,
         on_damaged: Callable[[str], None] | None = None,
         spared: Callable[[], Collection[str]] = frozenset,
+        size_of: Callable[[str], int | None] | None = None,
+        open_file: Callable[[str], int] | None = None,
     ) -> None:
         self.counts = TierStatistics(by_tier=Counter())
-        self._path = path
+        self._size_of = size_of or (lambda digest: path(digest).stat().st_size)
+        self._open_file = open_file or (lambda digest: os.open(path(digest), os.O_RDONLY | os.O_CLOEXEC))
         self._what = what
         self._missing = missing
         self._on_damaged = on_damaged
@@ -205,9 +210,10 @@ class TieredCache:
         if self._memory.get(digest) is not None:
             return None
         try:
-            return KnownFile(size_bytes=self._path(digest).stat().st_size)
-        except OSError:
-            return None  # the read from the disk raises the reason
+            size_bytes = self._size_of(digest)
+        except OSError:  # reading it raises the reason
+            return None
+        return None if size_bytes is None else KnownFile(size_bytes=size_bytes)
 
     def _entry(self, digest: str, file: KnownFile | None, *, awaits_fetch: bool = True) -> CacheEntry | None:
         """Return the entry of a file in memory, after starting its load if needed; None if it does not fit or exist.
@@ -377,7 +383,7 @@ class TieredCache:
 
     def _open(self, digest: str) -> int:
         try:
-            return os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
+            return self._open_file(digest)
         except FileNotFoundError:
             raise self._missing(digest) from None
         except OSError as error:

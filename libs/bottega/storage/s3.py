@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from bottega.errors import ConfigError, StorageUnavailable
@@ -130,6 +131,19 @@ class S3Objects:
                     raise
                 return None
         return data if digest == hashlib.sha256(data).digest() else None
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write a file as an object, or replace it, as `write` does."""
+        with self._translated(), path.open("rb") as file:
+            obstore.put(self._store, self._key(name), file, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+
+    def parts(self, name: str, size_bytes: int) -> Iterator[bytes]:
+        """Yield an object of this size in parts. Nothing is checked."""
+        for start in range(0, size_bytes, _PART_BYTES):
+            with self._translated():
+                length = min(_PART_BYTES, size_bytes - start)
+                part = bytes(obstore.get_range(self._store, self._key(name), start=start, length=length))
+            yield part
 
     def objects(self, start: str = "") -> Iterator[StoredObject]:
         """Yield the objects whose names begin with `start`, which is empty or has at least two characters."""

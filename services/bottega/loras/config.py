@@ -12,6 +12,7 @@ from bottega import rules
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.rpc.server_config import AtLeastOne, LimitedLinksConfig, NotNegative, Seconds, StoreConfig
+from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
 
 _MINIATURE = "miniature"
@@ -88,7 +89,18 @@ class LoraConfig(StoreConfig):
     The number of LoRAs in memory is also at most half of the files that the process may open.
     """
     disk_bytes: AtLeastOne = 256 << 30
-    """Upper bound on the bytes of LoRAs on disk, with quarantined files and the announced bytes of uploads."""
+    """Upper bound on the bytes of LoRAs on disk, with quarantined files and the announced bytes of uploads.
+
+    With `objects`, the least recently used copies are deleted to make room.
+    """
+    objects: ObjectsAddress = ""
+    """Where LoRAs are stored: s3://bucket/prefix, with copies of those last used on disk. Empty: on disk only.
+
+    The prefix belongs to this store. Files that it has on disk are moved there at the start. Endpoint, region,
+    credentials and encryption come from the environment, as for the gateway's `objects`. It needs the package obstore.
+    """
+    objects_bytes: AtLeastOne = 1 << 40
+    """Upper bound on the bytes of LoRAs in `objects`."""
     min_free_bytes: NotNegative = 1 << 30
     """Bytes of disk space that uploads and imports leave free for other programs.
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 
 from bottega.addons.loras.wire import canonical
@@ -59,13 +61,23 @@ class DiskQuota:
         budget_bytes: Upper bound on the bytes of the store's files, including reservations.
         min_free_bytes: Bytes of disk space that stay free for other programs. At most 5 % of the disk counts.
         kept_bytes: Returns the total size of the files that the store keeps.
+        evict: Deletes files of at least so many bytes that the store has elsewhere, as far as there are any.
     """
 
-    def __init__(self, folder: Path, *, budget_bytes: int, min_free_bytes: int, kept_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        budget_bytes: int,
+        min_free_bytes: int,
+        kept_bytes: Callable[[], int],
+        evict: Callable[[int], None] | None = None,
+    ) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
         self._min_free_bytes = min_free_bytes
         self._kept_bytes = kept_bytes
+        self._evict = evict
         self._lock = threading.Lock()
         self._reserved: list[Reservation] = []
 
@@ -81,6 +93,7 @@ class DiskQuota:
         StorageUnavailable if the disk is full.
         """
         with self._lock:
+            self._make_room(size_bytes)
             self._check_budget(size_bytes)
             self._check_disk(size_bytes)
             reservation = Reservation(size_bytes=size_bytes)
@@ -90,6 +103,7 @@ class DiskQuota:
     def grow(self, reservation: Reservation, max_bytes: int) -> None:
         """Enlarge a reservation to `max_bytes`, or as far as there is space. Raises StorageUnavailable."""
         with self._lock:
+            self._make_room(max_bytes - reservation.size_bytes)
             free_bytes, pending_bytes, min_free_bytes = self._disk()
             left = min(self._left_in_budget, free_bytes - pending_bytes - min_free_bytes)
             reservation.size_bytes += max(0, min(left, max_bytes - reservation.size_bytes))
@@ -108,6 +122,13 @@ class DiskQuota:
     @property
     def _left_in_budget(self) -> int:
         return self._budget_bytes - self._kept_bytes() - self.reserved_bytes
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        if self._evict is not None:
+            free_bytes, pending_bytes, min_free_bytes = self._disk()
+            lack = wanted_bytes - min(self._left_in_budget, free_bytes - pending_bytes - min_free_bytes)
+            if lack > 0:
+                self._evict(lack)
 
     def _check_budget(self, wanted_bytes: int) -> None:
         left, reserved_bytes = self._left_in_budget, self.reserved_bytes
@@ -144,7 +165,7 @@ def _disk_full(why: str) -> StorageUnavailable:
     return os_errors.unavailable(f"the disk is full: {why}", cause="ENOSPC")
 
 
-_NAMES = re.compile(rf"[0-9a-f]{{64}}(\{WEIGHTS}|\.[0-9a-f]{{16}}\{DESCRIPTION})")
+LORA_FILES = re.compile(rf"[0-9a-f]{{64}}(\{WEIGHTS}|\.[0-9a-f]{{16}}\{DESCRIPTION})")
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +191,7 @@ class LoraFolder:
     """
 
     def __init__(self, folder: Path, *, quarantine: Path, budget_bytes: int, min_free_bytes: int) -> None:
-        self._files = BlobFiles(folder, names=_NAMES, synced=True)
+        self._files = BlobFiles(folder, names=LORA_FILES, synced=True)
         self._budget_bytes = budget_bytes
         self._used_bytes = 0
         self.quarantine = QuarantineFolder(quarantine, in_place=self._size_in_place)
@@ -234,10 +255,7 @@ class LoraFolder:
         An existing file is replaced, because it may be damaged. Raises BadLora for a file that is not canonical, and
         TooLarge beyond the budget.
         """
-        with os_errors.translated(), spool.open("rb") as file:
-            lora = canonical.read(file)
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest, lora = read_canonical(spool)
         before_bytes = self._size_in_place(digest) or 0
         if self._kept_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
             raise TooLarge(
@@ -253,6 +271,19 @@ class LoraFolder:
         with self.path(digest).open("rb") as file:
             return canonical.read(file)
 
+    def size_of(self, digest: str) -> int:
+        """Return the size of complete weights. Raises OSError."""
+        return self.path(digest).stat().st_size
+
+    def open_file(self, digest: str) -> int:
+        """Return a descriptor that reads complete weights. Raises OSError."""
+        return os.open(self.path(digest), os.O_RDONLY | os.O_CLOEXEC)
+
+    def open_any(self, digest: str) -> BufferedReader:
+        """Open weights, which may be in quarantine. Raises OSError."""
+        place = self.quarantine.weights if self.quarantine.has_weights(digest) else self.path
+        return place(digest).open("rb")
+
     def bring_back(self, digest: str) -> None:
         """If the weights with this digest are in quarantine, move them back to their path."""
         with os_errors.translated():
@@ -265,14 +296,13 @@ class LoraFolder:
         A failure is only logged, because the catalogue has the record and the next start writes the description.
         """
         try:
-            self._files.write(_description(record.digest, record.name), description_of(record))
+            self._files.write(description_name(record.digest, record.name), description_of(record))
         except StorageUnavailable as error:
-            facts = {"lora": record.name, "text": error.message}
-            _log.warning("the description of a LoRA could not be written; the next start tries again", extra=facts)
+            log_undescribed(record, error)
 
     def undescribe(self, digest: str, name: str) -> None:
         """Delete a description, if it exists."""
-        self._files.remove([_description(digest, name)], synced=True)
+        self._files.remove([description_name(digest, name)], synced=True)
 
     def remove(self, digest: str) -> None:
         """Delete weights, if they exist.
@@ -320,5 +350,20 @@ class LoraFolder:
         return self._files.size(f"{digest}{WEIGHTS}")
 
 
-def _description(digest: str, name: str) -> str:
+def description_name(digest: str, name: str) -> str:
+    """Return the name of a description's file."""
     return f"{description_stem(digest, name)}{DESCRIPTION}"
+
+
+def log_undescribed(record: CatalogueRecord, error: StorageUnavailable) -> None:
+    """Log that a description could not be written."""
+    facts = {"lora": record.name, "text": error.message}
+    _log.warning("the description of a LoRA could not be written; the next start tries again", extra=facts)
+
+
+def read_canonical(path: Path) -> tuple[str, CanonicalLora]:
+    """Return the digest of a file and its parsed header. Raises BadLora for a file that is not canonical."""
+    with os_errors.translated(), path.open("rb") as file:
+        lora = canonical.read(file)
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest(), lora

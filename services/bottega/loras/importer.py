@@ -23,8 +23,9 @@ from bottega.background_tasks import acquired, run_to_end
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, TooLarge, Violation
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import ImportConfig, OwnLora
-from bottega.loras.files import LoraFolder, Reservation
+from bottega.loras.files import Reservation
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
+from bottega.loras.object_files import LoraFiles
 from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord
 from bottega.loras.upload import Upload, UploadLimits, check_upload, receive
 from bottega.miniature import WEIGHTS
@@ -79,7 +80,7 @@ class LoraImporter:
         *,
         bases: Mapping[str, Path],
         config: ImportConfig,
-        files: LoraFolder,
+        files: LoraFiles,
         catalogue: LoraCatalogue,
         processes: ImportProcesses,
     ) -> None:

@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from bottega.blobstore import RecordTable, StoredRow
@@ -29,8 +28,8 @@ DESCRIPTION = ".json"
 _FORMAT = "bottega.lora.description/3"
 _NAME_DIGITS = 16
 _DESCRIPTION_STEM = re.compile(rf"([0-9a-f]{{64}})\.[0-9a-f]{{{_NAME_DIGITS}}}")
-# Upper bound on a description. Sixteen trigger words of 200 characters take at most 40 KiB.
-_MAX_DESCRIPTION_BYTES = 256 << 10
+MAX_DESCRIPTION_BYTES = 256 << 10
+"""Upper bound on the bytes of a description. Sixteen trigger words of 200 characters take at most 40 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,19 +146,22 @@ def description_of(record: CatalogueRecord) -> bytes:
     return json.dumps(content, indent=1).encode()
 
 
-def read_description(path: Path) -> CatalogueRecord:
-    """Read the record in a description. Raises DataLoss if it is damaged or has the wrong file name, and OSError."""
-    with path.open("rb") as file:
-        text = file.read(_MAX_DESCRIPTION_BYTES + 1)
+def read_description(text: bytes, stem: str) -> CatalogueRecord:
+    """Read the record in a description. Raises DataLoss if it is damaged or has the wrong file name.
+
+    Args:
+        text: The content of its file, of which MAX_DESCRIPTION_BYTES + 1 bytes are enough.
+        stem: The name of its file without suffix.
+    """
     try:
         content = json.loads(text)
         values = [content["lora"][field.name] for field in fields(CatalogueRecord)]
         sound = content["format"] == _FORMAT and content["checksum"] == checksum(values)
     except (ValueError, KeyError, TypeError, RecursionError):
         sound, values = False, []
-    if not sound or len(text) > _MAX_DESCRIPTION_BYTES:
-        raise DataLoss(f"the description {path.name} is damaged")
+    if not sound or len(text) > MAX_DESCRIPTION_BYTES:
+        raise DataLoss(f"the description {stem} is damaged")
     record = _record(values)
-    if path.stem != description_stem(record.digest, record.name):
-        raise DataLoss(f"the description {path.name} belongs to another LoRA")
+    if stem != description_stem(record.digest, record.name):
+        raise DataLoss(f"the description {stem} belongs to another LoRA")
     return record

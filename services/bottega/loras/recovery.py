@@ -6,6 +6,7 @@ Nothing else deletes files in quarantine.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -18,9 +19,10 @@ from bottega.addons.loras.wire.canonical import EMBEDDING_KIND, VECTORS, Canonic
 from bottega.background_tasks import run_to_end
 from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, Violation
 from bottega.loras.catalogue import LoraCatalogue
-from bottega.loras.files import FolderScan, LoraFolder
+from bottega.loras.files import FolderScan
 from bottega.loras.importing.base import Base, read_base
-from bottega.loras.quarantine import QuarantinedLora, QuarantineFolder, is_id, is_intact
+from bottega.loras.object_files import LoraFiles
+from bottega.loras.quarantine import Quarantine, QuarantinedLora, is_id
 from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord
 from bottega.storage import os_errors
 
@@ -49,7 +51,7 @@ class LoraRecovery:
     """
 
     def __init__(
-        self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFolder, write_lock: asyncio.Lock
+        self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFiles, write_lock: asyncio.Lock
     ) -> None:
         self._bases = bases
         self._catalogue = catalogue
@@ -60,7 +62,7 @@ class LoraRecovery:
         self._next_scan_at = 0.0
 
     @property
-    def quarantine(self) -> QuarantineFolder:
+    def quarantine(self) -> Quarantine:
         """The files that the catalogue does not list."""
         return self._files.quarantine
 
@@ -78,7 +80,7 @@ class LoraRecovery:
         quarantine = self.quarantine
         if scan.moved:
             what = f"{scan.moved} files that are not in the catalogue of LoRAs were moved into quarantine"
-            facts = {"bytes": scan.moved_bytes, "folder": str(quarantine.folder), "in_quarantine": len(quarantine)}
+            facts = {"bytes": scan.moved_bytes, "folder": quarantine.place, "in_quarantine": len(quarantine)}
             _log.warning(
                 f"{what}: bottega loras quarantine lists them, bottega loras rebuild restores them", extra=facts
             )
@@ -157,13 +159,12 @@ class LoraRecovery:
 
     def _read(self, found: QuarantinedLora) -> CanonicalLora:
         """Return the parsed header of the weights. Raises DataLoss if the weights are damaged or missing."""
-        quarantine, digest = self._files.quarantine, found.digest
-        path = quarantine.weights(digest) if quarantine.has_weights(digest) else self._files.path(digest)
         with os_errors.translated():
             try:
-                if not is_intact(path, digest):
-                    raise _damaged(found, "damaged")
-                with path.open("rb") as file:
+                with self._files.open_any(found.digest) as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != found.digest:
+                        raise _damaged(found, "damaged")
+                    file.seek(0)
                     return canonical.read(file)
             except FileNotFoundError:
                 raise _damaged(found, "gone") from None

@@ -112,7 +112,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         return pb.ListQuarantineResponse(
             loras=[_quarantined(lora) for lora in shown],
             next_page_token=shown[-1].id if len(found) > size else "",
-            folder=str(self._store.recovery.quarantine.folder),
+            folder=self._store.recovery.quarantine.place,
         )
 
     async def RestoreLora(self, request: pb.RestoreLoraRequest, _context: _Context) -> pb.RestoreLoraResponse:

@@ -13,12 +13,13 @@ from prometheus_client.metrics_core import Metric
 
 from bottega import kinds, rules
 from bottega.caching import Tier, TieredCache
-from bottega.errors import BadLora, DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
+from bottega.errors import BottegaError, DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig, check_configured
-from bottega.loras.files import LoraFolder
+from bottega.loras.files import LORA_FILES, LoraFolder
 from bottega.loras.importer import LoraImporter
 from bottega.loras.importing.import_processes import ImportProcesses
+from bottega.loras.object_files import LoraFiles, LoraObjects
 from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.loras.worker_link import LoraLinks
@@ -28,6 +29,7 @@ from bottega.rpc.operation.metrics import counter_by, counters, gauge_by, gauges
 from bottega.rpc.store_server import StoreServer
 from bottega.storage import folders, os_errors
 from bottega.storage.folders import HeldElsewhere, ProcessLock
+from bottega.storage.objects import s3_location
 from bottega.v1 import fleet_pb2
 
 _log = logging.getLogger(__name__)
@@ -55,12 +57,7 @@ class LoraStore(StoreServer):
         self._folder = folder
         self._lock = ProcessLock(folder)
         self.catalogue = LoraCatalogue(folder / "catalogue.db")
-        self._files = LoraFolder(
-            folder / "files",
-            quarantine=folder / "quarantine",
-            budget_bytes=config.disk_bytes,
-            min_free_bytes=config.min_free_bytes,
-        )
+        self._files = _files(config, folder)
         self._max_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._cache = TieredCache(
             self._files.path,
@@ -69,6 +66,8 @@ class LoraStore(StoreServer):
             budget_bytes=config.budget_bytes,
             max_entries=self._max_in_memory,
             max_loads=config.loads_at_once,
+            size_of=self._files.size_of,
+            open_file=self._files.open_file,
         )
         super().__init__(
             config,
@@ -114,7 +113,7 @@ class LoraStore(StoreServer):
             return record.ignored
         try:
             return (await asyncio.to_thread(self._files.read, record.digest)).ignored
-        except (BadLora, OSError):
+        except (BottegaError, OSError):
             return record.ignored
 
     async def remove(self, name: str) -> None:
@@ -285,6 +284,27 @@ class LoraStore(StoreServer):
             ("quarantined_bytes", "Bytes of files in quarantine.", files.quarantine.used_bytes),
             ("reserved_bytes", "Bytes of the disk reserved for uploads and imports.", files.room.reserved_bytes),
         )
+
+
+def _files(config: LoraConfig, folder: Path) -> LoraFiles:
+    """Return the store's files, in its folder or in S3. Raises ConfigError if S3 cannot be used."""
+    if not config.objects:
+        return LoraFolder(
+            folder / "files",
+            quarantine=folder / "quarantine",
+            budget_bytes=config.disk_bytes,
+            min_free_bytes=config.min_free_bytes,
+        )
+    from bottega.storage.s3 import S3Objects
+
+    return LoraObjects(
+        S3Objects(s3_location(config.objects), names=LORA_FILES),
+        config.objects,
+        folder,
+        budget_bytes=config.objects_bytes,
+        local_bytes=config.disk_bytes,
+        min_free_bytes=config.min_free_bytes,
+    )
 
 
 def missing_lora(digest: str) -> LoraNotFound:

@@ -54,7 +54,7 @@ async def _unfinished(store: Running, size_bytes: int) -> AsyncIterator[Any]:
 
 
 def _incoming(store: Running) -> list[Path]:
-    return sorted((store.store.recovery.quarantine.folder.parent / "files" / "incoming").iterdir())
+    return sorted((Path(store.store.recovery.quarantine.place).parent / "files" / "incoming").iterdir())
 
 
 async def _refused(store: Running, said: Iterator[pb.UploadLoraRequest]) -> BottegaError:
@@ -175,7 +175,7 @@ async def test_what_is_refused_leaves_nothing_on_the_disk(
 ) -> None:
     data = save(tensors, tmp_path / "hostile.safetensors").read_bytes()
     async with running(tmp_path) as store:
-        folder = store.store.recovery.quarantine.folder.parent / "files"
+        folder = Path(store.store.recovery.quarantine.place).parent / "files"
         before = sorted(path for path in folder.rglob("*") if path.is_file())
         error = await _refused(store, upload_requests("a", data))
         assert says in error.message
