@@ -26,7 +26,7 @@ from typing import Any
 
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import BACKBONE, ModuleWeights, TensorData
-from bottega.caching import TieredCache
+from bottega.caching import FilesByPath, TieredCache
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.loras.worker_link import LoraLinks
 from bottega.rpc.server_config import LimitedLinksConfig
@@ -94,7 +94,7 @@ class Shelf:
 def shelf(folder: Path, *, unix: bool = True, bytes_per_s: int = 0, budget_bytes: int = 1 << 30) -> Iterator[Shelf]:
     """unix: whether it has a door for its own host. bytes_per_s: of every link; 0 is without a limit."""
     tiers = TieredCache(
-        lambda digest: folder / digest,
+        FilesByPath(lambda digest: folder / digest),
         what="LoRA",
         missing=lambda digest: LoraNotFound("there is none", metadata={"loras": digest}),
         budget_bytes=budget_bytes,

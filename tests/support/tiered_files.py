@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bottega.caching import CacheLease, KnownFile, Tier, TieredCache
+from bottega.caching import CacheLease, FilesByPath, KnownFile, Tier, TieredCache
 from bottega.errors import LoraNotFound
 
 SIZE = 1000
@@ -40,7 +40,7 @@ class Shelf:
         # Called by whoever loads, when it opens the file.
         self.before_load: Callable[[], object] = lambda: self.gate.wait(WAIT_S)
         self.tiers = TieredCache(
-            self._file,
+            FilesByPath(self._file),
             what="LoRA",
             missing=lambda digest: LoraNotFound("there is none", metadata={"loras": digest}),
             budget_bytes=room * SIZE,

@@ -8,12 +8,13 @@ from bottega.caching.load_cache import Lease, LoadCache, Loader
 from bottega.caching.load_plan import CacheItem, EvictionOrder, LoadClaim, LoadCommand, LoadCounts, LoadPlan, Popularity
 from bottega.caching.lru_cache import LruCache, LruEntry
 from bottega.caching.tiered_cache import TieredCache
-from bottega.caching.tiers import CacheLease, KnownFile, Tier, TierStatistics
+from bottega.caching.tiers import CacheLease, FilesByPath, KnownFile, Tier, TierFiles, TierStatistics
 
 __all__ = [
     "CacheItem",
     "CacheLease",
     "EvictionOrder",
+    "FilesByPath",
     "KnownFile",
     "Lease",
     "LoadCache",
@@ -26,6 +27,7 @@ __all__ = [
     "LruEntry",
     "Popularity",
     "Tier",
+    "TierFiles",
     "TierStatistics",
     "TieredCache",
 ]

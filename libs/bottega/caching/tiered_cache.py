@@ -21,11 +21,10 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from bottega.caching.lru_cache import LruCache
 from bottega.caching.sealed_files import check, load
-from bottega.caching.tiers import CacheEntry, CacheLease, KnownFile, LoadParts, Tier, TierStatistics
+from bottega.caching.tiers import CacheEntry, CacheLease, KnownFile, LoadParts, Tier, TierFiles, TierStatistics
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.process import open_files
 from bottega.storage import os_errors
@@ -39,7 +38,7 @@ class TieredCache:
     """A cache of files in host memory over the disk. Thread-safe.
 
     Args:
-        path: Returns the path of a digest's file.
+        files: The files on the disk.
         what: What a file is called in error messages.
         missing: Returns the error for a digest without a file.
         budget_bytes: Budget of the memory tier.
@@ -48,13 +47,11 @@ class TieredCache:
         on_damaged: Called with the digest of a damaged file by the thread that read it. If given, files are checked
             whenever they are read from the disk, including those that do not fit into memory.
         spared: Returns the groups to evict last; called under the lock.
-        size_of: Returns a file's size, or None, without waiting for a network; by default that at `path`.
-        open_file: Opens a file for reading, in a thread that loads; by default that at `path`.
     """
 
     def __init__(
         self,
-        path: Callable[[str], Path],
+        files: TierFiles,
         *,
         what: str,
         missing: Callable[[str], BottegaError],
@@ -63,12 +60,9 @@ class TieredCache:
         max_loads: int,
         on_damaged: Callable[[str], None] | None = None,
         spared: Callable[[], Collection[str]] = frozenset,
-        size_of: Callable[[str], int | None] | None = None,
-        open_file: Callable[[str], int] | None = None,
     ) -> None:
         self.counts = TierStatistics(by_tier=Counter())
-        self._size_of = size_of or (lambda digest: path(digest).stat().st_size)
-        self._open_file = open_file or (lambda digest: os.open(path(digest), os.O_RDONLY | os.O_CLOEXEC))
+        self._files = files
         self._what = what
         self._missing = missing
         self._on_damaged = on_damaged
@@ -210,7 +204,7 @@ class TieredCache:
         if self._memory.get(digest) is not None:
             return None
         try:
-            size_bytes = self._size_of(digest)
+            size_bytes = self._files.size_of(digest)
         except OSError:  # reading it raises the reason
             return None
         return None if size_bytes is None else KnownFile(size_bytes=size_bytes)
@@ -383,7 +377,7 @@ class TieredCache:
 
     def _open(self, digest: str) -> int:
         try:
-            return self._open_file(digest)
+            return self._files.open_file(digest)
         except FileNotFoundError:
             raise self._missing(digest) from None
         except OSError as error:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
 
 from bottega.v1.trace_pb2 import StoreTimes
 
@@ -20,6 +24,35 @@ class Tier(StrEnum):
     """The file was still being loaded, or was loaded early for this request."""
     DISK = "disk"
     """The file is read from disk, because it does not fit into memory."""
+
+
+class TierFiles(Protocol):
+    """The files on the disk under a TieredCache, by digest."""
+
+    def size_of(self, digest: str) -> int | None:
+        """Return a file's size, None if it is unknown, without waiting for a network. Raises OSError."""
+
+    def open_file(self, digest: str) -> int:
+        """Return a descriptor that reads a file. A thread that loads calls it. Raises OSError and BottegaError."""
+
+
+class FilesByPath:
+    """The files of a folder.
+
+    Args:
+        path: Returns the path of a digest's file.
+    """
+
+    def __init__(self, path: Callable[[str], Path]) -> None:
+        self._path = path
+
+    def size_of(self, digest: str) -> int | None:
+        """Return a file's size. Raises OSError."""
+        return self._path(digest).stat().st_size
+
+    def open_file(self, digest: str) -> int:
+        """Return a descriptor that reads a file. Raises OSError."""
+        return os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,6 +6,7 @@ skipped and logged. It stays in the file until its LoRA is uploaded again or res
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 from collections.abc import Callable, Collection, Iterable
@@ -28,7 +29,7 @@ SCHEMA = SqliteSchema(
 )
 
 # Upper bound on the LoRAs. A row takes some hundred bytes; so many are still listed within a second.
-_MAX_LORAS = 100_000
+MAX_LORAS = 100_000
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class LoraCatalogue:
     def __init__(self, path: Path) -> None:
         self._database = SqliteDatabase(path, SCHEMA)
         self._damaged: set[str] = set()  # names of damaged rows that have been logged
+        self.write_lock = asyncio.Lock()
+        """Held while the catalogue and files are changed together."""
 
     async def open(self) -> None:
         """Open the file; create it if it is missing, and move a damaged one aside.
@@ -93,11 +96,11 @@ class LoraCatalogue:
         records = await self._database.transact(lambda connection: self._records(connection, "WHERE pinned"))
         return {record.digest: record.size_bytes for record in records}
 
-    async def known(self, digests: Collection[str]) -> set[str]:
-        """Return those of the given digests that a LoRA has. Pass a few hundred digests at most."""
+    async def known(self, digests: Collection[str]) -> dict[str, int]:
+        """Return those of the given digests that a LoRA has, with their sizes in bytes. Pass a few hundred at most."""
         query = f"WHERE digest IN ({', '.join('?' * len(digests))})"
         records = await self._database.transact(lambda connection: self._records(connection, query, *digests))
-        return {record.digest for record in records}
+        return {record.digest: record.size_bytes for record in records}
 
     async def names(self, digest: str) -> list[str]:
         """Return the names of all LoRAs with this digest."""
@@ -126,18 +129,8 @@ class LoraCatalogue:
             try:
                 found.append(read_row(row))
             except DataLoss:
-                self._log_damaged(str(row.values[0]), str(row.values[1]))
+                log_damaged(self._damaged, str(row.values[0]), str(row.values[1]))
         return found
-
-    def _log_damaged(self, name: str, digest: str) -> None:
-        if name not in self._damaged:
-            self._damaged.add(name)
-            facts = {"lora": name, "digest": digest}
-            _log.error(
-                "the catalogue's row of a LoRA is damaged, and the LoRA is not served: bottega loras rebuild restores "
-                "it from its file",
-                extra=facts,
-            )
 
     def _add(self, connection: sqlite3.Connection, record: CatalogueRecord, rewords: bool) -> CatalogueRecord:
         self._delete_damaged(connection, record)
@@ -145,13 +138,10 @@ class LoraCatalogue:
         if found is not None:
             if (found.digest, found.base) == (record.digest, record.base):
                 return _write(connection, replace(found, trigger_words=record.trigger_words)) if rewords else found
-            raise LoraExists(
-                f"{record.name} exists already with other weights or for another base model; remove it first",
-                metadata={"loras": record.name, "digest": found.digest, "base": found.base},
-            )
+            raise exists_otherwise(found)
         ((count,),) = connection.execute("SELECT count(*) FROM loras")
-        if count >= _MAX_LORAS:
-            raise TooLarge(f"the store is full: it has {_MAX_LORAS} LoRAs, the maximum", metadata={"limit": "loras"})
+        if count >= MAX_LORAS:
+            raise is_full()
         _write(connection, record)
         return record
 
@@ -167,10 +157,39 @@ class LoraCatalogue:
         self._damaged.difference_update(name for (name,) in damaged)
 
 
+def log_damaged(logged: set[str], name: str, digest: str) -> None:
+    """Log a damaged row, unless its name is in `logged` already."""
+    if name not in logged:
+        logged.add(name)
+        _log.error(
+            "the catalogue's row of a LoRA is damaged, and the LoRA is not served: bottega loras rebuild restores "
+            "it from its file",
+            extra={"lora": name, "digest": digest},
+        )
+
+
+def not_found(name: str) -> LoraNotFound:
+    """Return the error for a name without a LoRA."""
+    return LoraNotFound(f"the store has no LoRA {name}", metadata={"loras": name})
+
+
+def exists_otherwise(found: CatalogueRecord) -> LoraExists:
+    """Return the error for a name that another LoRA has."""
+    return LoraExists(
+        f"{found.name} exists already with other weights or for another base model; remove it first",
+        metadata={"loras": found.name, "digest": found.digest, "base": found.base},
+    )
+
+
+def is_full() -> TooLarge:
+    """Return the error for one LoRA too many."""
+    return TooLarge(f"the store is full: it has {MAX_LORAS} LoRAs, the maximum", metadata={"limit": "loras"})
+
+
 def _get(connection: sqlite3.Connection, name: str) -> CatalogueRecord:
     found = _find(connection, name)
     if found is None:
-        raise LoraNotFound(f"the store has no LoRA {name}", metadata={"loras": name})
+        raise not_found(name)
     return found
 
 

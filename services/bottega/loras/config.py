@@ -96,11 +96,18 @@ class LoraConfig(StoreConfig):
     objects: ObjectsAddress = ""
     """Where LoRAs are stored: s3://bucket/prefix, with copies of those last used on disk. Empty: on disk only.
 
-    The prefix belongs to this store. Files that it has on disk are moved there at the start. Endpoint, region,
-    credentials and encryption come from the environment, as for the gateway's `objects`. It needs the package obstore.
+    Without `database`, the prefix belongs to this store alone. Files that it has on disk are moved there at the start.
+    Endpoint, region, credentials and encryption come from the environment, as for the gateway's `objects`. It needs the
+    package obstore.
     """
     objects_bytes: AtLeastOne = 1 << 40
     """Upper bound on the bytes of LoRAs in `objects`."""
+    database: str = ""
+    """URL of a PostgreSQL database (15 or newer) with the catalogue of LoRAs, shared by all stores with this URL.
+
+    Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. They need the same
+    `objects`. Empty: the catalogue is in the store's folder.
+    """
     min_free_bytes: NotNegative = 1 << 30
     """Bytes of disk space that uploads and imports leave free for other programs.
 
@@ -117,6 +124,8 @@ def check_configured(config: LoraConfig) -> dict[str, Path]:
 
     Raises ConfigError for a folder that is not a model, and for a LoRA with an invalid name or an unknown base model.
     """
+    if config.database and not config.objects:
+        raise ConfigError("database: stores with the same catalogue need the same files; set objects: s3://...")
     for name, own in config.loras.items():
         if not rules.is_adapter_name(name):
             raise ConfigError(f"loras.{name}: the name of a LoRA must be {rules.ADAPTER_NAMES}")

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
@@ -31,6 +32,9 @@ from bottega.loras.upload import Upload, UploadLimits, check_upload, receive
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.storage.folders import check_below, resolved_below
+
+if TYPE_CHECKING:  # psycopg is optional
+    from bottega.loras.shared_catalogue import SharedCatalogue
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +85,7 @@ class LoraImporter:
         bases: Mapping[str, Path],
         config: ImportConfig,
         files: LoraFiles,
-        catalogue: LoraCatalogue,
+        catalogue: LoraCatalogue | SharedCatalogue,
         processes: ImportProcesses,
     ) -> None:
         self._bases = bases
@@ -98,7 +102,7 @@ class LoraImporter:
             max_uploads=config.uploads, max_total_bytes=config.upload_bytes, max_bytes=config.max_bytes
         )
         # Held from writing a digest's file until its row is written, because a file without a row is quarantined.
-        self.write_lock = asyncio.Lock()
+        self._write_lock = catalogue.write_lock
 
     async def upload(
         self, request: ImportRequest, upload: Upload, chunks: AsyncIterator[bytes], *, host: str = ""
@@ -201,7 +205,7 @@ class LoraImporter:
                 allow_partial=request.allow_partial,
             )
             answer = await self._processes.run(job, take_room=take_room)
-            async with self.write_lock:
+            async with self._write_lock:
                 # Runs to its end even if the caller leaves, because a file without a row would be quarantined.
                 record = await run_to_end(self._keep(request, output, answer.format, answer.trigger_phrase))
                 return ImportedLora(record=record, family=answer.family, note=answer.note)

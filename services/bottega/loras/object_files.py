@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +82,7 @@ class LoraObjects:
         self._checked: set[str] = set()
         """Digests of copies that were found to be intact."""
         self._stored: dict[str, int] = {}
-        """Sizes of all weights in S3 by digest, as of the last scan and of what was changed since."""
+        """Sizes of weights in S3 by digest, as of the last scan and of what became known since."""
         self._turns = [threading.Lock() for _ in range(_TURNS)]
         self.quarantine = QuarantinedObjects(
             place, read=self._read_object, remove=lambda name: objects.remove([name]), in_place=self.size_of
@@ -153,6 +153,11 @@ class LoraObjects:
         """Return the size of weights as far as it is known without asking S3."""
         with self._lock:
             return self._local.get(digest) or self._stored.get(digest)
+
+    def learn(self, sizes: Mapping[str, int]) -> None:
+        """Note sizes of weights by digest, which another store may have written."""
+        with self._lock:
+            self._stored.update(sizes)
 
     def open_file(self, digest: str) -> int:
         """Return a descriptor that reads weights, from a copy if there is an intact one, else from S3.

@@ -91,7 +91,7 @@ def _value(field: Value | tuple[object, ...]) -> Value:
 def read_row(row: StoredRow) -> CatalogueRecord:
     """Convert a row to a record. Raises DataLoss if the row is damaged."""
     if not row.intact:
-        raise _damaged_row(str(row.key[0]))
+        raise damaged_row(str(row.key[0]))
     return _record(row.values)
 
 
@@ -117,10 +117,11 @@ def _record(values: Sequence[Any]) -> CatalogueRecord:
             added_s=float(added_s),
         )
     except (ValueError, TypeError) as error:
-        raise _damaged_row(str(name)) from error
+        raise damaged_row(str(name)) from error
 
 
-def _damaged_row(name: str) -> DataLoss:
+def damaged_row(name: str) -> DataLoss:
+    """Return the error for a damaged row."""
     return DataLoss(
         f"the catalogue's row of {name} is damaged; `bottega loras rebuild` restores it from the LoRA's file",
         metadata={"loras": name},

@@ -12,19 +12,23 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bottega import rules
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import EMBEDDING_KIND, VECTORS, CanonicalLora, Module
 from bottega.background_tasks import run_to_end
-from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, Violation
+from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, LoraNotFound, Violation
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.files import FolderScan
 from bottega.loras.importing.base import Base, read_base
 from bottega.loras.object_files import LoraFiles
 from bottega.loras.quarantine import Quarantine, QuarantinedLora, is_id
-from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord
+from bottega.loras.records import MAX_LISTED_IGNORED, CatalogueRecord, description_stem
 from bottega.storage import os_errors
+
+if TYPE_CHECKING:  # psycopg is optional
+    from bottega.loras.shared_catalogue import SharedCatalogue
 
 _log = logging.getLogger(__name__)
 
@@ -44,19 +48,15 @@ class RestoredLora:
 
 
 class LoraRecovery:
-    """Makes files and catalogue agree after a loss, and serves the quarantine to operators.
-
-    Args:
-        write_lock: Held while files and catalogue are changed together.
-    """
+    """Makes files and catalogue agree after a loss, and serves the quarantine to operators."""
 
     def __init__(
-        self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFiles, write_lock: asyncio.Lock
+        self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue | SharedCatalogue, files: LoraFiles
     ) -> None:
         self._bases = bases
         self._catalogue = catalogue
         self._files = files
-        self._write_lock = write_lock
+        self._write_lock = catalogue.write_lock
         # Held by calls that read whole files, so that many of them do not take all threads of the store.
         self._restoring = asyncio.Lock()
         self._next_scan_at = 0.0
@@ -137,6 +137,11 @@ class LoraRecovery:
         """
         rules.refuse(list(self._check(id, "", "")))
         async with self._restoring, self._write_lock:
+            digest = id.partition(".")[0]
+            listed = await self._catalogue.names(digest)
+            if id in {digest if listed else "", *(description_stem(digest, name) for name in listed)}:
+                # Another store has restored or uploaded it since the last scan.
+                raise LoraNotFound(f"nothing in quarantine has the ID {id}", metadata={"loras": id})
             with os_errors.translated():
                 freed_bytes = await run_to_end(asyncio.to_thread(self._files.quarantine.discard, id))
         _log.warning("a LoRA in quarantine was deleted", extra={"id": id, "bytes": freed_bytes})

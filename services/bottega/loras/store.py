@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
 from bottega import kinds, rules
+from bottega.background_tasks import BackgroundTasks
 from bottega.caching import Tier, TieredCache
 from bottega.errors import BottegaError, DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
@@ -32,6 +35,9 @@ from bottega.storage.folders import HeldElsewhere, ProcessLock
 from bottega.storage.objects import s3_location
 from bottega.v1 import fleet_pb2
 
+if TYPE_CHECKING:  # psycopg is optional
+    from bottega.loras.shared_catalogue import SharedCatalogue
+
 _log = logging.getLogger(__name__)
 
 _PREFIX = "bottega_lora"
@@ -42,6 +48,8 @@ _PREFIX = "bottega_lora"
 _SHARE_OF_OPEN_FILES = 0.5
 # The jobs of a full queue need at most some thousand different LoRAs.
 _MAX_NEEDED = 65_536
+# Seconds between two looks at the pins that callers of other stores set.
+_FOLLOW_S = 15.0
 
 
 class LoraStore(StoreServer):
@@ -56,18 +64,16 @@ class LoraStore(StoreServer):
         self._config = config
         self._folder = folder
         self._lock = ProcessLock(folder)
-        self.catalogue = LoraCatalogue(folder / "catalogue.db")
+        self.catalogue = _catalogue(config, folder)
         self._files = _files(config, folder)
         self._max_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._cache = TieredCache(
-            self._files.path,
+            self._files,
             what="LoRA",
             missing=missing_lora,
             budget_bytes=config.budget_bytes,
             max_entries=self._max_in_memory,
             max_loads=config.loads_at_once,
-            size_of=self._files.size_of,
-            open_file=self._files.open_file,
         )
         super().__init__(
             config,
@@ -87,9 +93,8 @@ class LoraStore(StoreServer):
             catalogue=self.catalogue,
             processes=self._import_processes,
         )
-        self.recovery = LoraRecovery(
-            bases=self.bases, catalogue=self.catalogue, files=self._files, write_lock=self.importer.write_lock
-        )
+        self.recovery = LoraRecovery(bases=self.bases, catalogue=self.catalogue, files=self._files)
+        self._tasks = BackgroundTasks("the LoRA store")
         self._left_out = dict(config.left_out)
         self._needed_until: dict[str, float] = {}
 
@@ -102,6 +107,8 @@ class LoraStore(StoreServer):
             self._config.loras, at_once=self._config.imports.at_once, lost=lost
         )
         await self._apply_pins()
+        if self._config.database:
+            self._tasks.start(self._follow_pins())
 
     def state(self, record: CatalogueRecord) -> bool | None:
         """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on disk."""
@@ -118,7 +125,7 @@ class LoraStore(StoreServer):
 
     async def remove(self, name: str) -> None:
         """Delete a LoRA. Raises LoraNotFound, and LoraInUse while it is being sent or a job needs it."""
-        async with self.importer.write_lock:
+        async with self.catalogue.write_lock:
             record = await self.catalogue.get(name)
             left_s = max(0.0, self._needed_until.get(record.digest, 0.0) - time.monotonic())
             if self._cache.leases(record.digest) or left_s:
@@ -151,6 +158,8 @@ class LoraStore(StoreServer):
             only_keep: Whether to protect them without loading them.
         """
         known = await self.catalogue.known(digests)
+        if isinstance(self._files, LoraObjects):
+            self._files.learn(known)
         wanted = [digest for digest in dict.fromkeys(digests) if digest in known]
         now = time.monotonic()
         if len(self._needed_until) > _MAX_NEEDED:
@@ -165,7 +174,7 @@ class LoraStore(StoreServer):
 
         Raises LoraNotFound, TooLarge if it does not fit beside the pinned ones, and DataLoss if its file is missing.
         """
-        async with self.importer.write_lock:  # so that the second of two concurrent calls counts the first
+        async with self.catalogue.write_lock:  # so that the second of two concurrent calls counts the first
             if pinned:
                 await self._check_pin(await self.catalogue.get(name))
             record = await self.catalogue.change(name, lambda present: replace(present, pinned=pinned))
@@ -183,7 +192,7 @@ class LoraStore(StoreServer):
                 )
             return replace(present, bounds=tuple(sorted(bounds)))
 
-        async with self.importer.write_lock:
+        async with self.catalogue.write_lock:
             record = await self.catalogue.change(name, with_bounds)
             await asyncio.to_thread(self._files.describe, record)
         return record
@@ -215,14 +224,24 @@ class LoraStore(StoreServer):
         await asyncio.to_thread(self._cache.wait_idle, self._config.server.drain_grace_s)
 
     async def _close(self) -> None:
+        await self._tasks.cancel()
         await self._import_processes.stop()
         await asyncio.to_thread(self._cache.close)
         await self.catalogue.close()
         self._lock.release()
 
+    async def _follow_pins(self) -> None:
+        """Apply the pins that callers of other stores set."""
+        while True:
+            await asyncio.sleep(_FOLLOW_S)
+            with contextlib.suppress(BottegaError):  # the next time
+                await self._apply_pins()
+
     async def _apply_pins(self) -> None:
         """Pin in memory the LoRAs that are pinned in the catalogue, so that they are not evicted."""
         pinned = await self.catalogue.pinned()
+        if isinstance(self._files, LoraObjects):
+            self._files.learn(pinned)
         self._cache.pin(pinned)
         budget_bytes, max_loras = self._config.budget_bytes, self._max_in_memory
         # The limits may have been lowered since the LoRAs were pinned.
@@ -284,6 +303,15 @@ class LoraStore(StoreServer):
             ("quarantined_bytes", "Bytes of files in quarantine.", files.quarantine.used_bytes),
             ("reserved_bytes", "Bytes of the disk reserved for uploads and imports.", files.room.reserved_bytes),
         )
+
+
+def _catalogue(config: LoraConfig, folder: Path) -> LoraCatalogue | SharedCatalogue:
+    """Return the catalogue, in the store's folder or in PostgreSQL. Raises ConfigError if that cannot be used."""
+    if not config.database:
+        return LoraCatalogue(folder / "catalogue.db")
+    from bottega.loras.shared_catalogue import SharedCatalogue
+
+    return SharedCatalogue(config.database)
 
 
 def _files(config: LoraConfig, folder: Path) -> LoraFiles:

@@ -28,7 +28,7 @@ from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import StoreCounts
-from bottega.caching import CacheLease, Tier, TieredCache
+from bottega.caching import CacheLease, FilesByPath, Tier, TieredCache
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import StorageUnavailable, Unavailable
 from bottega.process import open_files
@@ -57,7 +57,7 @@ class ActivationStore:
         disk = activation_disk(settings.folder, min_free_bytes=settings.min_free_bytes)
         self._profiles = profile_folder(settings.folder / "profiles")
         self._memory = TieredCache(
-            disk.files.path,
+            FilesByPath(disk.files.path),
             what="section",
             missing=self._missing,
             budget_bytes=settings.memory_budget_bytes,

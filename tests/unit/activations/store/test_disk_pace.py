@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from bottega.activations.store.answers import DiskPace
-from bottega.caching import TieredCache
+from bottega.caching import FilesByPath, TieredCache
 from bottega.errors import Unavailable
 
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[TieredCache]:
     made = TieredCache(
-        lambda digest: tmp_path / digest,
+        FilesByPath(lambda digest: tmp_path / digest),
         what="section",
         missing=Unavailable,
         budget_bytes=1,
