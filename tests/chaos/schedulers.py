@@ -239,10 +239,17 @@ def _cable(target: str) -> Iterator[Cable]:
         cable = asyncio.run_coroutine_threadsafe(lying.__aenter__(), loop).result(10)
         yield cable
         asyncio.run_coroutine_threadsafe(lying.__aexit__(None, None, None), loop).result(10)
+        asyncio.run_coroutine_threadsafe(_ended(), loop).result(10)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         carrying.join()
         loop.close()
+
+
+async def _ended() -> None:
+    """Returns when all other tasks of the loop have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _begin(scene: SharedScene, rng: random.Random) -> Drawing:

@@ -10,10 +10,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from bottega.errors import ConfigError
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import SchedulerRole
 from bottega.storage.postgresql import PostgresDatabase
+from bottega.v1 import image_pb2
 from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
+from tests.support.running_gateway import running_gateway
 from tests.support.waiting import eventually
 
 # So short that tests do not wait long, and many times longer than a query.
@@ -105,6 +108,29 @@ async def test_a_restarted_database_changes_no_holder() -> None:
             await eventually(lambda: first.role.holder is not None and first.role.holder == second.role.holder)
             assert [first.role.held, second.role.held].count(True) == 1
             assert not (first.role.lost and second.role.lost)
+
+
+async def test_a_scheduler_ends_in_a_long_outage_and_the_restarted_one_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As systemd starts it again: a second process on the same address.
+    monkeypatch.setattr("bottega.gateway.scheduler_lease._CUT_OFF_S", _LEASE_S / 2)
+    with running_server() as server:
+        url = server.url(server.new_database())
+        async with running_gateway(jobs=url) as house:
+            await house.worker(hold_at=1)
+            before = (await house.submit(prompt="before")).job_id
+            server.stop()
+            assert house.gateway.failed is not None
+            error = await asyncio.wait_for(asyncio.shield(house.gateway.failed), 30)
+            assert not isinstance(error, ConfigError), "systemd does not start it again after a wrong configuration"
+        async with running_gateway(jobs=url, starting=True) as house:
+            await asyncio.sleep(_LEASE_S)
+            assert not await house.is_serving()
+            server.start()
+            await house.until_serving()
+            await house.worker()
+            assert (await house.ended(before)).state == image_pb2.JOB_STATE_COMPLETED
 
 
 async def test_a_resting_gateway_makes_few_queries(url: str) -> None:

@@ -139,7 +139,7 @@ class SchedulerCalls:
     async def stream(
         self, method: str, request: Any, context: _Context, *, local: Any, stub_of: StubOf
     ) -> AsyncIterator[AsyncIterator[Any]]:
-        """Yield the stream of answers of the scheduler, which may be this gateway. The block may raise InterruptedCall."""
+        """Yield the answers of the scheduler, which may be this gateway. The block may raise InterruptedCall."""
         scheduler = await self._scheduler(context)
         if scheduler is not None:
             async with self._forward(scheduler, method, request, context, stub_of=stub_of) as call:
