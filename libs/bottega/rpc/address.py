@@ -108,23 +108,29 @@ def grpc_target(addresses: str) -> str:
     return f"ipv{versions.pop()}:" + ",".join(f"{host}:{port}" for host, port in ends)
 
 
-async def resolve_list(listed: Sequence[str]) -> Sequence[str]:
-    """Return a list of addresses in which DNS names that have several addresses are replaced by these.
+async def resolve(name: str) -> list[str]:
+    """Return "IP:port" for each address that DNS has for the host of "name:port". Raises OSError.
 
     A machine may have an address of IPv4 and one of IPv6, so only addresses of one kind are different gateways.
     """
-    loop, found = asyncio.get_running_loop(), dict[str, None]()
+    host, port = split(name)
+    try:
+        answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{host} is no name in DNS") from error
+    ips = sorted({(family, str(end[0])) for family, _, _, _, end in answers})
+    least = min((family for family, _ in ips), default=socket.AF_INET)
+    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for family, ip in ips if family == least]
+
+
+async def resolve_list(listed: Sequence[str]) -> Sequence[str]:
+    """Return a list of addresses in which DNS names that have several addresses are replaced by these."""
+    found = dict[str, None]()
     for address in listed:
         ends: list[str] = []
         if is_name(address):
-            host, port = split(address)
-            with contextlib.suppress(
-                OSError, UnicodeError
-            ):  # the name itself is kept, and the error is logged when it is joined
-                answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                ips = sorted({(family, str(end[0])) for family, _, _, _, end in answers})
-                family = min((family for family, _ in ips), default=socket.AF_INET)
-                ends = [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for kind, ip in ips if kind == family]
+            with contextlib.suppress(OSError):  # the name itself is kept, and a call to it says why it fails
+                ends = await resolve(address)
         found |= dict.fromkeys(ends if len(ends) > 1 else [address])
     return list(found)
 

@@ -22,7 +22,7 @@ from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import seconds_until_tick
 from bottega.errors import StaleScheduler
-from bottega.rpc.address import is_name, resolve_list, split_list
+from bottega.rpc.address import is_name, resolve, split_list
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rpc.gateway_membership import GatewayMembership
 from bottega.rpc.security.caller import Identity
@@ -31,6 +31,9 @@ from bottega.v1 import fleet_pb2
 _INSTANCE_BYTES = 16
 # Seconds between two look-ups of a DNS name of the gateways. A gateway that is added waits so long for its fleet.
 _RESOLVE_INTERVAL_S = 5.0
+# Successful look-ups in a row without an address before a joined gateway is left: a gateway that is not ready for a
+# moment, or an answer that has only some of the addresses, must not end a stream that works.
+_MAX_MISSED = 3
 # Seconds after which a generation of the scheduler that no gateway names is forgotten; a frozen gateway wakes before.
 _FORGET_S = 60.0
 
@@ -90,6 +93,50 @@ def _ignore(_: object) -> None:
     """Ignore the value."""
 
 
+class _GatewayName:
+    """A DNS name of gateways, and the addresses that its look-ups found.
+
+    Args:
+        name: The name with a port.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._missed: dict[str, int] = {}  # look-ups in a row without the address, by address
+        self._failed = False
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses to join; the name itself, which gRPC resolves, before any look-up has found some."""
+        return tuple(self._missed) or (self.name,)
+
+    async def look_up(self, is_joined: Callable[[str], bool]) -> None:
+        """Look the name up. If that fails, or finds nothing, the known addresses stay.
+
+        Args:
+            is_joined: Returns whether the service is a member at an address, which is then not dropped at once.
+        """
+        try:
+            found = await resolve(self.name)
+        except OSError as error:
+            if not self._failed:
+                facts = {"gateway": self.name, "text": str(error)}
+                _log.warning("the name of the gateways is not resolved; their last addresses stay", extra=facts)
+            self._failed = True
+            return
+        self._failed = False
+        if not found:
+            return
+        kept = {
+            address: missed + 1
+            for address, missed in self._missed.items()
+            if address not in found and missed + 1 < _MAX_MISSED and is_joined(address)
+        }
+        # A gateway must not be joined by IPv4 and IPv6 at once: each stream would end the other.
+        mixed = any(address.startswith("[") != found[0].startswith("[") for address in kept)
+        self._missed = kept if mixed else kept | dict.fromkeys(found, 0)
+
+
 class FleetMembership:
     """A service's membership in the fleet: it joins all gateways, and combines what they respond.
 
@@ -99,7 +146,7 @@ class FleetMembership:
 
     Args:
         gateways: The gateways' fleet listeners: host:port, or a list (rpc.address). A DNS name that has several
-            addresses stands for a gateway at each; it is resolved again all the time.
+            addresses stands for a gateway at each; it is looked up again all the time.
         registration: Registration of this service, which is sent first on every stream. An instance is added if it has
             none.
         load: Returns the load for a report. Must be quick.
@@ -123,7 +170,9 @@ class FleetMembership:
         on_targets: Callable[[Sequence[fleet_pb2.PoolTarget]], None] = _ignore,
         channels: Channels = PLAINTEXT,
     ) -> None:
-        self._listed = split_list(gateways)
+        listed = split_list(gateways)
+        self._fixed = [address for address in listed if not is_name(address)]
+        self._names = [_GatewayName(address) for address in listed if is_name(address)]
         self._registration = _with_instance(registration)
         self._load = load
         self._on_backlog = on_backlog
@@ -149,10 +198,11 @@ class FleetMembership:
 
     def start(self) -> None:
         """Join in the background."""
-        if not self._members:
-            self._follow(self._listed)
-            if any(map(is_name, self._listed)):
-                self._tasks.start(self._resolve())
+        if self._members or self._tasks:
+            return
+        self._follow(self._fixed)
+        if self._names:
+            self._tasks.start(self._resolve())
 
     def report_soon(self) -> None:
         """Report the changed load without waiting for the next regular report."""
@@ -184,7 +234,9 @@ class FleetMembership:
     async def _resolve(self) -> None:
         """Follow the addresses of DNS names."""
         while True:
-            self._follow(await resolve_list(self._listed))
+            for name in self._names:
+                await name.look_up(lambda address: address in self.gateways)
+            self._follow([*self._fixed, *(address for name in self._names for address in name.addresses)])
             await asyncio.sleep(seconds_until_tick(_RESOLVE_INTERVAL_S))
 
     def _on_change(self) -> None:

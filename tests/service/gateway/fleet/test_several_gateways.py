@@ -127,21 +127,41 @@ async def test_members_know_services_that_only_one_gateway_knows_yet() -> None:
                 await member.stop()
 
 
+class Dns:
+    """Answers for the name gateways.test, in place of the system's resolver; loopback addresses stand for machines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ips: str) -> None:
+        self.ips = ips
+        self.first: list[tuple[str, ...] | None] = []
+        """The next answers, before those with `ips`; None for a failure."""
+        self.asked = 0
+        system = socket.getaddrinfo
+
+        def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+            if host != "gateways.test":
+                return system(host, port, *args, **kwargs)
+            ips = self.first.pop(0) if self.first else self.ips
+            self.asked += 1
+            if ips is None:
+                raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+            ends = [(socket.AF_INET6 if ":" in ip else socket.AF_INET, ip) for ip in ips]
+            return [(family, socket.SOCK_STREAM, 6, "", (ip, port)) for family, ip in ends]
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(fleet_membership, "_RESOLVE_INTERVAL_S", 0.05)
+
+    async def answer(self, *answers: tuple[str, ...] | None) -> None:
+        """Give these answers one after the other, and wait until they have been followed."""
+        until = self.asked + len(answers) + 2
+        self.first = list(answers)
+        await eventually(lambda: self.asked >= until)
+
+
 async def test_a_name_is_a_gateway_at_each_of_its_addresses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The system's resolver is replaced; loopback addresses stand for machines."""
     caplog.set_level(logging.INFO, "bottega.rpc")
-    ips = ["127.0.0.1", "127.0.0.2"]
-    asked = socket.getaddrinfo
-
-    def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
-        if host != "gateways.test":
-            return asked(host, port, *args, **kwargs)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ips]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(fleet_membership, "_RESOLVE_INTERVAL_S", 0.1)
+    dns = Dns(monkeypatch, "127.0.0.1", "127.0.0.2")
     async with running_gateway() as first:
         port = first.fleet_address.rpartition(":")[2]
         async with running_gateway(fleet={"listen": f"127.0.0.2:{port}"}) as second:
@@ -150,13 +170,42 @@ async def test_a_name_is_a_gateway_at_each_of_its_addresses(
             try:
                 await eventually(lambda: reported(0, first, second))
                 async with running_gateway(fleet={"listen": f"127.0.0.3:{port}"}) as third:
-                    ips[:] = ["127.0.0.1", "127.0.0.3"]
+                    dns.ips = ("127.0.0.1", "127.0.0.3")
                     await eventually(lambda: reported(0, third))
-                    assert sorted(member.gateways) == [f"127.0.0.1:{port}", f"127.0.0.3:{port}"]
+                    both = [f"127.0.0.1:{port}", f"127.0.0.3:{port}"]
+                    await eventually(lambda: sorted(member.gateways) == both)
                     assert joins(caplog, first.fleet_address) == 1
                     await member.stop()
             finally:
                 await member.stop()
+
+
+async def test_a_failed_look_up_or_a_short_answer_ends_no_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bottega.rpc")
+    dns = Dns(monkeypatch, "127.0.0.1")
+    async with running_gateway() as first:
+        port = first.fleet_address.rpartition(":")[2]
+        async with running_gateway(fleet={"listen": f"127.0.0.2:{port}"}) as second:
+            member = FleetMembership(f"gateways.test:{port}", registration(), load=fleet_pb2.Load)
+            member.start()
+            try:
+                await eventually(lambda: member.gateways == (first.fleet_address,))
+                dns.ips = both = ("127.0.0.1", "127.0.0.2")
+                await eventually(lambda: len(member.gateways) == 2)
+                await dns.answer(*[None] * 5, ("127.0.0.2",), ("127.0.0.2",), both, (), ("127.0.0.1",), ("::1",))
+                assert len(member.gateways) == 2
+                assert joins(caplog, first.fleet_address) == joins(caplog, second.fleet_address) == 1
+                dns.ips = ("127.0.0.1",)
+                await eventually(lambda: member.gateways == (first.fleet_address,))
+                dns.ips = ("::1",)
+                await eventually(lambda: list(member._members) == [f"[::1]:{port}"])
+                await member.stop()
+            finally:
+                await member.stop()
+    (told,) = [vars(record) for record in caplog.records if "is not resolved" in record.message]
+    assert told["gateway"] == f"gateways.test:{port}"
 
 
 def test_a_fence_refuses_older_generations_until_they_are_doubted_for_long() -> None:
