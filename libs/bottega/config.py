@@ -39,8 +39,8 @@ KeyPath = tuple[str, ...]
 MASK = "********"
 
 _SECRET = re.compile(r"(^|_)(secret|password|passphrase|token|credential|api_key|private_key)s?$")
-# A user and a password before the host of an address.
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# A user and a password before the host of an address. The password may have an @ that should have been escaped.
+_USER_INFO = re.compile(r"(?<=://)[^/\s]+(?=@)")
 # A password among the parameters of a URL.
 _PASSWORD_PARAMETER = re.compile(r"(?<=password=)[^&\s]+")
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
+from bottega.errors import BottegaError, ConfigError, DataLoss, InternalError, InvalidRequest, StorageUnavailable
 from bottega.storage import os_errors
 
 try:
@@ -75,6 +75,8 @@ _SETTINGS = {
 # https://www.postgresql.org/docs/current/errcodes-appendix.html
 _TEXTS = {
     "08": "the connection to PostgreSQL is lost",
+    "23503": "another transaction was in the way",
+    "23505": "another transaction was in the way",
     "25006": "the database is read-only",
     "25P03": "the transaction was silent for too long and was ended",
     "40": "another transaction was in the way",
@@ -261,7 +263,7 @@ class PostgresDatabase:
 
     @contextlib.contextmanager
     def translated(self, *, starting: bool = False) -> Iterator[None]:
-        """Convert errors of psycopg in the block to those of bottega.errors, except errors that only a bug causes.
+        """Convert all errors of psycopg in the block to those of bottega.errors. Those of a bug become InternalError.
 
         Args:
             starting: Whether a refused login is a ConfigError: later, it is an outage that an operator will end.
@@ -269,12 +271,9 @@ class PostgresDatabase:
         try:
             yield
         except psycopg.Error as error:
-            typed = self._typed(error, starting=starting)
-            if typed is None:
-                raise
-            raise typed from error
+            raise self._typed(error, starting=starting) from error
 
-    def _typed(self, error: psycopg.Error, *, starting: bool) -> BottegaError | None:
+    def _typed(self, error: psycopg.Error, *, starting: bool) -> BottegaError:
         """Return the error to raise; only a ConfigError, which callers never see, names the database."""
         text = _first_line(error)
         if starting and (_WRONG.search(text) or isinstance(error, psycopg.ProgrammingError)):
@@ -286,12 +285,13 @@ class PostgresDatabase:
         state = error.sqlstate
         if state in _DAMAGED:
             return DataLoss("the tables of the database were changed or are damaged")
-        if state:
-            what = _TEXTS.get(state) or _TEXTS.get(state[:2])
-            return os_errors.unavailable(what, cause=type(error).__name__) if what else None
-        if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
+        if what := _TEXTS.get(state or "") or _TEXTS.get((state or "")[:2]):
+            return os_errors.unavailable(what, cause=type(error).__name__)
+        if state is None and isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
             return os_errors.unavailable(_UNREACHABLE if starting else _TEXTS["08"], cause="ECONNRESET")
-        return None
+        if isinstance(error, psycopg.DataError):
+            return InvalidRequest("PostgreSQL cannot store a value, such as a text with a NUL byte")
+        return InternalError("the database refuses a statement")
 
     async def _connect(self) -> Connection:
         connection = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True)
@@ -354,6 +354,8 @@ def _parameters(url: str, application: str) -> str:
         raise ConfigError("the URL of the database cannot be read: postgresql://USER@HOST:PORT/NAME") from error
     if not all(port.isdecimal() for port in str(given.get("port", "5432")).split(",")):
         raise ConfigError("the URL of the database has a port that is no number")
+    if "@" in f"{given.get('host', '')}{given.get('dbname', '')}":  # a part of the password, which would be shown
+        raise ConfigError("the URL of the database has an @ in its user or password: write %40 for @, and %2F for /")
     # Of several hosts, the one that can be written is used.
     standby = {"target_session_attrs": "read-write"} if "," in str(given.get("host", "")) else {}
     return conninfo.make_conninfo("", **{"application_name": application, **_PARAMETERS, **standby, **given})

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import psycopg
 import pytest
 
-from bottega.errors import ConfigError, DataLoss, StorageUnavailable
+from bottega.errors import ConfigError, DataLoss, InternalError, InvalidRequest, StorageUnavailable
 from bottega.storage.postgresql import Migration, PostgresDatabase, rows_of
 from tests.support.postgresql import PASSWORD, PostgresServer, new_database, running_server, shared_server
 from tests.support.waiting import eventually
@@ -70,7 +70,16 @@ async def test_a_wrong_url_is_said_without_its_password(database: str, user: str
 
 @pytest.mark.parametrize(
     "url",
-    ["http://u:hush@h/x", "postgresql://u:hush%zz@h/x", "postgresql://u:hush@h/x?wrong=1", "postgresql://u:hush@h:p/x"],
+    [
+        "http://u:hush@h/x",
+        "postgresql://u:hush%zz@h/x",
+        "postgresql://u:hush@h/x?wrong=1",
+        "postgresql://u:hush@h:p/x",
+        "postgresql://u:a@hush@h/x",
+        "postgresql://u:1/hush@h/x",
+        "postgresql://u:hush/a@h/x",
+        "postgresql://u:hush?a=b@hush@h/x",
+    ],
 )
 async def test_what_is_no_url_of_a_database_is_refused(url: str) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -168,8 +177,25 @@ async def test_errors_of_a_full_or_read_only_database_are_typed(database: Postgr
         await rows_of(connection, "SET TRANSACTION READ ONLY")
         with pytest.raises(StorageUnavailable, match="read-only"), database.translated():
             await rows_of(connection, "DELETE FROM counters")
-    with pytest.raises(psycopg.errors.SyntaxError):
-        await database.fetch("SELEKT")
+
+
+async def test_no_error_of_the_client_leaves_untyped(database: PostgresDatabase) -> None:
+    await database.migrate("counters", [COUNTERS])
+    add = "INSERT INTO counters VALUES (%s, %s)"
+    await database.fetch(add, ("a", 1))
+    with pytest.raises(StorageUnavailable, match="in the way") as twice:
+        await database.fetch(add, ("a", 1))
+    assert twice.value.metadata["cause"] == "UniqueViolation"
+    for name, value in (("a\0b", 1), ("b", 1 << 40)):
+        with pytest.raises(InvalidRequest, match="cannot store"):
+            await database.fetch(add, (name, value))
+    for statement in ("SELEKT", "INSERT INTO counters VALUES (NULL)"):
+        with pytest.raises(InternalError) as refused:
+            await database.fetch(statement)
+        assert isinstance(refused.value.__cause__, psycopg.Error)
+    with pytest.raises(InternalError):
+        await database.fetch(add, ("a",))
+    assert await _counted(database) == 1
 
 
 async def test_commits_wait_for_the_disk_whatever_the_default_of_the_user() -> None:

@@ -76,6 +76,9 @@ def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
     assert shown["front.hub_token"] == MASK
     assert shown["hub_token"] == "", "one that is not set is no secret"
     assert shown["owner"] == f"https://{MASK}@hub/x"
+    text = "owner: postgresql://me:hush@hush@h:5432/x\n"
+    (owner,) = (key.shown() for key in keys_of(load(House, file_of(tmp_path, text))) if key.name == "owner")
+    assert owner == f"postgresql://{MASK}@h:5432/x"
     text = "owner: postgresql://h/x?sslpassword=hush&password=hush&user=me\n"
     (owner,) = (key.shown() for key in keys_of(load(House, file_of(tmp_path, text))) if key.name == "owner")
     assert owner == f"postgresql://h/x?sslpassword={MASK}&password={MASK}&user=me"

@@ -120,7 +120,7 @@ class Admission:
 
     async def _before(self, request: JobRequest) -> Job | None:
         """Return the earlier job with the request_id of this request, or None."""
-        if not request.request_id:
+        if not request.request_id or any(validation.check_request_id(request.request_id)):
             return None
         return await self._jobs.of_request(request.request_id, tenant=request.tenant)
 

@@ -276,6 +276,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
 
     async def _job(self, job_id: str) -> Job:
+        rules.refuse(list(validation.check_ids("job_id", job_id)))
         job = await self._jobs.get(job_id, tenant=caller().tenant)
         _bind(job)
         return job

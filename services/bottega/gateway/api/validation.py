@@ -68,6 +68,12 @@ def check_request_id(request_id: str) -> Iterator[Violation]:
         yield _violation("request_id", "must be at most 128 characters of [A-Za-z0-9._:-]", spec=False)
 
 
+def check_ids(field: str, *ids: str) -> Iterator[Violation]:
+    """Yield a violation if an ID of something stored has a NUL byte, which PostgreSQL cannot even look up."""
+    if any("\0" in one for one in ids):
+        yield _violation(field, "must not contain a NUL byte", spec=False)
+
+
 def check_deadline(deadline_s: float | None) -> Iterator[Violation]:
     """Yield the violations of the caller's deadline."""
     if deadline_s is not None and not 0 < deadline_s < math.inf:

@@ -10,6 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
 from bottega.errors import Violation
+from bottega.gateway.api.validation import check_ids
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import OutboxEvent
 from bottega.gateway.webhooks.delivery import WebhookDelivery
@@ -62,7 +63,7 @@ class WebhookService(webhook_pb2_grpc.WebhookServiceServicer):
         self, request: webhook_pb2.ReplayWebhookEventsRequest, context: _Context
     ) -> webhook_pb2.ReplayWebhookEventsResponse:
         """Deliver events again that were given up, and waiting ones at once."""
-        rules.refuse(list(_tenant_violations(request)))
+        rules.refuse([*_tenant_violations(request), *check_ids("event_ids", *request.event_ids)])
         if bool(request.event_ids) == request.all_dead or len(request.event_ids) > _MAX_IDS:
             rule = f"give 1 to {_MAX_IDS} event_ids or all_dead, not both"
             rules.refuse([Violation(field="event_ids", description=rule)])

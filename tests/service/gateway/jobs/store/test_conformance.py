@@ -11,7 +11,7 @@ from typing import Protocol
 
 import pytest
 
-from bottega.errors import StorageUnavailable
+from bottega.errors import InvalidRequest, StorageUnavailable
 from bottega.gateway.jobs.store import EndTime, JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import (
@@ -70,6 +70,20 @@ async def _end(store: JobStore, job_id: str, *, ended_wall: float = 110.0) -> No
 
 async def _complete(store: JobStore, job_id: str, attempt: int) -> bool:
     return await store.update(job_id, completed(attempt, images=IMAGES, provenance=b"how", ended_wall=120.0))
+
+
+async def test_a_text_with_a_nul_byte_is_refused_or_found_nowhere(store: JobStore) -> None:
+    odd = "a\0b"
+    for look_up in (store.get(odd), store.of_request(odd), store.delete(odd, steady=1.0), store.outbox.get(odd)):
+        with contextlib.suppress(InvalidRequest):
+            assert await look_up is None
+    with contextlib.suppress(InvalidRequest):
+        assert not await store.update(odd, running(1))
+    with contextlib.suppress(InvalidRequest):
+        added = await store.add(record("j1", request_id=odd))
+        assert await store.of_request(odd) == added
+    await store.add(record("j2", request_id="r2"))
+    assert (await store.page(size=9))[0].job_id == "j2"
 
 
 async def test_bytes_and_absent_times_survive(store: JobStore, another: Opener) -> None:
