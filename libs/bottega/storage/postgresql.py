@@ -11,27 +11,23 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import select
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bottega.errors import BottegaError, ConfigError, DataLoss, InternalError, InvalidRequest, StorageUnavailable
+from bottega.errors import ConfigError, StorageUnavailable
 from bottega.storage import os_errors
+from bottega.storage.postgresql_errors import first_line, translated
 
-try:
-    import psycopg
-    from psycopg import conninfo, sql
-    from psycopg.abc import Params
-    from psycopg.pq import TransactionStatus
-    from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
-except ImportError as missing:  # without psycopg, or without libpq
-    raise ConfigError(
-        f"PostgreSQL is configured, but its client is not installed ({missing}): "
-        "pip install 'bottega-services[postgresql]'"
-    ) from missing
+# After postgresql_errors, which says what to install if psycopg is missing.
+# isort: split
+import psycopg
+from psycopg import conninfo, sql
+from psycopg.abc import Params
+from psycopg.pq import TransactionStatus
+from psycopg_pool import AsyncConnectionPool
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
@@ -46,6 +42,8 @@ _MAX_WAITING = 4096
 # Largest time of one statement. With each statement delayed by 2 s everything still works.
 _STATEMENT_S = 5.0
 _LOCK_S = 3.0
+# Bound on a statement outside transactions, on this side.
+_ANSWER_S = 6.0
 # A process that is frozen inside a transaction keeps its locks for so long: less than the scheduler's lease.
 _SILENT_S = 2.5
 # The bound on a whole transaction, on this side: a frozen server or a cut network answers nothing.
@@ -70,33 +68,6 @@ _SETTINGS = {
     "idle_in_transaction_session_timeout": f"{_SILENT_S}s",
     "timezone": "UTC",
 }
-
-# Texts by SQLSTATE or by its class (the first two characters),
-# https://www.postgresql.org/docs/current/errcodes-appendix.html
-_TEXTS = {
-    "08": "the connection to PostgreSQL is lost",
-    "23503": "another transaction was in the way",
-    "23505": "another transaction was in the way",
-    "25006": "the database is read-only",
-    "25P03": "the transaction was silent for too long and was ended",
-    "40": "another transaction was in the way",
-    "42501": "the database user lacks rights",
-    "53100": "the database's disk is full",
-    "53": "PostgreSQL lacks resources",
-    "55P03": "another transaction holds a lock for too long",
-    "57014": "PostgreSQL is too slow",
-    "57": "PostgreSQL is stopping or starting",
-    "58": "PostgreSQL's disk fails",
-}
-_UNREACHABLE = "PostgreSQL cannot be reached"
-_DAMAGED = ("42703", "42883", "42P01", "XX001", "XX002")
-# Refusals at the start of a connection for which waiting does not help. libpq tells only their text.
-_WRONG = re.compile(
-    r'(password authentication failed|no password supplied|role ".*" does not exist|database ".*" does not exist'
-    r"|no pg_hba\.conf entry|permission denied for database|authentication failed for user|is not permitted to log in"
-    r"|certificate verify failed|root certificate file .* does not exist|invalid .*connection option"
-    r"|server does not support SSL)"
-)
 
 _log = logging.getLogger(__name__)
 
@@ -140,9 +111,10 @@ class PostgresDatabase:
         """
         if self._pool is not None:
             return
-        with self.translated(starting=True):
+        with translated(self.place, starting=True):
             async with await self._connect() as connection:
-                await self._check(connection)
+                with _bounded(connection, _ANSWER_S):
+                    await self._check(connection)
         # The pool logs every failed attempt to connect, several a second; callers report failures once.
         logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
         pool = AsyncConnectionPool[Connection](
@@ -181,13 +153,10 @@ class PostgresDatabase:
         """
         if self._pool is None:
             raise os_errors.unavailable("the database is not open", cause=os_errors.NOT_OPEN)
-        with self.translated():
+        with translated(self.place):
             async with self._pool.connection() as connection:
-                cut = asyncio.get_running_loop().call_later(limit_s, _cut, connection)
-                try:
+                with _bounded(connection, limit_s):
                     yield connection
-                finally:
-                    cut.cancel()
 
     @contextlib.asynccontextmanager
     async def transaction(self, *, limit_s: float = _TRANSACTION_S) -> AsyncIterator[Connection]:
@@ -245,7 +214,8 @@ class PostgresDatabase:
         while True:
             try:
                 async with await self._connect() as connection:
-                    await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+                    with _bounded(connection, _ANSWER_S):
+                        await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
                     if lost:
                         _log.info("notifications of the database come again", extra={"database": self.place})
                     lost = False
@@ -253,45 +223,14 @@ class PostgresDatabase:
                     while True:
                         async for notification in connection.notifies(timeout=_LISTEN_CHECK_S):
                             yield notification.payload
-                        await asyncio.wait_for(connection.execute("SELECT"), _STATEMENT_S)
-            except (psycopg.Error, OSError, TimeoutError) as error:
+                        with _bounded(connection, _ANSWER_S):
+                            await connection.execute("SELECT")
+            except (psycopg.Error, OSError) as error:
                 if not lost:
-                    facts = {"database": self.place, "text": _first_line(error)}
+                    facts = {"database": self.place, "text": first_line(error)}
                     _log.warning("notifications of the database do not come; it is tried again", extra=facts)
                 lost = True
             await asyncio.sleep(_LISTEN_RETRY_S)
-
-    @contextlib.contextmanager
-    def translated(self, *, starting: bool = False) -> Iterator[None]:
-        """Convert all errors of psycopg in the block to those of bottega.errors. Those of a bug become InternalError.
-
-        Args:
-            starting: Whether a refused login is a ConfigError: later, it is an outage that an operator will end.
-        """
-        try:
-            yield
-        except psycopg.Error as error:
-            raise self._typed(error, starting=starting) from error
-
-    def _typed(self, error: psycopg.Error, *, starting: bool) -> BottegaError:
-        """Return the error to raise; only a ConfigError, which callers never see, names the database."""
-        text = _first_line(error)
-        if starting and (_WRONG.search(text) or isinstance(error, psycopg.ProgrammingError)):
-            return ConfigError(f"the database {self.place} cannot be used: {text}")
-        if isinstance(error, (PoolTimeout, PoolClosed)):
-            return os_errors.unavailable(_UNREACHABLE, cause="ETIMEDOUT")
-        if isinstance(error, TooManyRequests):
-            return os_errors.unavailable("too many operations wait for the database", cause=os_errors.BUSY)
-        state = error.sqlstate
-        if state in _DAMAGED:
-            return DataLoss("the tables of the database were changed or are damaged")
-        if what := _TEXTS.get(state or "") or _TEXTS.get((state or "")[:2]):
-            return os_errors.unavailable(what, cause=type(error).__name__)
-        if state is None and isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-            return os_errors.unavailable(_UNREACHABLE if starting else _TEXTS["08"], cause="ECONNRESET")
-        if isinstance(error, psycopg.DataError):
-            return InvalidRequest("PostgreSQL cannot store a value, such as a text with a NUL byte")
-        return InternalError("the database refuses a statement")
 
     async def _connect(self) -> Connection:
         connection = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True)
@@ -374,9 +313,9 @@ async def _configure(connection: Connection) -> None:
     settings = [value for pair in _SETTINGS.items() for value in pair]
     calls = ", ".join(["set_config(%s, %s, false)"] * len(_SETTINGS))
     durable = "set_config('synchronous_commit', 'on', false)"
-    await connection.execute(
-        f"SELECT {calls}, CASE current_setting('synchronous_commit') WHEN 'off' THEN {durable} END".encode(), settings
-    )
+    query = f"SELECT {calls}, CASE current_setting('synchronous_commit') WHEN 'off' THEN {durable} END"
+    with _bounded(connection, _ANSWER_S):
+        await connection.execute(query.encode(), settings)
 
 
 async def _check_alive(connection: Connection) -> None:
@@ -384,7 +323,18 @@ async def _check_alive(connection: Connection) -> None:
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     if poll.poll(0) or connection.info.transaction_status != TransactionStatus.IDLE:
-        await connection.execute("SELECT")
+        with _bounded(connection, _ANSWER_S):
+            await connection.execute("SELECT")
+
+
+@contextlib.contextmanager
+def _bounded(connection: Connection, limit_s: float) -> Iterator[None]:
+    """Cut the connection if the block takes longer. To cancel the block would wait for an answer of the server."""
+    cut = asyncio.get_running_loop().call_later(limit_s, _cut, connection)
+    try:
+        yield
+    finally:
+        cut.cancel()
 
 
 def _cut(connection: Connection) -> None:
@@ -394,9 +344,3 @@ def _cut(connection: Connection) -> None:
         duplicate = socket.socket(fileno=os.dup(connection.fileno()))
         with duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error that says something. psycopg's errors do not contain passwords."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

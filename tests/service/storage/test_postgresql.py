@@ -11,7 +11,9 @@ import psycopg
 import pytest
 
 from bottega.errors import ConfigError, DataLoss, InternalError, InvalidRequest, StorageUnavailable
+from bottega.storage import postgresql
 from bottega.storage.postgresql import Migration, PostgresDatabase, rows_of
+from bottega.storage.postgresql_errors import translated
 from tests.support.postgresql import PASSWORD, PostgresServer, new_database, running_server, shared_server
 from tests.support.waiting import eventually
 
@@ -175,7 +177,7 @@ async def test_errors_of_a_full_or_read_only_database_are_typed(database: Postgr
     assert raised.value.metadata["cause"] == "DiskFull"
     async with database.transaction() as connection:
         await rows_of(connection, "SET TRANSACTION READ ONLY")
-        with pytest.raises(StorageUnavailable, match="read-only"), database.translated():
+        with pytest.raises(StorageUnavailable, match="read-only"), translated(""):
             await rows_of(connection, "DELETE FROM counters")
 
 
@@ -256,3 +258,43 @@ async def test_notifications_go_on_after_a_restart_which_is_told(
         "notifications of the database do not come; it is tried again",
         "notifications of the database come again",
     ]
+
+
+@contextlib.asynccontextmanager
+async def _deaf_proxy(server: PostgresServer, *words: bytes) -> AsyncIterator[str]:
+    """The URL of a proxy; each word, once, makes it drop all that a client sends from there on."""
+    left = list(words)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: list[bytes]) -> None:
+        with contextlib.closing(writer):
+            while data := await reader.read(1 << 16):
+                if heard := [word for word in words if word in data]:
+                    words.remove(heard[0])
+                    await reader.read()
+                    return
+                writer.write(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(forward(reader, inner_writer, left), forward(inner_reader, writer, []))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+        yield server.url("postgres", password=PASSWORD, port=listener.sockets[0].getsockname()[1])
+        assert left == []
+
+
+async def test_a_server_that_is_silent_after_the_login_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _deaf_proxy(shared_server(), b"set_config", b"server_encoding", b"LISTEN") as url:
+        monkeypatch.setattr(postgresql, "_ANSWER_S", 0.3)
+        database = PostgresDatabase(url, application="bottega test")
+        for _ in range(2):
+            with pytest.raises(StorageUnavailable):
+                await database.open()
+        await database.open()
+        try:
+            assert await database.fetch("SELECT 1") == [(1,)]
+            async with contextlib.aclosing(database.listen("News")) as payloads:
+                assert await asyncio.wait_for(anext(payloads), 20) == ""
+        finally:
+            await database.close()
