@@ -56,7 +56,7 @@ async def test_messages_that_would_expand_are_refused_before_they_are_parsed() -
 async def test_an_id_with_a_nul_byte_is_refused_wherever_jobs_are_kept(kept_in: str) -> None:
     odd = "a\0b"
     with contextlib.ExitStack() as stack:
-        jobs = {"jobs": stack.enter_context(new_database())} if kept_in == "postgresql" else {}
+        jobs: dict[str, Any] = {"jobs": stack.enter_context(new_database())} if kept_in == "postgresql" else {}
         async with running_gateway(**jobs) as gateway:
             await gateway.worker()
             operators: Any = webhook_pb2_grpc.WebhookServiceStub(gateway.fleet_channel)
