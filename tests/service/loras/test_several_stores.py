@@ -19,7 +19,7 @@ from bottega.loras.__main__ import build
 from bottega.loras.config import LoraConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.support import s3
-from tests.support.postgresql import PASSWORD, new_database, running_server, shared_server
+from tests.support.postgresql import PASSWORD, new_database, shared_server
 from tests.support.running_loras import (
     PATIENCE_S,
     Running,
@@ -147,31 +147,34 @@ async def test_a_pin_at_one_store_loads_the_lora_at_the_others(
         await eventually(is_loaded)
 
 
-async def test_while_the_database_is_away_loras_are_served_and_none_is_changed(tmp_path: Path, bucket: str) -> None:
-    with running_server() as server:
-        settings = config(objects=f"s3://{bucket}/loras", database=server.url(server.new_database()))
-        async with running(tmp_path / "store", settings) as store:
-            lora = await store.upload("a", lora_file(tmp_path))
-            server.stop()
-            other = lora_file(tmp_path, seed=1).read_bytes()
-            for call in (
-                store.stub.UploadLora(upload_requests("b", other), timeout=PATIENCE_S),
-                store.call("DeleteLora", name="a"),
-                store.call("ListLoras"),
-            ):
-                assert isinstance(await refused(call), StorageUnavailable)
-            assert await _served(store, lora.digest)
-            server.start()
+async def test_while_the_database_is_away_loras_are_served_and_none_is_changed(
+    tmp_path: Path, settings: LoraConfig
+) -> None:
+    server, database = shared_server(), settings.database.partition("@/")[2].partition("?")[0]
+    async with running(tmp_path / "store", settings) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        server.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS false")
+        server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database}'")
+        other = lora_file(tmp_path, seed=1).read_bytes()
+        calls = (
+            store.stub.UploadLora(upload_requests("b", other), timeout=PATIENCE_S),
+            store.call("DeleteLora", name="a"),
+            store.call("ListLoras"),
+        )
+        for error in await asyncio.gather(*map(refused, calls)):
+            assert isinstance(error, StorageUnavailable)
+        assert await _served(store, lora.digest)
+        server.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS true")
 
-            async def is_back() -> bool:
-                with contextlib.suppress(BottegaError):
-                    await store.store.catalogue.all()
-                    return True
-                return False
+        async def is_back() -> bool:
+            with contextlib.suppress(BottegaError):
+                await store.store.catalogue.all()
+                return True
+            return False
 
-            await eventually(is_back)
-            await store.stub.UploadLora(upload_requests("b", other), timeout=PATIENCE_S)
-            assert await _names(store) == ["a", "b"]
+        await eventually(is_back)
+        await store.stub.UploadLora(upload_requests("b", other), timeout=PATIENCE_S)
+        assert await _names(store) == ["a", "b"]
 
 
 async def test_a_catalogue_that_cannot_be_used_is_a_clear_error_without_the_password(
