@@ -27,7 +27,7 @@ from bottega.gateway.jobs.store.job_store import (
     TenantUsage,
     no_event,
 )
-from bottega.gateway.jobs.store.postgresql_forgetting import forget
+from bottega.gateway.jobs.store.postgresql_forgetting import forget, totals
 from bottega.gateway.jobs.store.postgresql_outbox import PostgresOutbox
 from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, DAY_S, MIGRATIONS
 from bottega.storage import os_errors
@@ -35,6 +35,10 @@ from bottega.storage.postgresql import Connection, PostgresDatabase, rows_of
 
 # Tries of an `add` whose request_id other gateways take and free at the same time.
 _MAX_CLAIMS = 5
+# All jobs are counted again after this time, because records grow when their jobs end.
+_COUNTED_S = 30.0
+# Share of `max_jobs` by which there may be too many, so that a full store does not count after each new job.
+_BEYOND_SHARE = 0.01
 
 
 class PostgresJobStore:
@@ -62,6 +66,8 @@ class PostgresJobStore:
         self._generation = 0
         self._fence: int | None = None
         self._clock = clock
+        # `forget` counts all jobs again above this sequence number, from this time on, or for other bounds.
+        self._room_until, self._counts_from, self._counted_bounds = 0, 0.0, (0, 0)
         self.outbox = PostgresOutbox(write=self._write, read=self._read)
 
     lost = False
@@ -268,22 +274,30 @@ class PostgresJobStore:
             await rows_of(connection, query, (least,))
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-        """Delete ended jobs, up to `limit`."""
+        """Delete ended jobs, up to `limit`.
+
+        Expired jobs are looked for each time. Whether all jobs are within the bounds is counted when so many were added
+        that they may not be, or some time after the last count: it reads an index of all jobs.
+        """
         await self._follow_clock()
         query = """
             SELECT EXISTS (SELECT FROM deletions WHERE steady < %(before)s)
-                OR EXISTS (SELECT FROM jobs WHERE ended_steady < %(before)s)
-                OR count(*) > %(jobs)s OR coalesce(sum(kept_bytes), 0) > %(bytes)s FROM jobs
+                OR EXISTS (SELECT FROM jobs WHERE ended_steady < %(before)s),
+                (SELECT coalesce(max(sequence), 0) FROM jobs)
         """
-        bounds = {"before": float(ended_before), "jobs": max_jobs, "bytes": max_bytes}
         async with self._read() as connection:
-            ((due,),) = await rows_of(connection, query, bounds)
-        if not due:
+            ((expired, newest),) = await rows_of(connection, query, {"before": float(ended_before)})
+            beyond, now, bounds = False, time.monotonic(), (max_jobs, max_bytes)
+            if newest > self._room_until or now >= self._counts_from or bounds != self._counted_bounds:
+                jobs, size_bytes = await totals(connection)
+                beyond = jobs > max_jobs or size_bytes > max_bytes
+                if not beyond:
+                    room = max(max_jobs - jobs, int(max_jobs * _BEYOND_SHARE))
+                    self._room_until, self._counts_from, self._counted_bounds = newest + room, now + _COUNTED_S, bounds
+        if not (expired or beyond):
             return 0
         async with self._write() as connection:
-            return await forget(
-                connection, ended_before=ended_before, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit
-            )
+            return await forget(connection, ended_before=ended_before, bounds=bounds if beyond else None, limit=limit)
 
     async def probe(self) -> None:
         """Check that the database can be written, by a write of a row that nothing else uses."""

@@ -37,17 +37,26 @@ _COUNT = """
 """
 
 
-async def forget(connection: Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-    """Delete up to `limit` ended jobs in a transaction; see JobStore.forget for their order."""
+async def totals(connection: Connection) -> tuple[int, int]:
+    """Return the number of all jobs and the bytes of their records."""
+    ((jobs, size_bytes),) = await rows_of(connection, _TOTALS)
+    return int(jobs), int(size_bytes)
+
+
+async def forget(connection: Connection, *, ended_before: float, bounds: tuple[int, int] | None, limit: int) -> int:
+    """Delete up to `limit` ended jobs in a transaction; see JobStore.forget for their order.
+
+    Args:
+        bounds: Numbers of jobs and bytes to keep; None to delete expired jobs only.
+    """
     await connection.execute("DELETE FROM deletions WHERE steady < %s", (float(ended_before),))
     removed = await rows_of(connection, _EXPIRED, (float(ended_before), limit))
-    if len(removed) < limit:
-        ((jobs, size_bytes),) = await rows_of(connection, _TOTALS)
-        if jobs > max_jobs or size_bytes > max_bytes:
+    if bounds is not None and len(removed) < limit:
+        jobs, size_bytes = await totals(connection)
+        too_many, too_large_bytes = jobs - bounds[0], size_bytes - bounds[1]
+        if too_many > 0 or too_large_bytes > 0:
             room = limit - len(removed)
-            chosen = await _dispensable(
-                connection, too_many=jobs - max_jobs, too_large_bytes=size_bytes - max_bytes, limit=room
-            )
+            chosen = await _dispensable(connection, too_many=too_many, too_large_bytes=too_large_bytes, limit=room)
             removed += await rows_of(connection, _DELETE, (chosen,))
     await count_removed(connection, removed)
     return len(removed)

@@ -11,7 +11,7 @@ from bottega.gateway.jobs.store.outbox import OutboxEvent, OutboxPlace
 from bottega.storage.postgresql import Connection, lock, rows_of
 
 Transaction = Callable[[], contextlib.AbstractAsyncContextManager[Connection]]
-"""Begins a transaction of the job store."""
+"""A function that returns a context manager, whose block is a transaction of the job store."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(OutboxEvent))
 _COLUMNS = ", ".join(_FIELDS)

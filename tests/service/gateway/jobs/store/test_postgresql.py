@@ -12,7 +12,7 @@ import pytest
 
 from bottega.clocks import SharedClock
 from bottega.errors import BottegaError, ConfigError, StorageUnavailable
-from bottega.gateway.jobs.store import JobRecord, OutboxEvent, StaleGeneration
+from bottega.gateway.jobs.store import JobRecord, OutboxEvent, StaleGeneration, postgresql
 from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.store.postgresql_outbox import insert_event
 from bottega.gateway.jobs.store.rows import VALUES
@@ -173,6 +173,37 @@ def _event_of(job: JobRecord) -> OutboxEvent:
         tried_since_steady=1.0,
         due_steady=1.0,
     )
+
+
+async def test_a_full_store_counts_its_jobs_after_a_percent_of_new_ones(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _opened(url) as store:
+
+        async def add(*numbers: int) -> None:
+            for number in numbers:
+                await store.add(record(f"j{number}"))
+                await store.update(f"j{number}", failed(ended_wall=float(number), error=bytes(1000)))
+
+        async def forget(max_bytes: int = MIB) -> int:
+            return await store.forget(ended_before=0.0, max_jobs=100, max_bytes=max_bytes, limit=9)
+
+        await add(*range(97))
+        assert await forget() == 0
+        await add(97, 98, 99)
+        assert await forget() == 0
+        await add(100)
+        assert await forget() == 1
+        assert await forget() == 0
+        await add(101)
+        assert await forget() == 0, "one more than allowed is not noticed yet"
+        await add(102)
+        assert await forget() == 2
+        assert await forget() == 0
+        monkeypatch.setattr(postgresql, "_COUNTED_S", 0.0)
+        assert await forget(2 * MIB) == 0, "other bounds are counted, and that is valid for no time"
+        await add(103)
+        assert await forget(2 * MIB) == 1
 
 
 async def test_a_progress_does_not_write_a_long_prompt_again(url: str) -> None:
