@@ -31,6 +31,7 @@ from unittest.mock import patch
 from bottega import kinds
 from bottega.gateway.__main__ import main as gateway_main
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore, sqlite_writer
+from bottega.rpc.address import split_list
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.storage import SerialTask
@@ -249,7 +250,9 @@ async def _idle_worker(gateways: str) -> AsyncIterator[None]:
     )
     membership = FleetMembership(gateways, registration, load=lambda: fleet_pb2.Load(draining=True))
     membership.start()
-    await asyncio.wait_for(membership.joined.wait(), 10)
+    async with asyncio.timeout(10):
+        while len(membership.gateways) < len(split_list(gateways)):  # noqa: ASYNC110 - each gateway joins by itself
+            await asyncio.sleep(0.05)
     try:
         yield
     finally:

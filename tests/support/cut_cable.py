@@ -56,6 +56,9 @@ class Cable:
                 await self._carries.wait()
                 writer.write(data)
                 await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            await self._carries.wait()
+            writer.close()  # the end of this one is the end of the other
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,8 @@ class SharedScheduling:
 
     Attributes:
         failed: Gets an error when this gateway has lost the lease or cannot use the jobs. The process then ends, and
-            its supervisor starts it again as a follower.
+            its supervisor starts it again as a follower. While PostgreSQL is away, the new process waits and is not
+            healthy, so that no outage needs a person, however long it lasts.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class SharedScheduling:
     async def _watch_loss(self) -> None:
         while not self._role.lost:
             await self._role.change()
-        self._fail(Unavailable("another gateway has become the scheduler; this one has to start again"))
+        self._fail(Unavailable("this gateway may not be the scheduler any more; it has to start again"))
 
     def _fail(self, error: BottegaError) -> None:
         if not self.failed.done():

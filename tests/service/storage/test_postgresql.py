@@ -231,6 +231,16 @@ async def test_a_frozen_server_is_given_up_after_a_bounded_time(own_server: Post
         await _count(database)
 
 
+async def test_a_server_that_said_something_and_then_nothing_is_given_up(own_server: PostgresServer) -> None:
+    name = own_server.new_database()
+    async with _opened(own_server.url(name)) as database:
+        await database.fetch("LISTEN last_words")
+        own_server.execute("NOTIFY last_words", database=name)
+        with own_server.frozen(), pytest.raises(StorageUnavailable):
+            await asyncio.wait_for(database.fetch("SELECT 1"), 30)
+        assert await database.fetch("SELECT 1") == [(1,)]
+
+
 async def test_notifications_go_on_after_a_restart_which_is_told(
     own_server: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
