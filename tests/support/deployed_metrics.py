@@ -40,6 +40,7 @@ _LABELS = frozenset(
         "latent",
         "le",
         "limit",
+        "model",
         "method",
         "outcome",
         "reason",

@@ -93,12 +93,21 @@ class ScaleConfig(MemberConfig):
         return Path(self.folder) / f"{pool.kind}s" / f"{instance}.yaml"
 
 
-def check_configurations(config: ScaleConfig) -> None:
-    """Raise ConfigError if there are no pools, no gateway, or no configuration of an instance."""
+def check_configuration(config: ScaleConfig) -> None:
+    """Raise ConfigError if there are no pools, no gateway, or no configuration of an instance in the folder.
+
+    A folder that does not exist yet is not checked: another machine may have it.
+    """
     if not config.gateway:
         raise ConfigError("gateway: a scaler needs the address of the gateway's fleet listener")
     if not config.pools:
         raise ConfigError("pools: name at least one pool; the installed scale.yaml has an example")
+    if Path(config.folder).is_dir():
+        check_instances(config)
+
+
+def check_instances(config: ScaleConfig) -> None:
+    """Raise ConfigError if the configuration of an instance is missing."""
     for pool in config.pools:
         for instance in pool.instances:
             path = config.file_of(pool, instance)

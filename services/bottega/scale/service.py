@@ -15,7 +15,7 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.fleet_membership import FleetMembership, registration_of
 from bottega.rpc.server import Server
-from bottega.scale.config import ScaleConfig, check_configurations
+from bottega.scale.config import ScaleConfig, check_configuration, check_instances
 from bottega.scale.pools import Pool
 from bottega.scale.units import Units
 from bottega.v1 import fleet_pb2
@@ -52,7 +52,8 @@ class Scaler:
 
     async def start(self) -> None:
         """Look at the units once, and keep looking in the background. Raise ConfigError if a unit is missing."""
-        check_configurations(self._config)
+        check_configuration(self._config)
+        check_instances(self._config)
         await self._look()
         name = self._config.name or f"{kinds.SCALE}-{self._server.address}"
         self._membership = FleetMembership(

@@ -15,7 +15,7 @@ SPEC = ServiceSpec(
     module="bottega.scale",
     configure=_configure,
     config="bottega.scale.config:ScaleConfig",
-    config_check="bottega.scale.config:check_configurations",
+    config_check="bottega.scale.config:check_configuration",
     example={
         "name": "scale",
         "pools": [{"model": "miniature", "minimum": 1, "instances": ["miniature"]}],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bottega.config import parse
 from bottega.errors import ConfigError
-from bottega.scale.config import PoolConfig, ScaleConfig, check_configurations
+from bottega.scale.config import PoolConfig, ScaleConfig, check_configuration, check_instances
 from bottega.scale.pools import Actions, Pool, UnitState
 
 RULES = ScaleConfig(start_limit_s=100.0, first_retry_s=10.0, max_retry_s=30.0)
@@ -157,9 +159,16 @@ def test_a_unit_in_two_pools_is_refused() -> None:
         parse(ScaleConfig, {"pools": [pools[0], {**pools[0], "instances": ["b"]}]}, source="scale.yaml")
 
 
-def test_a_missing_configuration_of_an_instance_is_named() -> None:
+def test_a_missing_configuration_of_an_instance_is_named(tmp_path: Path) -> None:
     pools = (PoolConfig(model="m", instances=("a",)),)
-    with pytest.raises(ConfigError, match=r"/nowhere/workers/a.yaml, the configuration of bottega-worker@a"):
-        check_configurations(ScaleConfig(folder="/nowhere", pools=pools))
+    with pytest.raises(ConfigError, match=r"workers/a.yaml, the configuration of bottega-worker@a"):
+        check_configuration(ScaleConfig(folder=str(tmp_path), pools=pools))
     with pytest.raises(ConfigError, match="pools: name at least one"):
-        check_configurations(ScaleConfig())
+        check_configuration(ScaleConfig())
+
+
+def test_a_scaler_without_its_folder_can_be_checked_but_not_started() -> None:
+    config = ScaleConfig(folder="/nowhere", pools=(PoolConfig(model="m", instances=("a",)),))
+    check_configuration(config)
+    with pytest.raises(ConfigError, match=r"/nowhere/workers/a.yaml, the configuration of bottega-worker@a"):
+        check_instances(config)

@@ -27,7 +27,7 @@ _MAX_NAMED = 8
     bottega jobs watch ID                        follows one
     bottega jobs get ID -o star.png              fetches its pictures
     bottega jobs delete ID                       deletes it with its pictures
-    bottega jobs migrate --from sqlite:jobs.sqlite --to postgresql://bottega@db/bottega
+    bottega jobs migrate --from sqlite:jobs.sqlite --to postgresql://db/bottega
 """)
 def command() -> None:
     """List, follow, fetch, cancel, delete and migrate jobs."""
@@ -43,9 +43,10 @@ def command() -> None:
     help="`objects` of the gateways that use PostgreSQL; images are copied, too. By default they stay in their folder.",
 )
 def migrate(*, source: str, target: str, objects: str) -> None:
-    """Copy all jobs between sqlite:PATH (jobs.sqlite in a gateway's `state`) and postgresql://USER@HOST/NAME.
+    """Copy all jobs between SQLite and PostgreSQL.
 
-    Stop the gateways before. The command can be repeated, and compares both sides at the end. PostgreSQL's password
+    sqlite:PATH is jobs.sqlite in a gateway's `state`, the other is postgresql://USER@HOST/NAME. Stop the gateways
+    before. The command can be repeated, and compares both sides at the end. PostgreSQL's password
     comes from PGPASSWORD or PGPASSFILE.
     """
     read_services()  # says what to install if the gateway is not

@@ -2,5 +2,5 @@
 
 COMMAND = "controlnets"
 """Name of the subcommand of `bottega`."""
-HELP = "List, add and measure ControlNets."
+HELP = "List, add, load and measure ControlNets."
 """Help text of the subcommand. It is here so that `bottega --help` need not import the subcommand's module."""

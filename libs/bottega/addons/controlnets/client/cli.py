@@ -168,7 +168,7 @@ def warm(*, name: str, servers: int, address: str) -> None:
 @address_option
 @fleet_option
 def pin(*, name: str, server: str | None, address: str) -> None:
-    """Keep the ControlNet NAME in the memory of its servers, also after a restart.
+    """Keep a ControlNet in memory, also after a restart.
 
     It is evicted only if requests for other ControlNets cannot be served otherwise, and loaded again afterwards.
     """
