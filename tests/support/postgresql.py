@@ -38,11 +38,14 @@ _SETTINGS = {
     "autovacuum": "off",
     "max_wal_senders": "0",
     "wal_level": "minimal",
+    # In the server's folder, so that nothing stays of a killed one.
+    "dynamic_shared_memory_type": "mmap",
     "log_min_messages": "fatal",
 }
 # Other processes may take a free port before the server does.
 _PORT_TRIES = 5
 _MEMORY = Path("/dev/shm")
+_PREFIX = "bottega-postgresql-"
 
 
 class PostgresServer:
@@ -55,8 +58,9 @@ class PostgresServer:
 
     def __init__(self, binaries: Path, *, durable: bool = False) -> None:
         self._binaries = binaries
-        where = _MEMORY if _MEMORY.is_dir() and not durable else None
-        self.folder = Path(tempfile.mkdtemp(prefix="bottega-postgresql-", dir=where))
+        where = _MEMORY if _MEMORY.is_dir() and not durable else Path(tempfile.gettempdir())
+        remove_abandoned(where)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
         self._settings = _SETTINGS | ({} if durable else _FAST)
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count()
@@ -197,6 +201,14 @@ def running_server(*, durable: bool = False, vector: bool = False) -> Iterator[P
         yield server
     finally:
         server.close()
+
+
+def remove_abandoned(where: Path) -> None:
+    """Delete the folders of servers whose tests were killed; their names have the ID of the process."""
+    for folder in where.glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def shared_server(*, vector: bool = False) -> PostgresServer:
