@@ -4,6 +4,9 @@ Vectors are as of prompts: topics of very different size, in them sessions, in t
 for one more edit of a stored prompt. All are under one key. Searches run in one thread, first alone, and then while
 another one replaces a tenth of the entries. Recall is the share of searches whose first match is as similar as that of
 a comparison with every vector, half precision aside.
+
+Afterwards an index in PostgreSQL (pgvector) and one in memory have fewer vectors (`--stored`): how long loading them,
+building the graph and a search take, and what searches find.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from bottega.cache.index import IndexSettings, KeyedIndex
+from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
+from bottega.cache.index.postgresql import PostgresIndex
 from bottega.cache.index.vector_index import Vectors, unit_vectors
 from load.bench.framework import Bench, Option, Sheet, percentile
+from tests.support.postgresql import running_server
 
 KEY = "key"
 WANTED_P99_MS = 5.0
@@ -48,6 +53,7 @@ BENCH = Bench(
     Option("--widths", [768, 1280], "of a vector", smallest=[64]),
     Option("--searches", 2000, "whose recall is measured", smallest=50),
     Option("--replaced", 0.1, "share of the entries"),
+    Option("--stored", 10_000, "vectors in PostgreSQL and, beside it, in memory", smallest=500),
 )
 
 
@@ -117,6 +123,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
         sheet.values |= {f"{name}_{width}": value for name, value in measured.items()}
     for name, worst in (("p99_ms", max), ("recall_at_1", min)):
         sheet.values[name] = worst(value for key, value in sheet.values.items() if key.startswith(name))
+    _measure_stored(options, sheet)
 
 
 def _measure(width: int, options: argparse.Namespace) -> dict[str, float]:
@@ -193,7 +200,7 @@ def _replace(index: KeyedIndex, gone: NDArray[np.int64], fresh: Vectors, first: 
         time.sleep(max(began + place / REPLACEMENTS_PER_S - time.perf_counter(), 0.0))
 
 
-def _search(index: KeyedIndex, queries: Vectors) -> Searched:
+def _search(index: EntryIndex, queries: Vectors) -> Searched:
     times_ms, similarities = [], []
     for query in queries:
         began = time.perf_counter()
@@ -211,6 +218,42 @@ def _pieces(corpus: Corpus, vectors: int) -> Iterator[tuple[NDArray[np.int64], V
     for first in range(0, vectors, PIECE):
         count = min(PIECE, vectors - first)
         yield np.arange(first, first + count), corpus.piece(count)
+
+
+def _measure_stored(options: argparse.Namespace, sheet: Sheet) -> None:
+    """Measure the index in PostgreSQL and the one in memory with the same vectors and searches."""
+    corpus = Corpus(options.stored, options.widths[0])
+    vectors = corpus.piece(options.stored)
+    queries = corpus.edited(vectors[:: max(1, len(vectors) // options.searches)])
+    exact = Exact(queries)
+    exact.show(vectors)
+    with running_server(durable=True, vector=True) as server:
+        stored = PostgresIndex(server.url(server.new_database()), cache="cache")
+        stored.open()
+        for name, index in (("memory", KeyedIndex()), ("postgresql", stored)):
+            began = time.perf_counter()
+            index.load(KEY, np.arange(len(vectors)), vectors)
+            load_s = time.perf_counter() - began
+            index.loaded()
+            while isinstance(index, PostgresIndex) and not index.has_graphs:
+                if time.perf_counter() - began > _TIMEOUT_S:
+                    raise TimeoutError("the graph is not built")
+                time.sleep(0.1)
+            graph_s = time.perf_counter() - began - load_s
+            _search(index, queries[: len(queries) // 10])
+            searched = _search(index, queries)
+            index.close()
+            sheet.row(f"{len(vectors)} vectors, {name}: loaded, graph built in", f"{load_s:.1f}, {graph_s:.1f} s")
+            p50_ms, p99_ms = (percentile(searched.times_ms, share) for share in (0.5, 0.99))
+            sheet.row("  search: p50, p99", f"{p50_ms:.2f}, {p99_ms:.2f} ms")
+            sheet.row("  recall at 1", f"{_recall(searched, exact.similarities):.4f}")
+            sheet.values |= {
+                f"stored_{name}_p50_ms": p50_ms,
+                f"stored_{name}_p99_ms": p99_ms,
+                f"stored_{name}_recall": _recall(searched, exact.similarities),
+                f"stored_{name}_load_s": load_s,
+                f"stored_{name}_graph_s": graph_s,
+            }
 
 
 def _add_rows(sheet: Sheet, width: int, values: Mapping[str, float]) -> None:

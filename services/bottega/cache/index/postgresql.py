@@ -99,6 +99,11 @@ class PostgresIndex:
         self._run(self._delete_strays(), _LOAD_S)
         self._loop.call_soon_threadsafe(self._start_building)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the graphs of all vectors are built, so that searches need not compare all of them."""
+        return not self._missing_graphs()
+
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
         _check_number(number)
         self._add(key, np.array([number], np.int64), unit_vectors(vector)[None], timeout_s=_CHANGE_S)
@@ -206,7 +211,7 @@ class PostgresIndex:
         except StorageUnavailable as error:
             self._away_until = time.monotonic() + _AWAY_S
             # Without their graph, searches among many may take too long.
-            if not (self._is_away or self._closed or self._missing_graphs()):
+            if self.has_graphs and not (self._is_away or self._closed):
                 _log.warning("pictures begin from noise until the cache's database answers", extra=self._facts(error))
                 self._is_away = True
             raise
@@ -268,7 +273,7 @@ class PostgresIndex:
         self._start_deleting()
 
     def _start_building(self) -> None:
-        if (self._building is None or self._building.done()) and self._missing_graphs():
+        if (self._building is None or self._building.done()) and not self.has_graphs:
             self._building = self._loop.create_task(self._build())
 
     def _missing_graphs(self) -> set[int]:
