@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from prometheus_client import Gauge
 
 from bottega import kinds
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, nobody_hosts
-from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first, seconds_to_load
+from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first, pair_server, seconds_to_load
 from bottega.addons.controlnets.gateway.replicas import Replicas
 from bottega.addons.controlnets.gateway.server_loads import ServerLoads
 from bottega.addons.interface.gateway_addon import (
@@ -261,7 +260,7 @@ class ControlNetAddOn(AddOn):
 
     def _choices(self, job: AddOnJob, worker: Member | None) -> Iterator[_Choice]:
         """Yield the choice for each ControlNet of a job. Each choice counts the forward passes of the earlier ones."""
-        ahead_s: dict[str, float] = defaultdict(float)  # seconds in each step, by server
+        ahead_s: dict[str, float] = {}  # seconds in each step, by server
         versions, shape = dict(job.versions), job.request.shape
         steps = max(1, job.steps.total // job.num_images)
         turn_s = worker.times.seconds(shape, job.rows) if worker is not None else None
@@ -269,22 +268,31 @@ class ControlNetAddOn(AddOn):
             hosts = list(self._servers(job, name))
             servers = {member.name: member for member, _ in hosts}
             candidates = [
-                self._loads.candidate(member, net, shape=shape, rows=job.rows, ahead_s=ahead_s[member.name])
+                self._loads.candidate(member, net, shape=shape, rows=job.rows, ahead_s=ahead_s.get(member.name, 0.0))
                 for member, net in hosts
             ]
-            rank = functools.partial(best_first, name=name, job_id=job.job_id, steps=steps, turn_s=turn_s)
-            ranked = rank(candidates, digest=versions.get(name, ""))
+            ranked = best_first(
+                candidates,
+                name=name,
+                job_id=job.job_id,
+                digest=versions.get(name, ""),
+                steps=steps,
+                turn_s=turn_s,
+            )
             if ranked:
-                ahead_s[ranked[0].server] += ranked[0].own_s
+                ahead_s[ranked[0].server] = ahead_s.get(ranked[0].server, 0.0) + ranked[0].own_s
             versions[name] = ranked[0].digest if ranked else self._digest_at(worker, job, name)
             chosen = tuple((servers[candidate.server], candidate) for candidate in ranked)
             hosted = [net for _, net in hosts if net.digest == versions[name]]
             similarity = _similarity(hosted, worker, job.bare) if worker is not None else None
+            second = ""
+            if len(ranked) > 1 and job.rows > job.num_images:
+                second = pair_server(ranked, name=name, job_id=job.job_id, steps=steps, turn_s=turn_s)
             yield _Choice(
                 name=name,
                 digest=versions[name],
                 servers=chosen,
-                pair_server=_pair_server(ranked, rank) if len(ranked) > 1 and job.rows > job.num_images else "",
+                pair_server=second,
                 similarity=similarity,
             )
 
@@ -355,15 +363,6 @@ def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
         similarity=choice.similarity,
         pair_server=choice.pair_server if listed else "",
     )
-
-
-def _pair_server(ranked: Sequence[ServerCandidate], rank: Callable[..., Sequence[ServerCandidate]]) -> str:
-    """Return the server for the second half of a guided pair: another one if that answers both halves sooner."""
-    halves = [replace(candidate, own_s=candidate.own_s / 2) for candidate in ranked]
-    first = replace(halves[0], ahead_s=halves[0].ahead_s + halves[0].own_s)
-    second = rank([first, *halves[1:]], digest=first.digest)[0]
-    other = second.server != first.server and second.state == hosted_pb2.HOSTED_STATE_LOADED
-    return second.server if other else ""
 
 
 def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:

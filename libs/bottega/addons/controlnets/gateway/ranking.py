@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bottega.planning import Shape
 from bottega.v1 import hosted_pb2
@@ -77,7 +77,7 @@ class ServerCandidate:
     queued_s: float = 0.0
     """Seconds of the forward passes that wait at the server now."""
 
-    def answer_s(self, turn_s: float | None) -> float:
+    def answer_s(self, turn_s: float | None, share: float = 1.0) -> float:
         """Return the seconds from a step's request to its residuals.
 
         Each session asks once in a turn of its worker, so what exceeds a turn waits. Below that, a step waits for a
@@ -87,21 +87,28 @@ class ServerCandidate:
 
         Args:
             turn_s: Seconds of a worker's turn; None if unknown.
+            share: Share of the job's rows that ask there.
         """
-        turn = _TURN_FORWARDS * self.own_s if turn_s is None else turn_s
-        return self.ahead_s + max(self.own_s, self.own_s + self.others_s - turn) + _COLLISIONS * self.others_s
+        own_s = self.own_s * share
+        turn = _TURN_FORWARDS * own_s if turn_s is None else turn_s
+        return self.ahead_s + max(own_s, own_s + self.others_s - turn) + _COLLISIONS * self.others_s
 
-    def expected_s(self, steps: int, turn_s: float | None) -> float:
+    def expected_s(self, steps: int, turn_s: float | None, share: float = 1.0) -> float:
         """Return the seconds that a job of so many steps is expected to wait for the ControlNet there.
 
         A load that some job waits for already counts once, one that this job would begin counts more.
+
+        Args:
+            steps: Steps of the job.
+            turn_s: See answer_s.
+            share: See answer_s.
         """
         load_s = 0.0
         if self.state == hosted_pb2.HOSTED_STATE_LOADING:
             load_s = max(_LEAST_LOAD_S / 2, self.load_s)
         elif self.state != hosted_pb2.HOSTED_STATE_LOADED:
             load_s = _LOAD_WEIGHT * max(_LEAST_LOAD_S, self.load_s)
-        return load_s + self.queued_s + steps * self.answer_s(turn_s)
+        return load_s + self.queued_s + steps * self.answer_s(turn_s, share)
 
 
 def best_first(
@@ -128,13 +135,36 @@ def best_first(
     """
 
     def rank(candidate: ServerCandidate) -> tuple[bool, float, bytes]:
-        on_disk = candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK
-        spread = _spread(name, candidate.server, "" if on_disk else job_id)
-        return candidate.digest != digest, candidate.expected_s(steps, turn_s), spread
+        return candidate.digest != digest, candidate.expected_s(steps, turn_s), _tie(candidate, name, job_id)
 
     ranked = sorted(candidates, key=rank)
     return [candidate for candidate in ranked if candidate.digest == ranked[0].digest]
 
 
-def _spread(*facts: str) -> bytes:
-    return hashlib.blake2b("\0".join(facts).encode(), digest_size=8).digest()
+def pair_server(
+    ranked: Sequence[ServerCandidate], *, name: str, job_id: str, steps: int = 1, turn_s: float | None = None
+) -> str:
+    """Return the server for the second half of a guided pair, if another one answers both halves sooner; else "".
+
+    Args:
+        ranked: The servers for the job, best first; see best_first, as for the other arguments.
+    """
+    first, *others = ranked
+    first = replace(first, ahead_s=first.ahead_s + first.own_s / 2)
+    soonest_s = first.expected_s(steps, turn_s, 0.5)
+    best: list[ServerCandidate] = [first]
+    for candidate in others:
+        expected_s = candidate.expected_s(steps, turn_s, 0.5)
+        if expected_s <= soonest_s:
+            best = [candidate] if expected_s < soonest_s else [*best, candidate]
+            soonest_s = expected_s
+    second = min(best, key=lambda candidate: _tie(candidate, name, job_id)) if len(best) > 1 else best[0]
+    other = second.server != first.server and second.state == hosted_pb2.HOSTED_STATE_LOADED
+    return second.server if other else ""
+
+
+def _tie(candidate: ServerCandidate, name: str, job_id: str) -> bytes:
+    """Return the order of servers that are equally good."""
+    on_disk = candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK
+    text = f"{name}\0{candidate.server}\0{'' if on_disk else job_id}"
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.controlnets.gateway.ranking import SESSION_ROWS, ServerCandidate, forward_s, seconds_to_load
 from bottega.addons.interface.views import Member
 from bottega.planning import Shape
-from bottega.v1 import hosted_pb2
+from bottega.v1 import fleet_pb2, hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted
 
-# Cached seconds of a server; callers choose shapes.
-_MAX_SECONDS = 4096
+# Cached values of each kind at a server; callers choose shapes.
+_MAX_CACHED = 4096
 _IN_MEMORY = frozenset({hosted_pb2.HOSTED_STATE_LOADED, hosted_pb2.HOSTED_STATE_LOADING})
 
 
@@ -46,13 +46,14 @@ class ServerLoads:
         self._hosts = hosts
         self.assigned: Counter[tuple[str, str]] = Counter()
         self._at: dict[str, Counter[str]] = {}
-        self._seconds: dict[Member, _ForwardSeconds] = {}
+        self._cached: dict[str, _CachedLoad] = {}  # by server
 
     def assign(self, sessions: Iterable[tuple[str, str]]) -> None:
         """Count the sessions of an attempt, given by server and ControlNet."""
         for server, name in sessions:
             self.assigned[server, name] += 1
             self._at.setdefault(server, Counter())[name] += 1
+            self._sessions_changed(server)
 
     def release(self, sessions: Iterable[tuple[str, str]]) -> None:
         """Count the sessions of an attempt no more."""
@@ -63,6 +64,7 @@ class ServerLoads:
                 del self.assigned[server, name], self._at[server][name]
             if not self._at[server]:
                 del self._at[server]
+            self._sessions_changed(server)
 
     def candidate(
         self, member: Member, net: Hosted, *, shape: Shape, rows: int, ahead_s: float = 0.0
@@ -76,22 +78,11 @@ class ServerLoads:
             rows: Batch rows of the job.
             ahead_s: See ServerCandidate.
         """
-        sessions = self.sessions(member)
-        own_s = self._forward_s(member, net.name, shape, rows)
-        if net.state == hosted_pb2.HOSTED_STATE_ON_DISK and self.assigned.get((member.name, net.name)):
-            net = _loading(net)  # the assigned session will load it in a moment
-        return ServerCandidate(
-            server=member.name,
-            digest=net.digest,
-            state=net.state,
-            load_s=seconds_to_load(net) if _may_fit(member, net) else math.inf,
-            own_s=own_s,
-            others_s=sum(
-                count * self._forward_s(member, name, shape, SESSION_ROWS) for name, count in sessions.items()
-            ),
-            ahead_s=ahead_s,
-            queued_s=member.load.queued_rows * own_s / rows,
-        )
+        cached, key = self._cached_load(member), (net.name, shape, rows)
+        candidate = cached.candidates.get(key)
+        if candidate is None:
+            candidate = cached.candidates[key] = self._new_candidate(member, net, shape, rows)
+        return replace(candidate, ahead_s=ahead_s) if ahead_s else candidate
 
     def sessions(self, member: Member) -> Mapping[str, int]:
         """Return the numbers of sessions at a server, by ControlNet."""
@@ -102,7 +93,7 @@ class ServerLoads:
 
     def forget(self, member: Member) -> None:
         """Drop what is cached of a lost server."""
-        self._seconds.pop(member, None)
+        self._cached.pop(member.name, None)
 
     def copies(self, servers: Sequence[Member], shape: Shape, more: Iterable[str] = ()) -> dict[str, list[Copy]]:
         """Return the copies of each ControlNet that a session uses, all of the version that is in memory.
@@ -138,26 +129,68 @@ class ServerLoads:
         used = sum(net.size_bytes for net in self._hosts.hosted_by(server) if net.state in _IN_MEMORY)
         return max(0, server.load.budget_bytes - used)
 
+    def _new_candidate(self, member: Member, net: Hosted, shape: Shape, rows: int) -> ServerCandidate:
+        own_s = self._forward_s(member, net.name, shape, rows)
+        if net.state == hosted_pb2.HOSTED_STATE_ON_DISK and self.assigned.get((member.name, net.name)):
+            net = _loading(net)  # the assigned session will load it in a moment
+        return ServerCandidate(
+            server=member.name,
+            digest=net.digest,
+            state=net.state,
+            load_s=seconds_to_load(net) if _may_fit(member, net) else math.inf,
+            own_s=own_s,
+            others_s=self._others_s(member, shape),
+            queued_s=member.load.queued_rows * own_s / rows,
+        )
+
+    def _others_s(self, member: Member, shape: Shape) -> float:
+        """Return the seconds of the forward passes of all sessions at a server in each step."""
+        others_s = self._cached_load(member).others_s
+        if shape not in others_s:
+            others_s[shape] = sum(
+                count * self._forward_s(member, name, shape, SESSION_ROWS)
+                for name, count in self.sessions(member).items()
+            )
+        return others_s[shape]
+
     def _forward_s(self, member: Member, name: str, shape: Shape, rows: int) -> float:
         """Return the seconds of a forward pass, which are computed once for each report."""
-        nets, known = self._hosts.hosted_by(member), self._seconds.get(member)
-        if known is None or known.nets is not nets or len(known.seconds) > _MAX_SECONDS:
-            known = self._seconds[member] = _ForwardSeconds(nets=nets)
-        seconds = known.seconds.get((name, shape, rows))
-        if seconds is None:
+        cached, key = self._cached_load(member).forward_s, (name, shape, rows)
+        if key not in cached:
             own = self._hosts.at(member, name)
             others = (net for host, net in self._hosts.named(name).items() if host is not member)
-            hosts = [*([own] if own is not None else []), *others]
-            seconds = known.seconds[name, shape, rows] = forward_s(hosts, shape, rows)
-        return seconds
+            cached[key] = forward_s([*([own] if own is not None else []), *others], shape, rows)
+        return cached[key]
+
+    def _cached_load(self, member: Member) -> _CachedLoad:
+        cached, nets = self._cached.get(member.name), self._hosts.hosted_by(member)
+        if cached is None or cached.load is not member.load or cached.nets is not nets or cached.is_full:
+            cached = self._cached[member.name] = _CachedLoad(load=member.load, nets=nets)
+        return cached
+
+    def _sessions_changed(self, server: str) -> None:
+        cached = self._cached.get(server)
+        if cached is not None:
+            cached.candidates.clear()
+            cached.others_s.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _ForwardSeconds:
-    """Seconds of forward passes at a server, by ControlNet, shape and rows, from one of its reports."""
+class _CachedLoad:
+    """What was computed from a report of a server, for decisions of hundreds of servers and jobs."""
 
+    load: fleet_pb2.Load
     nets: tuple[Hosted, ...]
-    seconds: dict[tuple[str, Shape, int], float] = field(default_factory=dict)
+    forward_s: dict[tuple[str, Shape, int], float] = field(default_factory=dict)
+    """Seconds of forward passes, by ControlNet, shape and rows."""
+    candidates: dict[tuple[str, Shape, int], ServerCandidate] = field(default_factory=dict)
+    """The server as jobs find it, by ControlNet, shape and rows, until its sessions change."""
+    others_s: dict[Shape, float] = field(default_factory=dict)
+    """Seconds of the forward passes of its sessions in each step, by shape, until they change."""
+
+    @property
+    def is_full(self) -> bool:
+        return max(len(self.forward_s), len(self.candidates), len(self.others_s)) > _MAX_CACHED
 
 
 def _may_fit(member: Member, net: Hosted) -> bool:
