@@ -228,12 +228,15 @@ class Member:
     kind: str = field(init=False)
     is_worker: bool = field(init=False)
     """Whether the member is a worker."""
-    _served: frozenset[str] = field(init=False)
+    served: frozenset[str] = field(init=False)
+    """Names of `models`."""
+    draining: bool = False
+    """Whether the member has reported that it accepts no new work."""
 
     def __post_init__(self) -> None:
         self.name, self.kind = self.registration.name, self.registration.kind
         self.is_worker = self.kind == kinds.WORKER
-        self._served = frozenset(model.name for model in self.models)
+        self.served = frozenset(model.name for model in self.models)
 
     @property
     def target(self) -> Target:
@@ -246,14 +249,9 @@ class Member:
         return self.registration.models if self.is_worker else ()
 
     @property
-    def served(self) -> frozenset[str]:
-        """Names of `models`."""
-        return self._served
-
-    @property
     def is_starting(self) -> bool:
         """Whether the member is a worker whose engine is not ready, so that it serves no model yet."""
-        return self.is_worker and not self._served
+        return self.is_worker and not self.served
 
     def hosts(self, kind: str) -> HostedKind:
         """Return the items of a kind that the member hosts."""
@@ -261,7 +259,7 @@ class Member:
 
     def serves(self, model: str) -> bool:
         """Return whether the member is a worker that serves the model."""
-        return model in self._served
+        return model in self.served
 
     def is_instance(self, instance: str) -> bool:
         """Return whether the member is the process with this secret."""
@@ -269,7 +267,7 @@ class Member:
 
     def note_load(self, load: fleet_pb2.Load) -> None:
         """Store a report of the member, and what the scheduler reads of it."""
-        self.load, self.has_reported = load, True
+        self.load, self.has_reported, self.draining = load, True, load.draining
         self.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
         self.shares = {
             running.attempt.job_id: running.computed_share

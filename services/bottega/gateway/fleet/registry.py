@@ -260,7 +260,7 @@ class Fleet:
         return [
             member
             for member in self._members.values()
-            if member.connected and member.serves(model) and member.backed_off_until <= now and not member.load.draining
+            if member.connected and model in member.served and member.backed_off_until <= now and not member.draining
         ]
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:

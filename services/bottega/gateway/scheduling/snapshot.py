@@ -162,9 +162,9 @@ class FleetSnapshot:
                 continue
             costs = known.get((addon, of_job.key))
             if costs is None:
-                costs = known[addon, of_job.key] = of_job.at(members)
-            if costs:
-                total = _sum(total, costs) if total else costs
+                costs = known[addon, of_job.key] = of_job.at(members) or NO_COSTS
+            if costs is not NO_COSTS:
+                total = costs if total is NO_COSTS else _sum(total, costs)
         return total
 
     def _renewed(self, member: Member, cached: _CachedState | None, ours: Sequence[Job], revision: int) -> _CachedState:

@@ -46,8 +46,6 @@ from bottega.v1.controlnet_pb2_grpc import ControlNetServiceStub
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
-# Servers of one ControlNet in an attempt's order. An attempt that fails at eight servers would fail at more.
-_MAX_SERVERS = 8
 # Diffusers' defaults. Those of its pipeline for image-to-image with ControlNets differ from the other two.
 _DEFAULTS: Mapping[str, float] = MappingProxyType(
     {"controlnet_conditioning_scale": 1.0, "control_guidance_start": 0.0, "control_guidance_end": 1.0}
@@ -287,7 +285,7 @@ class ControlNetAddOn(AddOn):
             similarity = _similarity(hosted, worker, job.bare) if worker is not None else None
             second = ""
             if len(ranked) > 1 and job.rows > job.num_images:
-                second = pair_server(ranked, name=name, job_id=job.job_id, steps=steps, turn_s=turn_s)
+                second = pair_server(ranked[0], candidates, name=name, job_id=job.job_id, steps=steps, turn_s=turn_s)
             yield _Choice(
                 name=name,
                 digest=versions[name],
@@ -303,7 +301,7 @@ class ControlNetAddOn(AddOn):
         """Yield the ControlNet servers that host a ControlNet and accept new sessions."""
         now = self._clock.monotonic()
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
-            if member.kind == kinds.CONTROLNET and not member.load.draining and member.backed_off_until <= now:
+            if member.kind == kinds.CONTROLNET and not member.draining and member.backed_off_until <= now:
                 yield member, net
 
     def _workers(self, job: AddOnJob, name: str) -> Iterator[tuple[Member, Hosted]]:
@@ -354,7 +352,7 @@ class ResolvedControlNets(Resolution):
 def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
     servers = [
         controlnet_pb2.ControlNetServer(name=member.name, address=member.registration.address)
-        for member, _ in choice.servers[:_MAX_SERVERS]
+        for member, _ in choice.servers
     ]
     listed = any(server.name == choice.pair_server for server in servers)
     return controlnet_pb2.ControlNetHosts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,8 @@ from bottega.planning import Shape
 from bottega.v1 import hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
+MAX_SERVERS = 8
+"""Servers of one ControlNet in an attempt's order. An attempt that fails at eight servers would fail at more."""
 SESSION_ROWS = 2
 """Batch rows assumed for a session of another job: those of one guided image."""
 
@@ -120,7 +123,7 @@ def best_first(
     steps: int = 1,
     turn_s: float | None = None,
 ) -> list[ServerCandidate]:
-    """Return the servers for a job's ControlNet, best first, all with the same version.
+    """Return the best servers for a job's ControlNet, best first, all with the same version.
 
     A server with the least expected wait comes first. A hash breaks ties: jobs spread over servers that have loaded it,
     but all jobs choose the same server to load it, so that not every server loads every ControlNet.
@@ -133,33 +136,42 @@ def best_first(
         steps: Steps of the job.
         turn_s: Seconds of a turn of its worker; None if unknown.
     """
-
-    def rank(candidate: ServerCandidate) -> tuple[bool, float, bytes]:
-        return candidate.digest != digest, candidate.expected_s(steps, turn_s), _tie(candidate, name, job_id)
-
-    ranked = sorted(candidates, key=rank)
-    return [candidate for candidate in ranked if candidate.digest == ranked[0].digest]
+    ranks = [(candidate.digest != digest, candidate.expected_s(steps, turn_s)) for candidate in candidates]
+    order = sorted(range(len(candidates)), key=ranks.__getitem__)
+    ranked = list[ServerCandidate]()
+    for _, places in itertools.groupby(order, key=ranks.__getitem__):
+        equal = sorted((candidates[place] for place in places), key=lambda candidate: _tie(candidate, name, job_id))
+        ranked += [candidate for candidate in equal if candidate.digest == (ranked or equal)[0].digest]
+        if len(ranked) >= MAX_SERVERS:
+            break
+    return ranked[:MAX_SERVERS]
 
 
 def pair_server(
-    ranked: Sequence[ServerCandidate], *, name: str, job_id: str, steps: int = 1, turn_s: float | None = None
+    first: ServerCandidate,
+    candidates: Sequence[ServerCandidate],
+    *,
+    name: str,
+    job_id: str,
+    steps: int = 1,
+    turn_s: float | None = None,
 ) -> str:
     """Return the server for the second half of a guided pair, if another one answers both halves sooner; else "".
 
     Args:
-        ranked: The servers for the job, best first; see best_first, as for the other arguments.
+        first: The best of the candidates, which computes the first half.
+        candidates: See best_first, as for the other arguments.
     """
-    first, *others = ranked
-    first = replace(first, ahead_s=first.ahead_s + first.own_s / 2)
-    soonest_s = first.expected_s(steps, turn_s, 0.5)
-    best: list[ServerCandidate] = [first]
-    for candidate in others:
-        expected_s = candidate.expected_s(steps, turn_s, 0.5)
-        if expected_s <= soonest_s:
-            best = [candidate] if expected_s < soonest_s else [*best, candidate]
-            soonest_s = expected_s
-    second = min(best, key=lambda candidate: _tie(candidate, name, job_id)) if len(best) > 1 else best[0]
-    other = second.server != first.server and second.state == hosted_pb2.HOSTED_STATE_LOADED
+    with_half = replace(first, ahead_s=first.ahead_s + first.own_s / 2)
+    soonest_s, best = with_half.expected_s(steps, turn_s, 0.5), [first]
+    for candidate in candidates:
+        if candidate is not first and candidate.digest == first.digest:
+            expected_s = candidate.expected_s(steps, turn_s, 0.5)
+            if expected_s <= soonest_s:
+                best = [candidate] if expected_s < soonest_s else [*best, candidate]
+                soonest_s = expected_s
+    second = min(best, key=lambda candidate: _tie(candidate, name, job_id))
+    other = second is not first and second.state == hosted_pb2.HOSTED_STATE_LOADED
     return second.server if other else ""
 
 

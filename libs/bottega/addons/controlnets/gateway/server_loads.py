@@ -14,8 +14,9 @@ from bottega.planning import Shape
 from bottega.v1 import fleet_pb2, hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted
 
-# Cached values of each kind at a server; callers choose shapes.
+# Cached values of a server, about; callers choose shapes.
 _MAX_CACHED = 4096
+_NOTHING = (None, None)
 _IN_MEMORY = frozenset({hosted_pb2.HOSTED_STATE_LOADED, hosted_pb2.HOSTED_STATE_LOADING})
 
 
@@ -78,10 +79,14 @@ class ServerLoads:
             rows: Batch rows of the job.
             ahead_s: See ServerCandidate.
         """
-        cached, key = self._cached_load(member), (net.name, shape, rows)
-        candidate = cached.candidates.get(key)
-        if candidate is None:
-            candidate = cached.candidates[key] = self._new_candidate(member, net, shape, rows)
+        cached, key = self._cached.get(member.name), (net.name, shape, rows)
+        reported, candidate = _NOTHING if cached is None else cached.candidates.get(key, _NOTHING)
+        if candidate is None or reported is not net or cached is None or cached.load is not member.load:
+            cached = self._cached_load(member)
+            if len(cached.candidates) + len(cached.forward_s) > _MAX_CACHED:
+                del self._cached[member.name]
+            candidate = self._new_candidate(member, net, shape, rows)
+            self._cached_load(member).candidates[key] = net, candidate
         return replace(candidate, ahead_s=ahead_s) if ahead_s else candidate
 
     def sessions(self, member: Member) -> Mapping[str, int]:
@@ -164,7 +169,7 @@ class ServerLoads:
 
     def _cached_load(self, member: Member) -> _CachedLoad:
         cached, nets = self._cached.get(member.name), self._hosts.hosted_by(member)
-        if cached is None or cached.load is not member.load or cached.nets is not nets or cached.is_full:
+        if cached is None or cached.load is not member.load or cached.nets is not nets:
             cached = self._cached[member.name] = _CachedLoad(load=member.load, nets=nets)
         return cached
 
@@ -183,14 +188,10 @@ class _CachedLoad:
     nets: tuple[Hosted, ...]
     forward_s: dict[tuple[str, Shape, int], float] = field(default_factory=dict)
     """Seconds of forward passes, by ControlNet, shape and rows."""
-    candidates: dict[tuple[str, Shape, int], ServerCandidate] = field(default_factory=dict)
+    candidates: dict[tuple[str, Shape, int], tuple[Hosted, ServerCandidate]] = field(default_factory=dict)
     """The server as jobs find it, by ControlNet, shape and rows, until its sessions change."""
     others_s: dict[Shape, float] = field(default_factory=dict)
     """Seconds of the forward passes of its sessions in each step, by shape, until they change."""
-
-    @property
-    def is_full(self) -> bool:
-        return max(len(self.forward_s), len(self.candidates), len(self.others_s)) > _MAX_CACHED
 
 
 def _may_fit(member: Member, net: Hosted) -> bool:

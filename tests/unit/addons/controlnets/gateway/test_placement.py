@@ -7,13 +7,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first
 from bottega.addons.controlnets.gateway.replicas import ReplicaPolicy
-from bottega.addons.controlnets.gateway.server_loads import Copy
+from bottega.addons.controlnets.gateway.server_loads import Copy, ServerLoads
 from bottega.addons.interface.views import Member
 from bottega.errors import NoControlNet, NoWorker, Unavailable, WorkerLost
 from bottega.gateway.jobs.job import Job
@@ -440,6 +441,37 @@ async def test_a_server_without_room_comes_last_and_gets_no_copy(shop: Shop) -> 
         shop.time.now += 5.0
     await asyncio.sleep(0)
     assert not shop.servers
+
+
+async def test_cached_candidates_are_what_a_new_look_finds(shop: Shop) -> None:
+    chance, names = random.Random("candidates"), ("edges", "depth", "pose")
+    servers = [_server(shop, *(_random_net(name, chance) for name in names), name=f"s{n}") for n in range(1, 5)]
+    loads, assigned = ServerLoads(shop.controlnets._hosts), list[tuple[str, str]]()
+    for _ in range(400):
+        member = chance.choice(servers)
+        match chance.randrange(4):
+            case 0:
+                nets = [_random_net(name, chance) for name in names]
+                shop.fleet.report(member, load(*nets, budget_bytes=chance.choice([0, 1500])))
+            case 1 if assigned:
+                loads.release([assigned.pop(chance.randrange(len(assigned)))])
+            case _:
+                assigned.append((member.name, chance.choice(names)))
+                loads.assign(assigned[-1:])
+        fresh = ServerLoads(shop.controlnets._hosts)
+        fresh.assign(assigned)
+        for member in servers:
+            for hosted in shop.controlnets._hosts.hosted_by(member):
+                of_job = {"shape": chance.choice([(16, 16), (64, 64)]), "rows": chance.choice([1, 2]), "ahead_s": 0.25}
+                found, expected = (which.candidate(member, hosted, **of_job) for which in (loads, fresh))
+                assert found.others_s == pytest.approx(expected.others_s)
+                assert replace(found, others_s=0.0) == replace(expected, others_s=0.0)
+
+
+def _random_net(name: str, chance: random.Random) -> Hosted:
+    measured = ForwardTime(latent_height=64, latent_width=64, rows=2, seconds=chance.choice([0.05, 0.1]))
+    state, sessions = chance.choice([LOADED, LOADING, ON_DISK]), chance.randrange(4)
+    return net(name, state=state, sessions=sessions, size_bytes=chance.choice([1000, 2000]), forward_times=[measured])
 
 
 async def test_measured_forward_passes_decide_between_servers(shop: Shop) -> None:
