@@ -462,8 +462,11 @@ async def test_cached_candidates_are_what_a_new_look_finds(shop: Shop) -> None:
         fresh.assign(assigned)
         for member in servers:
             for hosted in shop.controlnets._hosts.hosted_by(member):
-                of_job = {"shape": chance.choice([(16, 16), (64, 64)]), "rows": chance.choice([1, 2]), "ahead_s": 0.25}
-                found, expected = (which.candidate(member, hosted, **of_job) for which in (loads, fresh))
+                size, rows = chance.choice([16, 64]), chance.choice([1, 2])
+                found, expected = (
+                    which.candidate(member, hosted, shape=(size, size), rows=rows, ahead_s=0.25)
+                    for which in (loads, fresh)
+                )
                 assert found.others_s == pytest.approx(expected.others_s)
                 assert replace(found, others_s=0.0) == replace(expected, others_s=0.0)
 
