@@ -182,7 +182,7 @@ class ServerLoads:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _CachedLoad:
-    """What was computed from a report of a server, for decisions of hundreds of servers and jobs."""
+    """Values computed from a report of a server, because a decision may look at hundreds of servers."""
 
     load: fleet_pb2.Load
     nets: tuple[Hosted, ...]
