@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
+import pytest
+
 from bottega import kinds
 from bottega.gateway.__main__ import main as gateway_main
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore, sqlite_writer
@@ -38,6 +40,7 @@ from bottega.storage import SerialTask
 from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from load.bench.framework import Bench, Option, Sheet, by_turns, percentile
+from tests.support import s3
 from tests.support.postgresql import PostgresServer, running_server
 from tests.support.services import Service, Services, gateway_config
 
@@ -139,9 +142,15 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
 
 def _measure_shared(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure numbers of gateways by turns, in new databases of one server."""
-    with running_server(durable=True) as server:
-        sides = {str(number): partial(_shared, number, server, folder, options) for number in options.gateways}
-        waits = by_turns(sides, options.rounds, warm_ups=0)
+    pictures = s3.started("nanio")  # gateways that share jobs have to share pictures, of which there are none here
+    try:
+        with running_server(durable=True) as server, pytest.MonkeyPatch.context() as environment:
+            s3.set_environment(environment, pictures.url)
+            shared = partial(_shared, server=server, objects=f"s3://{pictures.bucket()}")
+            sides = {str(number): partial(shared, number, folder, options) for number in options.gateways}
+            waits = by_turns(sides, options.rounds, warm_ups=0)
+    finally:
+        pictures.end()
     rates = {name: float(median(len(each) / options.seconds for each in rounds)) for name, rounds in waits.items()}
     sheet.figure("one fsync", _fsync_ms(folder), "{:.2f} ms", key="fsync_ms")
     for name, rate in rates.items():
@@ -155,14 +164,19 @@ def _measure_shared(options: argparse.Namespace, folder: Path, sheet: Sheet) -> 
     sheet.values["callers"] = options.callers
 
 
-def _shared(number: int, server: PostgresServer, scratch: Path, options: argparse.Namespace, turn: int) -> list[float]:
+def _shared(
+    number: int, scratch: Path, options: argparse.Namespace, turn: int, *, server: PostgresServer, objects: str
+) -> list[float]:
     """Return the seconds that each acknowledgement took, at gateways that share a new database."""
     folder = scratch / f"{turn}-{number}-shared"
     folder.mkdir()
     url = server.url(server.new_database())
     with Services(folder) as services:
         gateways = [
-            services.start("gateway", _config(name=f"gateway-{place}", jobs=url, state=str(folder / f"state-{place}")))
+            services.start(
+                "gateway",
+                _config(name=f"gateway-{place}", jobs=url, objects=objects, state=str(folder / f"state-{place}")),
+            )
             for place in range(number)
         ]
         return asyncio.run(_called(gateways, options))

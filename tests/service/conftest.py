@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.s3 import S3Servers
+from tests.support.s3 import S3Servers, set_environment
 
 
 @pytest.fixture
@@ -27,3 +27,11 @@ def s3_servers() -> Iterator[S3Servers]:
     servers = S3Servers()
     yield servers
     servers.end()
+
+
+@pytest.fixture
+def pictures(s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`objects` of gateways that share a database: a bucket of its own for each test."""
+    server = s3_servers.get("nanio")
+    set_environment(monkeypatch, server.url)
+    return f"s3://{server.bucket()}/pictures"

@@ -257,7 +257,11 @@ class Gateway:
         from bottega.gateway.sharing import shared_scheduling  # it needs psycopg, which is an extra
 
         return shared_scheduling(
-            config.jobs, self._role, name=config.name, begin=self._begin, announce=fleet.wake_streams
+            *(config.jobs, self._role),
+            name=config.name,
+            objects=config.objects,
+            begin=self._begin,
+            announce=fleet.wake_streams,
         )
 
     def _scheduler_lease(self) -> fleet_pb2.SchedulerLease | None:

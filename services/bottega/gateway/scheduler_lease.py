@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from datetime import datetime
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
@@ -58,15 +59,17 @@ _MIGRATIONS = [
         INSERT INTO scheduler_lease
         SELECT 0, '', '', '', clock_timestamp(), sha256((gen_random_uuid()::text || gen_random_uuid()::text)::bytea)
         """
-    )
+    ),
+    Migration(statements="ALTER TABLE scheduler_lease ADD COLUMN objects text NOT NULL DEFAULT ''"),
 ]
 _LOOK = """
-SELECT generation, name, address, fleet_address, extract(epoch FROM expires_at - clock_timestamp())::float8
+SELECT generation, name, address, fleet_address, objects, expires_at,
+    extract(epoch FROM expires_at - clock_timestamp())::float8
 FROM scheduler_lease
 """
 _TAKE = """
 UPDATE scheduler_lease
-SET generation = generation + 1, name = %s, address = %s, fleet_address = %s,
+SET generation = generation + 1, name = %s, address = %s, fleet_address = %s, objects = %s,
     expires_at = clock_timestamp() + make_interval(secs => %s)
 WHERE expires_at <= clock_timestamp()
 RETURNING generation, page_token_key, pg_notify(%s, '')
@@ -89,6 +92,7 @@ class SchedulerLease:
         database: A database for the lease alone, so that a renewal never waits for a free connection.
         role: Is told who holds the lease.
         name: Name of this gateway.
+        objects: Where the pictures of this gateway are; see LeaseHolder.
         lease_s: Seconds for which the lease lasts without a renewal.
 
     Attributes:
@@ -96,10 +100,15 @@ class SchedulerLease:
         fleet_address: The same for its port for services.
     """
 
-    def __init__(self, database: PostgresDatabase, role: SchedulerRole, *, name: str, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, database: PostgresDatabase, role: SchedulerRole, *, name: str, objects: str, lease_s: float = LEASE_S
+    ) -> None:
         self._database = database
         self._role = role
         self._name = name
+        self._objects = objects
+        self._seen: tuple[int, datetime] | None = None
+        """Generation and end of the lease at the last look."""
         self._lease_s = lease_s
         self.address = self.fleet_address = ""
         self._released = False
@@ -181,10 +190,10 @@ class SchedulerLease:
 
     async def _look(self) -> float:
         """Find out who the scheduler is, and take the lease if it is free. Return the seconds until the next look."""
-        ((generation, name, address, fleet_address, left),) = await self._database.fetch(_LOOK)
+        ((generation, name, address, fleet_address, objects, end, left),) = await self._database.fetch(_LOOK)
         left_s = float(left)
         if left_s <= 0 and not self._released and asyncio.get_running_loop().time() >= self._may_take_at:
-            terms = (self._name, self.address, self.fleet_address, self._lease_s, _CHANNEL)
+            terms = (self._name, self.address, self.fleet_address, self._objects, self._lease_s, _CHANNEL)
             taken = await self._database.fetch(_TAKE, terms)
             if not taken:
                 return 0.0  # another gateway was faster
@@ -193,12 +202,18 @@ class SchedulerLease:
                 name=self._name,
                 address=self.address,
                 fleet_address=self.fleet_address,
+                objects=self._objects,
                 page_token_key=bytes(taken[0][1]),
             )
             _log.info("this gateway is the scheduler", extra={"generation": new.generation, "after": name})
             self._role.set(new, held=True)
             return self._lease_s / 5
-        known = LeaseHolder(generation=generation, name=name, address=address, fleet_address=fleet_address)
+        before, self._seen = self._seen, (generation, end)
+        if left_s > 0 and not (self._objects and objects == self._objects) and before in (None, self._seen):
+            return min(left_s + _AFTER_END_S, _LOOK_S)  # perhaps it has died, and this gateway replaces it
+        known = LeaseHolder(
+            generation=generation, name=name, address=address, fleet_address=fleet_address, objects=objects
+        )
         holder = known if left_s > 0 else None
         if holder != self._role.holder:
             self._role.set(holder)

@@ -18,6 +18,8 @@ class LeaseHolder:
     """host:port of its public port, for other gateways."""
     fleet_address: str = ""
     """host:port of its port for services."""
+    objects: str = ""
+    """Where its pictures are, s3://bucket/prefix; empty if they are in its own folder, where no other reads them."""
     page_token_key: bytes = field(default=b"", repr=False, compare=False)
     """Key of the page tokens, the same for every scheduler; known to this gateway only when it is the scheduler."""
 

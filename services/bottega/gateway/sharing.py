@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, InternalError, StorageUnavailable, Unavailable
+from bottega.errors import BottegaError, ConfigError, InternalError, StorageUnavailable, Unavailable
 from bottega.gateway.jobs.storage import APPLICATION
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
@@ -23,6 +23,7 @@ class SharedScheduling:
     """Follows the scheduler's lease, and makes this gateway the scheduler when it gets it.
 
     Args:
+        objects: Where the pictures of this gateway are; see LeaseHolder.
         begin: Called with the lease of this gateway; reads the jobs and starts to schedule them.
         announce: Called when another gateway has become the scheduler, or this one; tells the members of the fleet.
 
@@ -37,11 +38,13 @@ class SharedScheduling:
         lease: SchedulerLease,
         role: SchedulerRole,
         *,
+        objects: str,
         begin: Callable[[LeaseHolder], Awaitable[None]],
         announce: Callable[[], None],
     ) -> None:
         self._lease = lease
         self._role = role
+        self._objects = objects
         self._begin = begin
         self._announce = announce
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
@@ -55,6 +58,11 @@ class SharedScheduling:
             fleet_address: The same for its port for services.
         """
         self._lease.address, self._lease.fleet_address = address, fleet_address
+        if not self._objects:
+            _log.warning(
+                "jobs are in PostgreSQL, but pictures in this gateway's folder: no other gateway can go on with them",
+                extra={"todo": "to use several gateways, set objects: s3://bucket/prefix"},
+            )
         reported = False
         while True:
             try:
@@ -71,6 +79,7 @@ class SharedScheduling:
             if self.failed.done():
                 raise self.failed.result()
             await self._role.change()
+        self._check_pictures()
 
     async def release(self) -> None:
         """Let another gateway become the scheduler. This one forwards all calls from now on."""
@@ -84,10 +93,25 @@ class SharedScheduling:
     async def _follow(self) -> None:
         while not self.failed.done():
             self._announce()
+            try:
+                self._check_pictures()
+            except ConfigError as error:
+                self._fail(error)
             if self._role.held and not self._role.serves:
                 await self._become_scheduler()
             else:
                 await self._role.change()
+
+    def _check_pictures(self) -> None:
+        """Raise ConfigError if another gateway is the scheduler and the two do not share their pictures."""
+        other = self._role.other
+        if other is None or (self._objects and other.objects == self._objects):
+            return
+        own, others = (text or "none" for text in (self._objects, other.objects))
+        raise ConfigError(
+            f"objects: the gateway {other.name} at {other.address} has the same jobs, but other pictures (there: "
+            f"{others}; here: {own}); set the same s3://bucket/prefix on all gateways, or stop the other gateway"
+        )
 
     async def _become_scheduler(self) -> None:
         holder = self._role.holder
@@ -119,9 +143,11 @@ def shared_scheduling(
     role: SchedulerRole,
     *,
     name: str,
+    objects: str,
     begin: Callable[[LeaseHolder], Awaitable[None]],
     announce: Callable[[], None],
 ) -> SharedScheduling:
     """Return the sharing of jobs in the database at a URL; see SharedScheduling. Raises ConfigError."""
     database = PostgresDatabase(url, application=f"{APPLICATION}{name}", max_connections=1)
-    return SharedScheduling(SchedulerLease(database, role, name=name), role, begin=begin, announce=announce)
+    lease = SchedulerLease(database, role, name=name, objects=objects)
+    return SharedScheduling(lease, role, objects=objects, begin=begin, announce=announce)

@@ -21,6 +21,7 @@ from tests.support.waiting import eventually
 
 # So short that tests do not wait long, and many times longer than a query.
 _LEASE_S = 1.0
+_PICTURES = "s3://bucket/pictures"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ def url() -> Iterator[str]:
 @contextlib.asynccontextmanager
 async def _gateway(url: str, name: str, *, lease_s: float = _LEASE_S) -> AsyncIterator[Gateway]:
     database, role = PostgresDatabase(url, application=f"lease of {name}", max_connections=1), SchedulerRole()
-    lease = SchedulerLease(database, role, name=name, lease_s=lease_s)
+    lease = SchedulerLease(database, role, name=name, objects=_PICTURES, lease_s=lease_s)
     lease.address = f"{name}:8470"
     await lease.start()
     try:

@@ -28,13 +28,14 @@ _HELD_AT = 3
 class Gateway:
     """One of them, always at the same addresses, and a client of it."""
 
-    def __init__(self, services: Services, name: str, jobs: str, folder: Path) -> None:
+    def __init__(self, services: Services, name: str, jobs: str, folder: Path, *, objects: str) -> None:
         self._services = services
         self.name = name
         self.address, self.fleet = (f"127.0.0.1:{port}" for port in free_ports(2))
         self._config = gateway_config(
             name=name,
             jobs=jobs,
+            objects=objects,
             server={"listen": self.address, "metrics_listen": "127.0.0.1:0"},
             fleet={"listen": self.fleet},
             state=str(folder / name),
@@ -96,9 +97,9 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+async def pair(tmp_path: Path, pictures: str) -> AsyncIterator[Pair]:
     with new_database() as url, Services(tmp_path) as services:
-        first, second = (Gateway(services, name, url, tmp_path) for name in ("first", "second"))
+        first, second = (Gateway(services, name, url, tmp_path, objects=pictures) for name in ("first", "second"))
         worker = ScriptedWorker("w1", f"{first.fleet},{second.fleet}")
         try:
             await first.start()
@@ -172,6 +173,24 @@ async def test_a_frozen_scheduler_that_wakes_changes_nothing_and_ends(pair: Pair
         if isinstance(answer, str):
             assert (await pair.second.ended(answer)).state == image_pb2.JOB_STATE_COMPLETED
     assert set(await pair.second.listed()) == {running, late, *(job for job in answers if isinstance(job, str))}
+
+
+async def test_a_gateway_with_other_pictures_does_not_start_beside_another(tmp_path: Path, pictures: str) -> None:
+    with new_database() as url, Services(tmp_path) as services:
+        first = Gateway(services, "gateway", url, tmp_path / "one", objects="")
+        await first.start()
+        assert sum("no other gateway can go on" in line["event"] for line in first.service.events()) == 1  # type: ignore[union-attr]
+        for objects in ("", pictures):  # with the name that it has without a configuration
+            config = gateway_config(jobs=url, objects=objects, state=str(tmp_path / "two"))
+            with pytest.raises(
+                AssertionError, match=f"before it served(?s:.)*the gateway gateway at {first.address} has"
+            ):
+                await asyncio.to_thread(services.start, "gateway", config)
+        await first.kill()
+        again = Gateway(services, "gateway", url, tmp_path / "one", objects="")
+        await again.start()  # it does not take its own lease, which has not ended, for another gateway
+        await first.close()
+        await again.close()
 
 
 async def test_a_rolling_restart_refuses_no_call(pair: Pair) -> None:

@@ -56,11 +56,14 @@ async def _listed(images: Any, *, metadata: tuple[tuple[str, str], ...] = ()) ->
     return [job.job_id for job in answer.jobs]
 
 
-async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path: Path) -> None:
+async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path: Path, pictures: str) -> None:
     authority = Authority(tmp_path / "certs")
     tls = authority.issue("gateway/main")
     with_tls = {"tls": tls, "channels": authority.channels("operator/anna")}
-    async with _two_gateways({"tls": authority.issue("worker/w1")}, **with_tls) as (scheduler, follower):
+    async with _two_gateways({"tls": authority.issue("worker/w1")}, objects=pictures, **with_tls) as (
+        scheduler,
+        follower,
+    ):
         opened: list[grpc.aio.Channel] = []
 
         def images(name: str, house: Running) -> Any:
@@ -84,11 +87,11 @@ async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path:
             await channel.close()
 
 
-async def test_a_quota_counts_the_jobs_of_all_gateways(tmp_path: Path) -> None:
+async def test_a_quota_counts_the_jobs_of_all_gateways(tmp_path: Path, pictures: str) -> None:
     tenants = tmp_path / "tenants.yaml"
     key = add_tenant(tenants, "shop", quotas=Quotas(per_minute=2))
     async with (
-        _two_gateways(tenants=str(tenants)) as (scheduler, follower),
+        _two_gateways(objects=pictures, tenants=str(tenants)) as (scheduler, follower),
         calling(scheduler, key) as at_scheduler,
         calling(follower, key) as at_follower,
     ):
@@ -100,8 +103,8 @@ async def test_a_quota_counts_the_jobs_of_all_gateways(tmp_path: Path) -> None:
         assert await _listed(at_follower.images) == await _listed(at_scheduler.images)
 
 
-async def test_previews_and_pictures_come_through_another_gateway() -> None:
-    async with _two_gateways() as (_, follower):
+async def test_previews_and_pictures_come_through_another_gateway(pictures: str) -> None:
+    async with _two_gateways(objects=pictures) as (_, follower):
         script = follower.workers[0].script
         script.preview, script.pace_s = b"preview", 0.02
         answers = [answer.event async for answer in follower.generate(prompt="a star", preview=True)]
@@ -110,8 +113,8 @@ async def test_previews_and_pictures_come_through_another_gateway() -> None:
         assert await follower.image(answers[-1].job_id) == b"picture 0"
 
 
-async def test_the_queue_and_the_webhooks_of_the_scheduler_are_listed_everywhere() -> None:
-    async with _two_gateways() as (scheduler, follower):
+async def test_the_queue_and_the_webhooks_of_the_scheduler_are_listed_everywhere(pictures: str) -> None:
+    async with _two_gateways(objects=pictures) as (scheduler, follower):
         follower.workers[0].script.hold_at = 1
         for _ in range(4):
             await _submit(follower.images)
@@ -134,8 +137,8 @@ async def _has_queued(house: Running, number: int) -> bool:
     return listed.queued == number and listed.longest_wait_s > 0 and len(listed.members) == 2
 
 
-async def test_a_page_token_is_valid_at_the_next_scheduler() -> None:
-    async with _two_gateways() as (scheduler, follower):
+async def test_a_page_token_is_valid_at_the_next_scheduler(pictures: str) -> None:
+    async with _two_gateways(objects=pictures) as (scheduler, follower):
         jobs = [await _submit(images) for images in (scheduler.images, follower.images)]
         first = await follower.images.ListJobs(image_pb2.ListJobsRequest(page_size=1), timeout=20)
         await scheduler.stop_early()
@@ -144,15 +147,15 @@ async def test_a_page_token_is_valid_at_the_next_scheduler() -> None:
         assert [job.job_id for job in (*first.jobs, *second.jobs)] == jobs[::-1]
 
 
-async def test_a_call_is_passed_on_once() -> None:
-    async with _two_gateways() as (_, follower):
+async def test_a_call_is_passed_on_once(pictures: str) -> None:
+    async with _two_gateways(objects=pictures) as (_, follower):
         passed_on = (("x-bottega-forwarded", "1"),)
         await refusal(lambda: _listed(follower.images, metadata=passed_on), Draining)
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_a_refusal_of_the_scheduler_reaches_the_caller_unchanged(known: bool) -> None:
-    async with _two_gateways() as (_, follower):
+async def test_a_refusal_of_the_scheduler_reaches_the_caller_unchanged(known: bool, pictures: str) -> None:
+    async with _two_gateways(objects=pictures) as (_, follower):
         job_id = (await follower.submit()).job_id if known else "unknown"
         request = image_pb2.GetImageRequest(job_id=job_id, index=7)
         if known:
