@@ -44,7 +44,9 @@ def service_channels() -> Channels:
 
 
 class GatewayConnection:
-    """A channel to a gateway, or to several, with its stubs. Make it in a running event loop, and close it.
+    """A channel with stubs for the calls to one gateway, or to several that share their jobs.
+
+    Make it in a running event loop, and close it.
 
     Args:
         address: host:port of the gateway. Several: a sequence, a text with commas, or a name that resolves to all.

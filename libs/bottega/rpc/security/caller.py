@@ -214,9 +214,10 @@ _CALLERS = frozenset({Role.TENANT, Role.OPERATOR})
 
 
 def caller_uris(identities: Sequence[str], metadata: Metadata, *, method: str) -> Sequence[str]:
-    """Return the URIs that name the caller of a call: those in the peer's certificate, or of a call passed on.
+    """Return the URIs that name the caller of a call.
 
-    Only a gateway can pass on a call, only of a tenant or an operator, and only of the methods that it passes on.
+    They are the URIs in the peer's certificate. If the peer is a gateway that passes on the call of a tenant or an
+    operator, they are the URI of this tenant or operator, which the metadata name.
     """
     peer = identity_in(identities)
     if peer is None or peer.role is not Role.GATEWAY or not method.startswith(_PASSED_ON):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from bottega.background_tasks import BackgroundTasks, copied
 from bottega.clocks import ClockMark, SharedClock, seconds_until_tick
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
-from bottega.gateway.jobs.store import JobRecord, JobStore, SqliteJobStore
+from bottega.gateway.jobs.store import JobRecord, JobStore, SqliteJobStore, StaleGeneration
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, SharedContentStore, os_errors
 from bottega.storage.objects import OPERATOR_CAUSES
@@ -125,6 +125,7 @@ class Storage:
         # Everything that is being stored at once fits into the budget, so no job evicts the images of another.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
         self.steady: Callable[[], float] = steady or images.steady
+        self._is_shared = steady is not None
         self._steady_continued = False
         self._clock_noted_at = -math.inf
         self._unwritten = 0
@@ -186,8 +187,13 @@ class Storage:
         """Note that a write failed. From now on no job is accepted until the disk works again."""
         if error.metadata.get("cause") == os_errors.BUSY:
             return  # too many writes at once: the disk itself works
-        if self.trouble is None:
-            facts = {"folder": str(self.folder), "text": error.message, **error.metadata}
+        if isinstance(error, StaleGeneration):
+            if not isinstance(self.trouble, StaleGeneration):
+                _log.warning("another gateway is the scheduler now; this one writes no jobs", extra=error.metadata)
+        elif self.trouble is None:
+            facts = {"text": error.message, **error.metadata}
+            if not self._is_shared or isinstance(error.__cause__, OSError):
+                facts["folder"] = str(self.folder)
             full = isinstance(error, TooManyOpenFiles)
             what = "too many files and sockets are open" if full else "jobs and images cannot be stored"
             if isinstance(error.__cause__, StorageUnavailable):  # its text is for the log alone
@@ -368,6 +374,7 @@ class Storage:
     def _recovered(self) -> None:
         before, self.trouble = self.trouble, None
         if before is not None:
+            self.changed.set()
+        if before is not None and not isinstance(before, StaleGeneration):
             full = isinstance(before, TooManyOpenFiles)
             _log.info("files and sockets can be opened again" if full else "jobs and images can be stored again")
-            self.changed.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from bottega.clocks import Clock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.conversion import WriteQueue
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore, StaleGeneration
 from bottega.storage import ContentStore, os_errors
 from tests.fakes.memory_storage import Shelf, memory_storage
 from tests.support.job_store_backends import failed, record
@@ -55,7 +55,9 @@ class SlowImages(ContentStore):
         await super().put(digest, data, owner=owner, job=job)
 
 
-def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int) -> Storage:
+def _storage(
+    folder: Path, images: ContentStore, *, waiting_bytes: int, steady: Callable[[], float] | None = None
+) -> Storage:
     return Storage(
         folder=folder,
         jobs=SqliteJobStore(folder / "jobs.sqlite"),
@@ -64,6 +66,7 @@ def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int) -> Stora
         jobs_bytes=1 << 20,
         jobs_ttl_s=60,
         waiting_bytes=waiting_bytes,
+        steady=steady,
     )
 
 
@@ -156,6 +159,30 @@ async def test_a_disk_with_room_for_a_probe_only_is_still_full(storage: Storage)
 async def test_a_busy_disk_is_no_broken_one(storage: Storage) -> None:
     storage.report_failure(os_errors.unavailable("too many operations wait", cause=os_errors.BUSY))
     storage.check_writable()
+
+
+async def test_a_lost_lease_is_not_logged_as_a_storage_failure(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="bottega")
+    storage.report_failure(StaleGeneration(7))
+    storage.report_failure(StaleGeneration(7))
+    await eventually(lambda: storage.trouble is None)  # the upkeep probes
+    assert [record.getMessage() for record in caplog.records] == [
+        "another gateway is the scheduler now; this one writes no jobs"
+    ]
+
+
+async def test_a_failing_database_is_logged_without_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shared = _storage(tmp_path, ContentStore(tmp_path, budget_bytes=1, ttl_s=1), waiting_bytes=1, steady=lambda: 0.0)
+    for error, names_folder in ((None, False), (OSError(errno.EIO, "of the disk"), True)):
+        caplog.clear()
+        failure = os_errors.unavailable("PostgreSQL is too slow", cause="QueryCanceled")
+        failure.__cause__ = error
+        shared.trouble = None
+        shared.report_failure(failure)
+        (line,) = caplog.records
+        assert (line.__dict__["text"], "folder" in line.__dict__) == ("PostgreSQL is too slow", names_folder)
 
 
 async def test_damage_is_told_without_saying_where(storage: Storage, tmp_path: Path) -> None:

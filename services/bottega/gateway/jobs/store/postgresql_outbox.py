@@ -24,8 +24,8 @@ class PostgresOutbox:
     """An Outbox in the database of a job store.
 
     Args:
-        write: Begins a transaction that may write.
-        read: Yields a connection that is only read.
+        write: Returns a context manager, whose block may write.
+        read: The same for a block that only reads.
     """
 
     def __init__(self, *, write: Transaction, read: Transaction) -> None:

@@ -216,11 +216,11 @@ class SqliteJobStore:
         await self._write(lambda connection: sqlite_statements.remember(connection, removed))
 
     async def newest_generation(self) -> int:
-        """Read the number of the last start of the gateway."""
+        """Read the newest generation."""
         return await self._query(sqlite_schema.newest_generation)
 
     async def raise_generation(self, least: int) -> None:
-        """Let the next start of the gateway have a number above `least`."""
+        """Let the next start of the gateway have a generation above `least`."""
         await self._write(lambda connection: sqlite_schema.raise_generation(connection, least))
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:

@@ -334,13 +334,13 @@ def readopt(connection: sqlite3.Connection, path: Path, *, generation: int, newe
 
 
 def newest_generation(connection: sqlite3.Connection) -> int:
-    """Return the number of the last start of the gateway, or 0."""
+    """Return the newest generation, or 0 before the first start of a gateway."""
     ((number,),) = connection.execute("SELECT number FROM generation").fetchall()
     return int(number)
 
 
 def raise_generation(connection: sqlite3.Connection, least: int) -> None:
-    """Let the next start of the gateway have a number above `least`."""
+    """Let the next start of the gateway have a generation above `least`."""
     connection.execute("UPDATE generation SET number = max(number, ?)", (least,))
 
 
