@@ -2,7 +2,8 @@
 
 from bottega.storage.blob_files import BlobFiles, ContentReader
 from bottega.storage.content import ContentStore
-from bottega.storage.shared_content import SharedContentStore, content_store
+from bottega.storage.content_stores import content_store
+from bottega.storage.shared_content import SharedContentStore
 from bottega.storage.sqlite_database import SqliteDatabase, SqliteFile, SqliteSchema
 from bottega.storage.thread import SerialTask, SerialThread, TaskGroups
 

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlobFiles:
-    """The files of a store, and an ObjectStore. One process at a time writes; any thread of it may.
+    """The files of a store in a folder; an ObjectStore. Only one process at a time may write, from any threads.
 
     Args:
         folder: Created if it does not exist.

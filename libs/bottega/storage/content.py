@@ -1,7 +1,6 @@
 """Finished images by content hash, on disk, limited in bytes and age.
 
-One thread changes files and another one reads them, so that neither blocks the event loop, and readers do not wait for
-writes.
+One thread changes files and another one reads them, so that readers do not wait for writes.
 """
 
 from __future__ import annotations
@@ -109,10 +108,7 @@ class ContentStore:
 
     @contextlib.contextmanager
     def pinned(self, digests: Collection[str]) -> Iterator[None]:
-        """Do not evict these images during the `with` block, so that several that belong together can be stored.
-
-        All images that are pinned at the same time must fit into the budget together.
-        """
+        """Do not evict these images during the `with` block. They must fit into the budget together."""
         self._pinned.update(digests)
         try:
             yield
@@ -125,11 +121,7 @@ class ContentStore:
         return frozenset(self._pinned)
 
     async def assign(self, owners: Mapping[str, Collection[str]]) -> None:
-        """Assign owners to the images that were found at the start.
-
-        Args:
-            owners: Owners of each image, by digest.
-        """
+        """Assign owners to the images that were found at the start: the owners of each image, by digest."""
         await self._writer.run(lambda: self._assign(owners))
 
     async def put(self, digest: str, data: bytes, *, owner: str = "", job: str = "") -> None:
@@ -189,6 +181,16 @@ class ContentStore:
     async def sweep(self) -> bool:
         """Delete expired images for a few milliseconds, oldest first. Return whether there are more."""
         return await self._writer.run(self._sweep)
+
+    async def clear(self) -> None:
+        """Open the folder and delete all images."""
+        await self._writer.run(self._clear)
+
+    def _clear(self) -> None:
+        if not self._opened:
+            self._open()
+        for digest in list(self._entries):
+            self._drop(digest)
 
     def _open(self) -> None:
         with os_errors.translated():

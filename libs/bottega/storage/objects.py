@@ -43,7 +43,7 @@ class StoredObject:
     name: str
     size_bytes: int
     age_s: float
-    """Seconds since it was written, by the store's own clock, within 2 s. Clocks of different writers do not matter."""
+    """Seconds since it was written, by the store's own clock, with an error below 2 s, whatever clocks writers have."""
 
 
 class ObjectStore(Protocol):

@@ -150,12 +150,12 @@ class S3Objects:
         if not start or self._clock_offset is None:
             self.probe()
         assert self._clock_offset is not None, "probe has measured it"
-        now = time.monotonic() + self._clock_offset
         shard = start[:2] or None
         with self._translated():
             # A name comes after everything that it begins with, but one that is equal would be left out.
             after = f"{shard}/{start[:-1]}" if len(start) > 2 else None
             for chunk in obstore.list(self._store, prefix=shard, offset=after):
+                now = time.monotonic() + self._clock_offset  # a listing may take minutes
                 for meta in chunk:
                     folder, _, name = meta["path"].rpartition("/")
                     age_s = max(0.0, now - meta["last_modified"].timestamp())

@@ -21,19 +21,18 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from bottega.clocks import Clock
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooLarge
 from bottega.storage.blob_files import ContentReader, damaged
 from bottega.storage.content import ContentStore
-from bottega.storage.objects import ObjectStore, StoredObject, s3_location
+from bottega.storage.objects import ObjectStore, StoredObject
 from bottega.storage.os_errors import unavailable
 from bottega.storage.thread import FairThread, FairTurns
 
@@ -43,12 +42,12 @@ Sign = Callable[[str], str]
 OBJECT_NAMES = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}-[0-9a-f]{16}")
 """Names of the objects: content, owner and job."""
 _REFRESH_S = 60.0
+# Objects that are listed at once, with a deadline for each such page.
+_PAGE = 1000
 # Copies of other gateways are evicted only when they are older, and their jobs are in the job store.
 _SETTLED_S = 60.0
 # Ages have an error of up to a second; copies count as that much younger.
 _DOUBT_S = 2.0
-# Time for which a URL is valid, unless images are kept for a shorter one.
-_URL_S = 3600.0
 _TRANSFERS = 16
 # Longer than the object store's own deadline and retries take.
 _WAIT_S = 60.0
@@ -101,6 +100,8 @@ class SharedContentStore:
         """Copies by digest and name."""
         self._removed: set[str] = set()
         """Names that were removed since the last listing began."""
+        self._listing: tuple[float, Iterator[StoredObject], set[str]] | None = None
+        """Of the listing that goes on: when it began, the objects that are left, and the names so far."""
         self._refreshed_at: float | None = None
         self._threads = ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="objects")
         self._turns = FairTurns(_TRANSFERS)
@@ -111,10 +112,19 @@ class SharedContentStore:
         return len(self._copies)
 
     async def open(self) -> None:
-        """Open the local folder, and list the objects. It may be called again after a failure."""
+        """Open the local folder, and test the object store. It may be called again after a failure.
+
+        Images can be read and written at once. The first `sweep` lists the objects, however many there are.
+        """
         await self._local.open()
         await self._run(self._objects.probe)
-        await self._refresh()
+
+    async def clear_local(self) -> None:
+        """Empty the local folder, whose images are copies. A failure costs disk space and no image."""
+        try:
+            await self._local.clear()
+        except BottegaError as error:
+            _log.warning("the local folder of images could not be emptied", extra={"text": error.message})
 
     async def close(self) -> None:
         """Close the local folder. Transfers that have not begun are dropped."""
@@ -222,10 +232,11 @@ class SharedContentStore:
         await self._run(self._objects.probe)
 
     async def sweep(self) -> bool:
-        """Delete copies that expired or exceed the budget. Return False: nothing is left for later."""
+        """Delete copies that expired or exceed the budget. Return whether there are more objects to list first."""
         await self._local.sweep()
-        if self._refreshed_at is None or self.steady() - self._refreshed_at >= _REFRESH_S:
-            await self._refresh()
+        due = self._refreshed_at is None or self.steady() - self._refreshed_at >= _REFRESH_S
+        if due and not await self._list_page():
+            return True
         await self._remove([copy for copy in self._all() if not self._is_fresh(copy)])
         await self._evict(0, "")
         return False
@@ -243,19 +254,30 @@ class SharedContentStore:
         except TimeoutError:
             raise unavailable("the object storage does not answer", cause="ETIMEDOUT") from None
 
-    async def _refresh(self) -> None:
-        """List all objects again. What this process wrote or removed meanwhile stays as it is here."""
-        self._removed.clear()
-        began = self.steady()
-        listed = await self._run(lambda: list(self._objects.objects()))
-        before, self._copies, self.size_bytes = {copy.name: copy for copy in self._all()}, {}, 0
-        for found in listed:
-            if found.name not in self._removed:
-                self._enter(before.get(found.name) or self._listed(found, began))
-        for copy in before.values():
-            if copy.own and copy.time >= began and copy.name not in self._removed:
-                self._enter(copy)
+    async def _list_page(self) -> bool:
+        """List some more objects, and return whether these were the last. A failure begins the listing again.
+
+        What this process wrote or removed since the listing began stays as it is here.
+        """
+        listing, self._listing = self._listing, None
+        if listing is None:
+            self._removed.clear()
+            listing = (self.steady(), await self._run(self._objects.objects), set())
+        began, left, names = listing
+        page = await self._run(lambda: list(itertools.islice(left, _PAGE)))
+        now = self.steady()
+        for found in page:
+            names.add(found.name)
+            if found.name not in self._removed and found.name not in self._copies.get(found.name[:64], {}):
+                self._enter(self._listed(found, now))
+        if len(page) == _PAGE:
+            self._listing = listing
+            return False
+        for copy in list(self._all()):
+            if copy.name not in names and copy.time < began:
+                self._leave(copy)
         self._refreshed_at = began
+        return True
 
     async def _look(self, digest: str) -> None:
         """List the copies of one image again: another gateway may have written or deleted some."""
@@ -304,7 +326,7 @@ class SharedContentStore:
     async def _evict(self, size_bytes: int, owner: str) -> None:
         """Remove the oldest copies of the owners with the most bytes until `size_bytes` more of `owner` fit."""
         excess = self.size_bytes + size_bytes - self.budget_bytes
-        if excess <= 0:
+        if excess <= 0 or self._refreshed_at is None:  # all owners have to be known
             return
         used: dict[str, int] = {owner: size_bytes}
         by_owner: dict[str, list[_Copy]] = {}
@@ -364,27 +386,6 @@ class SharedContentStore:
         if not copies:
             del self._copies[copy.digest]
         return True
-
-
-def content_store(
-    folder: Path, objects: str, public_endpoint: str, *, local_bytes: int, budget_bytes: int, ttl_s: float, clock: Clock
-) -> ContentStore | SharedContentStore:
-    """Return a store of images in a folder or, if `objects` is s3://bucket/prefix, in a bucket with a folder in front.
-
-    Args:
-        local_bytes: Budget of the folder in front of a bucket.
-        public_endpoint: URL by which callers reach S3, for URLs of images; empty if there are to be none.
-
-    Raises ConfigError if the environment does not say how to reach the bucket, or obstore is missing.
-    """
-    if not objects:
-        return ContentStore(folder, budget_bytes=budget_bytes, ttl_s=ttl_s, clock=clock)
-    from bottega.storage.s3 import S3Objects
-
-    local = ContentStore(folder, budget_bytes=local_bytes, ttl_s=ttl_s, clock=clock)
-    bucket = S3Objects(s3_location(objects), names=OBJECT_NAMES, public_endpoint=public_endpoint)
-    sign = functools.partial(bucket.url, expires_s=min(ttl_s, _URL_S)) if public_endpoint else None
-    return SharedContentStore(bucket, local, budget_bytes=budget_bytes, ttl_s=ttl_s, sign=sign)
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -58,7 +58,7 @@ from bottega.manifest import load_object, read_services
 from bottega.rpc.address import is_any_host, split
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
-from bottega.storage import content_store
+from bottega.storage import SharedContentStore, content_store
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 
 if TYPE_CHECKING:
@@ -206,6 +206,8 @@ class Gateway:
                 self._calls.start()
                 self._periodic.start()
                 await self._sharing.start(*self._addresses_for_gateways())
+                if not self._role.held and isinstance(self._storage.images, SharedContentStore):
+                    await self._storage.images.clear_local()  # a follower neither reads nor sweeps them
         finally:
             await starting
         if self._sharing is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import DataLoss, StorageUnavailable, TooLarge
-from bottega.storage import BlobFiles, ContentStore, SharedContentStore
+from bottega.storage import BlobFiles, ContentStore, SharedContentStore, shared_content
 from bottega.storage.objects import ObjectStore, StoredObject, s3_location
 from bottega.storage.s3 import S3Objects
 from bottega.storage.shared_content import OBJECT_NAMES
@@ -38,6 +38,7 @@ class Shared:
         local = ContentStore(self.folder / name, budget_bytes=local_bytes, ttl_s=3600, clock=self.time.clock())
         store = SharedContentStore(self.new(), local, budget_bytes=budget_bytes, ttl_s=3600)
         await store.open()
+        await store.sweep()  # as the gateway does as soon as it serves
         try:
             yield store
         finally:
@@ -217,6 +218,28 @@ async def test_what_another_gateway_has_just_written_is_not_evicted(shared: Shar
             assert two.holds(_picture(9)[0])
 
 
+async def test_a_store_serves_before_its_objects_are_listed(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_content, "_PAGE", 2)
+    pictures = [_picture(number) for number in range(5)]
+    async with shared.gateway("one") as one:
+        for digest, data in pictures:
+            await one.put(digest, data, job=digest)
+        losing = LosingObjects(shared.new())
+        local = ContentStore(shared.folder / "two", budget_bytes=MIB, ttl_s=3600, clock=shared.time.clock())
+        two = SharedContentStore(losing, local, budget_bytes=MIB, ttl_s=3600)
+        await two.open()
+        try:
+            assert losing.listings == 0
+            assert [await two.get(digest) for digest, _ in pictures] == [data for _, data in pictures]
+            await two.put(*_picture(9), job="nine")
+            assert await two.sweep(), "there are more pages"
+            while await two.sweep():
+                pass
+            assert (losing.listings, len(two), two.size_bytes) == (1, 6, 6000)
+        finally:
+            await two.close()
+
+
 async def test_pinned_images_are_not_evicted(shared: Shared) -> None:
     async with shared.gateway(budget_bytes=2000) as store:
         first, second, third = (_picture(number) for number in range(3))
@@ -233,6 +256,7 @@ class LosingObjects:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self.away = False
+        self.listings = 0
 
     def _check(self) -> ObjectStore:
         if self.away:
@@ -252,6 +276,7 @@ class LosingObjects:
         return self._check().read(name, digest=digest, size_bytes=size_bytes)
 
     def objects(self, start: str = "") -> Iterator[StoredObject]:
+        self.listings += not start
         return self._check().objects(start)
 
     def remove(self, names: object) -> None:

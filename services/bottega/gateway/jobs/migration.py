@@ -26,7 +26,8 @@ from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailab
 from bottega.gateway.jobs.storage import APPLICATION
 from bottega.gateway.jobs.store import EndTime, JobRecord, SqliteJobStore
 from bottega.storage import BlobFiles, ContentStore, folders, os_errors
-from bottega.storage.shared_content import SharedContentStore, content_store
+from bottega.storage.content_stores import content_store
+from bottega.storage.shared_content import SharedContentStore
 
 if TYPE_CHECKING:
     from bottega.gateway.jobs.store.postgresql import PostgresJobStore

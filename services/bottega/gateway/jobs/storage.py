@@ -360,7 +360,7 @@ class Storage:
             self.images.steady.mark().write(self.folder / _CLOCK)
 
     async def _sweep_images(self) -> None:
-        while await self.images.sweep():
+        while self.trouble is None and await self.images.sweep():
             pass
 
     async def _forget_jobs(self) -> None:

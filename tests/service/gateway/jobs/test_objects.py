@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from bottega import errors
 from bottega.config import parse
 from bottega.errors import ConfigError
 from bottega.gateway.config import GatewayConfig
+from bottega.storage import ContentStore
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support import s3
@@ -64,6 +66,19 @@ async def test_a_picture_is_in_the_bucket_until_its_job_is_deleted(server: s3.S3
         assert await house.image(again.job_id) == b"picture 0"
         await _delete(house, again.job_id)
         assert server.keys(bucket) == []
+
+
+async def test_a_follower_keeps_no_pictures_on_its_disk(server: s3.S3Server, tmp_path: Path) -> None:
+    folder, data = tmp_path / "two" / "images", b"a picture of a deleted job"
+    kept = ContentStore(folder, budget_bytes=1 << 20, ttl_s=3600)  # from its time as the scheduler
+    await kept.open()
+    await kept.put(hashlib.sha256(data).hexdigest(), data)
+    await kept.close()
+    assert len(list(folder.glob("??/*"))) == 1
+    with new_database() as jobs:
+        shared = partial(running_gateway, jobs=jobs, objects=f"s3://{server.bucket()}")
+        async with shared(name="one"), shared(name="two", state=str(tmp_path / "two")):
+            assert list(folder.glob("??/*")) == []
 
 
 async def test_gateways_that_share_jobs_share_their_pictures(server: s3.S3Server, tmp_path: Path) -> None:
