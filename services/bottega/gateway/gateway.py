@@ -287,7 +287,7 @@ class Gateway:
         self._periodic.start_grace()
 
     async def _keep_health(self) -> None:
-        """Set the health to SERVING while the disk can be written and the checks of fleet and queue run.
+        """Set the health to SERVING while the disk can be written, the scheduler be reached, and the checks run.
 
         When the disk can be written again, look for jobs that may have been stored when a write failed.
         """
@@ -296,7 +296,7 @@ class Gateway:
             if writable and self._storage.changed.is_set():
                 self._controller.scheduler.schedule_all()
             self._storage.changed.clear()
-            await self.server.set_serving(writable and self._periodic.healthy)
+            await self.server.set_serving(writable and self._periodic.healthy and self._calls.reaches_scheduler)
             if writable:
                 await self._resolve_doubtful()
             with contextlib.suppress(TimeoutError):

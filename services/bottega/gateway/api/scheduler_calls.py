@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,10 @@ from bottega.rpc.security.caller import CALLER_KEY, Role, caller
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
-# Seconds that a call waits for a scheduler: twice the longest takeover.
+# Seconds that a call waits for a scheduler, or for a connection to it: twice the longest takeover.
 _WAIT_S = 10.0
+# Seconds between two looks at the connections to the scheduler.
+_LOOK_S = 1.0
 # Seconds before a call is repeated if nothing is known to have changed.
 _PAUSE_S = 0.2
 # Seconds that the scheduler has to list its members, for a list of another gateway.
@@ -40,6 +43,8 @@ _KEPT_KEYS = frozenset({"authorization", "traceparent", "tracestate"})
 
 # Seconds after which a caller may try again.
 _RETRY_AFTER_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 StubOf = Callable[[LeaseHolder], Any]
@@ -86,6 +91,8 @@ class SchedulerCalls:
 
     Attributes:
         draining: Whether this gateway stops, so that streams go on at another one.
+        reaches_scheduler: Whether this gateway has had a connection to the scheduler in the last seconds, or needs
+            none. Without one, calls are refused, so that their callers use another gateway.
     """
 
     def __init__(self, role: SchedulerRole, channels: Channels, *, max_message_mib: int) -> None:
@@ -95,11 +102,16 @@ class SchedulerCalls:
         self._channels_by_address: dict[str, grpc.aio.Channel] = {}
         self._forwarded: list[_ForwardedCall] = []
         self.draining = False
-        self._watching = BackgroundTasks("watching for a new scheduler")
+        self.reaches_scheduler = True
+        self._watching = BackgroundTasks("watching the scheduler")
 
     def start(self) -> None:
-        """Start to end calls to gateways that are not the scheduler any more: one that is frozen ends none."""
+        """Start to watch the connections to the scheduler, and to end calls to gateways that are it no more.
+
+        One that is frozen ends none.
+        """
         self._watching.start(self._end_stale_calls())
+        self._watching.start(self._watch_connections())
 
     def drain(self) -> None:
         """End all streams, whose callers go on at another gateway. Other calls are still answered."""
@@ -153,6 +165,7 @@ class SchedulerCalls:
 
     async def retry(self, interruption: InterruptedCall, *, repeatable: bool) -> None:
         """Wait a moment, or for a new scheduler, before a call is repeated. Raise its error if it is not repeated."""
+        self._check_reached()
         if not repeatable or self._role.lost:
             raise interruption.error.with_traceback(None) from None
         with contextlib.suppress(TimeoutError):
@@ -235,11 +248,14 @@ class SchedulerCalls:
             if self._role.other is not None:
                 if _is_passed_on(context):
                     break  # the gateway that passed the call on knows the scheduler by now, or will soon
+                self._check_reached()
                 return self._role.other
             try:
                 await asyncio.wait_for(self._role.change(), ends - asyncio.get_running_loop().time())
             except TimeoutError:
                 text = "no gateway is the scheduler, because PostgreSQL cannot be reached or holds no lease; retry"
+                if self._role.held:
+                    text = "the scheduler cannot read the jobs and images yet, and its log says why; retry"
                 raise Unavailable(text, retry_after_s=_RETRY_AFTER_S) from None
         raise Draining("this gateway is not the scheduler; retry, or use another one", retry_after_s=_RETRY_AFTER_S)
 
@@ -250,12 +266,46 @@ class SchedulerCalls:
                 if self._role.holder not in (None, forwarded.scheduler):
                     forwarded.end()
 
+    def _check_reached(self) -> None:
+        """Raise Unavailable if the scheduler could not be reached for a while."""
+        if not self.reaches_scheduler:
+            text = "this gateway cannot reach the one that is the scheduler; use another gateway, or retry"
+            raise Unavailable(text, retry_after_s=_RETRY_AFTER_S) from None
+
+    async def _watch_connections(self) -> None:
+        now = asyncio.get_running_loop().time
+        scheduler, reached_at = self._role.other, now()
+        while True:
+            known, scheduler = scheduler, self._role.other
+            missing = [address for address in _addresses(scheduler) if not self._is_connected(address)]
+            if scheduler != known or not missing:
+                reached_at = now()
+            reaches = now() - reached_at < _WAIT_S
+            if reaches is not self.reaches_scheduler:
+                self.reaches_scheduler = reaches
+                if reaches:
+                    _log.info("the scheduler can be reached again, or is another gateway")
+                else:
+                    text = "the scheduler cannot be reached at its addresses; calls are refused until this ends"
+                    _log.error(text, extra={"addresses": missing, "scheduler": scheduler.name if scheduler else ""})
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._role.change(), _LOOK_S)
+
+    def _is_connected(self, address: str) -> bool:
+        """Return whether there is a connection to another gateway; begin to connect if there is none."""
+        return self.channel(address).get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
     def _metadata(self, context: _Context) -> list[tuple[str, str | bytes]]:
         """Return the metadata of a forwarded call: the caller's identity and the ID and trace of the call."""
         known, request_id = caller(), logs.bound().get("request_id")
         kept = [(key, value) for key, value in context.invocation_metadata() or () if key in _KEPT_KEYS]
         named = [(CALLER_KEY, f"{known.role}/{known.name}")] if known.role in (Role.TENANT, Role.OPERATOR) else []
         return [*kept, *named, *([(REQUEST_ID_KEY, request_id)] if request_id else []), (_FORWARDED_KEY, "1")]
+
+
+def _addresses(scheduler: LeaseHolder | None) -> tuple[str, ...]:
+    """Return the addresses to which calls go on."""
+    return (scheduler.address, scheduler.fleet_address) if scheduler else ()
 
 
 def _is_passed_on(context: _Context) -> bool:

@@ -147,6 +147,28 @@ async def test_a_page_token_is_valid_at_the_next_scheduler(pictures: str) -> Non
         assert [job.job_id for job in (*first.jobs, *second.jobs)] == jobs[::-1]
 
 
+async def test_a_gateway_that_cannot_reach_the_scheduler_refuses_calls(
+    pictures: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bottega.gateway.api.scheduler_calls._WAIT_S", 2.0)
+    with new_database() as url:
+        async with (
+            running_gateway(jobs=url, name="first", objects=pictures, advertised="127.0.0.1:1") as scheduler,
+            running_gateway(jobs=url, name="second", objects=pictures) as follower,
+        ):
+            waiting = follower.images.ListJobs(image_pb2.ListJobsRequest(), timeout=60)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await waiting
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "cannot reach" in str(refused.value.details())
+            await follower.until_serving(False)
+            (line,) = [line for line in caplog.records if "scheduler cannot be reached" in line.message]
+            assert line.__dict__["addresses"] == ["127.0.0.1:1"]
+            await scheduler.stop_early()
+            await follower.until_serving()
+            assert await _listed(follower.images) == []
+
+
 async def test_a_call_is_passed_on_once(pictures: str) -> None:
     async with _two_gateways(objects=pictures) as (_, follower):
         passed_on = (("x-bottega-forwarded", "1"),)
