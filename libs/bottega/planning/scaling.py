@@ -158,7 +158,7 @@ class PoolState:
 
     minimum: int
     maximum: int
-    """Upper bound, without those that cannot be started now."""
+    """Upper bound on services, minus those whose start has failed."""
     count: int
     """Number of services that run or start."""
 

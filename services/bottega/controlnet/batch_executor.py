@@ -108,7 +108,7 @@ class BatchExecutor:
 
     @property
     def queued_rows(self) -> int:
-        """Number of rows that wait, those of a running forward pass included."""
+        """Number of waiting rows, including those in the running forward pass."""
         with self._changed:
             return sum(len(work.rows) - len(work.residuals) for work in self._waiting)
 

@@ -119,6 +119,8 @@ class Pool:
 
     def _has_failed(self, instance: _Instance, state: UnitState, now: float) -> bool:
         """Note the state of an instance. Return whether its start has just failed."""
+        if state is UnitState.FAILED and instance.state not in _UP:
+            state = UnitState.STOPPED  # counted already, or before this scaler; systemd keeps it until the next start
         if state is UnitState.RESTARTING:
             # A service that was ready and died is restarted by its manager. One that never was is given up.
             state = UnitState.STARTING if instance.was_ready else UnitState.FAILED
@@ -132,7 +134,7 @@ class Pool:
         else:
             instance.starting_since = None
         if state is UnitState.FAILED and instance.state is UnitState.STOPPING:
-            state = UnitState.STOPPED  # counted already; systemd keeps the state until the next start
+            state = UnitState.STOPPED  # counted already
         instance.state = state
         if state is not UnitState.FAILED:
             return False

@@ -59,8 +59,8 @@ class SystemdUnits:
         self._command = command
 
     async def states(self, units: Sequence[str]) -> Mapping[str, UnitState]:
-        properties = "--property=Id,LoadState,ActiveState,SubState"
-        text = await self._call("show", properties, "--", *units)
+        properties = "--property=Id,LoadState,ActiveState,SubState,Job"
+        text = await self._call("show", properties, "--", *units, what="systemctl show")
         found: dict[str, UnitState] = {}
         for block in text.split("\n\n"):
             fields = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
@@ -69,20 +69,22 @@ class SystemdUnits:
                 raise ConfigError(f"the unit {unit} is not installed on this host: see deploy/README.md")
             if fields.get("SubState") == "auto-restart":
                 found[unit] = UnitState.RESTARTING
+            elif fields.get("ActiveState") in ("inactive", "failed") and fields.get("Job"):
+                found[unit] = UnitState.STARTING  # its start is queued; the state is that of the time before
             elif fields.get("ActiveState") in _STATES:
                 found[unit] = _STATES[fields["ActiveState"]]
         return found
 
     async def start(self, unit: str) -> None:
-        await self._call("start", "--no-block", "--", unit)
+        await self._call("start", "--no-block", "--", unit, what=f"systemctl start {unit}")
 
     async def stop(self, unit: str) -> None:
-        await self._call("stop", "--no-block", "--", unit)
+        await self._call("stop", "--no-block", "--", unit, what=f"systemctl stop {unit}")
 
     async def close(self) -> None:
         """Do nothing, as the units are systemd's."""
 
-    async def _call(self, *arguments: str) -> str:
+    async def _call(self, *arguments: str, what: str) -> str:
         try:
             process = await asyncio.create_subprocess_exec(
                 self._command,
@@ -100,10 +102,10 @@ class SystemdUnits:
         except TimeoutError:
             process.kill()
             await process.wait()
-            raise Unavailable(f"systemctl {arguments[0]} took longer than {_SYSTEMCTL_S:g} s") from None
+            raise Unavailable(f"{what} took longer than {_SYSTEMCTL_S:g} s") from None
         if process.returncode:
             lines = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
-            raise Unavailable(f"systemctl {arguments[0]}: {lines[-1]}")
+            raise Unavailable(f"{what}: {lines[-1]}")
         return output.decode(errors="replace")
 
 

@@ -98,6 +98,18 @@ def test_a_failed_start_is_repeated_later_and_later_and_another_one_starts() -> 
     assert [round(pause) for pause in pauses[:5]] == [1, 10, 20, 30, 30]
 
 
+def test_a_unit_that_stays_failed_is_counted_once_a_start_and_retried() -> None:
+    host = Host()
+    host.set(UnitState.FAILED, "a", "b", "c", "d")  # they had failed before the scaler started
+    starts, failures = 0, 0
+    for _ in range(200):
+        actions = host.look()
+        starts, failures = starts + len(actions.start), failures + len(actions.failed)
+        host.set(UnitState.FAILED, "a", "b", "c", "d")  # as systemd says until the next start, which fails as well
+    assert failures > 4 * 4, "each is tried again at least every 30 s"
+    assert starts - failures in {0, 1}, "a failure belongs to a start"
+
+
 def test_a_service_that_was_ready_and_died_is_left_to_its_manager() -> None:
     host = Host()
     host.look()

@@ -56,6 +56,13 @@ async def test_units_of_systemd_start_and_stop(systemd: Path) -> None:
     assert await units.states([A, B]) == {A: UnitState.STOPPING, B: UnitState.FAILED}
 
 
+async def test_a_failed_unit_whose_next_start_is_queued_has_not_failed_again(systemd: Path) -> None:
+    say(systemd, A, "failed", "failed")
+    say(systemd, B, "failed", "failed\nJob=12")
+    states = await SystemdUnits(str(systemd / "systemctl")).states([A, B])
+    assert states == {A: UnitState.FAILED, B: UnitState.STARTING}
+
+
 async def test_a_unit_that_is_not_installed_is_named(systemd: Path) -> None:
     say(systemd, B, "inactive", "dead", loaded="not-found")
     with pytest.raises(ConfigError, match=B):
@@ -64,7 +71,7 @@ async def test_a_unit_that_is_not_installed_is_named(systemd: Path) -> None:
 
 async def test_what_systemd_refuses_is_told_in_its_words(systemd: Path) -> None:
     (systemd / "refuse").touch()
-    with pytest.raises(Unavailable, match="Access denied"):
+    with pytest.raises(Unavailable, match=f"systemctl stop {A}: .*Access denied"):
         await SystemdUnits(str(systemd / "systemctl")).stop(A)
 
 
