@@ -6,6 +6,7 @@ the same numbers from the metrics or from ListMembers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from bottega.planning.scaling import (
 )
 from bottega.v1.fleet_pb2 import Demand, Pool, PoolTarget
 
+_log = logging.getLogger(__name__)
 # Seconds that a job counts as while no step has been measured.
 _UNKNOWN_JOB_S = 1.0
 # A start that takes longer than usual is expected to take this much longer than it took so far.
@@ -87,6 +89,8 @@ class _ModelState:
     """By kind."""
     unscaled: dict[str, deque[int]] = field(default_factory=dict)
     """By kind, how many more services were ready than scalers reported, in the last updates."""
+    unserved: int = 0
+    """Number of updates in a row in which a scaler's workers were ready, and no worker served the model."""
 
     def fixed(self, kind: str, ready: int, pools: _Pools) -> int:
         """Return how many services no scaler runs: the least number lately.
@@ -192,6 +196,7 @@ class FleetDemand:
         for name in sorted(names):
             state = self._models[name]
             work = self._work(name, state, now)
+            self._warn_if_unserved(name, state, pools.get((kinds.WORKER, name), ()))
             for each in self._forecasts(name, state, work, pools):
                 desired = each.bounded(self._target(state, each, now))
                 demand.append(_message(name, each, desired, work.work))
@@ -202,6 +207,21 @@ class FleetDemand:
             if self._targets.get(member) != of_member:
                 member.wake.set()
         self._targets = dict(targets)
+
+    def _warn_if_unserved(self, model: str, state: _ModelState, pools: _Pools) -> None:
+        """Log once that a pool's workers serve other models, as they do if its model is not named as in requests."""
+        workers = self._fleet.services(kinds.WORKER)
+        named = [scaler.name for scaler, pool in pools if pool.ready]
+        if not named or any(worker.is_starting or model in worker.served for worker in workers):
+            state.unserved = 0
+            return
+        state.unserved += 1
+        if state.unserved == _LAGGING_UPDATES:
+            served = sorted({name for worker in workers for name in worker.served})
+            facts = {"model": model, "scalers": named, "served": served}
+            _log.warning(
+                "workers of a scaler's pool are ready, but none serves its model: check pools.model", extra=facts
+            )
 
     def _target(self, state: _ModelState, forecast: _Forecast, now: float) -> int:
         target = state.targets.get(forecast.kind)

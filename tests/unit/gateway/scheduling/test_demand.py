@@ -181,3 +181,14 @@ async def test_the_metrics_show_what_another_autoscaler_needs() -> None:
     assert value("bottega_ready_services", labels) == 1
     assert value("bottega_waiting_work_seconds", {"model": "m"}) == demand.waiting_s
     await shop.stop()
+
+
+async def test_a_pool_whose_workers_serve_another_model_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop()
+    shop.worker()
+    scaler(shop, "host", pool(ready=1, model="typo"), pool(ready=1))
+    for _ in range(30):
+        shop.controller.demand.update()
+    (record,) = [record for record in caplog.records if "pools.model" in record.message]
+    assert [getattr(record, name) for name in ("model", "scalers", "served")] == ["typo", ["host"], ["m"]]
+    await shop.stop()
