@@ -2,7 +2,7 @@
 can be killed.
 
 `python -m tests.support.activation_hosts FOLDER WAY` is such a process: for each line of its stdin, the id of a
-link, it prints an offer of one in its place, in base64.
+link, it prints an offer of one in its place, in base64; for the line "templates", the number of templates it has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,8 @@ from bottega.v1.link_pb2 import LinkOffer
 from tests.support.offers import OffersAtOnce
 
 _START_S = 60.0
+_MOST_TEMPLATES = 100
+_TEMPLATES = "templates"
 
 
 class Host(Protocol):
@@ -33,6 +36,10 @@ class Host(Protocol):
 
     def offer(self, link_id: str) -> Offer:
         """Raises PeerDead where it is away."""
+        ...
+
+    def templates(self) -> int:
+        """Return how many templates the store has, so that it finds them from now on. Raises PeerDead."""
         ...
 
 
@@ -64,6 +71,9 @@ class StoreHost:
     def offer(self, link_id: str) -> Offer:
         return self.links.offer("w", link_id, caller="")
 
+    def templates(self) -> int:
+        return len(self.store.templates(_MOST_TEMPLATES))
+
     def close(self) -> None:
         self.links.close()
         self.store.close()
@@ -78,19 +88,13 @@ class StoreProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
+        self._lock = threading.Lock()
 
     def offer(self, link_id: str) -> Offer:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{link_id}\n")
-            self._process.stdin.flush()
-            said = self._process.stdout.readline()
-        except OSError:
-            said = ""
-        if not said:
-            raise PeerDead("the store is away")
-        return offer_from_wire(LinkOffer.FromString(base64.b64decode(said)))
+        return offer_from_wire(LinkOffer.FromString(base64.b64decode(self._ask(link_id))))
+
+    def templates(self) -> int:
+        return int(self._ask(_TEMPLATES))
 
     def kill(self) -> None:
         """As the system kills one that has taken too much memory."""
@@ -104,6 +108,18 @@ class StoreProcess:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        said = ""
+        with self._lock, contextlib.suppress(OSError):  # links ask in threads of their own
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+            said = self._process.stdout.readline()
+        if not said:
+            raise PeerDead("the store is away")
+        return said
 
 
 class HostOffers(OffersAtOnce):
@@ -128,8 +144,12 @@ def main(folder: str, way: str) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        packed = offer_to_wire(host.offer(line.strip())).SerializeToString()
-        sys.stdout.write(base64.b64encode(packed).decode() + "\n")
+        if line.strip() == _TEMPLATES:
+            said = str(host.templates())
+        else:
+            packed = offer_to_wire(host.offer(line.strip())).SerializeToString()
+            said = base64.b64encode(packed).decode()
+        sys.stdout.write(said + "\n")
         sys.stdout.flush()
     host.close()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bottega import kinds
+from bottega.addons.edits.engine import addon
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.planner import LoadPlanner, LoadPolicy
 from bottega.addons.edits.planning import BlockCost, StepPlan, follow
@@ -38,6 +39,7 @@ TOLERANCE = 0.02
 # Four transformer blocks, two halves, three steps.
 BLOCKS = 24
 SECTIONS = 6
+ANSWER_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +67,14 @@ class StoreDesk(ManualEngine):
             self.edits.planner = LoadPlanner(self.source, self.edits.times, policy)
         super().__init__(make_engine(model, TOGETHER, addons=(self.edits,)))
         self.edits.set_services(offers.addresses())
+        self._hosts = offers.hosts
         wait_until(lambda: self.source.linked == len(offers.hosts), "the links")
 
     def wait_sent(self, recordings: int = 1) -> None:
-        """Returns when so many were given to a store."""
+        """Return when a store has so many templates: it makes them some time after the last part of them was sent."""
         wait_until(lambda: self.source.counts["uploaded"] >= recordings, "the recording")
+        hosts = self._hosts.values()
+        wait_until(lambda: sum(host.templates() for host in hosts) >= recordings, "its template in the store")
 
 
 class Desks:
@@ -99,7 +104,9 @@ class Desks:
 
 
 @pytest.fixture
-def desks(model: Model, tmp_path: Path) -> Iterator[Desks]:
+def desks(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desks]:
+    # An edit begins without the store's answer after a second, which a store on a busy machine may take.
+    monkeypatch.setattr(addon, "_ANSWER_S", ANSWER_S)
     with ExitStack() as stack:
         yield Desks(model, tmp_path, stack)
 
