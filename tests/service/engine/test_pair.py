@@ -84,8 +84,11 @@ def pair_of(drawing: Drawing) -> PairUse:
 
 @pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M, SamplerKind.DDIM])
 def test_a_guided_request_ends_as_stock_does_with_half_of_its_rows_elsewhere(
-    easel: ManualEngine, stock: Stock, kind: SamplerKind
+    easel: ManualEngine, stock: Stock, kind: SamplerKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Whatever was measured: on a busy machine, sharing may not pay, and an answer may take longer than the least wait.
+    monkeypatch.setattr(pair, "rows_to_offload", lambda _, able, **__: min(able, 1))
+    monkeypatch.setattr(pair, "_LEAST_PATIENCE_S", WAIT_S)
     spec = replace(PLAIN, sampler=kind)
     drawing = easel.draw(EngineOrder(key="a", spec=spec))
     assert_close(drawing.latents[0], stock.reference(spec).latent)
