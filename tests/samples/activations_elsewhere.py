@@ -12,7 +12,8 @@ from bottega.addons.edits.engine.recordings.step import LoadTime, MemoryStep, Re
 
 
 class StepElsewhere:
-    """A RecordedStep. requested: names, in order. comes: whether one that was requested is there when waited for."""
+    """A RecordedStep. requested: names, in order. comes: whether one that was requested is there when waited for.
+    waits_s: how long each wait for one may be."""
 
     writable = False
     mapped = False
@@ -24,6 +25,7 @@ class StepElsewhere:
         self.size_bytes = step.size_bytes
         self.requested: list[str] = []
         self.drops = 0
+        self.waits_s: list[float] = []
         self._comes = comes
         self._outputs = step.outputs
         self._here: set[str] = set()
@@ -43,6 +45,7 @@ class StepElsewhere:
 
     def wait(self, name: str, timeout_s: float) -> bool:
         assert name in self.requested, f"{name} was never requested"
+        self.waits_s.append(timeout_s)
         if not self._comes(name):
             time.sleep(timeout_s)
             return False
