@@ -85,7 +85,7 @@ async def clock_of_work(pool: CodecPool) -> AsyncIterator[None]:
     def work_s() -> float:
         with contextlib.suppress(psutil.NoSuchProcess):
             now = process.cpu_times()
-            return began_s + now.user + now.system - used.user - used.system
+            return began_s + float(now.user + now.system - used.user - used.system)
         return time.monotonic()
 
     with pytest.MonkeyPatch.context() as patches:
