@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
 _HEALTH_S = 1.0
 # Upper bound on the wait of an input image for a codec process. An image that hangs its codec delays others as long.
 _INSPECTION_WAIT_S = 20.0
+# Seconds for which a new scheduler tries to use the jobs and images, before another gateway may.
+_TAKEOVER_S = 10.0
 
 _NO_SCHEDULER = fleet_pb2.SchedulerLease()
 
@@ -250,7 +253,8 @@ class Gateway:
         if lease is not None:
             cast("PostgresJobStore", self._storage.jobs).fence(lease.generation)
             self._jobs.share_page_tokens(lease.page_token_key)
-        await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads)
+        within_s = math.inf if lease is None else _TAKEOVER_S
+        await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads, within_s=within_s)
         self._storage.start(self._jobs.live_records)
         await self._webhooks.start()
         self._controller.start()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, ConfigError, InternalError, StorageUnavailable, Unavailable
+from bottega.errors import BottegaError, ConfigError, DataLoss, InternalError, StorageUnavailable, Unavailable
 from bottega.gateway.jobs.storage import APPLICATION
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
@@ -118,6 +118,13 @@ class SharedScheduling:
         assert holder is not None
         try:
             await self._begin(holder)
+        except (StorageUnavailable, DataLoss) as error:
+            _log.error(
+                "this gateway cannot use the jobs and images; it lets another one become the scheduler, and ends",
+                extra={"text": error.message},
+            )
+            await self._lease.release()
+            self._fail(error)
         except BottegaError as error:
             self._fail(error)
         except Exception:  # noqa: BLE001 - the boundary of the task: a scheduler that does nothing is worse than none

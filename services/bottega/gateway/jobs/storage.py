@@ -136,16 +136,21 @@ class Storage:
         *,
         restore: Callable[[], Awaitable[None]] | None = None,
         on_failure: Callable[[], None] | None = None,
+        within_s: float = math.inf,
     ) -> None:
         """Open both stores. Retry until both are open and `restore` has succeeded.
 
         Args:
             restore: Reads the data that the gateway needs before it serves calls.
             on_failure: Called when a store cannot be opened at once; reads may work even then.
+            within_s: Seconds after which the next failure ends the tries.
 
         Raises:
             ConfigError: If files belong to another program, or a folder is unusable until a person changes something.
+            StorageUnavailable: After `within_s`.
+            DataLoss: The same, if a store is damaged.
         """
+        ends = time.monotonic() + within_s
         while True:
             try:
                 await self._open()
@@ -156,6 +161,8 @@ class Storage:
                 self.report_failure(error)
                 if on_failure is not None:
                     on_failure()
+                if time.monotonic() > ends:
+                    raise
                 await asyncio.sleep(_DAMAGED_RETRY_S if isinstance(error, DataLoss) else _RETRY_S)
             else:
                 self._recovered()

@@ -175,6 +175,23 @@ async def test_a_gateway_waits_for_s3_that_does_not_answer_yet(
         await house.until_serving()
 
 
+async def test_a_scheduler_without_s3_lets_another_gateway_take_over(
+    server: s3.S3Server, proxy: s3.FailingProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bottega.gateway.gateway._TAKEOVER_S", 1.0)
+    proxy.refusal = "ServiceUnavailable"
+    objects = f"s3://{server.bucket()}"
+    with new_database() as url:
+        async with running_gateway(jobs=url, name="sick", objects=objects, starting=True) as sick:
+            assert sick.gateway.failed is not None
+            error = await asyncio.wait_for(asyncio.shield(sick.gateway.failed), 60)
+            assert error.message == "the object storage cannot be used"
+            assert "lets another one become the scheduler" in caplog.text
+            proxy.refusal = ""
+            async with running_gateway(jobs=url, name="well", objects=objects) as well:
+                assert await well.listed() == []
+
+
 def test_a_location_of_another_form_is_a_wrong_key() -> None:
 
     with pytest.raises(ConfigError, match=r"objects: .*must be s3://bucket"):
