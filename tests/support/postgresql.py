@@ -131,12 +131,9 @@ class PostgresServer:
                 process.resume()
 
     def own(self, folder: Path) -> None:
-        """Let the server write into a folder of a test."""
+        """Let the server write into a folder below its own. No other user can enter pytest's folders."""
         if self._user:
             shutil.chown(folder, self._user)
-            for parent in folder.parents:
-                if parent.stat().st_uid == os.geteuid():
-                    parent.chmod(parent.stat().st_mode | 0o111)
 
     def close(self) -> None:
         """Stop the server if it runs, and delete its folder."""

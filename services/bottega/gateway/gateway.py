@@ -251,7 +251,7 @@ class Gateway:
     async def _begin(self, lease: LeaseHolder | None = None) -> None:
         """Read the jobs, and start to schedule them; with the scheduler's lease if they are shared."""
         if lease is not None:
-            cast("PostgresJobStore", self._storage.jobs).fence(lease.generation)
+            cast("PostgresJobStore", self._storage.jobs).fence(lease.generation, lease.address)
             self._jobs.share_page_tokens(lease.page_token_key)
         within_s = math.inf if lease is None else _TAKEOVER_S
         await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads, within_s=within_s)

@@ -4,6 +4,10 @@ The lease is one row. Its generation rises with every takeover and fences writes
 transaction, what a gateway with an older generation writes. So a gateway that was frozen for longer than its lease
 changes nothing when it wakes. The database's clock decides when the lease expires, not the clocks of the gateways.
 
+The database may fail over to a standby. A standby that lacks the last takeover may count a generation twice, so writes
+and renewals also name the address of their gateway. If its clock is behind, a lease whose end is further away than two
+leases has expired, because no gateway renews for so long.
+
     role        event                                    next role
     follower    the lease has expired, or was released   scheduler, with the next generation
     follower    another gateway holds the lease          follower; looks again when it expires, and every second
@@ -32,6 +36,8 @@ LEASE_S = 3.5
 A takeover takes less than 5 s: this, and the time to read the jobs. If each query takes 2 s, renewals still come in
 time, because a fifth of the lease and 2 s are less.
 """
+# Number of leases after which a lease cannot end, unless the database's clock was changed.
+_LONGEST = 2
 # Seconds between two looks of a follower, in case it missed a notification.
 _LOOK_S = 1.0
 # Seconds after the end of a lease at which a follower looks: it has ended by then.
@@ -69,17 +75,19 @@ FROM scheduler_lease
 """
 _TAKE = """
 UPDATE scheduler_lease
-SET generation = generation + 1, name = %s, address = %s, fleet_address = %s, objects = %s,
-    expires_at = clock_timestamp() + make_interval(secs => %s)
-WHERE expires_at <= clock_timestamp()
-RETURNING generation, page_token_key, pg_notify(%s, '')
+SET generation = generation + 1, name = %(name)s, address = %(address)s,
+    fleet_address = %(fleet_address)s, objects = %(objects)s,
+    expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s)
+WHERE expires_at <= clock_timestamp() OR expires_at > clock_timestamp() + make_interval(secs => %(longest_s)s)
+RETURNING generation, page_token_key, pg_notify(%(channel)s, '')
 """
 _RENEW = """
-UPDATE scheduler_lease SET expires_at = clock_timestamp() + make_interval(secs => %s) WHERE generation = %s
-RETURNING generation
+UPDATE scheduler_lease SET expires_at = clock_timestamp() + make_interval(secs => %s)
+WHERE generation = %s AND address = %s RETURNING generation
 """
 _RELEASE = """
-UPDATE scheduler_lease SET expires_at = clock_timestamp() WHERE generation = %s RETURNING pg_notify(%s, '')
+UPDATE scheduler_lease SET expires_at = clock_timestamp() WHERE generation = %s AND address = %s
+RETURNING pg_notify(%s, '')
 """
 
 _log = logging.getLogger(__name__)
@@ -112,6 +120,7 @@ class SchedulerLease:
         self._lease_s = lease_s
         self.address = self.fleet_address = ""
         self._released = False
+        self._turn = asyncio.Lock()
         self._wake = asyncio.Event()
         self._unreachable = False
         self._reached_at = self._may_take_at = 0.0  # on the clock of the event loop
@@ -128,11 +137,15 @@ class SchedulerLease:
     async def release(self) -> None:
         """Let another gateway become the scheduler at once. This gateway never does again."""
         self._released = True
+        async with self._turn:  # a renewal or a takeover that has begun comes first
+            await self._release()
+
+    async def _release(self) -> None:
         holder = self._role.holder
         if not self._role.held or holder is None:
             return
         try:
-            await self._database.fetch(_RELEASE, (holder.generation, _CHANNEL))
+            await self._database.fetch(_RELEASE, (holder.generation, holder.address, _CHANNEL))
         except (StorageUnavailable, DataLoss) as error:
             _log.warning("the scheduler's lease could not be released; it expires", extra={"text": error.message})
         else:
@@ -149,7 +162,8 @@ class SchedulerLease:
         while not self._role.lost:
             self._wake.clear()
             try:
-                pause_s = await (self._renew() if self._role.held else self._look())
+                async with self._turn:
+                    pause_s = await (self._renew() if self._role.held else self._look())
                 self._note_reached()
             except (StorageUnavailable, DataLoss) as error:
                 self._note_unreachable(error)
@@ -180,7 +194,8 @@ class SchedulerLease:
         """Extend the lease, and return the seconds until the next renewal."""
         holder = self._role.holder
         assert holder is not None
-        if not await self._database.fetch(_RENEW, (self._lease_s, holder.generation)) and self._role.held:
+        terms = (self._lease_s, holder.generation, holder.address)
+        if not await self._database.fetch(_RENEW, terms) and self._role.held:
             _log.error(
                 "another gateway has become the scheduler; this one changes nothing any more, and ends",
                 extra={"generation": holder.generation},
@@ -191,9 +206,17 @@ class SchedulerLease:
     async def _look(self) -> float:
         """Find out who the scheduler is, and take the lease if it is free. Return the seconds until the next look."""
         ((generation, name, address, fleet_address, objects, end, left),) = await self._database.fetch(_LOOK)
-        left_s = float(left)
+        left_s = float(left) if left <= _LONGEST * self._lease_s else 0.0
         if left_s <= 0 and not self._released and asyncio.get_running_loop().time() >= self._may_take_at:
-            terms = (self._name, self.address, self.fleet_address, self._objects, self._lease_s, _CHANNEL)
+            terms = {
+                "name": self._name,
+                "address": self.address,
+                "fleet_address": self.fleet_address,
+                "objects": self._objects,
+                "lease_s": self._lease_s,
+                "longest_s": _LONGEST * self._lease_s,
+                "channel": _CHANNEL,
+            }
             taken = await self._database.fetch(_TAKE, terms)
             if not taken:
                 return 0.0  # another gateway was faster

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 
 from bottega.errors import ConfigError
@@ -86,6 +87,36 @@ async def test_a_released_lease_is_taken_without_waiting_for_its_end(url: str) -
             await eventually(lambda: second.role.held)
             await eventually(lambda: first.role.holder == second.role.holder)
             assert not first.role.held
+
+
+async def test_a_renewal_that_waits_does_not_undo_a_release(url: str) -> None:
+    async with _gateway(url, "a", lease_s=5) as first:
+        await eventually(lambda: first.role.held)
+        async with await psycopg.AsyncConnection.connect(url) as connection:
+            await connection.execute("SELECT 1 FROM scheduler_lease FOR UPDATE")
+            release = asyncio.create_task(first.lease.release())
+            await asyncio.sleep(1.5)  # the next renewal is due after one second
+        await release
+        await asyncio.sleep(0.2)
+        ended = "SELECT expires_at <= clock_timestamp() FROM scheduler_lease"
+        assert shared_server().execute(ended, database=urlsplit(url).path[1:]) == [(True,)]
+
+
+async def test_a_holder_is_lost_if_a_standby_gave_its_generation_to_another_gateway(url: str) -> None:
+    async with _gateway(url, "a") as first:
+        await eventually(lambda: first.role.held)
+        other = "UPDATE scheduler_lease SET name = 'other', address = 'other:8470'"
+        shared_server().execute(other, database=urlsplit(url).path[1:])
+        await eventually(lambda: first.role.lost)
+
+
+async def test_a_lease_of_a_clock_that_was_ahead_is_taken(url: str) -> None:
+    async with _gateway(url, "a") as first:
+        await eventually(lambda: first.role.held)
+    name = urlsplit(url).path[1:]
+    shared_server().execute("UPDATE scheduler_lease SET expires_at = now() + interval '1 hour'", database=name)
+    async with _gateway(url, "b") as second:
+        await eventually(lambda: second.role.held)
 
 
 async def test_a_holder_whose_lease_was_taken_is_lost(url: str) -> None:

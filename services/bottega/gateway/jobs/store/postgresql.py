@@ -64,7 +64,7 @@ class PostgresJobStore:
         self._on_commit = on_commit
         self._readable = self._writable = False
         self._generation = 0
-        self._fence: int | None = None
+        self._fence: tuple[int, str] | None = None
         self._clock = clock
         # `forget` counts all jobs again above this sequence number, from this time on, or for other bounds.
         self._room_until, self._counts_from, self._counted_bounds = 0, 0.0, (0, 0)
@@ -82,12 +82,12 @@ class PostgresJobStore:
         """Number of operations that wait for a connection."""
         return self._database.waiting
 
-    def fence(self, generation: int) -> None:
-        """Refuse every write with StaleGeneration unless the scheduler's lease has this generation.
+    def fence(self, generation: int, address: str) -> None:
+        """Refuse every write with StaleGeneration unless the scheduler's lease has this generation and address.
 
-        It becomes the generation of the store. Before the first call nothing is checked.
+        The generation becomes that of the store. Before the first call nothing is checked.
         """
-        self._fence = self._generation = generation
+        self._generation, self._fence = generation, (generation, address)
 
     async def open(self) -> None:
         """Connect, create missing tables, and count this start of the gateway."""
@@ -313,9 +313,9 @@ class PostgresJobStore:
         async with self._database.transaction() as connection:
             if self._fence is not None:
                 # The lock lets the holder extend its lease, but makes a take-over wait for this transaction.
-                query = "SELECT 1 FROM scheduler_lease WHERE generation = %s FOR KEY SHARE"
-                if not await rows_of(connection, query, (self._fence,)):
-                    raise StaleGeneration(self._fence)
+                query = "SELECT 1 FROM scheduler_lease WHERE (generation, address) = (%s, %s) FOR KEY SHARE"
+                if not await rows_of(connection, query, self._fence):
+                    raise StaleGeneration(self._generation)
             yield connection
         self._on_commit(time.perf_counter() - began)
 

@@ -68,7 +68,7 @@ async def _create_lease(url: str) -> None:
 
 
 def _lease(generation: int) -> str:
-    return f"UPDATE scheduler_lease SET generation = {generation}"
+    return f"UPDATE scheduler_lease SET generation = {generation}, address = 'a:1'"
 
 
 async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> None:
@@ -76,12 +76,12 @@ async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> No
         await old.add(record("j1"))
         await _create_lease(url)
         _execute(url, _lease(7))
-        old.fence(7)
+        old.fence(7, "a:1")
         assert old.generation == 7
         assert await old.update("j1", running(1))
         await old.add(record("j2"))
         _execute(url, _lease(9))
-        new.fence(9)
+        new.fence(9, "a:1")
         before = await new.page(size=9)
         for write in (
             old.add(record("j3")),
@@ -102,7 +102,7 @@ async def test_a_take_over_waits_for_a_write_that_has_begun(url: str) -> None:
         await store.add(record("j1"))
         await _create_lease(url)
         _execute(url, _lease(7))
-        store.fence(7)
+        store.fence(7, "a:1")
         async with store._write():  # a transaction that has passed the check
             await asyncio.to_thread(
                 _execute, url, "UPDATE scheduler_lease SET expires_at = now()"
@@ -296,10 +296,8 @@ async def _retried(store: PostgresJobStore, job_id: str) -> None:
             return
 
 
-async def test_a_full_disk_of_the_database_is_said_reads_go_on_and_it_heals(
-    server: PostgresServer, tmp_path: Path
-) -> None:
-    with full_disk.small_disk(tmp_path / "disk", size_bytes=24 * MIB) as disk:
+async def test_a_full_disk_of_the_database_is_said_reads_go_on_and_it_heals(server: PostgresServer) -> None:
+    with full_disk.small_disk(server.folder / "disk", size_bytes=24 * MIB) as disk:
         server.own(disk)
         server.execute(f"CREATE TABLESPACE small LOCATION '{disk}'")
         try:
