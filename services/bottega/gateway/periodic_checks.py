@@ -77,8 +77,9 @@ class PeriodicChecks:
         return len(faults) < _MAX_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
 
     def start_grace(self) -> None:
-        """Start the time during which jobs from before a restart wait for a worker."""
+        """Start the time during which jobs from before a restart wait for a worker, and scalers stop nothing."""
         self._grace_until = self._clock.monotonic() + self._worker_grace_s
+        self._controller.demand.begin(grace_s=self._worker_grace_s)
 
     def start(self) -> None:
         """Start the background checks."""

@@ -62,7 +62,7 @@ async def submit(house: Running, number: int) -> str:
 
 
 async def test_a_burst_starts_a_second_worker_which_drains_away_after_it(tmp_path: Path) -> None:
-    async with running_gateway(scaling=SCALING) as house, scaling(house, tmp_path, minimum=1):
+    async with running_gateway(scaling=SCALING, model_grace_s=1.0) as house, scaling(house, tmp_path, minimum=1):
 
         async def are(*names: str) -> bool:
             return await workers(house) == list(names)
@@ -85,7 +85,7 @@ async def test_a_burst_starts_a_second_worker_which_drains_away_after_it(tmp_pat
 
 
 async def test_the_first_job_of_a_model_without_workers_starts_one(tmp_path: Path) -> None:
-    async with running_gateway(scaling=SCALING) as house, scaling(house, tmp_path, minimum=0):
+    async with running_gateway(scaling=SCALING, model_grace_s=1.0) as house, scaling(house, tmp_path, minimum=0):
 
         async def is_offered() -> bool:
             error = await refusal(lambda: house.submit(prompt="a star", model=MODEL))

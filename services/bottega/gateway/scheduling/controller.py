@@ -192,6 +192,7 @@ class JobController:
         self.draining = self.scheduler.draining = True
         for job in list(self._jobs.live()):
             job.detach(draining())
+        self.demand.end()
         self._dispatcher.detach()
         self._fleet.close()
 

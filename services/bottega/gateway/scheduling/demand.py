@@ -132,6 +132,11 @@ class _Forecast:
         least = sum(min(pool.minimum, pool.maximum) for pool in states)
         return min(max(count, self.fixed + least), self.fixed + sum(pool.maximum for pool in states))
 
+    @property
+    def known(self) -> int:
+        """Number of services that no scaler runs, and of those that scalers run or start, joined or not."""
+        return self.fixed + sum(pool.count for pool in self._states())
+
     def share_out(self, count: int) -> list[int]:
         """Return how many of `count` services each pool should run."""
         return share_out(count - self.fixed, self._states())
@@ -148,10 +153,10 @@ class _Forecast:
 
 
 class FleetDemand:
-    """Decides how many services each model needs. Call `update` each second.
+    """Decides how many services each model needs, from `begin` on. Call `update` each second.
 
     Attributes:
-        demand: The result of the last update, by kind and model.
+        demand: The result of the last update, by kind and model; empty unless this gateway schedules.
     """
 
     def __init__(
@@ -174,6 +179,23 @@ class FleetDemand:
         self._models: dict[str, _ModelState] = {}
         self._arrived: Counter[tuple[str, ResourceRequest]] = Counter()
         self._targets: dict[Member, list[PoolTarget]] = {}
+        self._grace_until: float | None = None
+        """Time until which no target is below what runs; None while this gateway does not schedule."""
+
+    def begin(self, *, grace_s: float) -> None:
+        """Begin anew when this gateway has read the jobs that it schedules.
+
+        Args:
+            grace_s: Seconds within which scalers and workers that were there before have joined again. Until then, and
+                for as long as services are kept, no running service is stopped.
+        """
+        self._models.clear()
+        self._arrived.clear()
+        self._grace_until = self._clock.monotonic() + grace_s
+
+    def end(self) -> None:
+        """Compute nothing and tell scalers nothing any more, because another gateway schedules."""
+        self.demand, self._targets, self._grace_until = (), {}, None
 
     def note_arrival(self, job: Job) -> None:
         """Count a job that was accepted."""
@@ -184,7 +206,12 @@ class FleetDemand:
         return self._targets.get(member, ())
 
     def update(self) -> None:
-        """Forecast the work of all models, and tell the scalers how many services they should run."""
+        """Forecast the work of all models, and tell the scalers how many services they should run.
+
+        Does nothing unless this gateway schedules: only then are the jobs that wait in its queue.
+        """
+        if self._grace_until is None:
+            return
         now = self._clock.monotonic()
         pools = self._pools()
         served = {model for member in self._fleet.services(kinds.WORKER) for model in member.served}
@@ -224,10 +251,12 @@ class FleetDemand:
             )
 
     def _target(self, state: _ModelState, forecast: _Forecast, now: float) -> int:
-        target = state.targets.get(forecast.kind)
+        need, target = forecast.need, state.targets.get(forecast.kind)
         if target is None:
-            target = state.targets[forecast.kind] = TargetCount(forecast.supply.count, now)
-        return target.update(forecast.need, now, hold_s=max(self._config.keep_s, forecast.supply.start_s))
+            target = state.targets[forecast.kind] = TargetCount(max(forecast.supply.count, forecast.known), now)
+        if self._grace_until is not None and now < self._grace_until:
+            need = Need(least=max(need.least, forecast.known), most=max(need.most, forecast.known))
+        return target.update(need, now, hold_s=max(self._config.keep_s, forecast.supply.start_s))
 
     def _forecasts(
         self, model: str, state: _ModelState, work: _ModelWork, pools: Mapping[tuple[str, str], _Pools]

@@ -71,6 +71,63 @@ async def test_scalers_get_their_shares_and_the_bounds_hold() -> None:
     await shop.stop()
 
 
+async def test_a_restart_of_the_gateway_stops_no_running_worker() -> None:
+    shop = Shop()
+    shop.controller.demand.begin(grace_s=30)
+    member = scaler(shop, "host", pool(minimum=1, ready=3))
+    forecast(shop)
+    assert targets(shop, member) == [3], "the scaler joined again before its workers"
+    workers = [shop.worker(name) for name in ("w1", "w2", "w3")]
+    for _ in range(2 * (30 + 59)):
+        forecast(shop)
+        assert targets(shop, member) == [3]
+        shop.time.now += 0.5
+        for each in (member, *workers):
+            shop.fleet.report_unchanged(each)
+    shop.time.now += 10
+    forecast(shop)
+    assert targets(shop, member) == [1], "fewer have been enough for long"
+    await shop.stop()
+
+
+async def test_a_scaler_that_joins_before_its_workers_keeps_them() -> None:
+    shop = Shop()
+    shop.controller.demand.begin(grace_s=0)
+    member = scaler(shop, "host", pool(minimum=1, ready=3))
+    forecast(shop)
+    assert targets(shop, member) == [3]
+    await shop.stop()
+
+
+async def test_a_scaler_that_joins_during_the_grace_loses_no_worker() -> None:
+    shop = Shop()
+    for name in ("w1", "w2", "w3", "w4", "w5"):
+        shop.worker(name)
+    left = scaler(shop, "left", pool(minimum=1, ready=2))
+    forecast(shop)
+    right = scaler(shop, "right-1", pool(minimum=1, ready=3))
+    forecast(shop)
+    assert (targets(shop, left), targets(shop, right)) == ([2], [3])
+    await shop.stop()
+
+
+async def test_a_gateway_tells_scalers_nothing_unless_it_schedules() -> None:
+    shop = Shop()
+    demand = shop.controller.demand
+    member = scaler(shop, "host", pool(minimum=1, ready=3))
+    shop.worker(seconds=1.0)
+    forecast(shop)
+    assert targets(shop, member) == [3]
+    demand.end()
+    demand.update()
+    assert (demand.demand, targets(shop, member)) == ((), [])
+    scaler(shop, "host", pool(minimum=1, ready=1))
+    demand.begin(grace_s=30)
+    forecast(shop)
+    assert targets(shop, member) == [1], "nothing is left of the time before"
+    await shop.stop()
+
+
 async def test_workers_that_no_scaler_runs_count() -> None:
     shop = Shop()
     for name in ("w1", "w2"):
