@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,8 +33,10 @@ from bottega.errors import BottegaError, ConfigError, InvalidRequest, StorageUna
 from bottega.rpc.fleet_membership import Listening
 from bottega.rpc.link_service import StoreLinks
 from bottega.rpc.operation.metrics import counter_by, counters, gauges
+from bottega.rpc.security.private_files import write_file
 from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.store_server import StoreLinkHandler, StoreServer
+from bottega.storage import folders
 from bottega.transport import Connection, Incoming, Layout, Limits, LinkServerSettings, kind_of
 from bottega.v1 import fleet_pb2
 from bottega.v1.cache_pb2 import (
@@ -50,6 +54,7 @@ _log = logging.getLogger(__name__)
 _LIMITS = Limits(slots=4, slot_bytes=32 << 20)
 # Number of tensors of a message before its latents: kind, header, embedding, and the picture of a recording.
 _EMBEDDING, _PICTURE, _LATENTS = 2, 3, 4
+_ID = re.compile("[0-9a-f]{32}")
 _NOTHING = CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 
@@ -141,7 +146,7 @@ class CacheServer(StoreServer):
 
     def __init__(self, config: CacheConfig, *, folder: Path, listening: Listening) -> None:
         self._profiles = read_profiles(config)
-        self.store = LatentStore(store_settings(config, folder), index=_index(config))
+        self.store = LatentStore(store_settings(config, folder), index=_index(config, folder))
         super().__init__(
             config,
             kind=kinds.CACHE,
@@ -200,7 +205,7 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
     )
 
 
-def _index(config: CacheConfig) -> EntryIndex:
+def _index(config: CacheConfig, folder: Path) -> EntryIndex:
     """Return the index in memory, or in the configured database. Raises ConfigError."""
     if not config.database:
         on_cpu = config.index.device == "cpu"
@@ -209,9 +214,27 @@ def _index(config: CacheConfig) -> EntryIndex:
         raise ConfigError("index.device is for embeddings in memory: remove it, or database")
     from bottega.cache.index.postgresql import PostgresIndex
 
-    index = PostgresIndex(config.database, cache=config.name or kinds.CACHE)
+    index = PostgresIndex(config.database, cache=cache_id(folder))
     index.open()
     return index
+
+
+def cache_id(folder: Path) -> str:
+    """Return the random ID in the cache's folder, which names its vectors in a database. Create it if there is none.
+
+    The cache's name does not identify it: caches with one database may be unnamed, or have the same name. Raises
+    ConfigError if the folder cannot be used.
+    """
+    file = folder / "id"
+    try:
+        folders.make(folder)
+        found = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
+        if _ID.fullmatch(found) is None:
+            found = uuid.uuid4().hex
+            write_file(file, found.encode())
+    except OSError as error:
+        raise ConfigError(f"the file {file} cannot be read or written: {error.strerror}") from None
+    return found
 
 
 def read_profiles(config: CacheConfig) -> list[CacheProfile]:

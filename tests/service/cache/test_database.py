@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -49,6 +50,20 @@ async def test_entries_are_found_by_the_database_also_after_a_restart(tmp_path: 
             assert (await cache.call("ClearCache")).entries == 2
             assert not (await _ask(link, 1)).latents
             link.close()
+
+
+async def test_caches_of_the_same_name_keep_their_entries_apart(tmp_path: Path) -> None:
+    with new_database(vector=True) as url:
+        named = config(database=url, name="cache")
+        async with running(tmp_path / "one", named) as one:
+            await one.call("SetCacheProfile", profile=profile())
+            await one.fill("a")
+            async with running(tmp_path / "two", named) as two:
+                await two.call("SetCacheProfile", profile=profile())
+                await two.fill("a")
+        rows = "SELECT cache, number FROM bottega_cache_vectors"
+        stored = shared_server(vector=True).execute(rows, urlsplit(url).path[1:])
+        assert len({cache for cache, _ in stored}) == len(stored) == 2
 
 
 async def test_pictures_begin_from_noise_while_the_database_is_away(

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -38,9 +38,9 @@ _BATCH_S = 0.05
 # not be deleted.
 _ROWS = 1000
 _MAX_SKIPPED = 1000
-# Seconds between two attempts to build a graph while another cache builds one, and after a failure.
+# Seconds between two attempts to build a graph while another cache builds one, and between two after other failures.
 _TURN_S = 1.0
-_BUILD_RETRY_S = 30.0
+_RETRY_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PostgresIndex:
 
     Args:
         url: A `postgresql://` URL.
-        cache: Name of the cache, whose entries are separate from those of other caches in the same table.
+        cache: ID of the cache, whose entries are separate from those of other caches in the same table.
         max_entries: Upper bound on the number of entries of all keys.
     """
 
@@ -61,7 +61,7 @@ class PostgresIndex:
         self._numbers: dict[str, set[int]] = {}  # by key
         self._widths: dict[str, int] = {}  # by key
         self._graphs: set[int] = set()  # widths whose graph was built
-        self._undeleted: set[tuple[str, int]] = set()
+        self._undeleted: dict[str, set[int]] = {}  # by key: removed entries whose vectors are still in the table
         self._entries = 0
         self._closed = False
         self._away_until = 0.0
@@ -97,7 +97,7 @@ class PostgresIndex:
     def loaded(self) -> None:
         """Delete the vectors of entries that were not loaded, and begin to build graphs of those that were."""
         self._run(self._delete_strays(), _LOAD_S)
-        self._loop.call_soon_threadsafe(self._start_building)
+        self._call_soon(self._start_building)
 
     @property
     def has_graphs(self) -> bool:
@@ -106,8 +106,15 @@ class PostgresIndex:
 
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
         _check_number(number)
-        self._add(key, np.array([number], np.int64), unit_vectors(vector)[None], timeout_s=_CHANGE_S)
-        self._loop.call_soon_threadsafe(self._start_building)
+        try:
+            self._add(key, np.array([number], np.int64), unit_vectors(vector)[None], timeout_s=_CHANGE_S)
+        except StorageUnavailable:
+            with self._lock:
+                if number not in self._numbers.get(key, ()):  # its vector may have been written
+                    self._undeleted.setdefault(key, set()).add(number)
+            self._call_soon(self._start_deleting)
+            raise
+        self._call_soon(self._start_building)
 
     def remove(self, key: str, number: int) -> bool:
         with self._lock:
@@ -118,8 +125,8 @@ class PostgresIndex:
             self._entries -= 1
             if not known:
                 del self._numbers[key], self._widths[key]
-            self._undeleted.add((key, number))
-        self._loop.call_soon_threadsafe(self._start_deleting)
+            self._undeleted.setdefault(key, set()).add(number)
+        self._call_soon(self._start_deleting)
         return True
 
     def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
@@ -127,7 +134,7 @@ class PostgresIndex:
             raise ValueError(f"count must be from 1 to {MAX_COUNT}")
         wanted = self._wanted(key, vector)
         with self._lock:
-            skipped = sum(other == key for other, _ in self._undeleted)
+            skipped = len(self._undeleted.get(key, ()))
         if wanted is None:
             return []
         rows = self._answer(self._table.search(key, wanted, count + min(skipped, _MAX_SKIPPED)))
@@ -180,15 +187,9 @@ class PostgresIndex:
             known = self._numbers.get(key, set())
             if known and width != self._widths[key]:
                 raise ValueError(_wrong_width(self._widths[key], width))
-            new = set(numbers.tolist()) - known
             if self._entries + len(numbers) > self._max_entries:
                 raise QueueFull(f"the index is full: it has {self._max_entries} entries (max_entries)")
         self._run(self._write(key, numbers, vectors), timeout_s)
-        with self._lock:
-            self._numbers.setdefault(key, set()).update(new)
-            self._widths[key] = width
-            self._entries += len(new)
-            self._undeleted.difference_update((key, number) for number in new)
 
     def _wanted(self, key: str, vector: NDArray[np.floating]) -> Vectors | None:
         """Return the vector to search for; None if the key has no entries. Raise ValueError if it does not fit."""
@@ -240,13 +241,31 @@ class PostgresIndex:
     def _facts(self, error: BottegaError | None = None) -> dict[str, str]:
         return {"database": self._table.place} | ({"text": error.message} if error is not None else {})
 
+    def _call_soon(self, function: Callable[[], None]) -> None:
+        """Call a function in the thread of the event loop, unless the index is closed."""
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(function)
+
     # In the thread of the event loop.
 
     async def _write(self, key: str, numbers: Numbers, vectors: Vectors) -> None:
+        """Write vectors, and then add their entries."""
         async with self._changing:
-            with self._lock:
-                self._undeleted.difference_update((key, number) for number in numbers.tolist())
             await self._table.write(key, numbers, vectors)
+            with self._lock:
+                known = self._numbers.setdefault(key, set())
+                self._entries += len(set(numbers.tolist()) - known)
+                known.update(numbers.tolist())
+                self._widths[key] = vectors.shape[1]
+                self._forget_undeleted(key, numbers.tolist())
+
+    def _forget_undeleted(self, key: str, numbers: Iterable[int]) -> None:
+        """Note, under the lock, that these vectors need not be deleted any more."""
+        left = self._undeleted.get(key, set())
+        left.difference_update(numbers)
+        if not left:
+            self._undeleted.pop(key, None)
 
     def _start_deleting(self) -> None:
         if self._deleting is None or self._deleting.done():
@@ -259,17 +278,25 @@ class PostgresIndex:
             try:
                 async with self._changing:
                     with self._lock:
-                        gone = list(islice(self._undeleted, _ROWS))
+                        each = ((key, number) for key, numbers in self._undeleted.items() for number in numbers)
+                        gone = list(islice(each, _ROWS))
                     await self._table.delete(gone)
                     with self._lock:
-                        self._undeleted.difference_update(gone)
+                        for key, number in gone:
+                            self._forget_undeleted(key, [number])
             except BottegaError:
                 await asyncio.sleep(_AWAY_S)
+            except Exception:  # noqa: BLE001 - the boundary of a task whose end nobody would see
+                _log.exception("the embeddings of removed entries cannot be deleted, and are tried again")
+                await asyncio.sleep(_RETRY_S)
 
     async def _delete_strays(self) -> None:
-        stored = await self._table.numbers()
-        with self._lock:
-            self._undeleted |= {(key, number) for key, number in stored if number not in self._numbers.get(key, ())}
+        async with self._changing:
+            stored = await self._table.numbers()
+            with self._lock:
+                for key, number in stored:
+                    if number not in self._numbers.get(key, ()):
+                        self._undeleted.setdefault(key, set()).add(number)
         self._start_deleting()
 
     def _start_building(self) -> None:
@@ -292,7 +319,10 @@ class PostgresIndex:
                     await asyncio.sleep(_TURN_S)
             except BottegaError as error:
                 _log.warning("searches compare all embeddings, as their graph is not built", extra=self._facts(error))
-                await asyncio.sleep(_BUILD_RETRY_S)
+                await asyncio.sleep(_RETRY_S)
+            except Exception:  # noqa: BLE001 - the boundary of a task whose end nobody would see
+                _log.exception("searches compare all embeddings, as their graph is not built")
+                await asyncio.sleep(_RETRY_S)
 
     async def _stop(self) -> None:
         tasks = [task for task in (self._deleting, self._building) if task is not None]

@@ -71,7 +71,7 @@ class EntryIndex(Protocol):
         ...
 
     def loaded(self) -> None:
-        """Finish loading, after all entries were added: what was stored of others is deleted."""
+        """Finish loading, after all entries were added. Delete stored vectors of entries that were not loaded."""
         ...
 
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:

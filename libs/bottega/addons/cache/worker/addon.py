@@ -61,7 +61,7 @@ class _Question:
     missing: LatentReply | None = None
     """The best response so far of caches that lack some of the wanted entries."""
     lacking: set[str] = field(default_factory=set)
-    """Names of those caches."""
+    """Names of caches that lack some of the wanted entries."""
 
 
 class LatentStores:
