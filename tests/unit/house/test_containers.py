@@ -139,8 +139,37 @@ def test_the_template_of_the_chart_uses_values_that_exist() -> None:
         assert set(service) == used, kind
 
 
+def test_passwords_reach_only_the_services_that_need_them() -> None:
+    conditions: list[str] = []
+    given: dict[str, list[str]] = {}
+    for line in TEMPLATE.splitlines():
+        if opened := re.search(r"{{-? (?:if|range|with) (.*?) }}", line):
+            conditions.append(opened[1])
+        elif re.search(r"{{-? end }}", line):
+            conditions.pop()
+        for name in re.findall(r"secretRef|JOBS|OBJECTS|MODEL", line):
+            given[name] = conditions[1:]
+    gateway = ['eq $name "gateway"']
+    assert given == {
+        "secretRef": ["$service.secret"],
+        "JOBS": gateway,
+        "OBJECTS": gateway,
+        "MODEL": ['eq $name "worker"'],
+    }
+    secrets = re.compile("PASSWORD|SECRET|ACCESS_KEY|JOBS|OBJECTS")
+    holders = {
+        name
+        for name, container in COMPOSE["services"].items()
+        if secrets.search(" ".join(container.get("environment", {})))
+    }
+    assert holders == {"gateway", "postgres", "s3"}
+
+
 @pytest.mark.skipif(not shutil.which("helm"), reason="there is no helm here: the chart was not rendered")
 def test_helm_renders_the_chart() -> None:
-    done = subprocess.run(["helm", "template", "trial", CHART], capture_output=True, text=True, check=True, timeout=60)
-    kinds = [document["kind"] for document in yaml.safe_load_all(done.stdout) if document]
-    assert kinds.count("StatefulSet") == len(SERVICES)
+    command = ["helm", "template", "trial", str(CHART), "--set", "services.gateway.secret=passwords"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    sets = [document for document in yaml.safe_load_all(done.stdout) if document and document["kind"] == "StatefulSet"]
+    assert len(sets) == len(SERVICES)
+    containers = [document["spec"]["template"]["spec"]["containers"][0] for document in sets]
+    assert [container["name"] for container in containers if "envFrom" in container] == ["gateway"]
