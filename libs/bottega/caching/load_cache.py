@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 # A running load cannot be interrupted. What it loaded is dropped with the process.
 _STOP_S = 30.0
+# Number of values, the last loaded, whose loading times are known.
+_MAX_TIMES = 1000
 
 
 class Loader(Protocol[LoadedT_co]):
@@ -181,7 +183,10 @@ class LoadCache(Generic[ValueT]):
         try:
             began_s = time.monotonic()
             value = self._loader.load(name)
+            self._load_s.pop(name, None)
             self._load_s[name] = time.monotonic() - began_s
+            if len(self._load_s) > _MAX_TIMES:
+                del self._load_s[next(iter(self._load_s))]
         except Exception as error:  # noqa: BLE001 - the boundary of a load: those that wait get its error
             self._on_failed(name, error)
         else:

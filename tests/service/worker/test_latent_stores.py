@@ -376,3 +376,24 @@ def test_a_recording_that_cannot_be_made_is_left_out() -> None:
         assert stores.record(recording())
         assert list(cache.recordings.get(timeout=EVENTUALLY_S).header.steps) == [1, 3]
         assert stores.linked == 1
+
+
+def test_latents_of_a_cache_that_lacks_some_are_reported_as_unused() -> None:
+    entries = [ENTRY, "0" * 31 + "2"]
+
+    def has(count: int, name: str) -> ScriptedCache:
+        hits = [CacheStart(entry=entry, step=1) for entry in entries[:count]]
+        zeros = [
+            (wire.latent_spec(place, DTYPES[torch.float32], (4, 8, 8)), memoryview(bytes(4 * 4 * 8 * 8)))
+            for place in range(count)
+        ]
+        header = CacheAnswer(hits=hits, counts_starts=True)
+        return ScriptedCache(name, lambda number, _: wire.answer_message(number, header, zeros))
+
+    some, every = has(1, "one"), has(2, "two")
+    with linked(some, every) as (stores, _):
+        pinned = [CacheStart(entry=entry, step=1) for entry in entries]
+        asked = stores.ask(question(embedding_of("one", "one", "two"), pinned=pinned))
+        assert len(asked.result(EVENTUALLY_S).latents) == 2
+        assert some.starts.get(timeout=EVENTUALLY_S) == CacheStarts(key=KEY, unused=[ENTRY])
+        assert every.starts.empty()

@@ -19,6 +19,10 @@ CELLS = 16
 More cells are spread more evenly over caches, and separate more similar prompts. Three caches with room for 150 latents
 each save .183 of all steps of a stream of prompts with one key, one cache with room for 450 saves .185, and three that
 share the entries by the exact key alone save .117 (`make bench-cache`).
+
+Embeddings that lie in a cone make shares unequal: of random ones under one key (width 768), the largest of three /
+eight caches has .43 / .25 if the mean cosine of two is 0, .63 / .57 at .6, and .74 / .72 at .8. With 256 cells it has
+.54 / .36 at .6, but only 72 % of pairs with cosine .98 share a cell, not 82 %.
 """
 
 

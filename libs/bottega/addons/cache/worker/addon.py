@@ -117,7 +117,7 @@ class LatentStores:
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
         answer = Future[LatentReply]()
         with self._lock:
-            self._questions = {key: asked for key, asked in self._questions.items() if not asked.answer.done()}
+            self._drop_done()
             if len(self._questions) >= _MAX_QUESTIONS:
                 answer.set_result(_UNAVAILABLE)
                 return answer
@@ -168,14 +168,15 @@ class LatentStores:
             answer = replace(answer, work=work)
             if _lacks(asked.question.header, answer.header) and not asked.answer.done():
                 asked.lacking.add(link.store.name)
-                asked.missing, asked.link = _better(asked.missing, answer), None
+                before, asked.link = asked.missing, None
+                asked.missing = _better(before, answer)
+                self._report_unused(asked, before if asked.missing is answer else answer)
                 self._send(number, asked)
                 return
             del self._questions[number]
-        if asked.answer.set_running_or_notify_cancel():
-            asked.answer.set_result(answer)
-        elif answer.header.hits and answer.header.counts_starts:  # the job has ended, or does not need it any more
-            link.report(_unused(asked.question.header, answer.header))
+            self._report_unused(asked, asked.missing)
+        if not _answer(asked, answer):  # the job has ended, or does not need it any more
+            self._report_unused(asked, answer)
 
     def on_lost(self, link: CacheStoreLink) -> None:
         """Send the queries and recordings of a lost connection to the next cache, or to the same one again."""
@@ -210,7 +211,19 @@ class LatentStores:
         name = next(names, None)
         return None if name is None else links[name]
 
+    def _report_unused(self, asked: _Question, reply: LatentReply | None) -> None:
+        """Report to its cache that the latents of a response are not used."""
+        if reply is not None and reply.header.hits:
+            self.report(reply, _unused(asked.question.header, reply.header))
+
     # Called under the lock.
+
+    def _drop_done(self) -> None:
+        """Forget the queries that are answered, or whose jobs do not wait any more."""
+        for number, asked in list(self._questions.items()):
+            if asked.answer.done():
+                del self._questions[number]
+                self._report_unused(asked, asked.missing)
 
     def _resume(self) -> None:
         """Send pending queries that no cache has, and pass the recordings for lost caches to the next ones."""
@@ -230,9 +243,12 @@ class LatentStores:
         A query for certain entries waits for a cache that is away, which may have them.
         """
         if asked.losses == _MAX_LOSSES:
-            _answer(asked, _UNAVAILABLE)
+            if _answer(asked, _UNAVAILABLE):
+                self._report_unused(asked, asked.missing)
+                asked.missing = None
         elif asked.missing is not None and asked.lacking.issuperset(self._links):
-            _answer(asked, asked.missing)
+            if _answer(asked, asked.missing):
+                asked.missing = None
         else:
             link, now_s = self._responsible(asked.place, asked.lacking), time.monotonic()
             if link is not None and link.ask(number, asked.question):
@@ -243,9 +259,12 @@ def _place(key: str, embedding: Tensor) -> str:
     return placement_key(key, embedding.numpy())
 
 
-def _answer(asked: _Question, reply: LatentReply) -> None:
-    if asked.answer.set_running_or_notify_cancel():
+def _answer(asked: _Question, reply: LatentReply) -> bool:
+    """Answer a query, and return whether its job still waits."""
+    waits = not asked.answer.done() and asked.answer.set_running_or_notify_cancel()
+    if waits:
         asked.answer.set_result(reply)
+    return waits
 
 
 def _lacks(question: CacheQuestion, answer: CacheAnswer) -> bool:
