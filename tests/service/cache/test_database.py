@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,10 +13,13 @@ import pytest
 
 from bottega.cache.__main__ import build
 from bottega.cache.config import CacheIndexConfig
+from bottega.cache.index import postgresql
 from bottega.cache.index.postgresql import PostgresIndex
+from bottega.cache.index.vector_index import Numbers, Vectors
+from bottega.cache.index.vector_table import VectorTable
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
-from bottega.errors import ConfigError
+from bottega.errors import ConfigError, StorageUnavailable
 from bottega.transport import Link
 from bottega.v1 import cache_pb2 as pb
 from tests.support.postgresql import PASSWORD, new_database, running_server, shared_server
@@ -130,6 +135,61 @@ def test_an_outage_at_the_start_is_logged_once(tmp_path: Path, caplog: pytest.Lo
             store.close()
     said = [line.message for line in caplog.records if line.message in _OUTAGE]
     assert said == ["the approximate cache records nothing until it can write again", _OUTAGE[-1]]
+
+
+def test_caches_that_begin_at_once_all_get_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    with new_database(vector=True) as url:
+        indexes = [PostgresIndex(url, cache=f"cache {number}") for number in range(4)]
+
+        def begin(index: PostgresIndex) -> None:
+            index.open()
+            index.add("key", 1, embedding(0))
+
+        try:
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(begin, indexes))
+            wait_until(lambda: all(index.has_graphs for index in indexes), "the graphs")
+        finally:
+            for index in indexes:
+                index.close()
+    assert not [line for line in caplog.records if "graph" in line.message]
+
+
+def test_what_a_write_has_left_when_it_was_given_up_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = shared_server(vector=True)
+    write, delete = VectorTable.write, VectorTable.delete
+    failures = [RuntimeError("a defect")]
+
+    async def write_and_hang(table: VectorTable, key: str, numbers: Numbers, vectors: Vectors) -> None:
+        await write(table, key, numbers, vectors)
+        await asyncio.sleep(60)
+
+    async def delete_at_second(table: VectorTable, gone: Sequence[tuple[str, int]]) -> None:
+        if failures:
+            raise failures.pop()
+        await delete(table, gone)
+
+    with new_database(vector=True) as url:
+        index = PostgresIndex(url, cache="cache")
+        index.open()
+        monkeypatch.setattr(postgresql, "_CHANGE_S", 1.0)
+        monkeypatch.setattr(postgresql, "_RETRY_S", 0.1)
+        monkeypatch.setattr(VectorTable, "delete", delete_at_second)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(VectorTable, "write", write_and_hang)
+                with pytest.raises(StorageUnavailable, match="does not answer"):
+                    index.add("key", 1, embedding(0))
+            assert index.entries("key") == 0
+            name = urlsplit(url).path[1:]
+            wait_until(
+                lambda: server.execute("SELECT count(*) FROM bottega_cache_vectors", name) == [(0,)], "the deletion"
+            )
+            assert not failures
+            index.add("key", 1, embedding(0))
+            assert [match.number for match in index.search("key", embedding(0), 5)] == [1]
+        finally:
+            index.close()
 
 
 async def test_a_database_that_cannot_be_used_is_a_clear_error_without_the_password(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ Then what is particular to the latter.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
@@ -17,10 +15,8 @@ import psycopg
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex, postgresql
+from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
 from bottega.cache.index.postgresql import PostgresIndex
-from bottega.cache.index.vector_index import Numbers, Vectors
-from bottega.cache.index.vector_table import VectorTable
 from bottega.errors import ConfigError, QueueFull, StorageUnavailable
 from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
 from tests.support.waiting import wait_until
@@ -231,60 +227,6 @@ def test_removed_vectors_are_deleted_from_the_database() -> None:
             name = urlsplit(url).path[1:]
             count = "SELECT count(*) FROM bottega_cache_vectors"
             wait_until(lambda: server.execute(count, name) == [(1,)], "the deletion")
-        finally:
-            index.close()
-
-
-def test_caches_that_begin_at_once_all_get_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    with new_database(vector=True) as url:
-        indexes = [PostgresIndex(url, cache=f"cache {number}") for number in range(4)]
-
-        def begin(index: PostgresIndex) -> None:
-            index.open()
-            index.add("key", 1, _random(1)[0])
-
-        try:
-            with ThreadPoolExecutor(4) as threads:
-                list(threads.map(begin, indexes))
-            wait_until(lambda: all(index.has_graphs for index in indexes), "the graphs")
-        finally:
-            for index in indexes:
-                index.close()
-    assert not [line for line in caplog.records if "graph" in line.message]
-
-
-def test_what_a_write_has_left_when_it_was_given_up_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = shared_server(vector=True)
-    write, delete = VectorTable.write, VectorTable.delete
-    failures = [RuntimeError("a defect")]
-
-    async def write_and_hang(table: VectorTable, key: str, numbers: Numbers, vectors: Vectors) -> None:
-        await write(table, key, numbers, vectors)
-        await asyncio.sleep(60)
-
-    async def delete_at_second(table: VectorTable, gone: Sequence[tuple[str, int]]) -> None:
-        if failures:
-            raise failures.pop()
-        await delete(table, gone)
-
-    with new_database(vector=True) as url:
-        index = _opened(url)
-        monkeypatch.setattr(postgresql, "_CHANGE_S", 1.0)
-        monkeypatch.setattr(postgresql, "_RETRY_S", 0.1)
-        monkeypatch.setattr(VectorTable, "delete", delete_at_second)
-        try:
-            with monkeypatch.context() as patched:
-                patched.setattr(VectorTable, "write", write_and_hang)
-                with pytest.raises(StorageUnavailable, match="does not answer"):
-                    index.add("key", 1, _random(1)[0])
-            assert index.entries("key") == 0
-            name = urlsplit(url).path[1:]
-            wait_until(
-                lambda: server.execute("SELECT count(*) FROM bottega_cache_vectors", name) == [(0,)], "the deletion"
-            )
-            assert not failures
-            index.add("key", 1, _random(1)[0])
-            assert [match.number for match in index.search("key", _random(1)[0], 5)] == [1]
         finally:
             index.close()
 
