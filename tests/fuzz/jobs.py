@@ -20,15 +20,20 @@ def job_corpus(job_id: str) -> Iterator[Case]:
         request = getattr(image_pb2, f"{method}Request")
         yield case_of(method, "a job that is there", request(job_id=job_id))
         for unknown in _JOB_IDS:
-            yield case_of(method, f"no job is {shown(unknown)}", request(job_id=unknown), NOT_FOUND)
+            yield case_of(method, f"no job is {shown(unknown)}", request(job_id=unknown), *_refused(unknown))
     for unknown in _JOB_IDS:
         name = f"no job is {shown(unknown)}"
-        yield case_of("DeleteJob", name, image_pb2.DeleteJobRequest(job_id=unknown), NOT_FOUND)
+        yield case_of("DeleteJob", name, image_pb2.DeleteJobRequest(job_id=unknown), *_refused(unknown))
     previewed = image_pb2.WatchJobRequest(job_id=job_id, preview=True)
     yield case_of("WatchJob", "with previews", previewed)
     yield case_of("GetImage", "as a URL", image_pb2.GetImageRequest(job_id=job_id, as_url=True))
     for index in (-1, 1, 2**31 - 1, -(2**31)):
         yield case_of("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
+
+
+def _refused(unknown: str) -> tuple[grpc.StatusCode, *tuple[str, ...]]:
+    """Return the status for an ID that no job has, and the fields that are named."""
+    return (INVALID, "job_id") if "\0" in unknown else (NOT_FOUND,)
 
 
 def deletion_corpus(job_id: str) -> Iterator[Case]:
