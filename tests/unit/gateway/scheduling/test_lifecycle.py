@@ -556,7 +556,13 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def quarantined_jobs_are_exclusive(self) -> None:
-        running = [job for job in self.jobs if job.state == image_pb2.JOB_STATE_RUNNING]
+        # What only waits for its outcome to be stored has left its worker.
+        at_workers = self.wire.dispatcher._attempts
+        running = [
+            job
+            for job in self.jobs
+            if job.state == image_pb2.JOB_STATE_RUNNING and (job.open or job.job_id in at_workers)
+        ]
         for job in running:
             if job.quarantined and job.number > job.life * (MAX_ATTEMPTS + 1):  # else it was adopted as it stood
                 assert [other for other in running if other.worker == job.worker] == [job]
