@@ -121,14 +121,18 @@ class PostgresServer:
         """Suspend all processes of the server in the block: connections stay open and nothing is answered."""
         assert self._process is not None
         main = psutil.Process(self._process.pid)
-        processes = [main, *main.children(recursive=True)]
-        for process in processes:
-            process.suspend()
+        # It starts no more processes then, and lists as its own also those that end meanwhile.
+        main.suspend()
+        processes = [*main.children(recursive=True), main]
         try:
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
             yield
         finally:
             for process in processes:
-                process.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     def own(self, folder: Path) -> None:
         """Let the server write into a folder below its own. No other user can enter pytest's folders."""
