@@ -34,6 +34,8 @@ _SLOW_S = 0.1
 # Where most tests wait, more of them run at a time: if the cores were less busy than this, in percent, for so long.
 _BUSY, _LOOK_S = 75.0, 5.0
 _MOST_MORE = 2
+# What has heard an interruption ignores those that follow.
+_AGAIN_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,14 +146,24 @@ def _end(processes: Sequence[_Process]) -> None:
     """Have processes end what their tests started, as after Ctrl-C."""
     for process in processes:
         process.link.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)
-    until = time.monotonic() + END_TIMEOUT_S
+        _interrupt(process)
+    began = time.monotonic()
     for process in processes:
+        interrupted = time.monotonic()
         while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > until:
+            now = time.monotonic()
+            if now > began + END_TIMEOUT_S:
                 os.kill(process.pid, signal.SIGKILL)
+            elif now > interrupted + _AGAIN_S:
+                # Python hears a signal that comes just before it begins to sleep only after that, or with the next.
+                _interrupt(process)
+                interrupted = now
             time.sleep(0.02)
+
+
+def _interrupt(process: _Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGTERM)
 
 
 class _Cores:
