@@ -143,7 +143,7 @@ class ControlNetServer:
         return accepted
 
     async def pin(self, name: str, *, pinned: bool) -> Hosted:
-        """Keep a ControlNet in memory, or end that. It is stored.
+        """Pin or unpin a ControlNet. The pin is stored.
 
         Raises ControlNetNotFound, Draining, StorageUnavailable, Unavailable.
         """

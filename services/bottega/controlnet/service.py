@@ -50,7 +50,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
         return pb.SetProfileResponse(controlnet=hosted)
 
     async def PinControlNet(self, request: pb.PinControlNetRequest, _context: _Context) -> pb.PinControlNetResponse:
-        """Keep a ControlNet in memory, or end that."""
+        """Pin or unpin a ControlNet."""
         rules.refuse(list(_check_name("name", request.name)))
         return pb.PinControlNetResponse(controlnet=await self._server.pin(request.name, pinned=request.pinned))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from bottega.errors import BottegaError
 from bottega.transport import Connection, LinkClient, LinkClientHandler, LinkClientSettings, LinkCounters, OfferSource
@@ -95,6 +95,29 @@ class StoreLink(LinkClientHandler):
         if not self._loss_logged:
             self._loss_logged = True
             _log.warning(f"{self._title} is lost", extra={"service": self.store.name, "text": cause.message})
+
+
+LinkT = TypeVar("LinkT", bound=StoreLink)
+ServiceT = TypeVar("ServiceT", bound=LinkedService)
+
+
+def renew_links(
+    links: Mapping[str, LinkT], stores: Sequence[ServiceT], open_link: Callable[[ServiceT], LinkT]
+) -> tuple[dict[str, LinkT], list[LinkT]]:
+    """Return a link to each of the stores, by name, and the links to close.
+
+    Args:
+        links: The links so far, by name. A link is kept if the address of its store has not changed.
+        stores: The stores to be linked.
+        open_link: Opens the link to a store.
+    """
+    kept = {
+        store.name: links[store.name]
+        for store in stores
+        if store.name in links and links[store.name].store.address == store.address
+    }
+    renewed = {store.name: kept.get(store.name) or open_link(store) for store in stores}
+    return renewed, [link for name, link in links.items() if name not in kept]
 
 
 def rank_stores(names: Iterable[str], key: str) -> list[str]:

@@ -26,7 +26,7 @@ from bottega.addons.cache.engine.addon import EngineCachedStarts
 from bottega.addons.cache.placement import placement_key
 from bottega.addons.cache.wire import CacheMessage
 from bottega.addons.cache.worker.store_link import CacheLinkSettings, CacheStoreLink, recording_of
-from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores
+from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores, renew_links
 from bottega.engine.addon import EngineAddOnContext
 from bottega.engine.spans import StoreWork
 from bottega.transport import LinkCounters, OfferSource
@@ -99,18 +99,10 @@ class LatentStores:
         return sum(link.open for link in list(self._links.values()))
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        wanted = {store.name: store for store in stores[:MAX_SERVICES]}
         with self._lock:
-            old = self._links
-            kept = {
-                name: link
-                for name, link in old.items()
-                if name in wanted and link.store.address == wanted[name].address
-            }
-            self._links = {name: kept.get(name) or self._open(store) for name, store in wanted.items()}
-        for name, link in old.items():
-            if name not in kept:
-                link.close()
+            self._links, lost = renew_links(self._links, stores[:MAX_SERVICES], self._open)
+        for link in lost:
+            link.close()
         with self._lock:
             self._resume()
 

@@ -257,7 +257,7 @@ class ControlNetAddOn(AddOn):
         return own if own and self._hosts.is_there(own) else name
 
     def _choices(self, job: AddOnJob, worker: Member | None) -> Iterator[_Choice]:
-        """Yield the choice for each ControlNet of a job. Each choice counts the forward passes of the earlier ones."""
+        """Yield the choice for each ControlNet of a job, with the earlier ones counted as load of their servers."""
         ahead_s: dict[str, float] = {}  # seconds in each step, by server
         versions, shape = dict(job.versions), job.request.shape
         steps = max(1, job.steps.total // job.num_images)

@@ -22,7 +22,7 @@ from bottega.addons.edits.worker.questions import LinkAnswer, TemplateQuestions
 from bottega.addons.edits.worker.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.addons.edits.worker.stored_step import StoredStep
 from bottega.addons.edits.worker.template import AnsweredSection, AnsweredTemplate
-from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores
+from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores, renew_links
 from bottega.engine.spans import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader
@@ -78,18 +78,10 @@ class StoreActivations:
         return self.meter.bytes_per_s if self._links else None
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        wanted = {store.name: store for store in stores[:MAX_SERVICES]}
         with self._lock:
-            old = self._links
-            kept = {
-                name: link
-                for name, link in old.items()
-                if name in wanted and link.store.address == wanted[name].address
-            }
-            self._links = {name: kept.get(name) or self._open(store) for name, store in wanted.items()}
-        for name, link in old.items():
-            if name not in kept:
-                link.close()
+            self._links, lost = renew_links(self._links, stores[:MAX_SERVICES], self._open)
+        for link in lost:
+            link.close()
 
     def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
         link = None if self._is_here(query) else self._link_of(query.key)
