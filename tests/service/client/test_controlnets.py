@@ -22,6 +22,7 @@ from tests.fakes.scripted_worker import MODEL
 from tests.support.addon_messages import placements
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.terminal import run, run_at
+from tests.support.waiting import eventually
 
 PROFILE = ("controlnets", "profile")
 
@@ -144,8 +145,12 @@ async def test_a_controlnet_is_pinned_at_every_server_or_at_one(fleet: Running) 
     assert (result.exit_code, result.stdout) == (0, "edges is pinned at s1, s2\n")
     result = await run_at(fleet, "controlnets", "unpin", "edges", "--server", "s2")
     assert (result.exit_code, result.stdout) == (0, "edges is not pinned any more at s2\n")
-    result = await run_at(fleet, "controlnets", "where", "edges")
-    assert [("loaded, pinned" in line) for line in result.stdout.splitlines() if "127.0.0.1" in line] == [True, False]
+
+    async def listed() -> bool:  # with the servers' next reports
+        lines = (await run_at(fleet, "controlnets", "where", "edges")).stdout.splitlines()
+        return [("loaded, pinned" in line) for line in lines if "127.0.0.1" in line] == [True, False]
+
+    await eventually(listed)
     assert (first.nets["edges"].pinned, second.nets["edges"].pinned) == (True, False)
     result = await run_at(fleet, "controlnets", "pin", "edges", "--server", "s9")
     assert result.exit_code != 0

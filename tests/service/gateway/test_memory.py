@@ -100,11 +100,12 @@ async def test_many_large_requests_take_bounded_memory_which_is_given_back_and_t
     tmp_path: Path,
 ) -> None:
     noise = os.urandom(8 << 20)
-    # The image is decoded, which takes longer than sending the next one on any machine; the mask is none.
+    # The image is decoded; the mask is none.
     spec = GenerationSpec(prompt="a star", image=_large_png(), mask_image=noise, strength=0.5)
     raw = image_pb2.SubmitJobRequest(spec=spec).SerializeToString()
+    small = GenerationSpec(prompt="a star", image=b"none", mask_image=b"none", strength=0.5)
 
-    async def refused(channel: grpc.aio.Channel) -> BottegaError:
+    async def refused(channel: grpc.aio.Channel, raw: bytes) -> BottegaError:
         submit: Any = channel.unary_unary("/bottega.v1.ImageService/SubmitJob")
         try:
             await submit(raw, timeout=60)
@@ -114,12 +115,21 @@ async def test_many_large_requests_take_bounded_memory_which_is_given_back_and_t
 
     memory: list[int] = []
     with Services(tmp_path) as services:
-        gateway = services.start("gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config(codec_processes=1))
         async with AsyncExitStack() as stack:  # gRPC keeps some MiB for a connection that has carried much
             channels = [await stack.enter_async_context(open_channel(gateway.address)) for _ in range(CALLERS)]
+            await refused(channels[0], image_pb2.SubmitJobRequest(spec=small).SerializeToString())
+            process = psutil.Process(gateway.process.pid)
+            decoders = process.children(recursive=True)
+            assert decoders, "the first image started a process that decodes"
             async with _most_memory(gateway.process.pid, memory):
-                errors = await asyncio.gather(*map(refused, channels))
-        process = psutil.Process(gateway.process.pid)
+                for decoder in decoders:  # however fast the machine is, some callers must wait for memory
+                    decoder.suspend()
+                calls = [asyncio.create_task(refused(channel, raw)) for channel in channels]
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                for decoder in decoders:
+                    decoder.resume()
+                errors = await asyncio.gather(*calls)
         async with asyncio.timeout(GIVEN_BACK_S):
             while process.memory_info().rss > memory[0] + MOST_LEFT_BYTES:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.2)
