@@ -25,8 +25,10 @@ from bottega.gateway.jobs.store import (
     TenantUsage,
     no_event,
 )
+from bottega.gateway.jobs.store.quotas import check_quotas
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import ContentStore, os_errors
-from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
+from bottega.v1.image_pb2 import JOB_STATE_COMPLETED, JOB_STATE_QUEUED
 
 ResultT = TypeVar("ResultT")
 
@@ -127,7 +129,13 @@ class MemoryJobStore:
         self._opened = self._readable = False
 
     async def add(
-        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+        self,
+        record: JobRecord,
+        *,
+        inputs: bytes = b"",
+        replaces: str = "",
+        event_of: EventOf = no_event,
+        quotas: Quotas = UNBOUNDED,
     ) -> JobRecord:
         self._check_room()
         known = await self.get(record.job_id)
@@ -137,6 +145,8 @@ class MemoryJobStore:
                 known = None
         if known is not None:
             return known
+        usage = await self.usage(record.tenant, now_wall=record.created_wall)
+        check_quotas(quotas, usage, now_wall=record.created_wall)
         self._shelf.sequence += 1
         taken = self._shelf.jobs[self._shelf.sequence] = replace(record, sequence=self._shelf.sequence)
         if record.request_id:
@@ -192,6 +202,9 @@ class MemoryJobStore:
         return TenantUsage(
             jobs_today=sum(record.created_wall // 86400 == now_wall // 86400 for record in own),
             stored_bytes=sum(record.picture_bytes for record in own),
+            jobs_in_minute=sum(record.created_wall > now_wall - 60 for record in own),
+            oldest_in_minute=min((job.created_wall for job in own if job.created_wall > now_wall - 60), default=None),
+            waiting=sum(record.state == JOB_STATE_QUEUED for record in own),
         )
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:

@@ -189,7 +189,7 @@ async def refusal(call: Callable[[], Any], kind: type[BottegaError] = BottegaErr
             await answer
     except grpc.aio.AioRpcError as error:
         typed = from_rpc_error(error)
-        assert isinstance(typed, kind)
+        assert isinstance(typed, kind), repr(typed)
         return typed
     raise AssertionError("the call was not refused")
 

@@ -274,7 +274,13 @@ class PostgresDatabase:
 
 async def lock(connection: Connection, name: str) -> None:
     """Take an exclusive lock of that name in the database until the end of the transaction."""
-    await connection.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", (_LOCK_KEY, name))
+    call, values = lock_call(name)
+    await connection.execute(f"SELECT {call}".encode(), values)
+
+
+def lock_call(name: str) -> tuple[str, tuple[int, str]]:
+    """Return an expression of SQL that takes the lock as `lock` does, and its parameters."""
+    return "pg_advisory_xact_lock(%s, hashtext(%s))", (_LOCK_KEY, name)
 
 
 async def rows_of(connection: Connection, query: str, parameters: Params = ()) -> list[tuple[Any, ...]]:

@@ -299,7 +299,8 @@ class Admission:
             with self._storage.pinned(answer):  # another request may delete the job whose pictures these are
                 if not await self._storage.renew_images(answer, tenant=job.request.tenant, job_id=job.job_id):
                     return False
-                if await self._jobs.add(job, replaces=replaces) is not job:
+                quotas = self._controller.quotas.of_store(job.request.tenant)
+                if await self._jobs.add(job, replaces=replaces, quotas=quotas) is not job:
                     return False
             self._metrics.acknowledged.inc()
             self._controller.submit(job)

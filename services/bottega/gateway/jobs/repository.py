@@ -38,6 +38,7 @@ from bottega.gateway.jobs.page_tokens import PageTokens
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import Change, EndTime, EventOf, JobFilter, JobRecord, TenantUsage, no_event
 from bottega.gateway.jobs.values import JobOutcome
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_FAILED, JOB_STATE_QUEUED
@@ -128,7 +129,7 @@ class JobRepository:
         """Finish pending writes. Give up if the disk fails."""
         await self._writes.close()
 
-    async def add(self, job: Job, *, replaces: str = "") -> Job:
+    async def add(self, job: Job, *, replaces: str = "", quotas: Quotas = UNBOUNDED) -> Job:
         """Store a new job durably and return it, or return the existing job with the same request_id.
 
         A new job whose outcome is already decided has ended when this returns.
@@ -136,6 +137,7 @@ class JobRepository:
         Args:
             job: The new job.
             replaces: ID of the ended job from which this one takes over the request_id; "" if there is none.
+            quotas: Quotas of its tenant that the store checks; see JobStore.add.
         """
         await self._wait_readable()
         steady = self.storage.steady()
@@ -145,7 +147,9 @@ class JobRepository:
             raise TooLarge("the request without its images is too large", metadata=metadata)
         self._adding[job.job_id] = job
         try:
-            record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces, event_of=self._event_of)
+            record = await self._store.add(
+                new, inputs=await inputs_of(job), replaces=replaces, event_of=self._event_of, quotas=quotas
+            )
         except (StorageUnavailable, DataLoss) as error:
             if error.metadata.get("cause") != os_errors.BUSY:  # if the cause is BUSY, the write was not tried
                 self._doubtful.add(job.job_id)

@@ -13,12 +13,12 @@ import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bottega.clocks import Clock
-from bottega.errors import ConfigError, QuotaExceeded, Unauthenticated
-from bottega.gateway.jobs.store import TenantUsage
+from bottega.errors import ConfigError, Unauthenticated
+from bottega.gateway.jobs.store.quotas import MINUTE_S, TenantUsage, check_quotas
 from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role, caller_in
 from bottega.rpc.security.private_files import file_state
@@ -34,9 +34,6 @@ _WRONG_KEY = "the API key is not valid: it is unknown to this gateway, was repla
 _WRONG_TENANT = "the certificate's tenant is unknown to this gateway, or disabled: see bottega tenants list"
 
 _log = logging.getLogger(__name__)
-_MINUTE_S, _DAY_S = 60.0, 86_400
-# Stored pictures are deleted with their jobs, at a time that cannot be predicted.
-_STORED_RETRY_S = 60.0
 
 ReadUsage = Callable[[str], Awaitable[TenantUsage]]
 
@@ -223,7 +220,9 @@ class Admittance:
 
 
 class QuotaLedger:
-    """Counts the jobs of each tenant and compares them with the tenant's quotas.
+    """Counts the jobs of each tenant and compares them with the tenant's quotas before they are checked any further.
+
+    It knows the jobs of this gateway since its start. The store, which knows all, has the last word (JobStore.add).
 
     Args:
         terms: The weights and quotas of tenants.
@@ -248,6 +247,13 @@ class QuotaLedger:
         self._clock = clock
         self._begun: dict[str, deque[float]] = {}
         self._admitting = Counter[str]()
+
+    def of_store(self, tenant: str) -> Quotas:
+        """Return the quotas that the store checks as well, over all gateways: all but `queued`, which the queue knows.
+
+        The store hears a moment later than the queue that a job waits no more.
+        """
+        return replace(self._terms.quotas(tenant), queued=0)
 
     @asynccontextmanager
     async def admitting(self, tenant: str) -> AsyncIterator[Admittance]:
@@ -274,34 +280,19 @@ class QuotaLedger:
             del self._admitting[tenant]
 
     async def _check(self, tenant: str, quotas: Quotas) -> None:
-        others = self._admitting[tenant] - 1
-        if quotas.queued and self._waiting(tenant) + others >= quotas.queued:
-            raise _exceeded("queued", quotas.queued, "jobs may wait", self._retry_s())
-        recent = self._recent(tenant)
-        if quotas.per_minute and len(recent) + others >= quotas.per_minute:
-            left_s = recent[0] + _MINUTE_S - self._clock.monotonic() if recent else 1.0
-            raise _exceeded("per_minute", quotas.per_minute, "jobs may be accepted in a minute", left_s)
-        if not (quotas.per_day or quotas.stored_bytes):
-            return
-        usage = await self._usage(tenant)
-        if quotas.per_day and usage.jobs_today + others >= quotas.per_day:
-            left_s = _DAY_S - self._clock.wall() % _DAY_S
-            raise _exceeded("per_day", quotas.per_day, "jobs may be accepted in a day (UTC)", left_s)
-        if quotas.stored_bytes and usage.stored_bytes >= quotas.stored_bytes:
-            raise _exceeded("stored_bytes", quotas.stored_bytes, "bytes of pictures may be stored", _STORED_RETRY_S)
+        others, now, recent = self._admitting[tenant] - 1, self._clock.wall(), self._recent(tenant)
+        oldest = now + recent[0] - self._clock.monotonic() if recent else None
+        known = TenantUsage(waiting=self._waiting(tenant), jobs_in_minute=len(recent), oldest_in_minute=oldest)
+        here = replace(quotas, per_day=0, stored_bytes=0)
+        retry_s = self._retry_s() if quotas.queued else 0.0
+        check_quotas(here, known, now_wall=now, others=others, waiting_retry_s=retry_s)
+        if quotas.per_day or quotas.stored_bytes:
+            check_quotas(self.of_store(tenant), await self._usage(tenant), now_wall=now, others=others)
 
     def _recent(self, tenant: str) -> deque[float]:
         begun = self._begun.get(tenant, deque())
-        while begun and begun[0] <= self._clock.monotonic() - _MINUTE_S:
+        while begun and begun[0] <= self._clock.monotonic() - MINUTE_S:
             begun.popleft()
         if not begun:
             self._begun.pop(tenant, None)
         return begun
-
-
-def _exceeded(quota: str, most: int, what: str, retry_after_s: float) -> QuotaExceeded:
-    return QuotaExceeded(
-        f"your quota {quota} is used up: at most {most} {what}",
-        metadata={"quota": quota, "most": str(most)},
-        retry_after_s=max(0.1, retry_after_s),
-    )

@@ -87,7 +87,7 @@ async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path:
             await channel.close()
 
 
-async def test_a_quota_counts_the_jobs_of_all_gateways(tmp_path: Path, pictures: str) -> None:
+async def test_a_quota_counts_the_jobs_of_all_gateways_and_schedulers(tmp_path: Path, pictures: str) -> None:
     tenants = tmp_path / "tenants.yaml"
     key = add_tenant(tenants, "shop", quotas=Quotas(per_minute=2))
     async with (
@@ -101,6 +101,10 @@ async def test_a_quota_counts_the_jobs_of_all_gateways(tmp_path: Path, pictures:
             refused = await refusal(lambda images=images: _submit(images), QuotaExceeded)  # type: ignore[misc]
             assert refused.metadata["quota"] == "per_minute"
         assert await _listed(at_follower.images) == await _listed(at_scheduler.images)
+        await scheduler.stop_early()
+        assert len(await _listed(at_follower.images)) == 2, "this call waits for the takeover"
+        refused = await refusal(lambda: _submit(at_follower.images), QuotaExceeded)
+        assert refused.metadata["quota"] == "per_minute", "the next scheduler knows what was accepted before"
 
 
 async def test_previews_and_pictures_come_through_another_gateway(pictures: str) -> None:

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,13 +40,11 @@ class FailingStore(SqliteJobStore):
         self.gets += 1
         return await super().get(job_id, tenant=tenant)
 
-    async def add(
-        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
-    ) -> JobRecord:
+    async def add(self, record: JobRecord, **values: Any) -> JobRecord:
         if self.lies:
-            await super().add(record, inputs=inputs, replaces=replaces, event_of=event_of)
+            await super().add(record, **values)
         self._check()
-        return await super().add(record, inputs=inputs, replaces=replaces, event_of=event_of)
+        return await super().add(record, **values)
 
     async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
         if self.lies:

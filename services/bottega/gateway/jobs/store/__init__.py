@@ -2,6 +2,7 @@
 
 - `job_store`: the records, how they may change, and the interface that every store implements
 - `outbox`: the webhook events of ended jobs, which the store keeps until they are delivered
+- `quotas`: what quotas of tenants limit, and the refusal of a job that exceeds one
 - the sqlite modules: the store of a gateway with a disk of its own
 - the postgresql modules: the store of several gateways; they need the extra `postgresql`
 """
@@ -18,10 +19,10 @@ from bottega.gateway.jobs.store.job_store import (
     JobStore,
     RemovedJobs,
     StaleGeneration,
-    TenantUsage,
     no_event,
 )
 from bottega.gateway.jobs.store.outbox import Outbox, OutboxEvent, OutboxPlace
+from bottega.gateway.jobs.store.quotas import TenantUsage
 from bottega.gateway.jobs.store.sqlite import SqliteJobStore
 
 __all__ = [

@@ -13,7 +13,9 @@ from typing import ClassVar, Protocol
 
 from bottega.errors import StorageUnavailable
 from bottega.gateway.jobs.store.outbox import Outbox, OutboxEvent
+from bottega.gateway.jobs.store.quotas import TenantUsage
 from bottega.gateway.jobs.values import StoredImage
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.v1 import image_pb2
 from bottega.v1.image_pb2 import JobState, Priority
 
@@ -43,16 +45,6 @@ class JobProgress:
     """Number of the newest attempt; 0 before the first one."""
     deaths: int = 0
     decisions: bytes = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantUsage:
-    """The number of jobs and bytes of a tenant in the store."""
-
-    jobs_today: int = 0
-    """Number of jobs accepted since midnight UTC, including deleted ones."""
-    stored_bytes: int = 0
-    """Total bytes of the images of a tenant's jobs, and of the latents that are kept for edits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +291,13 @@ class JobStore(Protocol):
         """
 
     async def add(
-        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+        self,
+        record: JobRecord,
+        *,
+        inputs: bytes = b"",
+        replaces: str = "",
+        event_of: EventOf = no_event,
+        quotas: Quotas = UNBOUNDED,
     ) -> JobRecord:
         """Add a job that is queued or already completed, and return it with its sequence number.
 
@@ -312,6 +310,10 @@ class JobStore(Protocol):
             replaces: ID of the ended job whose request_id the new job takes over, because it failed or its images are
                 deleted; "" if there is none.
             event_of: Makes the event to write to the outbox if the job is added and has ended.
+            quotas: Quotas of the job's tenant. They hold over all stores that add jobs of a tenant at the same time.
+
+        Raises:
+            QuotaExceeded: If a new job would exceed one of them; nothing is added.
         """
 
     async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:

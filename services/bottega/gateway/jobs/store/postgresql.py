@@ -7,8 +7,10 @@ hosts whose clocks differ agree on them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -24,15 +26,18 @@ from bottega.gateway.jobs.store.job_store import (
     JobRecord,
     RemovedJobs,
     StaleGeneration,
-    TenantUsage,
     no_event,
 )
 from bottega.gateway.jobs.store.postgresql_forgetting import forget, totals
 from bottega.gateway.jobs.store.postgresql_outbox import PostgresOutbox
-from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, DAY_S, MIGRATIONS
+from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, MIGRATIONS
+from bottega.gateway.jobs.store.quotas import TenantUsage, is_bounded
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import os_errors
-from bottega.storage.postgresql import Connection, PostgresDatabase, rows_of
+from bottega.storage.postgresql import Connection, PostgresDatabase, lock_call, rows_of
 
+# Upper bound on the wait of a job for other jobs of a tenant that has quotas.
+_TURN_S = 10.0
 # Tries of an `add` whose request_id other gateways take and free at the same time.
 _MAX_CLAIMS = 5
 # All jobs are counted again after this time, because records grow when their jobs end.
@@ -67,6 +72,8 @@ class PostgresJobStore:
         self._fence: tuple[int, str] | None = None
         self._clock = clock
         # `forget` counts all jobs again above this sequence number, from this time on, or for other bounds.
+        # Only those in use, by tenant.
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._room_until, self._counts_from, self._counted_bounds = 0, 0.0, (0, 0)
         self.outbox = PostgresOutbox(write=self._write, read=self._read)
 
@@ -122,14 +129,38 @@ class PostgresJobStore:
         """Do nothing: the store is never `lost`."""
 
     async def add(
-        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+        self,
+        record: JobRecord,
+        *,
+        inputs: bytes = b"",
+        replaces: str = "",
+        event_of: EventOf = no_event,
+        quotas: Quotas = UNBOUNDED,
     ) -> JobRecord:
-        """Insert a job."""
-        for _ in range(_MAX_CLAIMS):
-            with contextlib.suppress(sql.ClaimedMeanwhile):
-                async with self._write() as connection:
-                    return await sql.add(connection, record, inputs, replaces=replaces, event_of=event_of)
+        """Insert a job. Jobs of a tenant with quotas are inserted one after the other, whatever their gateway."""
+        bounded = is_bounded(quotas)
+        turn = self._turn(record.tenant) if bounded else contextlib.nullcontext()
+        async with turn:
+            for _ in range(_MAX_CLAIMS):
+                with contextlib.suppress(sql.ClaimedMeanwhile):
+                    async with self._write(alone_for=record.tenant if bounded else None) as connection:
+                        return await sql.add(
+                            connection, record, inputs, replaces=replaces, event_of=event_of, quotas=quotas
+                        )
         raise os_errors.unavailable("other calls use the same request_id", cause=os_errors.BUSY)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, tenant: str) -> AsyncIterator[None]:
+        """Let the block of one caller run at a time, so that jobs of one tenant do not hold all connections."""
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        try:
+            await asyncio.wait_for(turn.acquire(), _TURN_S)
+        except TimeoutError:
+            raise os_errors.unavailable("many jobs of the tenant are being stored", cause=os_errors.BUSY) from None
+        try:
+            yield
+        finally:
+            turn.release()
 
     async def update(self, job_id: str, change: Change, *, event_of: EventOf = no_event) -> bool:
         """Apply a change while the job's row is locked."""
@@ -178,16 +209,8 @@ class PostgresJobStore:
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
         """Count the jobs and bytes of a tenant."""
-        day = int(now_wall // DAY_S)
-        query = """
-            SELECT (SELECT count(*) FROM jobs WHERE tenant = %s AND created_wall >= %s AND created_wall < %s)
-                + coalesce((SELECT jobs FROM removed_days WHERE tenant = %s AND day = %s), 0),
-                (SELECT coalesce(sum(picture_bytes), 0) FROM jobs WHERE tenant = %s AND picture_bytes > 0)
-        """
-        parameters = (tenant, float(day * DAY_S), float((day + 1) * DAY_S), tenant, day, tenant)
         async with self._read() as connection:
-            ((jobs, size_bytes),) = await rows_of(connection, query, parameters)
-        return TenantUsage(jobs_today=int(jobs), stored_bytes=int(size_bytes))
+            return await sql.usage_of(connection, tenant, now_wall=now_wall)
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Read the newest jobs with a result key."""
@@ -305,17 +328,24 @@ class PostgresJobStore:
             await connection.execute("UPDATE probes SET number = number + 1")
 
     @contextlib.asynccontextmanager
-    async def _write(self) -> AsyncIterator[Connection]:
-        """Begin a transaction, and check in it that the gateway may still write."""
+    async def _write(self, *, alone_for: str | None = None) -> AsyncIterator[Connection]:
+        """Begin a transaction, and check in it that the gateway may still write.
+
+        Args:
+            alone_for: Tenant for whom no other such transaction of any gateway goes on at the same time.
+        """
         if not self._writable:
             raise _not_open()
         began = time.perf_counter()
         async with self._database.transaction() as connection:
+            turn, values = ("1", ()) if alone_for is None else lock_call(f"quotas of {alone_for}")
             if self._fence is not None:
                 # The lock lets the holder extend its lease, but makes a take-over wait for this transaction.
-                query = "SELECT 1 FROM scheduler_lease WHERE (generation, address) = (%s, %s) FOR KEY SHARE"
-                if not await rows_of(connection, query, self._fence):
+                query = f"SELECT {turn} FROM scheduler_lease WHERE (generation, address) = (%s, %s) FOR KEY SHARE"
+                if not await rows_of(connection, query, (*values, *self._fence)):
                     raise StaleGeneration(self._generation)
+            elif alone_for is not None:
+                await connection.execute(f"SELECT {turn}".encode(), values)
             yield connection
         self._on_commit(time.perf_counter() - began)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from bottega.gateway.jobs.store.postgresql_schema import DAY_S
+from bottega.gateway.jobs.store.quotas import DAY_S, MINUTE_S
 from bottega.storage.postgresql import Connection, rows_of
 
 _EXPIRED = """
@@ -35,6 +35,13 @@ _COUNT = """
     INSERT INTO removed_days VALUES (%s, %s, %s)
     ON CONFLICT (tenant, day) DO UPDATE SET jobs = removed_days.jobs + excluded.jobs
 """
+# Whether a job belongs to the last minute, by the database's clock, which is that of `created_wall`.
+_RECENT = f"created_wall > extract(epoch FROM clock_timestamp()) - {MINUTE_S}"
+_COUNT_RECENT = f"""
+    WITH outdated AS (DELETE FROM removed_jobs WHERE NOT {_RECENT})
+    INSERT INTO removed_jobs SELECT * FROM unnest(%s::text[], %s::float8[]) AS removed (tenant, created_wall)
+    WHERE {_RECENT}
+"""
 
 
 async def totals(connection: Connection) -> tuple[int, int]:
@@ -63,7 +70,7 @@ async def forget(connection: Connection, *, ended_before: float, bounds: tuple[i
 
 
 async def count_removed(connection: Connection, jobs: Sequence[tuple[str, float]]) -> None:
-    """Count jobs of today and yesterday that are removed, for quotas of jobs a day.
+    """Count jobs of the last minute, of today and of yesterday that are removed, for quotas of new jobs.
 
     Args:
         jobs: Tenant and time of acceptance of each.
@@ -72,6 +79,7 @@ async def count_removed(connection: Connection, jobs: Sequence[tuple[str, float]
     for (tenant, day), number in sorted(days.items()):  # in the same order everywhere, so that no two wait for another
         await connection.execute(_COUNT, (tenant, day, number))
     if days:
+        await connection.execute(_COUNT_RECENT.encode(), ([job[0] for job in jobs], [job[1] for job in jobs]))
         newest = max(day for _, day in days)
         await connection.execute("DELETE FROM removed_days WHERE day < %s", (newest - 1,))
 

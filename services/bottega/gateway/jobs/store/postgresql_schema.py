@@ -11,8 +11,6 @@ from bottega.storage.postgresql import Migration
 from bottega.v1 import image_pb2
 
 COMPONENT = "jobs"
-# Seconds of a day; days are counted since 1970, by UTC.
-DAY_S = 86400
 # Deletions that are remembered: as many as jobs by default.
 MAX_DELETIONS = 10_000
 
@@ -107,7 +105,7 @@ _FIRST = f"""
         steady double precision NOT NULL
     );
 
-    -- Jobs of each day that are not in `jobs` any more: quotas count them with those that are.
+    -- Jobs of each day (since 1970, by UTC) that are not in `jobs` any more: quotas count them with those that are.
     CREATE TABLE removed_days (
         tenant text NOT NULL,
         day bigint NOT NULL,
@@ -139,4 +137,8 @@ _FIRST = f"""
     INSERT INTO probes VALUES (0);
 """
 
-MIGRATIONS = (Migration(statements=_FIRST),)
+MIGRATIONS = (
+    Migration(statements=_FIRST),
+    # Jobs of the last minute that are not in `jobs` any more: quotas count them with those that are.
+    Migration(statements="CREATE TABLE removed_jobs (tenant text NOT NULL, created_wall double precision NOT NULL)"),
+)

@@ -10,14 +10,33 @@ from typing import Any
 from bottega.gateway.jobs.store.job_store import EventOf, JobRecord, RemovedJobs
 from bottega.gateway.jobs.store.postgresql_forgetting import count_removed
 from bottega.gateway.jobs.store.postgresql_outbox import insert_event
-from bottega.gateway.jobs.store.postgresql_schema import DAY_S, MAX_DELETIONS
+from bottega.gateway.jobs.store.postgresql_schema import MAX_DELETIONS
+from bottega.gateway.jobs.store.quotas import DAY_S, MINUTE_S, TenantUsage, check_quotas
 from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
+from bottega.rpc.security.tenant_file import Quotas
 from bottega.storage.postgresql import Connection, rows_of
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
 ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *VALUES))
 _NAMES = ", ".join(VALUES)
 _VALUES = ", ".join(["%s"] * len(VALUES))
-_INSERT = f"INSERT INTO jobs ({_NAMES}) VALUES ({_VALUES}) ON CONFLICT (job_id) DO NOTHING RETURNING sequence"
+_INSERT = f"INSERT INTO jobs ({_NAMES}) SELECT {_VALUES}{{within}} ON CONFLICT (job_id) DO NOTHING RETURNING sequence"
+# What quotas limit. PostgreSQL computes only the columns that a statement uses.
+_USAGE = f"""
+    SELECT (SELECT count(*) FROM jobs WHERE tenant = %s AND created_wall >= %s AND created_wall < %s)
+            + coalesce((SELECT jobs FROM removed_days WHERE tenant = %s AND day = %s), 0) AS today,
+        (SELECT coalesce(sum(picture_bytes), 0) FROM jobs WHERE tenant = %s AND picture_bytes > 0) AS stored_bytes,
+        (SELECT count(*) FROM jobs WHERE tenant = %s AND created_wall > %s)
+            + (SELECT count(*) FROM removed_jobs WHERE tenant = %s AND created_wall > %s) AS in_minute,
+        (SELECT min(created_wall) FROM jobs WHERE tenant = %s AND created_wall > %s) AS oldest,
+        (SELECT count(*) FROM jobs WHERE tenant = %s AND state = {JOB_STATE_QUEUED}) AS waiting
+"""
+_WITHIN = {
+    "queued": "usage.waiting < %s",
+    "per_minute": "usage.in_minute < %s",
+    "per_day": "usage.today < %s",
+    "stored_bytes": "usage.stored_bytes < %s",
+}
 # Takes over the request_id of a job that may be replaced; returns nothing if another job has it.
 _CLAIM = """
     INSERT INTO request_ids VALUES (%s, %s, %s) ON CONFLICT (tenant, request_id)
@@ -36,18 +55,25 @@ class ClaimedMeanwhile(Exception):
 
 
 async def add(
-    connection: Connection, record: JobRecord, inputs: bytes, *, replaces: str, event_of: EventOf
+    connection: Connection, record: JobRecord, inputs: bytes, *, replaces: str, event_of: EventOf, quotas: Quotas
 ) -> JobRecord:
-    """Insert a job unless its job_id or request_id is stored; see JobStore.add. Raise ClaimedMeanwhile: try again."""
+    """Insert a job unless its job_id or request_id is stored; see JobStore.add. Raise ClaimedMeanwhile: try again.
+
+    No other transaction adds jobs of a tenant with quotas meanwhile.
+    """
     known = None
     if record.request_id:
         known = await of_job(connection, record.job_id)
         known = known or await of_request(connection, record.request_id, record.tenant)
     if known is not None and not (known.job_id != record.job_id and known.is_replaced_by(record, replaces=replaces)):
         return known
-    inserted = await rows_of(connection, _INSERT, values_of(record))
+    within, used = _within(quotas, record)
+    inserted = await rows_of(connection, _INSERT.format(within=within), (*values_of(record), *used))
     if not inserted:
         found = await of_job(connection, record.job_id)
+        if found is None and within:
+            usage = await usage_of(connection, record.tenant, now_wall=record.created_wall)
+            check_quotas(quotas, usage, now_wall=record.created_wall)
         if found is None:  # it was deleted a moment ago
             raise ClaimedMeanwhile
         return found
@@ -63,6 +89,37 @@ async def add(
         await _index_contents(connection, added)
         await _announce(connection, added, event_of)
     return added
+
+
+def _within(quotas: Quotas, record: JobRecord) -> tuple[str, tuple[Any, ...]]:
+    """Return a condition that a job is within quotas, with its parameters; empty if there is no bound."""
+    conditions = [condition for quota, condition in _WITHIN.items() if getattr(quotas, quota)]
+    if not conditions:
+        return "", ()
+    bounds = [getattr(quotas, quota) for quota in _WITHIN if getattr(quotas, quota)]
+    where = f" FROM ({_USAGE}) AS usage WHERE {' AND '.join(conditions)}"
+    return where, (*_usage_parameters(record.tenant, record.created_wall), *bounds)
+
+
+async def usage_of(connection: Connection, tenant: str, *, now_wall: float) -> TenantUsage:
+    """Return the counts of jobs and bytes of a tenant that quotas limit."""
+    ((today, stored_bytes, in_minute, oldest, waiting),) = await rows_of(
+        connection, _USAGE, _usage_parameters(tenant, now_wall)
+    )
+    return TenantUsage(
+        jobs_today=int(today),
+        stored_bytes=int(stored_bytes),
+        jobs_in_minute=int(in_minute),
+        oldest_in_minute=oldest,
+        waiting=int(waiting),
+    )
+
+
+def _usage_parameters(tenant: str, now_wall: float) -> tuple[Any, ...]:
+    day = int(now_wall // DAY_S)
+    today = (tenant, float(day * DAY_S), float((day + 1) * DAY_S), tenant, day)
+    minute = (tenant, now_wall - MINUTE_S)
+    return (*today, tenant, *minute, *minute, *minute, tenant)
 
 
 async def of_job(connection: Connection, job_id: str) -> JobRecord | None:

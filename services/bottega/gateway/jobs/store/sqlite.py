@@ -25,12 +25,13 @@ from bottega.gateway.jobs.store.job_store import (
     JobFilter,
     JobRecord,
     RemovedJobs,
-    TenantUsage,
     no_event,
 )
+from bottega.gateway.jobs.store.quotas import TenantUsage
 from bottega.gateway.jobs.store.sqlite_outbox import SqliteOutbox
 from bottega.gateway.jobs.store.sqlite_statements import Listing
 from bottega.gateway.jobs.store.sqlite_writer import FileLoss, FilePlace, GroupCommit
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import SerialThread, os_errors, sqlite_files
 
 ResultT = TypeVar("ResultT")
@@ -129,11 +130,19 @@ class SqliteJobStore:
         )
 
     async def add(
-        self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "", event_of: EventOf = no_event
+        self,
+        record: JobRecord,
+        *,
+        inputs: bytes = b"",
+        replaces: str = "",
+        event_of: EventOf = no_event,
+        quotas: Quotas = UNBOUNDED,
     ) -> JobRecord:
         """Insert a job."""
         added = await self._write(
-            lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces, event_of=event_of),
+            lambda connection: sqlite_statements.add(
+                connection, record, inputs, replaces=replaces, event_of=event_of, quotas=quotas
+            ),
             size_bytes=len(record.spec) + len(inputs),
         )
         self._newest = max(self._newest, added.sequence)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bottega.errors import BottegaError, DataLoss
+from bottega.gateway.jobs.store.quotas import DAY_S
 from bottega.process import open_files
 from bottega.storage import os_errors, sqlite_files
 from bottega.v1 import image_pb2
@@ -35,7 +36,6 @@ _VERSION = 17
 # Deletions that are remembered: as many as jobs by default.
 _MAX_DELETIONS = 10_000
 # Seconds of a day; days are counted since 1970, by UTC.
-DAY_S = 86400
 
 # Pages of 4 KiB in the log after which a commit copies it into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000

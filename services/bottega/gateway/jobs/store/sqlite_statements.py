@@ -20,12 +20,14 @@ from bottega.gateway.jobs.store.job_store import (
     JobFilter,
     JobRecord,
     RemovedJobs,
-    TenantUsage,
 )
+from bottega.gateway.jobs.store.quotas import DAY_S, MINUTE_S, TenantUsage, check_quotas, is_bounded
 from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
 from bottega.gateway.jobs.store.sqlite_outbox import insert_event
-from bottega.gateway.jobs.store.sqlite_schema import DAY_S, damaged
+from bottega.gateway.jobs.store.sqlite_schema import damaged
+from bottega.rpc.security.tenant_file import Quotas
 from bottega.storage.sqlite_files import Value, checksum
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
 COLUMNS = (*VALUES, "checksum")
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
@@ -54,10 +56,20 @@ class Listing:
 
 
 def add(
-    connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str, event_of: EventOf
+    connection: sqlite3.Connection,
+    record: JobRecord,
+    inputs: bytes,
+    *,
+    replaces: str,
+    event_of: EventOf,
+    quotas: Quotas,
 ) -> JobRecord:
     """Insert a job unless its job_id or request_id is stored already; see JobStore.add."""
     known = _known(connection, record, replaces) if record.request_id else None
+    if known is None and is_bounded(quotas):
+        check_quotas(
+            quotas, usage_of(connection, record.tenant, now_wall=record.created_wall), now_wall=record.created_wall
+        )
     # Most jobs have no request_id and need only this statement. At each statement the thread may wait for the GIL.
     inserted = connection.execute(_INSERT, to_row(record)) if known is None else None
     if inserted is None or not inserted.rowcount:
@@ -172,10 +184,20 @@ def usage_of(connection: sqlite3.Connection, tenant: str, *, now_wall: float) ->
     """Return the counts of jobs and bytes of a tenant that quotas limit."""
     query = (
         "SELECT COALESCE((SELECT jobs FROM days WHERE tenant = ?1 AND day = ?2), 0), "
-        "COALESCE((SELECT bytes FROM stored WHERE tenant = ?1), 0)"
+        "COALESCE((SELECT bytes FROM stored WHERE tenant = ?1), 0), "
+        "(SELECT COUNT(*) FROM jobs WHERE tenant = ?1 AND created_wall > ?3), "
+        "(SELECT MIN(created_wall) FROM jobs WHERE tenant = ?1 AND created_wall > ?3), "
+        "(SELECT COUNT(*) FROM jobs WHERE tenant = ?1 AND state = ?4)"
     )
-    jobs, size_bytes = connection.execute(query, (tenant, int(now_wall // DAY_S))).fetchone()
-    return TenantUsage(jobs_today=jobs, stored_bytes=size_bytes)
+    parameters = (tenant, int(now_wall // DAY_S), now_wall - MINUTE_S, JOB_STATE_QUEUED)
+    today, size_bytes, in_minute, oldest, waiting = connection.execute(query, parameters).fetchone()
+    return TenantUsage(
+        jobs_today=today,
+        stored_bytes=size_bytes,
+        jobs_in_minute=in_minute,
+        oldest_in_minute=oldest,
+        waiting=waiting,
+    )
 
 
 def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) -> Listing:

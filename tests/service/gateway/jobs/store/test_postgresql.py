@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bottega.clocks import SharedClock
-from bottega.errors import BottegaError, ConfigError, StorageUnavailable
+from bottega.errors import BottegaError, ConfigError, QuotaExceeded, StorageUnavailable
 from bottega.gateway.jobs.store import JobRecord, OutboxEvent, StaleGeneration, postgresql
 from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.store.postgresql_outbox import insert_event
+from bottega.gateway.jobs.store.postgresql_schema import MIGRATIONS
 from bottega.gateway.jobs.store.rows import VALUES
 from bottega.gateway.scheduler_lease import create_table
+from bottega.rpc.security.tenant_file import Quotas
 from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from tests.support import full_disk
@@ -115,6 +118,25 @@ async def test_a_take_over_waits_for_a_write_that_has_begun(url: str) -> None:
             await store.probe()
 
 
+async def test_gateways_that_add_jobs_at_once_keep_a_quota_together(url: str) -> None:
+    quotas, now = Quotas(per_minute=5), time.time()
+    async with _opened(url) as first, _opened(url) as second:
+        adding = [
+            (first, second)[number % 2].add(replace(record(f"j{number}"), created_wall=now), quotas=quotas)
+            for number in range(20)
+        ]
+        ends = await asyncio.gather(*adding, return_exceptions=True)
+        added = [end for end in ends if isinstance(end, JobRecord)]
+        assert len(added) == 5
+        assert sum(isinstance(end, QuotaExceeded) for end in ends) == 15
+        for job in added:  # a tenant that deletes its jobs has no more of them in a minute
+            await first.update(job.job_id, failed(ended_wall=now))
+            assert await second.delete(job.job_id, steady=now) is not None
+        with pytest.raises(QuotaExceeded):
+            await second.add(replace(record("late"), created_wall=now), quotas=quotas)
+        await second.add(replace(record("later"), created_wall=now + 61), quotas=quotas)
+
+
 async def test_gateways_whose_clocks_differ_by_an_hour_agree_on_the_time(url: str) -> None:
     clocks = [SharedClock(wall=lambda: time.time() - HOUR_S), SharedClock(wall=lambda: time.time() + HOUR_S)]
     assert clocks[1]() - clocks[0]() > HOUR_S
@@ -129,11 +151,12 @@ async def test_gateways_whose_clocks_differ_by_an_hour_agree_on_the_time(url: st
 async def test_a_schema_that_needs_a_newer_gateway_is_refused_by_name(url: str) -> None:
     async with _opened(url) as store:
         await store.add(record("j1"))
-    _execute(url, "INSERT INTO bottega_migrations VALUES ('jobs', 2, 1)")
+    newest = len(MIGRATIONS)
+    _execute(url, f"INSERT INTO bottega_migrations VALUES ('jobs', {newest + 1}, 1)")
     async with _opened(url) as older:
         await older.add(record("j2"))
-    _execute(url, "INSERT INTO bottega_migrations VALUES ('jobs', 3, 3)")
-    with pytest.raises(ConfigError, match="schema 3 of jobs"):
+    _execute(url, f"INSERT INTO bottega_migrations VALUES ('jobs', {newest + 2}, {newest + 2})")
+    with pytest.raises(ConfigError, match=f"schema {newest + 2} of jobs"):
         await _store(url).open()
 
 
