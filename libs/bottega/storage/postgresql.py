@@ -101,6 +101,7 @@ class PostgresDatabase:
         """Host, port and name of the database, for messages."""
         self._pool: AsyncConnectionPool[Connection] | None = None
         self._max_connections = max_connections
+        self._opening = asyncio.Lock()
 
     async def open(self) -> None:
         """Connect. Callers may repeat this until it succeeds; it does nothing while the pool is open.
@@ -109,8 +110,11 @@ class PostgresDatabase:
             ConfigError: If the server refuses the login, the database does not exist, or the server is too old.
             StorageUnavailable: If the server cannot be reached now.
         """
-        if self._pool is not None:
-            return
+        async with self._opening:
+            if self._pool is None:
+                self._pool = await self._connected_pool()
+
+    async def _connected_pool(self) -> AsyncConnectionPool[Connection]:
         with translated(self.place, starting=True):
             async with await self._connect() as connection:
                 with _bounded(connection, _ANSWER_S):
@@ -131,7 +135,7 @@ class PostgresDatabase:
             name=self.place,
         )
         await pool.open()
-        self._pool = pool
+        return pool
 
     async def close(self) -> None:
         """Close all connections, once their operations have ended."""

@@ -163,22 +163,16 @@ class SharedContentStore:
         if not job:
             latest = max((copy.time for copy in await self._find(digest)), default=None)
             return latest is not None and latest + self._ttl_s - _SETTLED_S > self.steady()
-        try:
+        data = None
+        with contextlib.suppress(DataLoss):
             data = await self.get(digest)
-        except DataLoss:
-            return False
         if data is None:
             return False
         await self.put(digest, data, owner=owner, job=job)
         return True
 
     async def release(self, digest: str, *, owner: str, put_before: float, job: str = "", needed: bool = False) -> None:
-        """Delete the copy of a job. Other jobs have copies of their own, but share the file in the local folder.
-
-        Args:
-            put_before: Time on the store's clock. A file that was put later stays.
-            needed: Whether another job of the owner has the image. Then its file stays.
-        """
+        """Delete the copy of a job. The local file stays if another job needs it, or it was put after `put_before`."""
         name = _name(digest, owner, job)
         known = self._copies.get(digest, {}).get(name)
         await self._remove([known or _Copy(name=name, size_bytes=0, time=self.steady(), own=False)])
@@ -213,6 +207,11 @@ class SharedContentStore:
                 if (reader := await self._local.reader(digest, owner=owner)) is not None:
                     return reader
         return ContentReader.of_bytes(self._memory, data, digest, owner=owner)
+
+    async def own_copy(self, digest: str, *, size_bytes: int, owner: str, job: str) -> ContentReader | None:
+        """Return a reader of a job's copy, without the listing and the local folder; None if the copy is gone."""
+        data = await self._read(_name(digest, owner, job), digest, size_bytes=size_bytes, owner=owner)
+        return None if data is None else ContentReader.of_bytes(self._memory, data, digest, owner=owner)
 
     async def url(self, digest: str, *, owner: str = "", job: str = "") -> str:
         """Return a URL by which anybody can read the image for a while; "" if there is none."""
@@ -301,10 +300,8 @@ class SharedContentStore:
         read: set[str] = set()
         while copies:
             for copy in sorted(copies, key=lambda copy: -copy.time):
-                do = functools.partial(
-                    self._objects.read, copy.name, digest=bytes.fromhex(digest), size_bytes=copy.size_bytes
-                )
-                if (data := await self._run(do, owner=owner)) is not None:
+                data = await self._read(copy.name, digest, size_bytes=copy.size_bytes, owner=owner)
+                if data is not None:
                     return data
                 read.add(copy.name)
             await self._look(digest)  # other gateways may have deleted these and written others
@@ -313,6 +310,10 @@ class SharedContentStore:
             if found and not copies:
                 raise damaged(digest)
         return None
+
+    async def _read(self, name: str, digest: str, *, size_bytes: int, owner: str) -> bytes | None:
+        do = functools.partial(self._objects.read, name, digest=bytes.fromhex(digest), size_bytes=size_bytes)
+        return await self._run(do, owner=owner)
 
     async def _put_local(self, digest: str, data: bytes, owner: str) -> bool:
         """Write an image to the local folder. A failure costs time, not the image."""

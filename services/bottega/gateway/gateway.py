@@ -15,7 +15,8 @@
     follower   it gets the scheduler's lease   starting, as after a restart (sharing.py)
     serving    SIGTERM, jobs are shared        stopped; another gateway goes on with the jobs at once
 
-A follower is a gateway that shares its jobs with others and is not their scheduler: it forwards calls about jobs.
+A follower is a gateway that shares its jobs with others and is not their scheduler: it reads ended jobs by itself, and
+forwards other calls about jobs (api/forwarding.py).
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Gateway:
         self._advertised = config.advertised
         self._sharing = self._shared(config, fleet) if config.jobs else None
         self._calls = SchedulerCalls(self._role, self.server.channels, max_message_mib=config.server.max_message_mib)
-        public = ForwardingImageService(images, self._calls) if self._sharing else images
+        public = ForwardingImageService(images, self._calls, self._jobs) if self._sharing else images
         image_pb2_grpc.add_ImageServiceServicer_to_server(public, self.server.grpc)
         # It refuses calls and names the right port. Without it, gRPC may end an unfinished Join with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
@@ -259,6 +260,12 @@ class Gateway:
         await self._webhooks.start()
         self._controller.start()
 
+    async def _follow(self, scheduler: LeaseHolder) -> None:
+        """Make the jobs readable while another gateway is the scheduler."""
+        await cast("PostgresJobStore", self._storage.jobs).follow()
+        self._jobs.share_page_tokens(scheduler.page_token_key)
+        self._jobs.allow_reads()
+
     def _shared(self, config: GatewayConfig, fleet: Fleet) -> SharedScheduling:
         from bottega.gateway.sharing import shared_scheduling  # it needs psycopg, which is an extra
 
@@ -267,6 +274,7 @@ class Gateway:
             name=config.name,
             objects=config.objects,
             begin=self._begin,
+            follow=self._follow,
             announce=fleet.wake_streams,
         )
 

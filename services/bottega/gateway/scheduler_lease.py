@@ -69,7 +69,7 @@ _MIGRATIONS = [
     Migration(statements="ALTER TABLE scheduler_lease ADD COLUMN objects text NOT NULL DEFAULT ''"),
 ]
 _LOOK = """
-SELECT generation, name, address, fleet_address, objects, expires_at,
+SELECT generation, name, address, fleet_address, objects, page_token_key, expires_at,
     extract(epoch FROM expires_at - clock_timestamp())::float8
 FROM scheduler_lease
 """
@@ -205,7 +205,7 @@ class SchedulerLease:
 
     async def _look(self) -> float:
         """Find out who the scheduler is, and take the lease if it is free. Return the seconds until the next look."""
-        ((generation, name, address, fleet_address, objects, end, left),) = await self._database.fetch(_LOOK)
+        ((generation, name, address, fleet_address, objects, key, end, left),) = await self._database.fetch(_LOOK)
         left_s = float(left) if left <= _LONGEST * self._lease_s else 0.0
         if left_s <= 0 and not self._released and asyncio.get_running_loop().time() >= self._may_take_at:
             terms = {
@@ -235,7 +235,12 @@ class SchedulerLease:
         if left_s > 0 and not (self._objects and objects == self._objects) and before in (None, self._seen):
             return min(left_s + _AFTER_END_S, _LOOK_S)  # perhaps it has died, and this gateway replaces it
         known = LeaseHolder(
-            generation=generation, name=name, address=address, fleet_address=fleet_address, objects=objects
+            generation=generation,
+            name=name,
+            address=address,
+            fleet_address=fleet_address,
+            objects=objects,
+            page_token_key=bytes(key),
         )
         holder = known if left_s > 0 else None
         if holder != self._role.holder:

@@ -21,7 +21,7 @@ class LeaseHolder:
     objects: str = ""
     """Where its pictures are, s3://bucket/prefix; empty if they are in its own folder, where no other reads them."""
     page_token_key: bytes = field(default=b"", repr=False, compare=False)
-    """Key of the page tokens, the same for every scheduler; known to this gateway only when it is the scheduler."""
+    """Key of the page tokens, the same for all gateways."""
 
 
 class SchedulerRole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -15,6 +16,8 @@ from bottega.storage.postgresql import PostgresDatabase
 
 # Seconds between two tries to reach PostgreSQL at the start.
 _RETRY_S = 0.5
+# Seconds after which a follower compares its clock with that of the database again.
+_FOLLOW_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ class SharedScheduling:
     Args:
         objects: Where the pictures of this gateway are; see LeaseHolder.
         begin: Called with the lease of this gateway; reads the jobs and starts to schedule them.
+        follow: Called with the scheduler now and then while that is another gateway; makes jobs readable here.
         announce: Called when another gateway has become the scheduler, or this one; tells the members of the fleet.
 
     Attributes:
@@ -40,12 +44,14 @@ class SharedScheduling:
         *,
         objects: str,
         begin: Callable[[LeaseHolder], Awaitable[None]],
+        follow: Callable[[LeaseHolder], Awaitable[None]],
         announce: Callable[[], None],
     ) -> None:
         self._lease = lease
         self._role = role
         self._objects = objects
         self._begin = begin
+        self._follow_scheduler = follow
         self._announce = announce
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
         self._tasks = BackgroundTasks("following the scheduler")
@@ -75,6 +81,7 @@ class SharedScheduling:
                 await asyncio.sleep(_RETRY_S)
         self._tasks.start(self._follow())
         self._tasks.start(self._watch_loss())
+        self._tasks.start(self._keep_following())
         while self._role.other is None and not self._role.serves:
             if self.failed.done():
                 raise self.failed.result()
@@ -134,6 +141,22 @@ class SharedScheduling:
             if self._role.held:
                 self._role.set(holder, held=True, serves=True)
 
+    async def _keep_following(self) -> None:
+        reported = False
+        while not self._role.held:
+            pause_s = _FOLLOW_S
+            try:
+                if (scheduler := self._role.other) is not None:
+                    await self._follow_scheduler(scheduler)
+                    reported = False
+            except BottegaError as error:
+                if not reported:
+                    text = "jobs cannot be read here, so that the scheduler answers all calls; it is tried again"
+                    _log.warning(text, extra={"text": error.message})
+                reported, pause_s = True, _RETRY_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._role.change(), pause_s)
+
     async def _watch_loss(self) -> None:
         while not self._role.lost:
             await self._role.change()
@@ -152,9 +175,10 @@ def shared_scheduling(
     name: str,
     objects: str,
     begin: Callable[[LeaseHolder], Awaitable[None]],
+    follow: Callable[[LeaseHolder], Awaitable[None]],
     announce: Callable[[], None],
 ) -> SharedScheduling:
     """Return the sharing of jobs in the database at a URL; see SharedScheduling. Raises ConfigError."""
     database = PostgresDatabase(url, application=f"{APPLICATION}{name}", max_connections=1)
     lease = SchedulerLease(database, role, name=name, objects=objects)
-    return SharedScheduling(lease, role, objects=objects, begin=begin, announce=announce)
+    return SharedScheduling(lease, role, objects=objects, begin=begin, follow=follow, announce=announce)

@@ -1,9 +1,14 @@
-"""The APIs of a gateway that shares its jobs with others: calls about jobs are answered by the scheduler.
+"""The APIs of a gateway that shares its jobs with others: calls about live jobs are answered by the scheduler.
 
-Every gateway accepts every call. One that is not the scheduler passes it on to the gateway that is, with the caller's
-identity and deadline, so that quotas, the bounds of the queue and request_ids hold over all gateways. While there is no
-scheduler, calls wait for the next one. A call whose scheduler dies is repeated at the next one, unless that could make
-a second job: a request without a request_id, which may have been accepted. Watches go on with the job's current state.
+Every gateway accepts every call. One that is not the scheduler answers reads of ended jobs from the database and the
+object store. It passes other calls on to the scheduler, with the caller's identity and deadline, so that quotas, the
+bounds of the queue and request_ids hold over all gateways. While there is no scheduler, calls wait for the next one. A
+call whose scheduler dies is repeated at the next one, unless that could make a second job: a request without a
+request_id, which may have been accepted. Watches go on with the job's current state.
+
+No caller sees a job go back to an earlier state: the scheduler tells of the end or the deletion of a job only once the
+database has it, and each read here sees what is committed. What the database says of a live job is not used, because
+the scheduler knows its newer state.
 """
 
 from __future__ import annotations
@@ -14,9 +19,14 @@ from typing import Any
 
 import grpc
 
+from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.api.image_service import ImageService
 from bottega.gateway.api.scheduler_calls import InterruptedCall, SchedulerCalls
+from bottega.gateway.api.watching import job_to_wire
 from bottega.gateway.api.webhook_service import WebhookService
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.jobs.store import LIVE
 from bottega.gateway.scheduler_role import LeaseHolder
 from bottega.rpc.status import from_job_error
 from bottega.v1 import image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
@@ -32,11 +42,13 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
     Args:
         local: The service of this gateway, which answers while this one is the scheduler.
         calls: Calls the scheduler.
+        jobs: The jobs of this gateway, which `local` reads.
     """
 
-    def __init__(self, local: ImageService, calls: SchedulerCalls) -> None:
+    def __init__(self, local: ImageService, calls: SchedulerCalls, jobs: JobRepository) -> None:
         self._local = local
         self._calls = calls
+        self._jobs = jobs
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
         """List the models that are served now: all services have joined this gateway too."""
@@ -55,12 +67,19 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
         return answer
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
-        """Return the state of a job at the scheduler."""
+        """Return the state of a job."""
+        if (job := await self._ended_job(request.job_id, context)) is not None:
+            return image_pb2.GetJobResponse(job=job_to_wire(job))
         answer: image_pb2.GetJobResponse = await self._unary("GetJob", request, context)
         return answer
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
-        """Return a page of jobs from the scheduler."""
+        """Return a page of jobs. The scheduler is asked if it could have live ones."""
+        if self._reads_here(context) and not LIVE.intersection(request.states):
+            with contextlib.suppress(StorageUnavailable, DataLoss):
+                page = await self._local.ListJobs(request, context)
+                if all(job.state not in LIVE for job in page.jobs):
+                    return page
         answer: image_pb2.ListJobsResponse = await self._unary("ListJobs", request, context)
         return answer
 
@@ -84,7 +103,16 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
     async def GetImage(
         self, request: image_pb2.GetImageRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GetImageResponse]:
-        """Stream a finished image from the scheduler."""
+        """Stream a finished image, or answer with its URL, which only the scheduler makes."""
+        if not request.as_url and (job := await self._ended_job(request.job_id, context)) is not None:
+            reader = None
+            with contextlib.suppress(StorageUnavailable, DataLoss):  # the scheduler may have another copy
+                reader = await self._local.open_image(job, request.index)
+            if reader is not None:
+                async with contextlib.aclosing(self._local.chunks(job, request.index, reader)) as chunks:
+                    async for answer in chunks:
+                        yield answer
+                return
         begun = False
         while True:
             try:
@@ -99,7 +127,12 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
     async def WatchJob(
         self, request: image_pb2.WatchJobRequest, context: _Context
     ) -> AsyncGenerator[image_pb2.WatchJobResponse, None]:
-        """Stream the events of a job from the scheduler, and then from the next one."""
+        """Stream the events of a live job from the scheduler, and then from the next one."""
+        if (job := await self._ended_job(request.job_id, context)) is not None:
+            async with contextlib.aclosing(self._local.watch(job, preview=request.preview)) as events:
+                async for event in events:
+                    yield event
+            return
         while True:
             try:
                 async with self._answers("WatchJob", request, context) as answers:
@@ -131,6 +164,17 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
                 if answer.event.HasField("failed"):
                     raise from_job_error(answer.event.failed)
                 yield image_pb2.GenerateResponse(event=answer.event)
+
+    def _reads_here(self, context: _Context) -> bool:
+        return self._jobs.readable and self._calls.follows(context)
+
+    async def _ended_job(self, job_id: str, context: _Context) -> Job | None:
+        """Return a job that has ended, read here; None if the scheduler has to be asked. Raises JobNotFound."""
+        if self._reads_here(context):
+            with contextlib.suppress(StorageUnavailable, DataLoss):
+                job = await self._local.find_job(job_id)
+                return None if job.live else job
+        return None
 
     async def _unary(self, method: str, request: Any, context: _Context, *, repeatable: bool = True) -> Any:
         return await self._calls.unary(

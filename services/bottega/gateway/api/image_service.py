@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +125,32 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self, request: image_pb2.GetImageRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GetImageResponse]:
         """Stream a finished image, or answer with its URL."""
-        job = await self._job(request.job_id)
+        job = await self.find_job(request.job_id)
         if request.as_url:
             yield image_pb2.GetImageResponse(image=await self._with_url(job, request.index))
             return
-        async with await self._reader(job, request.index) as reader:
-            image: image_pb2.Image | None = image_to_wire(job, request.index)
+        reader = await self.open_image(job, request.index)
+        if reader is None:
+            raise ImageNotFound("the image has expired")
+        async with contextlib.aclosing(self.chunks(job, request.index, reader)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def open_image(self, job: Job, index: int) -> ContentReader | None:
+        """Return a reader of an image of a job; None if it is gone. Raises JobNotFinished and ImageNotFound.
+
+        A gateway that is not the scheduler opens only the job's own copy in the object store: it keeps no list of the
+        others.
+        """
+        self._check_index(job, index)
+        return await self._open(job, job.images[index])
+
+    async def chunks(
+        self, job: Job, index: int, reader: ContentReader
+    ) -> AsyncGenerator[image_pb2.GetImageResponse, None]:
+        """Yield an image with its bytes in chunks, and close its reader."""
+        async with reader:
+            image: image_pb2.Image | None = image_to_wire(job, index)
             begin = 0
             while image is not None or begin < reader.size_bytes:
                 size_bytes = _chunk_bytes()
@@ -145,7 +165,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
         """Return the current state of a job."""
-        return image_pb2.GetJobResponse(job=job_to_wire(await self._job(request.job_id)))
+        return image_pb2.GetJobResponse(job=job_to_wire(await self.find_job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
         """Return a page of jobs, filtered by state and time, newest first."""
@@ -174,23 +194,29 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self, request: image_pb2.WatchJobRequest, context: _Context
     ) -> AsyncIterator[image_pb2.WatchJobResponse]:
         """Stream the events of a job, starting with its current state."""
-        job = await self._job(request.job_id)
+        job = await self.find_job(request.job_id)
         if request.preview:
             self._controller.enable_previews(job)
-        async with contextlib.aclosing(JobWatch(job, preview=request.preview).events()) as events:
+        async with contextlib.aclosing(self.watch(job, preview=request.preview)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def watch(self, job: Job, *, preview: bool) -> AsyncGenerator[image_pb2.WatchJobResponse, None]:
+        """Yield the events of a job, starting with its current state."""
+        async with contextlib.aclosing(JobWatch(job, preview=preview).events()) as events:
             async for event in events:
                 yield image_pb2.WatchJobResponse(event=await self._to_wire(job, event))
 
     async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
         """Cancel a job, and return when the cancellation is durable."""
-        job = await self._job(request.job_id)
+        job = await self.find_job(request.job_id)
         await self._controller.cancel_durably(job)
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
 
     async def DeleteJob(self, request: image_pb2.DeleteJobRequest, context: _Context) -> image_pb2.DeleteJobResponse:
         """Delete a job that has ended, and return when the deletion is durable."""
         with contextlib.suppress(JobNotFound):  # a repeated call is answered, too
-            await self._job(request.job_id)
+            await self.find_job(request.job_id)
         await self._jobs.delete(request.job_id, tenant=caller().tenant)
         self._traces.remove(request.job_id)
         return image_pb2.DeleteJobResponse()
@@ -199,7 +225,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self, request: image_pb2.GetJobTraceRequest, context: _Context
     ) -> image_pb2.GetJobTraceResponse:
         """Return the trace of a job: the time spans of its queueing, drawing and other phases."""
-        job = await self._job(request.job_id)
+        job = await self.find_job(request.job_id)
         trace = self._traces.find(job.job_id)
         if trace is None:
             raise TraceNotFound(
@@ -275,7 +301,8 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     def _caller_s(self, context: _Context) -> float:
         return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
 
-    async def _job(self, job_id: str) -> Job:
+    async def find_job(self, job_id: str) -> Job:
+        """Return the caller's job with this ID. Raises JobNotFound, InvalidRequest, StorageUnavailable and DataLoss."""
         rules.refuse(list(validation.check_ids("job_id", job_id)))
         job = await self._jobs.get(job_id, tenant=caller().tenant)
         _bind(job)
@@ -284,15 +311,16 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def _to_wire(self, job: Job, event: WatchEvent) -> image_pb2.JobEvent:
         """Convert an event of a job. Images are omitted while too many bytes already wait for callers to read them."""
         inline = isinstance(event, EndedEvent) and _travels_inline(job) and call_limits.reserve(_inline_bytes(job))
-        data = [await self._inline(picture) for picture in job.images] if inline else []
+        data = [await self._inline(job, picture) for picture in job.images] if inline else []
         return event_to_wire(job, event, data)
 
-    async def _inline(self, picture: StoredImage) -> bytes:
+    async def _inline(self, job: Job, picture: StoredImage) -> bytes:
         """Return the bytes of a picture, or b"" if it cannot be read: GetImage then reports the error."""
-        try:
-            return await self._images.get(picture.digest) or b""
-        except BottegaError:
-            return b""
+        with contextlib.suppress(BottegaError):
+            if (reader := await self._open(job, picture)) is not None:
+                async with reader:
+                    return await reader.read(0, reader.size_bytes)
+        return b""
 
     async def _with_url(self, job: Job, index: int) -> image_pb2.Image:
         self._check_index(job, index)
@@ -301,12 +329,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             image.url = await self._images.url(image.digest, owner=job.request.tenant, job=job.job_id)
         return image
 
-    async def _reader(self, job: Job, index: int) -> ContentReader:
-        self._check_index(job, index)
-        reader = await self._images.reader(job.images[index].digest, owner=job.request.tenant)
-        if reader is None:
-            raise ImageNotFound("the image has expired")
-        return reader
+    async def _open(self, job: Job, picture: StoredImage) -> ContentReader | None:
+        tenant = job.request.tenant
+        if isinstance(self._images, SharedContentStore) and not self._jobs.restored:
+            return await self._images.own_copy(
+                picture.digest, size_bytes=picture.size_bytes, owner=tenant, job=job.job_id
+            )
+        return await self._images.reader(picture.digest, owner=tenant)
 
     @staticmethod
     def _check_index(job: Job, index: int) -> None:

@@ -163,6 +163,10 @@ class SchedulerCalls:
                 del request
                 yield answers
 
+    def follows(self, context: _Context) -> bool:
+        """Return whether another gateway is the scheduler, so that calls may go on to it."""
+        return self._role.other is not None and not _is_passed_on(context)
+
     async def retry(self, interruption: InterruptedCall, *, repeatable: bool) -> None:
         """Wait a moment, or for a new scheduler, before a call is repeated. Raise its error if it is not repeated."""
         self._check_reached()

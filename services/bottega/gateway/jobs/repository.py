@@ -100,6 +100,11 @@ class JobRepository:
         """Number of times that the gateway was started before this process."""
         return max(0, self._store.generation - 1)
 
+    @property
+    def readable(self) -> bool:
+        """Whether jobs can be read from the store."""
+        return self._readable.is_set()
+
     def share_page_tokens(self, key: bytes) -> None:
         """Use a key of page tokens that other gateways have too, so that a list goes on at another one."""
         self._tokens.use(key)
@@ -122,7 +127,7 @@ class JobRepository:
         return await self._found.get()
 
     def allow_reads(self) -> None:
-        """Allow reads even though the store could not be opened for writing. They may fail."""
+        """Allow reads of the store, although no jobs were restored: they may fail, and live jobs are read-only."""
         self._readable.set()
 
     async def close(self) -> None:

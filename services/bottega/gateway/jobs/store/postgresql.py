@@ -120,6 +120,14 @@ class PostgresJobStore:
         await self._follow_clock()
         self._readable = await self._database.has_schema(COMPONENT, MIGRATIONS)
 
+    async def follow(self) -> None:
+        """Open the store for a gateway that is not the scheduler, and follow the clock of the database."""
+        if not self._readable:
+            await self._database.open()
+            await self._database.migrate(COMPONENT, MIGRATIONS)
+            self._readable = True
+        await self._follow_clock()
+
     async def close(self) -> None:
         """Close all connections."""
         self._readable = self._writable = False
