@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import select
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -291,6 +292,15 @@ async def rows_of(connection: Connection, query: str, parameters: Params = ()) -
     """Return all rows of a statement; none if it returns no rows. The text never contains values of callers."""
     cursor = await connection.execute(query.encode(), parameters)
     return await cursor.fetchall() if cursor.description else []
+
+
+def refuse_password(url: str) -> None:
+    """Raise ConfigError if the URL of a command's argument has a password."""
+    if re.match(r"\w+://[^/@]*:[^/@]*@", url) or "password=" in url:
+        raise ConfigError(
+            "other users of this machine see a command's arguments: leave the password out of the URL, and give it by "
+            "PGPASSWORD or by a file (PGPASSFILE)"
+        )
 
 
 def _parameters(url: str, application: str) -> str:

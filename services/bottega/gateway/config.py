@@ -26,6 +26,8 @@ DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEFAULT_METRICS_ADDRESS = "127.0.0.1:8471"
 DEFAULT_FLEET_ADDRESS = "127.0.0.1:8472"
 
+DATABASE_SCHEMES = ("postgresql://", "postgres://")
+"""How the URL of a database begins."""
 AtLeastOne = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -161,10 +163,11 @@ class GatewayConfig:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     """The listener where services join the fleet and where the fleet is listed."""
     tenants: str = ""
-    """File of tenants and of the hashes of their API keys. `bottega tenants` writes it.
+    """File of tenants and of the hashes of their API keys, or the URL of a database with them (postgresql://...).
 
-    The gateway reads it again when it changes. If it is set, every call to the gateway's own port needs an API key and
-    sees only what belongs to the tenant of that key. Empty: callers need no key, and everything belongs to one tenant.
+    `bottega tenants` writes both, and gateways follow changes within seconds. Several gateways need the database. If
+    this is set, every call to the gateway's own port needs an API key and sees only what belongs to the tenant of that
+    key. Empty: callers need no key, and everything belongs to one tenant.
     """
     tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number of tenants with metrics of their own: the first ones that send a job.
@@ -279,7 +282,7 @@ class GatewayConfig:
                 f"fleet.max_calls is {self.fleet.max_calls}; it must be at least {needed}, "
                 f"twice max_members plus {MAX_NAMELESS}"
             )
-        if self.jobs and not self.jobs.startswith(("postgresql://", "postgres://")):
+        if self.jobs and not self.jobs.startswith(DATABASE_SCHEMES):
             raise ValueError("jobs must be the URL of a PostgreSQL database, postgresql://..., or empty")
         if self.max_result_bytes > self.results_bytes:
             raise ValueError(
@@ -315,7 +318,7 @@ def check_files(config: GatewayConfig) -> None:
 
 def _check_tenants(config: GatewayConfig) -> None:
     """Raise ConfigError if the file of tenants cannot be used."""
-    if config.tenants:
+    if config.tenants and not config.tenants.startswith(DATABASE_SCHEMES):
         try:
             for tenant in read_tenants(Path(config.tenants)):
                 _check_webhook(tenant, config.webhooks)

@@ -42,18 +42,18 @@ from bottega.gateway.api.forwarding import ForwardingImageService, ForwardingWeb
 from bottega.gateway.api.image_service import ImageService
 from bottega.gateway.api.scheduler_calls import SchedulerCalls
 from bottega.gateway.api.webhook_service import WebhookService
-from bottega.gateway.config import GatewayConfig, read_webhook_secrets
+from bottega.gateway.config import DATABASE_SCHEMES, GatewayConfig, read_webhook_secrets
 from bottega.gateway.dispatch.connection import WorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.conversion import version
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.storage import Storage, create_job_store
+from bottega.gateway.jobs.storage import APPLICATION, Storage, create_job_store
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.periodic_checks import PeriodicChecks
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.tenants import TenantAuthenticator, TenantTerms
+from bottega.gateway.tenants import KnownTenants, TenantAuthenticator, TenantTerms
 from bottega.gateway.webhooks.delivery import WebhookDelivery
 from bottega.gateway.webhooks.events import WebhookEvents
 from bottega.manifest import load_object, read_services
@@ -86,8 +86,8 @@ class Gateway:
         shared = SharedClock() if config.jobs else None
         clock = Clock(wall=shared) if shared else Clock()
         self._health = BackgroundTasks("health of the gateway")
-        authenticator = TenantAuthenticator(Path(config.tenants), clock) if config.tenants else None
-        terms = authenticator or TenantTerms(webhooks=read_webhook_secrets(config))
+        authenticator = _authenticator(config, clock)
+        terms = self._terms = authenticator or TenantTerms(webhooks=read_webhook_secrets(config))
         self.server = Server("gateway", config.server, authenticator=authenticator)
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
         self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
@@ -204,6 +204,7 @@ class Gateway:
         self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
         starting = asyncio.create_task(self._codec.start())
         try:
+            await self._terms.start()
             if self._sharing is None:
                 await self._begin()
             else:
@@ -246,6 +247,7 @@ class Gateway:
         if self._sharing is not None:
             await self._calls.close()
             await self._sharing.close()
+        await self._terms.close()
         await self._storage.close()
         await self._codec.stop()
 
@@ -273,6 +275,7 @@ class Gateway:
             *(config.jobs, self._role),
             name=config.name,
             objects=config.objects,
+            tenants_elsewhere=not config.tenants.startswith(DATABASE_SCHEMES),
             begin=self._begin,
             follow=self._follow,
             announce=fleet.wake_streams,
@@ -321,6 +324,17 @@ class Gateway:
             self._storage.report_failure(error)
         except Exception:  # noqa: BLE001 - the boundary of the task: without it health stays as it is, whatever happens
             _log.exception("looking for jobs that may have been stored failed; it is tried again")
+
+
+def _authenticator(config: GatewayConfig, clock: Clock) -> KnownTenants | None:
+    """Return the tenants of the configuration; None if callers need no key. Raises ConfigError."""
+    if not config.tenants:
+        return None
+    if not config.tenants.startswith(DATABASE_SCHEMES):
+        return TenantAuthenticator(Path(config.tenants), clock)
+    from bottega.gateway.tenants.database import DatabaseTenants  # it needs psycopg, which is an extra
+
+    return DatabaseTenants(config.tenants, application=f"{APPLICATION}{config.name}")
 
 
 def _addons(context: AddOnContext) -> tuple[AddOn, ...]:

@@ -12,6 +12,7 @@ from bottega.errors import BottegaError, ConfigError, DataLoss, InternalError, S
 from bottega.gateway.jobs.storage import APPLICATION
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
+from bottega.rpc.security.tenant_table import TenantTable
 from bottega.storage.postgresql import PostgresDatabase
 
 # Seconds between two tries to reach PostgreSQL at the start.
@@ -27,6 +28,7 @@ class SharedScheduling:
 
     Args:
         objects: Where the pictures of this gateway are; see LeaseHolder.
+        unread_tenants: The table of tenants in the same database if this gateway does not read it, else None.
         begin: Called with the lease of this gateway; reads the jobs and starts to schedule them.
         follow: Called with the scheduler now and then while that is another gateway; makes jobs readable here.
         announce: Called when another gateway has become the scheduler, or this one; tells the members of the fleet.
@@ -43,6 +45,7 @@ class SharedScheduling:
         role: SchedulerRole,
         *,
         objects: str,
+        unread_tenants: TenantTable | None,
         begin: Callable[[LeaseHolder], Awaitable[None]],
         follow: Callable[[LeaseHolder], Awaitable[None]],
         announce: Callable[[], None],
@@ -50,6 +53,7 @@ class SharedScheduling:
         self._lease = lease
         self._role = role
         self._objects = objects
+        self._unread_tenants = unread_tenants
         self._begin = begin
         self._follow_scheduler = follow
         self._announce = announce
@@ -72,6 +76,7 @@ class SharedScheduling:
         reported = False
         while True:
             try:
+                await self._check_tenants()
                 await self._lease.start()
                 break
             except StorageUnavailable as error:
@@ -108,6 +113,20 @@ class SharedScheduling:
                 await self._become_scheduler()
             else:
                 await self._role.change()
+
+    async def _check_tenants(self) -> None:
+        """Raise ConfigError if the database has tenants, and this gateway has others, or none."""
+        table = self._unread_tenants
+        if table is None:
+            return
+        try:
+            if await table.has_tenants():
+                raise ConfigError(
+                    f"tenants: the database {table.database.place} has tenants, which this gateway would not know; set "
+                    "tenants to the URL of the database"
+                )
+        finally:
+            await table.database.close()
 
     def _check_pictures(self) -> None:
         """Raise ConfigError if another gateway is the scheduler and the two do not share their pictures."""
@@ -174,11 +193,20 @@ def shared_scheduling(
     *,
     name: str,
     objects: str,
+    tenants_elsewhere: bool,
     begin: Callable[[LeaseHolder], Awaitable[None]],
     follow: Callable[[LeaseHolder], Awaitable[None]],
     announce: Callable[[], None],
 ) -> SharedScheduling:
     """Return the sharing of jobs in the database at a URL; see SharedScheduling. Raises ConfigError."""
-    database = PostgresDatabase(url, application=f"{APPLICATION}{name}", max_connections=1)
-    lease = SchedulerLease(database, role, name=name, objects=objects)
-    return SharedScheduling(lease, role, objects=objects, begin=begin, follow=follow, announce=announce)
+    application = f"{APPLICATION}{name}"
+    database = PostgresDatabase(url, application=application, max_connections=1)
+    return SharedScheduling(
+        SchedulerLease(database, role, name=name, objects=objects),
+        role,
+        objects=objects,
+        unread_tenants=TenantTable(url, application=application) if tenants_elsewhere else None,
+        begin=begin,
+        follow=follow,
+        announce=announce,
+    )

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _Tenants = tuple["Tenant", ...]
+_DATABASE = ("postgresql://", "postgres://")
 
 
 def _file_option(command: CommandT) -> CommandT:
     return click.option(
         "--file",
-        type=click.Path(dir_okay=False, path_type=Path),
         envvar="BOTTEGA_TENANTS",
         show_envvar=True,
-        default=lambda: operator_folder() / "tenants.json",
+        default=lambda: str(operator_folder() / "tenants.json"),
         metavar="FILE",
-        help="File that the gateway's configuration names (tenants: FILE); default: tenants.json in /etc/bottega"
-        " if you may write there, else in the state folder.",
+        help="What `tenants` in the gateway's configuration names: a file, or the URL of a database (postgresql://...)."
+        " Default: tenants.json in /etc/bottega if you may write there, else in the state folder.",
     )(command)
 
 
@@ -42,13 +42,14 @@ def _file_option(command: CommandT) -> CommandT:
     bottega tenants allow shop --models miniature --loras striped,dusk
     bottega tenants webhook shop --url https://shop.example/hooks
     bottega tenants disable shop
+    bottega tenants import /etc/bottega/tenants.json --file postgresql://db.example/bottega
 """)
 def command() -> None:
     """Manage the tenants of a gateway and their API keys.
 
-    The gateway reads the file that `tenants` in its configuration names, and loads it again within a second of a
-    change. Callers give their key with BOTTEGA_API_KEY, Client(api_key=...), or the gRPC metadata `authorization:
-    Bearer KEY`.
+    They are in a file, or in a PostgreSQL database for several gateways: `tenants` in their configuration names it.
+    Gateways follow changes within seconds. Callers give their key with BOTTEGA_API_KEY, Client(api_key=...), or the
+    gRPC metadata `authorization: Bearer KEY`.
     """
 
 
@@ -61,13 +62,13 @@ _WEIGHT = click.FloatRange(LEAST_WEIGHT, MOST_WEIGHT)
     "--weight", type=_WEIGHT, default=1.0, help="Share of the workers, relative to other tenants (default: 1)."
 )
 @_file_option
-def add(*, name: str, weight: float, file: Path) -> None:
+def add(*, name: str, weight: float, file: str) -> None:
     """Add a tenant, and print its API key.
 
-    The key is printed only now; the file has only its hash.
+    The key is printed only now; only its hash is kept.
     """
     from bottega.rpc.security.api_keys import new_key
-    from bottega.rpc.security.tenant_file import MAX_TENANTS, NAME_RULE, Tenant, change_tenants, is_tenant_name
+    from bottega.rpc.security.tenant_file import MAX_TENANTS, NAME_RULE, Tenant, is_tenant_name
 
     if not is_tenant_name(name):
         fail("this cannot be the name of a tenant", f"A name has {NAME_RULE}.", status=2)
@@ -77,20 +78,18 @@ def add(*, name: str, weight: float, file: Path) -> None:
         if any(tenant.name == name for tenant in tenants):
             fail(f"there is a tenant {name} already", f"bottega tenants rotate {name} makes a new key for it.")
         if len(tenants) >= MAX_TENANTS:
-            fail(f"the file has {len(tenants)} tenants, which is the maximum")
+            fail(f"there are {len(tenants)} tenants, which is the maximum")
         return (*tenants, Tenant(name=name, weight=weight).rotated(parts, keep_old=False))
 
-    change_tenants(file, added)
+    _change(file, added)
     _show(key, f"{name} is a tenant of gateways with `tenants: {file}`. Its key, which is printed only now:")
 
 
 @command.command("list")
 @_file_option
-def list_tenants(*, file: Path) -> None:
+def list_tenants(*, file: str) -> None:
     """List tenants with key IDs, quotas and grants."""
-    from bottega.rpc.security.tenant_file import read_tenants
-
-    tenants = read_tenants(file)
+    tenants = _read(file)
     if not tenants:
         note("There are no tenants; bottega tenants add NAME adds one.")
         return
@@ -116,17 +115,38 @@ def list_tenants(*, file: Path) -> None:
     print_table(table)
 
 
+@command.command("import")
+@click.argument("source", metavar="FILE")
+@_file_option
+def import_tenants(*, source: str, file: str) -> None:
+    """Copy tenants from another file or database, with their keys and quotas.
+
+    Tenants that exist already stay as they are.
+    """
+    known: set[str] = set()
+    copied = _read(source)
+
+    def added(tenants: _Tenants) -> _Tenants:
+        known.update(tenant.name for tenant in tenants)
+        return (*tenants, *(tenant for tenant in copied if tenant.name not in known))
+
+    _change(file, added)
+    kept = sorted(known & {tenant.name for tenant in copied})
+    say(f"{len(copied) - len(kept)} of {len(copied)} tenants were copied")
+    if kept:
+        note(f"These exist already and stay as they are: {', '.join(kept)}")
+
+
 @command.command("rotate")
 @click.argument("name")
 @click.option("--keep-old", is_flag=True, help="Keep the previous key valid until the next bottega tenants rotate.")
 @_file_option
-def rotate(*, name: str, keep_old: bool, file: Path) -> None:
+def rotate(*, name: str, keep_old: bool, file: str) -> None:
     """Make and print a new key for a tenant. Its other keys become invalid."""
     from bottega.rpc.security.api_keys import new_key
-    from bottega.rpc.security.tenant_file import change_tenants
 
     key, parts = new_key()
-    change_tenants(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
+    _change(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
     old = "the previous one stays valid" if keep_old else "no other one is valid"
     _show(key, f"The new key of {name}, which is printed only now; {old}:")
 
@@ -135,15 +155,13 @@ def rotate(*, name: str, keep_old: bool, file: Path) -> None:
 @click.argument("name")
 @click.argument("weight", type=_WEIGHT)
 @_file_option
-def change_weight(*, name: str, weight: float, file: Path) -> None:
+def change_weight(*, name: str, weight: float, file: str) -> None:
     """Change a tenant's share of the workers.
 
     Shares matter while jobs of several tenants wait: a tenant of weight 3 then gets three times as much of the workers
     as a tenant of weight 1.
     """
-    from bottega.rpc.security.tenant_file import change_tenants
-
-    change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, weight=weight)))
+    _change(file, _changing(name, lambda tenant: dataclasses.replace(tenant, weight=weight)))
     say(f"{name} weighs {weight:g}")
 
 
@@ -161,14 +179,12 @@ def _quota(name: str, help_text: str) -> Callable[[CommandT], CommandT]:
 @_quota("calls", "Maximum of concurrent unary calls")
 @_quota("streams", "Maximum of concurrent streaming calls")
 @_file_option
-def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
+def change_quotas(*, name: str, file: str, **quotas: int | None) -> None:
     """Change a tenant's quotas. Quotas that are not given stay as they are."""
-    from bottega.rpc.security.tenant_file import change_tenants
-
     given = {quota: most for quota, most in quotas.items() if most is not None}
     if not given:
         fail("give a quota, such as --queued 100", "bottega tenants list shows the quotas that are set.", status=2)
-    change_tenants(file, _changing(name, _replacing("quotas", given)))
+    _change(file, _changing(name, _replacing("quotas", given)))
     quotas_text = ", ".join(f"{quota} {most or 'without limit'}" for quota, most in given.items())
     say(f"{name}: {quotas_text}")
 
@@ -187,15 +203,13 @@ def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
 @click.option("--keep-old", is_flag=True, help="With --rotate, sign with the previous secret, too, until the next.")
 @_file_option
 def change_webhook(
-    *, name: str, url: str | None, events: tuple[str, ...], rotate: bool, keep_old: bool, file: Path
+    *, name: str, url: str | None, events: tuple[str, ...], rotate: bool, keep_old: bool, file: str
 ) -> None:
     """Set a tenant's webhook and the secret that signs.
 
     A tenant without a secret gets one. A new secret is printed, for the tenant's receivers. The gateway calls hosts
     that webhooks.hosts of its configuration lists.
     """
-    from bottega.rpc.security.tenant_file import change_tenants
-
     if (events and url is None) or (keep_old and not rotate):
         raise click.UsageError("--event needs --url, and --keep-old needs --rotate.")
     new: list[str] = []
@@ -210,7 +224,7 @@ def change_webhook(
             new.append(webhooks.secrets[0])
         return dataclasses.replace(tenant, webhooks=webhooks)
 
-    change_tenants(file, _changing(name, changed))
+    _change(file, _changing(name, changed))
     if url is not None:
         note(
             f"{name}: the ends of jobs are announced at {url}" if url else f"{name} has no webhook for all of its jobs"
@@ -244,18 +258,16 @@ def _granted(kind: str, help_text: str) -> Callable[[CommandT], CommandT]:
 @_granted("loras", "Shared LoRAs that it may use, beside its own")
 @_granted("controlnets", "Shared ControlNets that it may use, beside its own")
 @_file_option
-def change_grants(*, name: str, file: Path, **grants: tuple[str, ...] | None) -> None:
+def change_grants(*, name: str, file: str, **grants: tuple[str, ...] | None) -> None:
     """Restrict which models, LoRAs and ControlNets a tenant may use.
 
     The tenant cannot see others. A kind that is not given stays as it is. A LoRA or ControlNet NAME@shop needs no
     grant: it belongs to the tenant shop alone, which calls it NAME.
     """
-    from bottega.rpc.security.tenant_file import change_tenants
-
     given = {kind: names for kind, names in grants.items() if names is not None}
     if not given:
         fail("give what it may use, such as --models a,b", "bottega tenants list shows what is allowed.", status=2)
-    change_tenants(file, _changing(name, _replacing("grants", given)))
+    _change(file, _changing(name, _replacing("grants", given)))
     grants_text = ", ".join(f"{kind} {' '.join(names) or 'all'}" for kind, names in given.items())
     say(f"{name} may use: {grants_text}")
 
@@ -269,15 +281,36 @@ def _replacing(part: str, given: Mapping[str, Any]) -> Callable[[Tenant], Tenant
 @click.argument("name")
 @click.option("--undo", is_flag=True, help="Enable it again, with its earlier keys.")
 @_file_option
-def disable(*, name: str, undo: bool, file: Path) -> None:
+def disable(*, name: str, undo: bool, file: str) -> None:
     """Refuse new calls of a tenant, but keep its data.
 
     Calls that are being served go on.
     """
+    _change(file, _changing(name, lambda tenant: dataclasses.replace(tenant, disabled=not undo)))
+    say(f"{name} enabled" if undo else f"{name} disabled; bottega tenants disable {name} --undo enables it again")
+
+
+def _read(file: str) -> _Tenants:
+    """Return the tenants in a file or database."""
+    from bottega.rpc.security.tenant_file import read_tenants
+
+    if not file.startswith(_DATABASE):
+        return read_tenants(Path(file))
+    from bottega.rpc.security.tenant_table import read_table
+
+    return read_table(file)
+
+
+def _change(file: str, change: Callable[[_Tenants], _Tenants]) -> None:
+    """Change the tenants in a file or database."""
     from bottega.rpc.security.tenant_file import change_tenants
 
-    change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, disabled=not undo)))
-    say(f"{name} enabled" if undo else f"{name} disabled; bottega tenants disable {name} --undo enables it again")
+    if not file.startswith(_DATABASE):
+        change_tenants(Path(file), change)
+        return
+    from bottega.rpc.security.tenant_table import change_table
+
+    change_table(file, change)
 
 
 def _changing(name: str, change: Callable[[Tenant], Tenant]) -> Callable[[_Tenants], _Tenants]:

@@ -191,7 +191,7 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
             text = file.read(_MAX_CHARACTERS + 1)
         if len(text) > _MAX_CHARACTERS:
             raise ConfigError(f"{path} is no file of tenants: it is longer than {_MAX_CHARACTERS >> 20} Mi characters")
-        contents = parse(_Contents, json.loads(text), source=str(path))
+        return parsed_tenants(json.loads(text), source=str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} is not there; create it with: bottega tenants add NAME --file {path}") from None
     except PermissionError:
@@ -202,10 +202,14 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of JSON and of its encoding
         raise ConfigError(f"{path} is not a valid file of tenants: {error}") from None
-    names = [tenant.name for tenant in contents.tenants]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"{path} contains a tenant twice")
-    return contents.tenants
+
+
+def parsed_tenants(contents: object, *, source: str) -> tuple[Tenant, ...]:
+    """Return the tenants in parsed JSON. Raises ConfigError, which names the source, if they are not valid."""
+    tenants = parse(_Contents, contents, source=source).tenants
+    if len({tenant.name for tenant in tenants}) != len(tenants):
+        raise ConfigError(f"{source} contains a tenant twice")
+    return tenants
 
 
 def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tenant, ...]]) -> None:
@@ -223,7 +227,7 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
             fcntl.flock(lock, fcntl.LOCK_EX)
             before = read_tenants(path) if path.exists() else ()
             text = json.dumps(dataclasses.asdict(_Contents(tenants=change(before))), indent=1) + "\n"
-            parse(_Contents, json.loads(text), source="the new file of tenants")  # dataclasses.replace checks nothing
+            parsed_tenants(json.loads(text), source="the new file of tenants")  # dataclasses.replace checks nothing
             write_file(path, text.encode(), _access_to(path))
         finally:
             os.close(lock)

@@ -310,13 +310,9 @@ def _in_use(error: StorageUnavailable) -> BottegaError:
 async def _opened_database(url: str, *, writes: bool) -> AsyncIterator[_Side]:
     from bottega.gateway.jobs.store.postgresql import PostgresJobStore
     from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, MIGRATIONS
-    from bottega.storage.postgresql import PostgresDatabase
+    from bottega.storage.postgresql import PostgresDatabase, refuse_password
 
-    if re.match(r"\w+://[^/@]*:[^/@]*@", url) or "password=" in url:
-        raise ConfigError(
-            "other users of this machine see a command's arguments: leave the password out of the URL, and give it by "
-            "PGPASSWORD or by a file (PGPASSFILE)"
-        )
+    refuse_password(url)
     database, clock = PostgresDatabase(url, application=_APPLICATION), SharedClock()
     store = PostgresJobStore(database, clock=clock)
     try:

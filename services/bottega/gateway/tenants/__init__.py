@@ -1,7 +1,8 @@
 """Tenants: the callers of the public port, identified by API key or certificate, with their weights and quotas.
 
-The file of tenants is read again when it changes, so replaced keys and disabled tenants are refused at once. Quotas are
-checked before a job is accepted, so that a refused job costs nothing.
+Tenants are in a file, or in a database for several gateways (`database`). They are read again when they change, so
+replaced keys and disabled tenants are refused at once. Quotas are checked before a job is accepted, so that a refused
+job costs nothing.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ class TenantTerms:
         del tenant
         return UNBOUNDED
 
+    async def start(self) -> None:
+        """Begin to follow changes of the tenants."""
+
+    async def close(self) -> None:
+        """Stop following changes of the tenants."""
+
     async def refresh(self) -> None:
         """Read the file of tenants again if it has changed."""
 
@@ -75,7 +82,7 @@ class _KnownKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """The parsed contents of the file of tenants."""
+    """Tenants by what a call shows."""
 
     keys: Mapping[str, _KnownKey]
     """API keys of tenants that are not disabled, by key ID."""
@@ -89,21 +96,16 @@ class _Known:
 _NOBODY = _KnownKey(caller=Caller(role=Role.TENANT), hash=hashed(secrets.token_hex(32)))
 
 
-class TenantAuthenticator(TenantTerms):
-    """A CallAuthenticator for the tenants in a file, with their weights and quotas.
+class KnownTenants(TenantTerms):
+    """A CallAuthenticator for tenants that are in memory, with their weights and quotas."""
 
-    Raises ConfigError if the file cannot be used at the start. If a later version cannot be used, the last good one
-    stays valid.
-    """
-
-    def __init__(self, path: Path, clock: Clock) -> None:
+    def __init__(self, tenants: Sequence[Tenant]) -> None:
         super().__init__()
-        self._path = path
-        self._clock = clock
-        self._state = file_state(path)
-        self._known = _known_of(path)
-        self._looked_at = clock.monotonic()
-        self._reading = asyncio.Lock()
+        self._known = _known_of(tenants)
+
+    def use(self, tenants: Sequence[Tenant]) -> None:
+        """Replace all tenants."""
+        self._known = _known_of(tenants)
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
         """Return the caller that the certificate names, else the tenant of the API key. Raises Unauthenticated.
@@ -129,19 +131,35 @@ class TenantAuthenticator(TenantTerms):
         return known.caller
 
     def weight(self, tenant: str) -> float:
-        """Return the tenant's weight among tenants whose jobs wait; 1 for a tenant that is no longer in the file."""
+        """Return the tenant's weight among tenants whose jobs wait; 1 for a tenant that is no longer there."""
         known = self._known.tenants.get(tenant)
         return known.weight if known else 1.0
 
     def quotas(self, tenant: str) -> Quotas:
-        """Return the quotas of a tenant. A tenant that is not in the file has no quotas, but cannot call either."""
+        """Return the quotas of a tenant. A tenant that is not there has no quotas, but cannot call either."""
         known = self._known.tenants.get(tenant)
         return known.quotas if known else UNBOUNDED
 
     def webhooks(self, tenant: str) -> TenantWebhooks:
-        """Return the webhook of a tenant and its secrets; none for a tenant that is no longer in the file."""
+        """Return the webhook of a tenant and its secrets; none for a tenant that is no longer there."""
         known = self._known.tenants.get(tenant)
         return known.webhooks if known else NO_WEBHOOKS
+
+
+class TenantAuthenticator(KnownTenants):
+    """A CallAuthenticator for the tenants in a file, with their weights and quotas.
+
+    Raises ConfigError if the file cannot be used at the start. If a later version cannot be used, the last good one
+    stays valid.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._state = file_state(path)
+        super().__init__(read_tenants(path))
+        self._looked_at = clock.monotonic()
+        self._reading = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Read the file again if it has changed since the last second."""
@@ -159,7 +177,7 @@ class TenantAuthenticator(TenantTerms):
                 return
             self._state = state
             try:
-                self._known = await asyncio.to_thread(_known_of, self._path)
+                self.use(await asyncio.to_thread(read_tenants, self._path))
             except ConfigError as error:
                 _log.error(
                     "the changed file of tenants cannot be used; the tenants read before stay valid",
@@ -169,8 +187,7 @@ class TenantAuthenticator(TenantTerms):
                 _log.info("the file of tenants was read again", extra={"keys": len(self._known.keys)})
 
 
-def _known_of(path: Path) -> _Known:
-    tenants = read_tenants(path)
+def _known_of(tenants: Sequence[Tenant]) -> _Known:
     callers = {tenant.name: _caller(tenant) for tenant in tenants if not tenant.disabled}
     keys = {
         key.key_id: _KnownKey(caller=callers[tenant.name], hash=key.hash)
