@@ -46,6 +46,7 @@ from bottega.gateway.config import DATABASE_SCHEMES, GatewayConfig, read_webhook
 from bottega.gateway.dispatch.connection import WorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.checkpoints import CHECKPOINT_NAMES, SharedCheckpoints
 from bottega.gateway.jobs.conversion import version
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import APPLICATION, Storage, create_job_store
@@ -61,6 +62,7 @@ from bottega.rpc.address import is_any_host, split
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import SharedContentStore, content_store
+from bottega.storage.objects import s3_location
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 
 if TYPE_CHECKING:
@@ -298,6 +300,8 @@ class Gateway:
     async def _restore(self) -> None:
         began = time.perf_counter()
         jobs = await self._jobs.restore()
+        if self._storage.checkpoints is not None:
+            await self._storage.checkpoints.restore(self._jobs.live)
         self._controller.restore(jobs, seconds=time.perf_counter() - began)
         self._periodic.start_grace()
 
@@ -370,6 +374,7 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock, *, sh
         folder=folder,
         jobs=jobs,
         images=images,
+        checkpoints=_checkpoints(config, metrics),
         max_jobs=config.max_jobs,
         jobs_bytes=config.jobs_bytes,
         jobs_ttl_s=config.jobs_ttl_s,
@@ -381,3 +386,13 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock, *, sh
     metrics.image_bytes.set_function(lambda: images.size_bytes)
     metrics.image_budget_bytes.set(images.budget_bytes)
     return storage
+
+
+def _checkpoints(config: GatewayConfig, metrics: GatewayMetrics) -> SharedCheckpoints | None:
+    """Return the checkpoints in the bucket; None if there is none. Raises ConfigError if obstore is missing."""
+    if not config.objects:
+        return None
+    from bottega.storage.s3 import S3Objects  # it needs obstore, which is an extra
+
+    objects = S3Objects(s3_location(f"{config.objects}/checkpoints"), names=CHECKPOINT_NAMES)
+    return SharedCheckpoints(objects, outcomes=metrics.checkpoints)

@@ -93,6 +93,13 @@ class GatewayMetrics:
         self.image_budget_bytes = Gauge(
             "bottega_image_budget_bytes", "Upper bound on the total bytes of stored pictures.", registry=registry
         )
+        self.checkpoints = Counter(
+            "bottega_checkpoints",
+            "Checkpoints of running jobs in the object storage, by outcome: stored, restored at a new scheduler, lost"
+            " (gone or damaged), failed (a call of the storage).",
+            ("outcome",),
+            registry=registry,
+        )
         self.queued = Gauge("bottega_queued_jobs", "Jobs that wait for a worker.", registry=registry)
         self.longest_wait = Gauge(
             "bottega_longest_wait_seconds",

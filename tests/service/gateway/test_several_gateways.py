@@ -15,10 +15,11 @@ import pytest
 from bottega.client.suite.plan import free_ports
 from bottega.gateway.scheduler_lease import LEASE_S
 from bottega.rpc.channel import open_channel
-from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.postgresql import new_database, shared_server
+from tests.support.s3 import S3Server, S3Servers
 from tests.support.services import Service, Services, gateway_config
 from tests.support.waiting import eventually
 
@@ -94,10 +95,16 @@ class Pair:
     second: Gateway
     worker: ScriptedWorker
     database: str
+    bucket: S3Server
+    objects: str
+
+    def checkpoints(self) -> list[str]:
+        """Keys of the checkpoints in the bucket."""
+        return [key for key in self.bucket.keys(self.objects.split("/")[2]) if key.startswith("pictures/checkpoints/")]
 
 
 @pytest.fixture
-async def pair(tmp_path: Path, pictures: str) -> AsyncIterator[Pair]:
+async def pair(tmp_path: Path, pictures: str, s3_servers: S3Servers) -> AsyncIterator[Pair]:
     with new_database() as url, Services(tmp_path) as services:
         first, second = (Gateway(services, name, url, tmp_path, objects=pictures) for name in ("first", "second"))
         worker = ScriptedWorker("w1", f"{first.fleet},{second.fleet}")
@@ -107,7 +114,8 @@ async def pair(tmp_path: Path, pictures: str) -> AsyncIterator[Pair]:
             await worker.start(join_timeout_s=30)
             await eventually(lambda: _serves(first), "the first gateway to know the worker")
             await eventually(lambda: _serves(second), "the second gateway to know the worker")
-            yield Pair(first=first, second=second, worker=worker, database=url)
+            bucket = s3_servers.get("nanio")
+            yield Pair(first=first, second=second, worker=worker, database=url, bucket=bucket, objects=pictures)
         finally:
             for gateway in (first, second):
                 with contextlib.suppress(ProcessLookupError, AssertionError):
@@ -150,6 +158,29 @@ async def test_a_killed_scheduler_is_replaced_and_its_jobs_go_on(pair: Pair) -> 
     assert pair.worker.begun.count((running, pair.worker.begun[0][1])) == 1
     assert sorted({job for job, _ in pair.worker.begun}) == sorted([running, *waiting, late])
     assert len(pair.worker.begun) == 5  # no attempt began again
+
+
+async def test_a_job_goes_on_from_its_checkpoint_after_a_host_is_lost(pair: Pair) -> None:
+    pair.worker.script.hold_at = 20
+    running = await pair.first.submit("running")
+    await asyncio.wait_for(pair.worker.arrived.wait(), 30)
+    attempt = pair.worker.requests[0].attempt
+    await pair.worker.checkpoints.put(
+        worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=15, checkpoint=b"15")
+    )
+    await eventually(lambda: bool(pair.checkpoints()))
+    await pair.first.kill()  # with the worker, as when their machine fails
+    await pair.worker.die()
+    other = ScriptedWorker("w2", f"{pair.first.fleet},{pair.second.fleet}")
+    try:
+        await other.start(join_timeout_s=30)
+        ended = await pair.second.ended(running)
+    finally:
+        await other.die()
+    assert (ended.state, ended.provenance.worker) == (image_pb2.JOB_STATE_COMPLETED, "w2")
+    (request,) = other.requests
+    assert request.checkpoint == b"15"
+    await eventually(lambda: not pair.checkpoints())
 
 
 async def test_a_frozen_scheduler_that_wakes_changes_nothing_and_ends(pair: Pair) -> None:

@@ -349,7 +349,8 @@ class Dispatcher:
             and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES
         ):
             checkpoint = JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
-            attempt.job.set_checkpoint(news.attempt.number, checkpoint)
+            if attempt.job.set_checkpoint(news.attempt.number, checkpoint) and self._storage.checkpoints is not None:
+                self._storage.checkpoints.store(attempt.job)
 
     def _note_trace(self, attempt: DispatchedAttempt) -> None:
         if attempt.traced:

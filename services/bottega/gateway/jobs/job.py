@@ -227,6 +227,13 @@ class Job(AddOnJob):
         self.checkpoint = checkpoint
         return True
 
+    def adopt_checkpoint(self, checkpoint: JobCheckpoint, versions: Mapping[str, str]) -> bool:
+        """Use a checkpoint that another scheduler stored, made with these versions of ControlNets, if there is none."""
+        if not self.open or self.checkpoint is not None or self.versions or self.keeps_data:
+            return False
+        self.checkpoint, self.versions = checkpoint, versions
+        return True
+
     def set_decisions(self, number: int, decisions: AttemptDecisions) -> bool:
         """Set all decisions that attempts have made so far, including earlier attempts."""
         if not self.is_current(number) or decisions == self.decisions:
