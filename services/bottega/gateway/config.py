@@ -219,9 +219,11 @@ class GatewayConfig:
     objects: ObjectsAddress = ""
     """Where finished images and the latents kept with them are stored: s3://bucket/prefix. Empty: files in `state`.
 
-    Several gateways may share it, with the same results_bytes and results_ttl_s. Endpoint, region, credentials and
-    encryption come from the environment: AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-    AWS_SERVER_SIDE_ENCRYPTION (AES256 or aws:kms), AWS_SSE_KMS_KEY_ID. It needs the package obstore.
+    Checkpoints of running jobs are stored there as well, so that a job goes on from the last one if its worker and its
+    gateway are lost together; without it, gateways have them in memory only. Several gateways may share it, with the
+    same results_bytes and results_ttl_s. Endpoint, region, credentials and encryption come from the environment:
+    AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SERVER_SIDE_ENCRYPTION (AES256 or
+    aws:kms), AWS_SSE_KMS_KEY_ID. It needs the package obstore.
     """
     objects_local_bytes: AtLeastOne = 1 << 30
     """Upper bound on the disk space of images of `objects` that are kept in `state` as well, to be read faster."""
