@@ -55,9 +55,7 @@ def _job(job_id: str = "job-1", *, runs: bool = False) -> Job:
 
 
 async def test_the_next_scheduler_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    job = _job(runs=True)
-    job.use_controlnets(_VERSIONS, servers=())
-    former = Scheduler(tmp_path)
+    job, former = _job(runs=True), Scheduler(tmp_path)
     for steps_done in (5, 10):
         await former.note(job, steps_done)
     await former.checkpoints.close()
@@ -65,8 +63,19 @@ async def test_the_next_scheduler_goes_on_from_the_newest_checkpoint(tmp_path: P
     await scheduler.restored(again, other)
     assert again.checkpoint == JobCheckpoint(steps_done=10, data=b"10")
     assert (other.checkpoint, scheduler.count("restored")) == (None, 1)
+    await scheduler.checkpoints.close()
+
+
+async def test_a_checkpoint_made_with_another_controlnet_is_not_used(tmp_path: Path) -> None:
+    job = _job(runs=True)
+    job.use_controlnets(_VERSIONS, servers=())
+    former = Scheduler(tmp_path)
+    await former.note(job, 5)
+    await former.checkpoints.close()
+    scheduler, again = Scheduler(tmp_path), _job()
+    await scheduler.restored(again)
     again.use_controlnets({"edges": "cd" * 32}, servers=())
-    assert again.checkpoint is None, "it was made with another version of the ControlNet"
+    assert (again.checkpoint, scheduler.count("restored")) == (None, 1)
     await scheduler.checkpoints.close()
 
 
