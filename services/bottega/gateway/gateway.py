@@ -106,6 +106,7 @@ class Gateway:
         self._jobs = JobRepository(
             storage=self._storage,
             clock=clock,
+            checkpoints=_checkpoints(config, metrics),
             event_of=WebhookEvents(config.webhooks, terms, self._webhooks.has_room).event_of,
             on_end=self._webhooks.look,
         )
@@ -300,8 +301,8 @@ class Gateway:
     async def _restore(self) -> None:
         began = time.perf_counter()
         jobs = await self._jobs.restore()
-        if self._storage.checkpoints is not None:
-            await self._storage.checkpoints.restore(self._jobs.live)
+        if self._jobs.checkpoints is not None:
+            await self._jobs.checkpoints.restore(self._jobs.live)
         self._controller.restore(jobs, seconds=time.perf_counter() - began)
         self._periodic.start_grace()
 
@@ -374,7 +375,6 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock, *, sh
         folder=folder,
         jobs=jobs,
         images=images,
-        checkpoints=_checkpoints(config, metrics),
         max_jobs=config.max_jobs,
         jobs_bytes=config.jobs_bytes,
         jobs_ttl_s=config.jobs_ttl_s,

@@ -50,6 +50,9 @@ class AttemptObserver(Protocol):
     def attempt_advanced(self, job: Job) -> None:
         """Note that the attempt has finished denoising steps."""
 
+    def attempt_saved(self, job: Job) -> None:
+        """Note that the job has a newer checkpoint."""
+
     def attempt_decided(self, job: Job) -> None:
         """Note that the attempt has made a decision that later attempts at the job must follow."""
 
@@ -349,8 +352,8 @@ class Dispatcher:
             and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES
         ):
             checkpoint = JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
-            if attempt.job.set_checkpoint(news.attempt.number, checkpoint) and self._storage.checkpoints is not None:
-                self._storage.checkpoints.store(attempt.job)
+            if attempt.job.set_checkpoint(news.attempt.number, checkpoint):
+                self._observer.attempt_saved(attempt.job)
 
     def _note_trace(self, attempt: DispatchedAttempt) -> None:
         if attempt.traced:

@@ -63,7 +63,7 @@ class SharedCheckpoints:
         """IDs of the jobs whose checkpoints are being written."""
         self._tasks = BackgroundTasks("checkpoints in the object storage")
         self._threads = ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="checkpoints")
-        self._failing = False
+        self._failing = self._closed = False
 
     async def restore(self, live: Callable[[], Iterable[Job]]) -> None:
         """Read the checkpoints that another scheduler wrote, and begin to delete those of ended jobs.
@@ -78,17 +78,18 @@ class SharedCheckpoints:
 
     def store(self, job: Job) -> None:
         """Write the newest checkpoint of a running job soon. One that comes meanwhile replaces it."""
-        if job.job_id not in self._storing:
+        if job.job_id not in self._storing and not self._closed:
             self._storing.add(job.job_id)
             self._tasks.start(self._store(job))
 
     def forget(self, job: Job) -> None:
         """Delete the checkpoints of a job that has ended."""
-        if job.job_id in self._names and job.job_id not in self._storing:
+        if job.job_id in self._names and job.job_id not in self._storing and not self._closed:
             self._tasks.start(self._remove(job.job_id, but=""))
 
     async def close(self) -> None:
         """Stop. Transfers that have not begun are dropped."""
+        self._closed = True
         await self._tasks.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

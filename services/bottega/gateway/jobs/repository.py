@@ -22,6 +22,7 @@ from bottega.errors import (
     StorageUnavailable,
     TooLarge,
 )
+from bottega.gateway.jobs.checkpoints import SharedCheckpoints
 from bottega.gateway.jobs.conversion import (
     WriteQueue,
     answered_record_of,
@@ -69,6 +70,7 @@ class JobRepository:
 
     Attributes:
         storage: The disk with the job store.
+        checkpoints: Checkpoints that other gateways can read; None if they are in memory only.
         restored: Whether the jobs from before a restart were read. From then on, all live jobs are in memory.
     """
 
@@ -79,8 +81,10 @@ class JobRepository:
         clock: Clock,
         event_of: EventOf = no_event,
         on_end: Callable[[], None] = lambda: None,
+        checkpoints: SharedCheckpoints | None = None,
     ) -> None:
         self.storage = storage
+        self.checkpoints = checkpoints
         self._event_of = event_of
         self._on_end = on_end
         self._store = storage.jobs
@@ -132,6 +136,8 @@ class JobRepository:
 
     async def close(self) -> None:
         """Finish pending writes. Give up if the disk fails."""
+        if self.checkpoints is not None:
+            await self.checkpoints.close()
         await self._writes.close()
 
     async def add(self, job: Job, *, replaces: str = "", quotas: Quotas = UNBOUNDED) -> Job:

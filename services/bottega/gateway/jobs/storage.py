@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, TypeVar
 from bottega.background_tasks import BackgroundTasks, copied
 from bottega.clocks import ClockMark, SharedClock, seconds_until_tick
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
-from bottega.gateway.jobs.checkpoints import SharedCheckpoints
 from bottega.gateway.jobs.store import JobRecord, JobStore, SqliteJobStore, StaleGeneration
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, SharedContentStore, os_errors
@@ -90,7 +89,6 @@ class Storage:
         folder: Folder of both stores.
         jobs: The job store.
         images: The store of images.
-        checkpoints: Checkpoints that other gateways can read; None if they are in memory only.
         max_jobs: Upper bound on the number of ended jobs that are kept.
         jobs_bytes: Upper bound on the total bytes of their records.
         jobs_ttl_s: Seconds for which an ended job is kept.
@@ -110,7 +108,6 @@ class Storage:
         folder: Path,
         jobs: JobStore,
         images: ContentStore | SharedContentStore,
-        checkpoints: SharedCheckpoints | None = None,
         max_jobs: int,
         jobs_bytes: int,
         jobs_ttl_s: float,
@@ -120,7 +117,6 @@ class Storage:
         self.folder = folder
         self.jobs = jobs
         self.images = images
-        self.checkpoints = checkpoints
         self.trouble: BottegaError | None = None
         self.changed = asyncio.Event()
         self._max_jobs = max_jobs
@@ -183,8 +179,6 @@ class Storage:
     async def close(self) -> None:
         """Finish the operations that have begun, and close both stores."""
         await self._tasks.cancel()
-        if self.checkpoints is not None:
-            await self.checkpoints.close()
         for store in (self.jobs, self.images):
             try:
                 await store.close()

@@ -287,6 +287,10 @@ class JobController:
         """Schedule a round soon, because the attempt's worker may be able to accept a job now."""
         self.scheduler.schedule_soon(job.spec.model)
 
+    def attempt_saved(self, job: Job) -> None:
+        if self._jobs.checkpoints is not None:
+            self._jobs.checkpoints.store(job)
+
     def attempt_decided(self, job: Job) -> None:
         """Save a decision of an attempt that later attempts at the job must repeat."""
         self._jobs.save(job)

@@ -265,8 +265,8 @@ class JobFinisher:
 
     async def _write(self, job: Job) -> None:
         await self._jobs.finish(job)
-        if self._jobs.storage.checkpoints is not None:
-            self._jobs.storage.checkpoints.forget(job)
+        if self._jobs.checkpoints is not None:
+            self._jobs.checkpoints.forget(job)
         self.count(job)
 
     def count(self, job: Job) -> None:
