@@ -25,7 +25,7 @@ import psutil
 from numpy.typing import NDArray
 
 from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
-from bottega.cache.index.postgresql import PostgresIndex
+from bottega.cache.index.postgresql import PostgresIndex, cache_database
 from bottega.cache.index.vector_index import Vectors, unit_vectors
 from load.bench.framework import Bench, Option, Sheet, percentile
 from tests.support.postgresql import running_server
@@ -228,7 +228,7 @@ def _measure_stored(options: argparse.Namespace, sheet: Sheet) -> None:
     exact = Exact(queries)
     exact.show(vectors)
     with running_server(durable=True, vector=True) as server:
-        stored = PostgresIndex(server.url(server.new_database()), cache="cache")
+        stored = PostgresIndex(cache_database(server.url(server.new_database())), cache="cache")
         stored.open()
         for name, index in (("memory", KeyedIndex()), ("postgresql", stored)):
             began = time.perf_counter()

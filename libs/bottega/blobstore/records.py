@@ -64,23 +64,34 @@ class RecordTable:
     def read(
         self, connection: sqlite3.Connection, suffix: str = "", values: Sequence[Value] = ()
     ) -> Iterator[StoredRow]:
-        """Yield rows.
+        """Return the rows.
 
         Args:
             suffix: The rest of the SELECT statement, such as "WHERE number = ?".
             values: Values of its parameters.
         """
+        return map(self.stored, connection.execute(f"{_select(self)} {suffix}", values))
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the fixed columns, the checksum, and the changing columns."""
+        return [*_names(self.fixed), "checksum", *_names(self.changing)]
+
+    def stored(self, row: tuple[Any, ...]) -> StoredRow:
+        """Return a row from the values of its `columns`."""
         width = len(self.fixed)
-        for row in connection.execute(f"{_select(self)} {suffix}", values):
-            fixed, expected, use = row[:width], row[width], row[width + 1 :]
-            yield StoredRow(key=fixed[: self.key_columns], values=fixed, use=use, intact=checksum(fixed) == expected)
+        fixed, expected, use = row[:width], row[width], row[width + 1 :]
+        return StoredRow(key=fixed[: self.key_columns], values=fixed, use=use, intact=checksum(fixed) == expected)
+
+    def values(self, row: tuple[Values, Values]) -> Values:
+        """Return the values of the `columns` of a new row, given by its fixed and its changing columns."""
+        fixed, use = row
+        return *fixed, checksum(fixed), *use
 
     def add(self, connection: sqlite3.Connection, rows: Iterable[tuple[Values, Values]]) -> None:
         """Add or replace rows. Each has the values of its fixed columns and those of its changing columns."""
         places = ", ".join("?" * (len(self.fixed) + 1 + len(self.changing)))
-        connection.executemany(
-            f"REPLACE INTO {self.name} VALUES ({places})", ((*fixed, checksum(fixed), *use) for fixed, use in rows)
-        )
+        connection.executemany(f"REPLACE INTO {self.name} VALUES ({places})", map(self.values, rows))
 
     def change(self, connection: sqlite3.Connection, uses: Iterable[tuple[Values, Values]]) -> None:
         """Set the changing columns of rows. Each row is given by its key and the new values."""
@@ -100,8 +111,7 @@ class RecordTable:
 
 @functools.lru_cache(maxsize=64)
 def _select(table: RecordTable) -> str:
-    columns = ", ".join((*_names(table.fixed), "checksum", *_names(table.changing)))
-    return f"SELECT {columns} FROM {table.name}"
+    return f"SELECT {', '.join(table.columns)} FROM {table.name}"
 
 
 def _names(columns: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from bottega.blobstore.records import BlobRecords, NewRows, RecordChanges, RecordSchema, StoredRecord, Values
 from bottega.errors import DataLoss, StorageUnavailable, Unavailable
@@ -36,8 +36,37 @@ class Completion:
     """Keys of parts whose file is missing."""
 
 
+class StoreDisk(Protocol):
+    """The files and records of a store, as its writer uses them in its thread.
+
+    Calls wait, and raise StorageUnavailable, or DataLoss for damaged records, after which they can be repeated.
+    """
+
+    def lock(self) -> None:
+        """Keep other processes out. Raise Unavailable if another one uses the folder, or StorageUnavailable."""
+
+    def unlock(self) -> None:
+        """Let other processes in. Do nothing if nothing is locked."""
+
+    def open(self) -> bool:
+        """Open the records, for the first time or again. Return whether records and files are the same as before.
+
+        Raises ConfigError if the records belong to another program.
+        """
+        ...
+
+    def probe(self) -> None:
+        """Write and remove a file, as a test."""
+
+    def tidy(self, changes: RecordChanges) -> None:
+        """Execute the pending deletions, and write the changes."""
+
+    def close(self) -> None:
+        """Close the records."""
+
+
 class BlobDisk:
-    """The files and records of a store in one folder, which only one process uses at a time.
+    """The files and records of a store in one folder, which only one process uses at a time; a StoreDisk.
 
     One thread at a time calls it; other threads may read `files` meanwhile. Calls wait for the disk and raise
     StorageUnavailable, or DataLoss for damaged records, after which they can be repeated.
@@ -62,13 +91,7 @@ class BlobDisk:
         self._removed = 0
 
     def lock(self) -> None:
-        """Create the folder and lock it. Raise Unavailable if another process uses it, or StorageUnavailable."""
-        with os_errors.translated():
-            folders.make_own(self._folder)
-            try:
-                self._lock.acquire()
-            except HeldElsewhere as held:
-                raise Unavailable(f"{held} (key folder)") from None
+        lock_folder(self._folder, self._lock)
 
     def unlock(self) -> None:
         """Unlock the folder for other processes. Do nothing if it is not locked."""
@@ -81,6 +104,12 @@ class BlobDisk:
         """
         was_in_place = self.records.in_place and self.files.in_place
         return self.records.open() and was_in_place
+
+    def probe(self) -> None:
+        self.files.probe()
+
+    def close(self) -> None:
+        self.records.close()
 
     def load(self, complete: Callable[[StoredRecord, set[str]], Completion], *, suffix: str = "") -> None:
         """Pass each record to `complete`, with the names of existing files. The next `tidy` deletes everything else.
@@ -136,6 +165,16 @@ class BlobDisk:
             self._changes = RecordChanges()
 
 
+def lock_folder(folder: Path, lock: ProcessLock) -> None:
+    """Create a store's folder and lock it. Raise Unavailable if another process uses it, or StorageUnavailable."""
+    with os_errors.translated():
+        folders.make_own(folder)
+        try:
+            lock.acquire()
+        except HeldElsewhere as held:
+            raise Unavailable(f"{held} (key folder)") from None
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -152,7 +191,7 @@ class BlobWriter(abc.ABC):
         loads_in_background: Whether `start` returns before all records are read.
     """
 
-    def __init__(self, disk: BlobDisk, *, name: str, retry_s: float, loads_in_background: bool = False) -> None:
+    def __init__(self, disk: StoreDisk, *, name: str, retry_s: float, loads_in_background: bool = False) -> None:
         self._disk = disk
         self._name = name
         self._loads_in_background = loads_in_background
@@ -190,7 +229,7 @@ class BlobWriter(abc.ABC):
         self._closing = True
         self._thread.post(self._tidy)
         if self._thread.end():
-            self._disk.records.close()
+            self._disk.close()
         else:
             _log.error(f"the disk of {self._name} does not answer; pending writes are lost")
         self._disk.unlock()
@@ -215,7 +254,7 @@ class BlobWriter(abc.ABC):
 
     def _probe(self) -> None:
         """Test that items can be written. Raise StorageUnavailable if not."""
-        self._disk.files.probe()
+        self._disk.probe()
 
     def _tick(self) -> None:
         if self._trouble:

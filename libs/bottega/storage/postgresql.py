@@ -14,7 +14,7 @@ import os
 import re
 import select
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,12 +91,16 @@ class PostgresDatabase:
             (PGPASSWORD, PGPASSFILE) and files.
         application: Name that PostgreSQL shows for the connections, such as "bottega gateway".
         max_connections: Upper bound on the connections of the pool.
+        settings: Values of PostgreSQL's parameters for each connection, such as those of an extension.
 
     Raises:
         ConfigError: If the URL is not valid.
     """
 
-    def __init__(self, url: str, *, application: str, max_connections: int = 8) -> None:
+    def __init__(
+        self, url: str, *, application: str, max_connections: int = 8, settings: Mapping[str, str] | None = None
+    ) -> None:
+        self._settings = {**_SETTINGS, **(settings or {})}
         self._conninfo = _parameters(url, application)
         self.place = _place_of(self._conninfo)
         """Host, port and name of the database, for messages."""
@@ -128,7 +132,7 @@ class PostgresDatabase:
             min_size=1,
             max_size=self._max_connections,
             open=False,
-            configure=_configure,
+            configure=self._configure,
             check=_check_alive,
             timeout=_POOL_WAIT_S,
             max_waiting=_MAX_WAITING,
@@ -240,11 +244,20 @@ class PostgresDatabase:
     async def _connect(self) -> Connection:
         connection = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True)
         try:
-            await _configure(connection)
+            await self._configure(connection)
         except BaseException:
             await connection.close()
             raise
         return connection
+
+    async def _configure(self, connection: Connection) -> None:
+        """Set the parameters of a session. A commit waits for the disk, even if the user's default says otherwise."""
+        settings = [value for pair in self._settings.items() for value in pair]
+        calls = ", ".join(["set_config(%s, %s, false)"] * len(self._settings))
+        durable = "set_config('synchronous_commit', 'on', false)"
+        query = f"SELECT {calls}, CASE current_setting('synchronous_commit') WHEN 'off' THEN {durable} END"
+        with _bounded(connection, _ANSWER_S):
+            await connection.execute(query.encode(), settings)
 
     async def _check(self, connection: Connection) -> None:
         version = connection.info.server_version
@@ -326,16 +339,6 @@ def _place_of(parameters: str) -> str:
     port = given.get("port") or os.environ.get("PGPORT") or "5432"
     name = given.get("dbname") or os.environ.get("PGDATABASE") or given.get("user") or "default"
     return f"{host}:{port}/{name}"
-
-
-async def _configure(connection: Connection) -> None:
-    """Set the bounds of a session, and that a commit waits for the disk even if the user's default says otherwise."""
-    settings = [value for pair in _SETTINGS.items() for value in pair]
-    calls = ", ".join(["set_config(%s, %s, false)"] * len(_SETTINGS))
-    durable = "set_config('synchronous_commit', 'on', false)"
-    query = f"SELECT {calls}, CASE current_setting('synchronous_commit') WHEN 'off' THEN {durable} END"
-    with _bounded(connection, _ANSWER_S):
-        await connection.execute(query.encode(), settings)
 
 
 async def _check_alive(connection: Connection) -> None:

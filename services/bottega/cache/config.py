@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bottega.rpc.server_config import AtLeastOne, LinksConfig, NotNegative, StoreConfig
+from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -36,7 +37,10 @@ class CacheConfig(StoreConfig):
 
     links: LinksConfig = field(default_factory=LinksConfig)
     budget_bytes: AtLeastOne = 16 << 30
-    """Upper bound on the disk bytes of latents and of the small picture that each entry has."""
+    """Upper bound on the bytes of latents and of the small picture that each entry has.
+
+    With `objects`, those of all caches that share them.
+    """
     min_free_bytes: NotNegative = 1 << 30
     """Bytes of disk space that stay free for other programs. At most 5 % of the disk counts."""
     max_entries: AtLeastOne = 200_000
@@ -65,10 +69,21 @@ class CacheConfig(StoreConfig):
     database: str = ""
     """URL of a PostgreSQL database (15 or newer) with the extension pgvector (0.8 or newer) that has the embeddings.
 
-    Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. Latents and records
-    stay in the folder. While the database is away, pictures begin from noise. The graph that makes searches fast is
-    built after the first start, with up to 1 GiB of the server's memory. Empty: embeddings are in memory.
+    Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. Without `objects`,
+    latents and records stay in the folder. While the database is away, pictures begin from noise. The graph that makes
+    searches fast is built after the first start, with up to 1 GiB of the server's memory. Empty: embeddings are in
+    memory.
     """
+    objects: ObjectsAddress = ""
+    """Where latents are stored, with their records in `database`: s3://bucket/prefix. Empty: in the folder.
+
+    Caches with the same `objects` and `database` share the entries: each needs a name of its own, and answers for a
+    part of them, also for its part of those of a cache that is gone. No other database may use the prefix, because
+    objects without a record are deleted. Endpoint, region and credentials come from the environment, as for the
+    gateway's `objects`. It needs the package obstore.
+    """
+    local_bytes: AtLeastOne = 2 << 30
+    """Upper bound on the bytes of copies on disk of the latents in `objects` that were used last."""
     index: CacheIndexConfig = field(default_factory=CacheIndexConfig)
     predictor: bool = True
     """Whether to skip searches that are predicted to find nothing, if measurements show that this saves time."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bottega.addons.cache.placement import placement_key
 from bottega.addons.cache.wire import MAX_EMBEDDING, MAX_LATENTS, MAX_PICTURE_SIDE
 from bottega.cache.eviction import Usage
 from bottega.transport import DType
@@ -115,6 +116,8 @@ class EntryRecord:
     """Number of images that started from it."""
     latents: dict[int, KeptLatent]
     """Its latents, by the number of steps after which they were recorded."""
+    place: str = ""
+    """Key by which workers choose the cache (`placement_key`); empty in records that were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,6 +125,8 @@ class CheckedRecording:
     """A recording that follows the rules of cache.proto. The class owns its data."""
 
     key: str
+    place: str
+    """Key by which workers choose the cache (`placement_key`)."""
     model_hash: str
     parameters: bytes
     embedding: Vector
@@ -156,6 +161,7 @@ def to_recording(
 ) -> CheckedRecording:
     """Return a checked copy of a recording. Raises ValueError if it breaks a rule of cache.proto."""
     check_key(header.key)
+    checked_embedding(embedding)
     if not _MODEL_HASH.fullmatch(header.model_hash):
         raise ValueError("the model hash of a recording must have 1 to 128 hex digits")
     if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
@@ -163,11 +169,14 @@ def to_recording(
     if not 0 < max(picture.shape) <= MAX_PICTURE_SIDE or not picture.size:
         raise ValueError(f"the picture of a recording must have 1 to {MAX_PICTURE_SIDE} pixels a side")
     dtype, shape = _check_latents(header.steps, latents)
+    if header.plain_key:
+        check_key(header.plain_key)
     return CheckedRecording(
         key=header.key,
+        place=placement_key(header.plain_key or header.key, embedding),
         model_hash=header.model_hash,
         parameters=header.parameters.SerializeToString(),
-        embedding=checked_embedding(embedding).copy(),
+        embedding=embedding.copy(),
         picture=picture.tobytes(),
         height=picture.shape[0],
         width=picture.shape[1],

@@ -1,4 +1,4 @@
-"""Entries and latents on the disk: rows of the database, and names of files.
+"""Stored entries and latents: rows of the database, names of files, and the store in a folder.
 
 latents/ab/<entry>@<step>    a latent's elements latents/ab/<entry>.rgb       the picture of an entry
 """
@@ -8,23 +8,25 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
 from bottega.blobstore import (
     BlobDisk,
-    BlobRecords,
     Completion,
     NewRows,
+    RecordChanges,
     RecordSchema,
     RecordTable,
     StoredRecord,
     StoredRow,
 )
 from bottega.blobstore.records import Values
+from bottega.blobstore.writer import StoreDisk
 from bottega.cache.eviction import Usage
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.transport import DType
@@ -63,7 +65,8 @@ SCHEMA = RecordSchema(
     ),
 )
 
-_FILE_NAMES = re.compile(r"[0-9a-f]{32}(@[0-9]{1,3}|\.rgb)")
+FILE_NAMES = re.compile(r"[0-9a-f]{32}(@[0-9]{1,3}|\.rgb)")
+"""Matches the names of a cache's files."""
 # Number of entries that are passed on at once; their embeddings take some tens of megabytes.
 _MOST_AT_ONCE = 10_000
 # Number of entries that are read in one statement. SQLite accepts 32,766 values in one.
@@ -75,9 +78,125 @@ TakeEntries = Callable[[str, Sequence[EntryRecord]], None]
 """Receives stored entries of one key."""
 
 
-def cache_disk(folder: Path, *, min_free_bytes: int) -> BlobDisk:
-    """Return the disk of a cache: its database and its folder of files."""
-    return BlobDisk(folder, files="latents", names=_FILE_NAMES, schema=SCHEMA, min_free_bytes=min_free_bytes)
+class EntryDisk(StoreDisk, Protocol):
+    """The stored entries of a cache. The writer's thread calls it; any thread may use `read` and `sharing`."""
+
+    @property
+    def sharing(self) -> int:
+        """Number of living caches that share the entries, this one included."""
+        ...
+
+    def read(self, name: str, *, digest: bytes, size_bytes: int) -> bytes | None:
+        """Return the content of a file; None if it does not exist or is damaged."""
+
+    def load_entries(self, known: Collection[int], take: TakeEntries) -> Collection[int]:
+        """Pass the cache's entries that are not known to `take`, some thousands of a key at a time.
+
+        Args:
+            known: Numbers of the known entries.
+
+        Returns:
+            Numbers of the known entries that are not this cache's any more.
+        """
+
+    def parameters(self, numbers: Collection[int]) -> dict[int, bytes]:
+        """Return the serialized parameters of existing entries."""
+
+    def make_room(self) -> None:
+        """Delete discarded files now, if that frees space for files to be written."""
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write the files of an entry."""
+
+    def write_entries(self, changes: RecordChanges, records: Collection[EntryRecord]) -> None:
+        """Write changes and new entries in one transaction. The files of the new entries must exist."""
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Delete these files later."""
+
+    def renew(self, used_bytes: int) -> bool:
+        """Return whether entries may have moved to or from other caches. To be called every few seconds.
+
+        Args:
+            used_bytes: Bytes of this cache's entries.
+        """
+
+    def budget_bytes(self, budget_bytes: int) -> int:
+        """Return the bytes that this cache's entries may have.
+
+        Args:
+            budget_bytes: The configured budget of all entries in the store.
+        """
+
+
+class LocalEntries(BlobDisk):
+    """An EntryDisk in a folder: records in SQLite, and files.
+
+    Args:
+        min_free_bytes: See BlobDisk.
+    """
+
+    def __init__(self, folder: Path, *, min_free_bytes: int) -> None:
+        super().__init__(folder, files="latents", names=FILE_NAMES, schema=SCHEMA, min_free_bytes=min_free_bytes)
+        self.sharing = 1
+
+    def read(self, name: str, *, digest: bytes, size_bytes: int) -> bytes | None:
+        return self.files.read(name, digest=digest, size_bytes=size_bytes)
+
+    def load_entries(self, known: Collection[int], take: TakeEntries) -> Collection[int]:
+        """Pass all entries to `take`, those latents whose files exist. Nothing may be known."""
+        waiting: list[EntryRecord] = []
+
+        def pass_on() -> None:
+            if waiting:
+                take(waiting[0].entry.key, tuple(waiting))
+                waiting.clear()
+
+        def complete(stored: StoredRecord, names: set[str]) -> Completion:
+            record = read_entry(stored)
+            entry = record.entry
+            present = {step: kept for step, kept in record.latents.items() if latent_name(entry.name, step) in names}
+            if not present:
+                return Completion()
+            if waiting and (waiting[0].entry.key != entry.key or len(waiting) == _MOST_AT_ONCE):
+                pass_on()
+            waiting.append(replace(record, latents=present))
+            return Completion(
+                files=[picture_name(entry.name), *(latent_name(entry.name, step) for step in present)],
+                missing=[(entry.number, step) for step in record.latents.keys() - present.keys()],
+            )
+
+        self.load(complete, suffix="ORDER BY key")
+        pass_on()
+        return ()
+
+    def parameters(self, numbers: Collection[int]) -> dict[int, bytes]:
+        wanted = list(numbers)
+
+        def read(connection: sqlite3.Connection) -> dict[int, bytes]:
+            found: dict[int, bytes] = {}
+            for first in range(0, len(wanted), _PAGE):
+                page = wanted[first : first + _PAGE]
+                places = ", ".join("?" * len(page))
+                query = f"SELECT number, parameters FROM entries WHERE number IN ({places})"
+                found.update(connection.execute(query, page))
+            return found
+
+        return self.records.transact(read)
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        self.files.check_room(sum(map(len, files.values())))
+        for name, data in files.items():
+            self.files.write(name, data)
+
+    def write_entries(self, changes: RecordChanges, records: Collection[EntryRecord]) -> None:
+        self.write(changes, new_rows(records))
+
+    def renew(self, used_bytes: int) -> bool:
+        return False
+
+    def budget_bytes(self, budget_bytes: int) -> int:
+        return budget_bytes
 
 
 def latent_name(entry: str, step: int) -> str:
@@ -88,33 +207,6 @@ def latent_name(entry: str, step: int) -> str:
 def picture_name(entry: str) -> str:
     """Return the name of a picture's file."""
     return f"{entry}.rgb"
-
-
-def load_entries(disk: BlobDisk, take: TakeEntries) -> None:
-    """Pass all stored entries to `take`, some thousands of a key at a time, with those latents whose files exist."""
-    waiting: list[EntryRecord] = []
-
-    def pass_on() -> None:
-        if waiting:
-            take(waiting[0].entry.key, tuple(waiting))
-            waiting.clear()
-
-    def complete(stored: StoredRecord, names: set[str]) -> Completion:
-        record = read_entry(stored)
-        entry = record.entry
-        present = {step: kept for step, kept in record.latents.items() if latent_name(entry.name, step) in names}
-        if not present:
-            return Completion()
-        if waiting and (waiting[0].entry.key != entry.key or len(waiting) == _MOST_AT_ONCE):
-            pass_on()
-        waiting.append(replace(record, latents=present))
-        return Completion(
-            files=[picture_name(entry.name), *(latent_name(entry.name, step) for step in present)],
-            missing=[(entry.number, step) for step in record.latents.keys() - present.keys()],
-        )
-
-    disk.load(complete, suffix="ORDER BY key")
-    pass_on()
 
 
 def new_rows(records: Collection[EntryRecord]) -> NewRows:
@@ -180,21 +272,6 @@ def noise_of(parameters: bytes, number: int) -> int:
     except DecodeError:
         return -1 - number
     return spec.seed if spec.HasField("seed") else -1 - number
-
-
-def read_parameters(records: BlobRecords, numbers: Collection[int]) -> dict[int, bytes]:
-    """Read the serialized parameters of existing entries. Raises StorageUnavailable, DataLoss."""
-    wanted = list(numbers)
-
-    def read(connection: sqlite3.Connection) -> dict[int, bytes]:
-        found: dict[int, bytes] = {}
-        for first in range(0, len(wanted), _PAGE):
-            page = wanted[first : first + _PAGE]
-            places = ", ".join("?" * len(page))
-            found.update(connection.execute(f"SELECT number, parameters FROM entries WHERE number IN ({places})", page))
-        return found
-
-    return records.transact(read)
 
 
 def _entry_values(record: EntryRecord) -> Values:

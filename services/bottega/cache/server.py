@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf import json_format
@@ -22,11 +23,12 @@ from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
 from bottega.cache.config import CacheConfig
 from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
-from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
+from bottega.cache.index import IndexSettings, KeyedIndex
 from bottega.cache.index.device_index import indexes_on
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.predictor import PredictorStatistics
 from bottega.cache.profiles import check_profile
+from bottega.cache.records import FILE_NAMES, EntryDisk
 from bottega.cache.store.settings import LatentStatistics, StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.errors import BottegaError, ConfigError, InvalidRequest, StorageUnavailable
@@ -37,6 +39,7 @@ from bottega.rpc.security.private_files import write_file
 from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.store_server import StoreLinkHandler, StoreServer
 from bottega.storage import folders
+from bottega.storage.objects import s3_location
 from bottega.transport import Connection, Incoming, Layout, Limits, LinkServerSettings, kind_of
 from bottega.v1 import fleet_pb2
 from bottega.v1.cache_pb2 import (
@@ -48,6 +51,9 @@ from bottega.v1.cache_pb2 import (
     CacheStarts,
 )
 
+if TYPE_CHECKING:  # PostgreSQL's client is optional
+    from bottega.storage.postgresql_thread import DatabaseThread
+
 _log = logging.getLogger(__name__)
 
 # Upper bound on a message. The five latents of a recording take 20 MiB in float32 at 4096x4096 pixels.
@@ -55,6 +61,8 @@ _LIMITS = Limits(slots=4, slot_bytes=32 << 20)
 # Number of tensors of a message before its latents: kind, header, embedding, and the picture of a recording.
 _EMBEDDING, _PICTURE, _LATENTS = 2, 3, 4
 _ID = re.compile("[0-9a-f]{32}")
+# Upper bound on the first attempt to create the tables of shared records.
+_OPEN_S = 10.0
 _NOTHING = CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 
@@ -145,8 +153,8 @@ class CacheServer(StoreServer):
     """
 
     def __init__(self, config: CacheConfig, *, folder: Path, listening: Listening) -> None:
-        self._profiles = read_profiles(config)
-        self.store = LatentStore(store_settings(config, folder), index=_index(config, folder))
+        self._profiles = check_configured(config)
+        self.store = _store(config, folder)
         super().__init__(
             config,
             kind=kinds.CACHE,
@@ -205,18 +213,43 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
     )
 
 
-def _index(config: CacheConfig, folder: Path) -> EntryIndex:
-    """Return the index in memory, or in the configured database. Raises ConfigError."""
+def _store(config: CacheConfig, folder: Path) -> LatentStore:
+    """Return a store with its index in memory or in the database, and with its own or shared entries.
+
+    Raises ConfigError.
+    """
+    settings = store_settings(config, folder)
     if not config.database:
         on_cpu = config.index.device == "cpu"
-        return KeyedIndex(settings=IndexSettings(make_device_index=None if on_cpu else indexes_on(config.index.device)))
-    if config.index.device != "cpu":
-        raise ConfigError("index.device is for embeddings in memory: remove it, or database")
-    from bottega.cache.index.postgresql import PostgresIndex
+        make = None if on_cpu else indexes_on(config.index.device)
+        return LatentStore(settings, index=KeyedIndex(settings=IndexSettings(make_device_index=make)))
+    from bottega.cache.index.postgresql import PostgresIndex, cache_database
 
-    index = PostgresIndex(config.database, cache=cache_id(folder))
-    index.open()
-    return index
+    database, cache = cache_database(config.database), cache_id(folder)
+    index = PostgresIndex(database, cache=cache)
+    try:
+        index.open()
+        disk = _shared_entries(config, folder, database, cache) if config.objects else None
+    except ConfigError:
+        index.close()
+        raise
+    return LatentStore(settings, index=index, disk=disk)
+
+
+def _shared_entries(config: CacheConfig, folder: Path, database: DatabaseThread, cache: str) -> EntryDisk:
+    from bottega.cache.shared_entries import SharedEntries
+    from bottega.cache.shared_records import SharedRecords
+    from bottega.storage.s3 import S3Objects
+
+    objects = S3Objects(s3_location(config.objects), names=FILE_NAMES)
+    records = SharedRecords(database.database, objects=config.objects, name=config.name, cache=cache)
+    database.start(records.open(), _OPEN_S)
+    return SharedEntries(
+        *(folder, database, records, objects),
+        name=config.name,
+        local_bytes=config.local_bytes,
+        min_free_bytes=config.min_free_bytes,
+    )
 
 
 def cache_id(folder: Path) -> str:
@@ -237,8 +270,14 @@ def cache_id(folder: Path) -> str:
     return found
 
 
-def read_profiles(config: CacheConfig) -> list[CacheProfile]:
-    """Read the profiles that the configuration names. Raises ConfigError."""
+def check_configured(config: CacheConfig) -> list[CacheProfile]:
+    """Check what the configuration says together, and return the profiles that it names. Raises ConfigError."""
+    if config.database and config.index.device != "cpu":
+        raise ConfigError("index.device is for embeddings in memory: remove it, or database")
+    if config.objects and not config.database:
+        raise ConfigError("objects: the records of shared entries are in PostgreSQL; set database: postgresql://...")
+    if config.objects and not config.name:
+        raise ConfigError("objects: caches that share entries tell each other by name; set name")
     return [read_profile(Path(path)) for path in config.profiles]
 
 
@@ -280,6 +319,7 @@ def _store_metrics(store: LatentStatistics) -> Iterator[Metric]:
         ("entries", "Images with cached latents.", sum(model.entries for model in store.models)),
         ("latents", "Latents.", sum(model.latents for model in store.models)),
         ("keys", "Combinations of request settings with cached latents.", sum(model.keys for model in store.models)),
+        ("sharing", "Caches that share the entries in the database, this one included; else 1.", store.sharing),
         ("waiting_bytes", "Bytes of recordings that wait to be written.", store.waiting_bytes),
         ("in_trouble", "1 while nothing can be recorded, else 0.", int(bool(store.trouble))),
     )

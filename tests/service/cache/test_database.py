@@ -14,7 +14,7 @@ import pytest
 from bottega.cache.__main__ import build
 from bottega.cache.config import CacheIndexConfig
 from bottega.cache.index import postgresql
-from bottega.cache.index.postgresql import PostgresIndex
+from bottega.cache.index.postgresql import PostgresIndex, cache_database
 from bottega.cache.index.vector_index import Numbers, Vectors
 from bottega.cache.index.vector_table import VectorTable
 from bottega.cache.store.settings import StoreSettings
@@ -122,7 +122,7 @@ class _CountingIndex(PostgresIndex):
 def test_an_outage_at_the_start_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with running_server(vector=True) as server:
-        index = _CountingIndex(server.url(server.new_database()), cache="cache")
+        index = _CountingIndex(cache_database(server.url(server.new_database())), cache="cache")
         server.stop()
         index.open()
         store = LatentStore(StoreSettings(folder=tmp_path, budget_bytes=1 << 20, retry_s=0.05), index=index)
@@ -139,7 +139,7 @@ def test_an_outage_at_the_start_is_logged_once(tmp_path: Path, caplog: pytest.Lo
 
 def test_caches_that_begin_at_once_all_get_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
     with new_database(vector=True) as url:
-        indexes = [PostgresIndex(url, cache=f"cache {number}") for number in range(4)]
+        indexes = [PostgresIndex(cache_database(url), cache=f"cache {number}") for number in range(4)]
 
         def begin(index: PostgresIndex) -> None:
             index.open()
@@ -170,7 +170,7 @@ def test_what_a_write_has_left_when_it_was_given_up_is_deleted(monkeypatch: pyte
         await delete(table, gone)
 
     with new_database(vector=True) as url:
-        index = PostgresIndex(url, cache="cache")
+        index = PostgresIndex(cache_database(url), cache="cache")
         index.open()
         monkeypatch.setattr(postgresql, "_CHANGE_S", 1.0)
         monkeypatch.setattr(postgresql, "_RETRY_S", 0.1)

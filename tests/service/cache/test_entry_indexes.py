@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
-from bottega.cache.index.postgresql import PostgresIndex
+from bottega.cache.index.postgresql import PostgresIndex, cache_database
 from bottega.errors import ConfigError, QueueFull, StorageUnavailable
 from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
 from tests.support.waiting import wait_until
@@ -51,7 +51,7 @@ def index(opened: Opened) -> EntryIndex:
 
 
 def _opened(url: str, *, cache: str = "cache") -> PostgresIndex:
-    index = PostgresIndex(url, cache=cache, max_entries=MOST)
+    index = PostgresIndex(cache_database(url), cache=cache, max_entries=MOST)
     index.open()
     return index
 
@@ -345,7 +345,7 @@ def test_a_user_who_may_not_create_the_extension_is_told_what_to_do() -> None:
     with new_database(vector=True) as url:
         name = urlsplit(url).path[1:]
         server.execute(f"CREATE ROLE plain_{name} LOGIN")
-        index = PostgresIndex(server.url(name, user=f"plain_{name}"), cache="cache")
+        index = PostgresIndex(cache_database(server.url(name, user=f"plain_{name}")), cache="cache")
         try:
             with pytest.raises(ConfigError, match="lacks the extension vector: let a superuser run CREATE EXTENSION"):
                 index.open()

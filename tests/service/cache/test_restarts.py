@@ -106,13 +106,13 @@ def test_how_often_something_was_used_outlives_a_restart(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE entries SET key = replace(key, '0', '1') WHERE number = 1",
-        "UPDATE entries SET model_hash = 'ff' WHERE number = 1",
-        "UPDATE entries SET embedding = zeroblob(256) WHERE number = 1",
-        "UPDATE entries SET shape = '[4, 4, 16]' WHERE number = 1",
-        "UPDATE entries SET number = 1000 WHERE number = 1",
-        "UPDATE latents SET digest = zeroblob(32) WHERE number = 1",
-        "UPDATE latents SET step = step + 1 WHERE number = 1",
+        "UPDATE entries SET key = replace(key, '0', '1') WHERE number = (SELECT min(number) FROM entries)",
+        "UPDATE entries SET model_hash = 'ff' WHERE number = (SELECT min(number) FROM entries)",
+        "UPDATE entries SET embedding = zeroblob(256) WHERE number = (SELECT min(number) FROM entries)",
+        "UPDATE entries SET shape = '[4, 4, 16]' WHERE number = (SELECT min(number) FROM entries)",
+        "UPDATE entries SET number = 1000 WHERE number = (SELECT min(number) FROM entries)",
+        "UPDATE latents SET digest = zeroblob(32) WHERE number = (SELECT min(number) FROM entries)",
+        "UPDATE latents SET step = step + 1 WHERE number = (SELECT min(number) FROM entries)",
     ],
 )
 def test_a_damaged_record_is_dropped_alone(tmp_path: Path, damage: str) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors, unit_vectors
-from bottega.cache.index.vector_table import MAX_INDEXED, VectorTable
-from bottega.errors import BottegaError, ConfigError, DataLoss, QueueFull, StorageUnavailable
+from bottega.cache.index.vector_table import MAX_INDEXED, SEARCH_SETTINGS, VectorTable
+from bottega.errors import BottegaError, QueueFull, StorageUnavailable
 from bottega.storage import os_errors
+from bottega.storage.postgresql_thread import DatabaseThread
 
 ResultT = TypeVar("ResultT")
 
@@ -45,17 +46,23 @@ _RETRY_S = 30.0
 _log = logging.getLogger(__name__)
 
 
+def cache_database(url: str) -> DatabaseThread:
+    """Return the database of a cache. Raises ConfigError if the URL is not valid."""
+    return DatabaseThread(url, application="bottega cache", settings=SEARCH_SETTINGS)
+
+
 class PostgresIndex:
     """An `EntryIndex` in a table of PostgreSQL. Any thread may use it. Call `open` first, and `close` at the end.
 
     Args:
-        url: A `postgresql://` URL.
+        database: See `cache_database`. The index starts and closes it.
         cache: ID of the cache, whose entries are separate from those of other caches in the same table.
         max_entries: Upper bound on the number of entries of all keys.
     """
 
-    def __init__(self, url: str, *, cache: str, max_entries: int = 2_000_000) -> None:
-        self._table = VectorTable(url, cache=cache)
+    def __init__(self, database: DatabaseThread, *, cache: str, max_entries: int = 2_000_000) -> None:
+        self._database = database
+        self._table = VectorTable(database.database, cache=cache)
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._numbers: dict[str, set[int]] = {}  # by key
@@ -66,11 +73,9 @@ class PostgresIndex:
         self._closed = False
         self._away_until = 0.0
         self._is_away = False
-        self._loop = asyncio.new_event_loop()
         self._changing = asyncio.Lock()  # of the table's rows
         self._deleting: asyncio.Task[None] | None = None
         self._building: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cache-database", daemon=True)
 
     def __len__(self) -> int:
         return self._entries
@@ -80,11 +85,7 @@ class PostgresIndex:
 
         Raises ConfigError if the URL, the rights, the schema's version or the extension are wrong.
         """
-        self._thread.start()
-        try:
-            asyncio.run_coroutine_threadsafe(self._table.open(), self._loop).result(_CHANGE_S)
-        except (StorageUnavailable, TimeoutError):
-            return
+        self._database.start(self._table.open(), _CHANGE_S)
 
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
         made = unit_vectors(vectors)
@@ -96,8 +97,8 @@ class PostgresIndex:
 
     def loaded(self) -> None:
         """Delete the vectors of entries that were not loaded, and begin to build graphs of those that were."""
-        self._run(self._delete_strays(), _LOAD_S)
-        self._call_soon(self._start_building)
+        self._database.run(self._delete_strays(), _LOAD_S)
+        self._database.call_soon(self._start_building)
 
     @property
     def has_graphs(self) -> bool:
@@ -112,9 +113,9 @@ class PostgresIndex:
             with self._lock:
                 if number not in self._numbers.get(key, ()):  # its vector may have been written
                     self._undeleted.setdefault(key, set()).add(number)
-            self._call_soon(self._start_deleting)
+            self._database.call_soon(self._start_deleting)
             raise
-        self._call_soon(self._start_building)
+        self._database.call_soon(self._start_building)
 
     def remove(self, key: str, number: int) -> bool:
         with self._lock:
@@ -126,7 +127,7 @@ class PostgresIndex:
             if not known:
                 del self._numbers[key], self._widths[key]
             self._undeleted.setdefault(key, set()).add(number)
-        self._call_soon(self._start_deleting)
+        self._database.call_soon(self._start_deleting)
         return True
 
     def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
@@ -156,7 +157,7 @@ class PostgresIndex:
         numbers = np.array(list(self._numbers.get(key, ())), np.int64)
         chosen = np.random.default_rng().permutation(numbers)[:count].tolist()
         try:
-            rows = self._run(self._table.read(key, chosen), _CHANGE_S) if chosen else []
+            rows = self._database.run(self._table.read(key, chosen), _CHANGE_S) if chosen else []
         except StorageUnavailable:
             rows = []
         return np.array(rows, np.float32) if rows else np.empty((0, 0), np.float32)
@@ -165,7 +166,7 @@ class PostgresIndex:
         return len(self._numbers.get(key, ()))
 
     def probe(self) -> None:
-        self._run(self._table.probe(), _CHANGE_S)
+        self._database.run(self._table.probe(), _CHANGE_S)
 
     def close(self) -> None:
         """Refuse new entries, and close the connections. May be called again."""
@@ -173,11 +174,7 @@ class PostgresIndex:
             if self._closed:
                 return
             self._closed = True
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(2 * _CHANGE_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._loop.close()
+        self._database.close()
 
     def _add(self, key: str, numbers: Numbers, vectors: Vectors, *, timeout_s: float) -> None:
         width = vectors.shape[1]
@@ -189,7 +186,7 @@ class PostgresIndex:
                 raise ValueError(_wrong_width(self._widths[key], width))
             if self._entries + len(numbers) > self._max_entries:
                 raise QueueFull(f"the index is full: it has {self._max_entries} entries (max_entries)")
-        self._run(self._write(key, numbers, vectors), timeout_s)
+        self._database.run(self._write(key, numbers, vectors), timeout_s)
 
     def _wanted(self, key: str, vector: NDArray[np.floating]) -> Vectors | None:
         """Return the vector to search for; None if the key has no entries. Raise ValueError if it does not fit."""
@@ -206,9 +203,9 @@ class PostgresIndex:
         """
         if time.monotonic() < self._away_until:
             work.close()
-            raise os_errors.unavailable(f"the database {self._table.place} is away", cause="ETIMEDOUT")
+            raise os_errors.unavailable(f"the database {self._database.place} is away", cause="ETIMEDOUT")
         try:
-            result = self._run(work, _SEARCH_S)
+            result = self._database.run(work, _SEARCH_S)
         except StorageUnavailable as error:
             self._away_until = time.monotonic() + _AWAY_S
             # Without their graph, searches among many may take too long.
@@ -221,31 +218,8 @@ class PostgresIndex:
             _log.info("the cache's database answers again", extra=self._facts())
         return result
 
-    def _run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
-        """Return the result of database calls, within a time. Raise StorageUnavailable, which names the database."""
-        place = self._table.place
-        if self._closed:
-            work.close()
-            raise os_errors.unavailable(f"the database {place} is closed", cause=os_errors.NOT_OPEN)
-        try:
-            return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop).result()
-        except TimeoutError as error:
-            text = f"the database {place} does not answer within {timeout_s:g} s"
-            raise os_errors.unavailable(text, cause="ETIMEDOUT") from error
-        except ConfigError as error:  # it was away at the start
-            raise os_errors.unavailable(error.message, cause="ECONFIG") from error
-        except (StorageUnavailable, DataLoss) as error:
-            text = f"the database {place} cannot be used: {error.message}"
-            raise os_errors.unavailable(text, cause=error.metadata.get("cause", "EIO")) from error
-
     def _facts(self, error: BottegaError | None = None) -> dict[str, str]:
-        return {"database": self._table.place} | ({"text": error.message} if error is not None else {})
-
-    def _call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function in the thread of the event loop, unless the index is closed."""
-        with self._lock:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(function)
+        return {"database": self._database.place} | ({"text": error.message} if error is not None else {})
 
     # In the thread of the event loop.
 
@@ -269,7 +243,7 @@ class PostgresIndex:
 
     def _start_deleting(self) -> None:
         if self._deleting is None or self._deleting.done():
-            self._deleting = self._loop.create_task(self._delete_soon())
+            self._deleting = self._database.create_task(self._delete_soon())
 
     async def _delete_soon(self) -> None:
         """Delete the vectors of removed entries, many at once. While the database is away, try again."""
@@ -301,7 +275,7 @@ class PostgresIndex:
 
     def _start_building(self) -> None:
         if (self._building is None or self._building.done()) and not self.has_graphs:
-            self._building = self._loop.create_task(self._build())
+            self._building = self._database.create_task(self._build())
 
     def _missing_graphs(self) -> set[int]:
         """Return the widths of vectors whose graph is not known to exist."""
@@ -323,13 +297,6 @@ class PostgresIndex:
             except Exception:  # noqa: BLE001 - the boundary of a task whose end nobody would see
                 _log.exception("searches compare all embeddings, as their graph is not built")
                 await asyncio.sleep(_RETRY_S)
-
-    async def _stop(self) -> None:
-        tasks = [task for task in (self._deleting, self._building) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._table.close()
 
 
 def _check_number(number: int) -> None:

@@ -24,15 +24,17 @@ from bottega.storage.postgresql import Connection, Migration, PostgresDatabase, 
 _LEAST_VERSION = [0, 8]
 # Rows of one statement.
 _ROWS = 1000
-# The bound on a transaction that writes many vectors, into a graph if need be, and on a search.
+# The bound on a transaction that writes many vectors, into a graph if need be.
 _WRITE_S = 600.0
-_SEARCH_S = 10.0
 # Upper bound on building a graph; 100,000 vectors of width 768 take some minutes of one core.
 _BUILD_S = 3600.0
 # pgvector's limit on the dimensions of an indexed vector; wider ones are compared one by one.
 MAX_INDEXED = 2000
-# Neighbours that a scan of the graph keeps (pgvector's hnsw.ef_search): more find the nearest more often.
-_BREADTH = 100
+SEARCH_SETTINGS = {"hnsw.iterative_scan": "strict_order", "hnsw.ef_search": "100"}
+"""Parameters of the connections, so that a search is one statement: how long a scan of the graph goes on.
+
+With more neighbours (ef_search), it finds the nearest more often.
+"""
 # Settings while a graph is built. It is built much faster in memory; more than one process would need shared memory,
 # of which containers have little.
 _BUILDING = (
@@ -67,17 +69,12 @@ class VectorTable:
     Its methods raise StorageUnavailable and DataLoss.
     """
 
-    def __init__(self, url: str, *, cache: str) -> None:
-        self._database = PostgresDatabase(url, application="bottega cache", max_connections=4)
+    def __init__(self, database: PostgresDatabase, *, cache: str) -> None:
+        self._database = database
         self._cache = cache
         # In the text of a statement, so that the planner knows that the graph is of this cache.
         self._literal = sql.Literal(cache).as_string()
         self._is_open = False
-
-    @property
-    def place(self) -> str:
-        """Host, port and name of the database, for messages."""
-        return self._database.place
 
     async def open(self) -> None:
         """Connect and create the table. Raises ConfigError if rights, version or extension are wrong."""
@@ -87,10 +84,6 @@ class VectorTable:
         await self._check_extension()
         await self._database.migrate("vectors of the approximate cache", _MIGRATIONS)
         self._is_open = True
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._database.close()
 
     async def probe(self) -> None:
         """Test that the database answers and can be written."""
@@ -110,13 +103,8 @@ class VectorTable:
             f" ORDER BY {typed} <#> %(wanted)s::vector({width}) LIMIT %(count)s"
         )
         parameters = {"wanted": _text(wanted), "key": key, "count": count}
-        async with self._database.transaction(limit_s=_SEARCH_S) as connection:
-            await connection.execute(
-                f"SET LOCAL hnsw.iterative_scan = strict_order; SET LOCAL hnsw.ef_search = {_BREADTH}".encode()
-            )
-            return [
-                (int(number), float(similarity)) for number, similarity in await rows_of(connection, query, parameters)
-            ]
+        rows = await self._database.fetch(query, parameters)
+        return [(int(number), float(similarity)) for number, similarity in rows]
 
     async def similarity(self, key: str, number: int, wanted: Vectors) -> float | None:
         """Return the similarity of one entry, or None if it does not exist."""
@@ -163,7 +151,7 @@ class VectorTable:
         of two that are built at once.
         """
         await self.open()
-        name = f"bottega_cache_{hashlib.sha256(self._cache.encode()).hexdigest()[:16]}_{width}"
+        name = f"{_graphs_of(self._cache)}{width}"
         valid = f"SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass('{name}')"
         async with self._database.connection(limit_s=_BUILD_S) as connection:
             found = await rows_of(connection, valid)
@@ -232,6 +220,21 @@ class VectorTable:
         if found[0][0] < _LEAST_VERSION:
             shown = ".".join(map(str, found[0][0]))
             raise ConfigError(f"the database {place} has pgvector {shown}; 0.8 or newer is needed")
+
+
+async def forget_vectors(database: PostgresDatabase, cache: str) -> None:
+    """Delete all vectors and graphs of a cache that is gone for good."""
+    if await database.fetch("SELECT 1 WHERE to_regclass('bottega_cache_vectors') IS NULL"):
+        return
+    await database.fetch("DELETE FROM bottega_cache_vectors WHERE cache = %s", (cache,))
+    query = "SELECT relname FROM pg_class WHERE relkind = 'i' AND starts_with(relname, %s)"
+    for (name,) in await database.fetch(query, (_graphs_of(cache),)):
+        await database.fetch(f"DROP INDEX CONCURRENTLY IF EXISTS {name}")
+
+
+def _graphs_of(cache: str) -> str:
+    """Return how the names of a cache's graphs begin; the width follows."""
+    return f"bottega_cache_{hashlib.sha256(cache.encode()).hexdigest()[:16]}_"
 
 
 def _text(vector: Vectors) -> str:

@@ -206,6 +206,24 @@ class EntryTable:
                     self._drop(kept.entry.number, step, removal)
         return removal
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all entries."""
+        with self._lock:
+            return list(self._kept)
+
+    def leave(self, numbers: Iterable[int]) -> list[Entry]:
+        """Remove the entries with these numbers and return them. The records and files stay: others have them now."""
+        removal = Removal()
+        with self._lock:
+            for number in numbers:
+                steps = tuple(self._kept[number].digests) if number in self._kept else ()
+                for step in steps:
+                    self._heap.remove((number, step))
+                    self._drop(number, step, removal)
+                self._changes.gone.discard(number)
+                self._changes.gone_parts.difference_update((number, step) for step in steps)
+        return removal.entries
+
     def take_changes(self) -> RecordChanges:
         """Return the changes since the last call, which have to be written to the disk."""
         with self._lock:

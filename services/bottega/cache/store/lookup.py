@@ -15,12 +15,12 @@ from bottega.addons.cache.skip_profile import SkipProfile, skip_steps
 from bottega.cache.index.vector_index import MAX_COUNT
 from bottega.cache.latent import RecordedLatent, StoreAnswer, Vector
 from bottega.cache.profiles import CacheProfiles
-from bottega.cache.records import latent_name
+from bottega.cache.records import EntryDisk, latent_name
 from bottega.cache.store.contents import Contents, Removal
 from bottega.cache.store.selector import Exploration, Selection, select_latents
 from bottega.cache.store.settings import CacheCounts, StoreSettings
 from bottega.errors import StorageUnavailable
-from bottega.storage import BlobFiles
+from bottega.sampled_log import SampledLog
 from bottega.store_times import LapTimer
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheOutcome, CacheQuestion, CacheStart
@@ -31,6 +31,12 @@ _MATCHES_PER_PICTURE = 4
 _LEAST_MATCHES = 8
 
 _log = logging.getLogger(__name__)
+_unread = SampledLog(
+    *(_log, "a cached latent cannot be read and is skipped"),
+    more="more cached latents cannot be read and are skipped",
+    counted="latents",
+    level=logging.WARNING,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,7 @@ class Lookup:
         self,
         *,
         contents: Contents,
-        files: BlobFiles,
+        disk: EntryDisk,
         profiles: CacheProfiles,
         settings: StoreSettings,
         counts: CacheCounts,
@@ -82,7 +88,7 @@ class Lookup:
         self._table = contents.table
         self._index = contents.index
         self._predictor = contents.predictor
-        self._files = files
+        self._disk = disk
         self._profiles = profiles
         self._exploration = Exploration(settings.exploration, settings.seed)
         self._rows = contents.rows
@@ -245,9 +251,9 @@ class Lookup:
         entry, digest = place
         name = latent_name(entry.name, step)
         try:
-            data = self._files.read(name, digest=digest, size_bytes=entry.latent_bytes)
+            data = self._disk.read(name, digest=digest, size_bytes=entry.latent_bytes)
         except StorageUnavailable as error:
-            _log.warning("a cached latent cannot be read and is skipped", extra={"latent": name, "text": error.message})
+            _unread.log_event(details={"latent": name, "text": error.message})
             served.failed.add((number, step))
             return False
         if data is None:

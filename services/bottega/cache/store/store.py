@@ -30,7 +30,7 @@ from bottega.cache.latent import (
 )
 from bottega.cache.predictor import MatchPredictor
 from bottega.cache.profiles import CacheProfiles
-from bottega.cache.records import cache_disk, picture_name
+from bottega.cache.records import EntryDisk, LocalEntries, picture_name
 from bottega.cache.store.contents import Contents, EntryTable
 from bottega.cache.store.lookup import Lookup, picture_s
 from bottega.cache.store.selector import PromptRows
@@ -59,10 +59,19 @@ class LatentStore:
     """A store of cached latents. Call `start` first and `close` at the end, which also closes the index.
 
     Args:
+        index: By default, it is in memory.
+        disk: By default, the entries are in the folder.
         clock: The clock for the times of recordings and of prompts' last pictures.
     """
 
-    def __init__(self, settings: StoreSettings, *, index: EntryIndex | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        *,
+        index: EntryIndex | None = None,
+        disk: EntryDisk | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         clock = clock or Clock()
         self._settings = settings
         self._counts = CacheCounts()
@@ -71,8 +80,8 @@ class LatentStore:
         predictor = MatchPredictor(index.sample) if settings.predictor else None
         self._rows = PromptRows(settings.row_pictures, clock.monotonic)
         self._contents = Contents(table=self._table, index=index, predictor=predictor, rows=self._rows)
-        disk = cache_disk(settings.folder, min_free_bytes=settings.min_free_bytes)
-        self._files = disk.files
+        disk = disk if disk is not None else LocalEntries(settings.folder, min_free_bytes=settings.min_free_bytes)
+        self._disk = disk
         self._profiles = CacheProfiles(settings.folder / "profiles")
         self._doorkeeper = Doorkeeper() if settings.doorkeeper else None
         self._writer = CacheWriter(
@@ -84,7 +93,7 @@ class LatentStore:
         )
         self._lookup = Lookup(
             contents=self._contents,
-            files=self._files,
+            disk=disk,
             profiles=self._profiles,
             settings=settings,
             counts=self._counts,
@@ -200,6 +209,7 @@ class LatentStore:
             predictor=predictor.statistics() if predictor is not None else None,
             waiting=waiting[0],
             waiting_bytes=waiting[1],
+            sharing=self._disk.sharing,
         )
 
     def entry(self, name: str) -> EntryDetails | None:
@@ -270,7 +280,7 @@ class LatentStore:
 
     def _picture(self, entry: Entry) -> np.ndarray | None:
         picture = entry.picture
-        data = self._files.read(picture_name(entry.name), digest=picture.digest, size_bytes=picture.size_bytes)
+        data = self._disk.read(picture_name(entry.name), digest=picture.digest, size_bytes=picture.size_bytes)
         return np.frombuffer(data, np.uint8).reshape(picture.height, picture.width, 3) if data is not None else None
 
 

@@ -12,9 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges
+from bottega.blobstore import BlobWriter, RecordChanges
 from bottega.cache.latent import CheckedRecording, Entry, EntryPicture, EntryRecord, KeptLatent
-from bottega.cache.records import latent_name, load_entries, new_rows, noise_of, picture_name, read_parameters
+from bottega.cache.records import EntryDisk, latent_name, noise_of, picture_name
 from bottega.cache.store.contents import Contents, Removal, new_usage
 from bottega.cache.store.settings import CacheCounts, Dropped, StoreSettings
 from bottega.clocks import Clock
@@ -29,18 +29,14 @@ class Insertion:
     """Stores recordings and assigns numbers to the entries. If a call raises, none of its recordings was stored."""
 
     def __init__(
-        self, settings: StoreSettings, *, contents: Contents, disk: BlobDisk, counts: CacheCounts, clock: Clock
+        self, settings: StoreSettings, *, contents: Contents, disk: EntryDisk, counts: CacheCounts, clock: Clock
     ) -> None:
         self._settings = settings
         self._contents = contents
         self._disk = disk
         self._counts = counts
         self._clock = clock
-        self._next_number = 1
-
-    def go_on_from(self, number: int) -> None:
-        """Assign numbers above this one from now on."""
-        self._next_number = max(self._next_number, number + 1)
+        self._last_number = 0
 
     def insert(self, recordings: Sequence[CheckedRecording]) -> None:
         """Store all recordings or none. A recording that the index refuses is skipped.
@@ -55,8 +51,8 @@ class Insertion:
                 record = self._prepare(recording)
                 if record is not None:
                     written.append(record)
-                    self._write_files(recording, record)
-            self._disk.write(self._contents.table.take_changes(), new_rows(written))
+                    self._disk.write_files(_contents_of_files(recording, record))
+            self._disk.write_entries(self._contents.table.take_changes(), written)
         except (StorageUnavailable, DataLoss):
             for record in written:
                 self._contents.take_back(record)
@@ -69,7 +65,8 @@ class Insertion:
     def make_room(self, recordings: Sequence[CheckedRecording] = ()) -> None:
         """Evict latents until the recordings fit into the budgets. Each eviction frees somewhat more than needed."""
         table, settings = self._contents.table, self._settings
-        room_bytes = settings.budget_bytes - sum(recording.file_bytes for recording in recordings)
+        room_bytes = self._disk.budget_bytes(settings.budget_bytes)
+        room_bytes -= sum(recording.file_bytes for recording in recordings)
         room_entries = settings.max_entries - len(recordings)
         if table.size_bytes <= room_bytes and len(table) <= room_entries:
             return
@@ -88,21 +85,15 @@ class Insertion:
 
     def _prepare(self, recording: CheckedRecording) -> EntryRecord | None:
         """Add a recording to the index and return its record, or None if the index refuses it."""
-        record = _to_record(recording, self._next_number, now=self._clock.wall(), asked=self._contents.table.now)
-        self._next_number += 1
+        now_s = self._clock.wall()
+        self._last_number = max(self._last_number + 1, _new_number(now_s))
+        record = _to_record(recording, self._last_number, now=now_s, asked=self._contents.table.now)
         try:
             self._contents.prepare(record)
         except (QueueFull, ValueError):
             self._counts.drop(Dropped.UNFIT)
             return None
         return record
-
-    def _write_files(self, recording: CheckedRecording, record: EntryRecord) -> None:
-        name = record.entry.name
-        self._disk.files.check_room(recording.size_bytes)
-        self._disk.files.write(picture_name(name), recording.picture)
-        for step, data in recording.latents.items():
-            self._disk.files.write(latent_name(name, step), data)
 
 
 def _to_record(recording: CheckedRecording, number: int, *, now: float, asked: float) -> EntryRecord:
@@ -128,11 +119,17 @@ def _to_record(recording: CheckedRecording, number: int, *, now: float, asked: f
         embedding=recording.embedding.tobytes(),
         parameters=recording.parameters,
         hits=0,
+        place=recording.place,
         latents={
             step: KeptLatent(digest=_digest(data), usage=new_usage(step, asked))
             for step, data in recording.latents.items()
         },
     )
+
+
+def _new_number(now_s: float) -> int:
+    """Return a number above those of earlier entries that is not another cache's: milliseconds and 20 random bits."""
+    return int(now_s * 1000.0) << 20 | secrets.randbits(20)
 
 
 def _digest(data: bytes) -> bytes:
@@ -144,12 +141,17 @@ def _files_of(record: EntryRecord) -> list[str]:
     return [picture_name(name), *(latent_name(name, step) for step in record.latents)]
 
 
+def _contents_of_files(recording: CheckedRecording, record: EntryRecord) -> dict[str, bytes]:
+    return dict(zip(_files_of(record), (recording.picture, *recording.latents.values()), strict=True))
+
+
 class CacheWriter(BlobWriter):
     """The writer of a cache. Stored entries are read in the background."""
 
     def __init__(
-        self, settings: StoreSettings, *, contents: Contents, disk: BlobDisk, counts: CacheCounts, clock: Clock
+        self, settings: StoreSettings, *, contents: Contents, disk: EntryDisk, counts: CacheCounts, clock: Clock
     ) -> None:
+        self._disk: EntryDisk
         super().__init__(disk, name="the approximate cache", retry_s=settings.retry_s, loads_in_background=True)
         self._settings = settings
         self._contents = contents
@@ -188,7 +190,7 @@ class CacheWriter(BlobWriter):
     def parameters(self, entries: Sequence[Entry]) -> dict[int, bytes]:
         """Read the serialized parameters of entries, by number. Raises StorageUnavailable, DataLoss."""
         numbers = [entry.number for entry in entries]
-        return self._thread.call(lambda: read_parameters(self._disk.records, numbers))
+        return self._thread.call(lambda: self._disk.parameters(numbers))
 
     def _enqueue(self, recording: CheckedRecording) -> Dropped | None:
         if self._trouble:
@@ -206,14 +208,13 @@ class CacheWriter(BlobWriter):
     def _read(self) -> None:
         self._contents.forget(self._table.clear("").entries)
         self._table.take_changes()
-        load_entries(self._disk, self._take)
+        self._disk.load_entries((), self._take)
         self._contents.loaded()
         self._insertion.make_room()
 
     def _take(self, key: str, records: Sequence[EntryRecord]) -> None:
         self._check_closing()
         self._contents.load(key, records)
-        self._insertion.go_on_from(max(record.entry.number for record in records))
 
     def _take_changes(self) -> RecordChanges:
         return self._table.take_changes()
@@ -221,6 +222,18 @@ class CacheWriter(BlobWriter):
     def _probe(self) -> None:
         super()._probe()
         self._contents.index.probe()
+
+    def _tick(self) -> None:
+        super()._tick()
+        self._attempt(self._follow)
+
+    def _follow(self) -> None:
+        """Load entries that became this cache's, and forget those that became another one's."""
+        if self._disk.renew(self._table.size_bytes) and self._loaded and not self._trouble:
+            gone = self._disk.load_entries(self._table.numbers(), self._take)
+            self._contents.forget(self._table.leave(gone))
+            self._contents.loaded()
+            self._insertion.make_room()
 
     def _write_waiting(self) -> None:
         while batch := self._next_batch():

@@ -158,6 +158,7 @@ def recording_of(recording: JobRecording, *, model_name: str) -> wire.CacheMessa
     return wire.recording_message(
         CacheRecording(
             key=recording.key,
+            plain_key=recording.plain_key,
             model_hash=recording.model_hash,
             parameters=parameters_of(recording.spec, model_name=model_name),
             steps=[step for step, _ in latents],
