@@ -1,28 +1,24 @@
 """Rules of requests that the gateway and the worker both check: ranges and lengths in a spec.
 
-Rules that depend on the model, an image or defaults are in the gateway (gateway/api). A `check_...` function yields a
-Violation for each broken rule.
+Rules that depend on the model, an image or defaults are in the gateway (gateway/api), those of LoRAs and ControlNets in
+`adapter_rules`. A `check_...` function yields a Violation for each broken rule.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from bottega.control_modes import check_modes
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
 from bottega.prompt_syntax import MalformedPrompt, parse_weighted
 from bottega.v1.generation_pb2 import (
-    ControlNet,
     Fidelity,
     FinalSigmasType,
     GenerationSpec,
     ImageFormat,
-    Lora,
     PromptSyntax,
     Sampler,
     TimestepSpacing,
@@ -277,6 +273,18 @@ def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field="spec.keep_for_editing", description=rule)
 
 
+def computes_part(spec: GenerationSpec) -> bool:
+    """Return whether an edit may compute only the masked part of blocks, and reuse data of earlier jobs for the rest.
+
+    False if the spec, which may lack defaults, is not an edit.
+    """
+    if not spec.HasField("keep_unmasked") and not spec.HasField("mask_image"):  # a complete spec has the first alone
+        return False
+    if spec.techniques.HasField("masked_blocks"):
+        return spec.techniques.masked_blocks
+    return spec.fidelity in (Fidelity.FIDELITY_BALANCED, Fidelity.FIDELITY_FAST)
+
+
 def keeps_data(spec: GenerationSpec) -> bool:
     """Return whether workers keep data of the images, such as latents, for later edits of them."""
     return spec.keep_for_editing
@@ -326,90 +334,6 @@ def is_adapter_name(name: str) -> bool:
     return len(name) <= MAX_ADAPTER_CHARACTERS and _ADAPTER_NAME.fullmatch(name) is not None
 
 
-def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check the ControlNets of a spec, but not their images."""
-    if len(spec.controlnets) > MAX_ADAPTERS:
-        yield Violation(field="spec.controlnets", description=f"at most {MAX_ADAPTERS}")
-    for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
-        yield from _check_controlnet(f"spec.controlnets[{index}]", net)
-    if spec.controlnets:
-        yield from check_modes(spec.controlnets[:MAX_ADAPTERS], "spec.controlnets")
-
-
-def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check the LoRAs of a spec, except for rules that depend on the number of steps."""
-    if len(spec.loras) > MAX_ADAPTERS:
-        yield Violation(field="spec.loras", description=f"at most {MAX_ADAPTERS}")
-    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
-        yield from _check_lora(f"spec.loras[{index}]", lora)
-        if (lora.HasField("from_step"), lora.from_step) != (
-            spec.loras[0].HasField("from_step"),
-            spec.loras[0].from_step,
-        ):
-            rule = "must be that of the first LoRA: all are applied at one step"
-            yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
-        if lora.measure_similarity and spec.controlnets:
-            rule = "cannot be measured with ControlNets: remove them"
-            yield Violation(field=f"spec.loras[{index}].measure_similarity", description=rule)
-
-
-def check_lora_steps(
-    spec: GenerationSpec, steps: int, strength: float | None, *, waits: str = ""
-) -> Iterator[Violation]:
-    """Check that no LoRA is applied after the last step, or too late for the caller or for a measurement.
-
-    Yields nothing if other rules refuse the step or the strength.
-
-    Args:
-        spec: The spec as the caller sent it, or completed.
-        steps: Denoising steps, including those that image-to-image skips.
-        strength: Strength of image-to-image; None if it skips no step.
-        waits: Result of `waits_for_loras`.
-    """
-    sensible = 0 < steps <= MAX_STEPS and (strength is None or 0 < strength <= 1)
-    first = steps - steps_to_run(steps, strength) if sensible else MAX_STEPS
-    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
-        path = f"spec.loras[{index}]"
-        if lora.HasField("from_step") and 0 < steps <= lora.from_step <= MAX_STEPS:
-            yield Violation(field=f"{path}.from_step", description=f"must be below the number of steps, {steps}")
-        elif lora.measure_similarity and first < lora.from_step <= MAX_STEPS:
-            rule = f"must be at most {first}, the first step, with measure_similarity: nothing is drawn without it"
-            yield Violation(field=f"{path}.from_step", description=rule)
-        elif waits and first < lora.from_step <= MAX_STEPS:
-            rule = f"must be at most {first}, the first step, with {waits}: no step may run without the LoRA"
-            yield Violation(field=f"{path}.from_step", description=rule)
-        if lora.HasField("max_step") and 0 < steps < lora.max_step <= MAX_STEPS:
-            yield Violation(field=f"{path}.max_step", description=f"must be at most the number of steps, {steps}")
-
-
-def waits_for_loras(spec: GenerationSpec) -> str:
-    """Return the field of a request that forbids steps without LoRAs, for error messages; empty if none does.
-
-    EXACT as the default fidelity of a request with a seed does not forbid them: the fields of a single LoRA override
-    it.
-
-    Args:
-        spec: The spec as the caller sent it.
-    """
-    if spec.techniques.HasField("bounded_lora_loading"):
-        return "" if spec.techniques.bounded_lora_loading else "techniques.bounded_lora_loading false"
-    if spec.fidelity == Fidelity.FIDELITY_EXACT:
-        return "fidelity EXACT (unless techniques.bounded_lora_loading is true)"
-    return ""
-
-
-def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
-    """Check that a request does not both allow and forbid steps without its LoRAs.
-
-    If `from_step` is set, nothing depends on when the LoRA is loaded; see `check_lora_steps`.
-    """
-    why = waits_for_loras(spec)
-    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS] if why else ()):
-        if lora.max_step > 0 and not lora.HasField("from_step"):
-            rule = f"must be 0 or absent with {why}: that waits for LoRAs before the first step"
-            yield Violation(field=f"spec.loras[{index}].max_step", description=rule)
-
-
 def is_digest(text: str) -> bool:
     """Return whether the text has the form of a SHA-256 in hex."""
     return _DIGEST.fullmatch(text) is not None
@@ -436,33 +360,6 @@ def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = Invalid
         first = f"{violations[0].field}: {violations[0].description}"
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
         raise kind(first + more, violations=violations)
-
-
-def _check_lora(path: str, lora: Lora) -> Iterator[Violation]:
-    if not is_adapter_name(lora.name):
-        yield Violation(field=f"{path}.name", description=f"must be the name of a LoRA: {ADAPTER_NAMES}")
-    if lora.HasField("scale") and not math.isfinite(lora.scale):
-        yield Violation(field=f"{path}.scale", description="must be a finite number")
-    if lora.HasField("digest") and not is_digest(lora.digest):
-        yield Violation(field=f"{path}.digest", description="must be 64 hexadecimal digits, in lower case")
-    if len(lora.token) > MAX_TRIGGER_CHARACTERS:
-        yield Violation(field=f"{path}.token", description=f"must have at most {MAX_TRIGGER_CHARACTERS} characters")
-    for name in ("from_step", "max_step"):
-        if lora.HasField(name) and not 0 <= getattr(lora, name) <= MAX_STEPS:
-            yield Violation(field=f"{path}.{name}", description=f"must be 0 to {MAX_STEPS}")
-
-
-def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
-    if not is_adapter_name(net.name):
-        yield Violation(field=f"{path}.name", description=f"must be the name of a ControlNet: {ADAPTER_NAMES}")
-    if net.HasField("controlnet_conditioning_scale") and not math.isfinite(net.controlnet_conditioning_scale):
-        yield Violation(field=f"{path}.controlnet_conditioning_scale", description="must be a finite number")
-    start = net.control_guidance_start
-    end = net.control_guidance_end if net.HasField("control_guidance_end") else 1.0
-    # Written so that NaN breaks the rule.
-    if not 0 <= start < end <= 1:
-        rule = f"0 <= start < end <= 1 must hold; start is {start:g} and end {end:g}"
-        yield Violation(field=f"{path}.control_guidance_start", description=rule)
 
 
 def _shortened(text: str, most: int = MAX_REASON_CHARACTERS) -> str:

@@ -87,7 +87,7 @@ def our_runtime(rig: Rig, **config: Any) -> Iterator[Runtime]:
         yield runtime
     finally:
         for addon in runtime.engine.addons:
-            addon.stop()
+            addon.set_services(())
 
 
 def engine_config(rig: Rig) -> dict[str, Any]:

@@ -135,6 +135,6 @@ def worker(*stores: ScriptedStore, made: ActivationSettings = SETTINGS, opens: b
             wait_until(lambda: source.linked == len(stores), "the links")
         yield Worker(source=source, offers=offers, time=fake)
     finally:
-        source.stop()
+        source.set_stores(())
         for store in stores:
             store.close()

@@ -173,7 +173,10 @@ class EngineAddOn:
     """Functions, by name, that make probes. They show how much accelerations of the add-on's own operations gain."""
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """Set the services of its kind that exist now, the best first."""
+        """Set the services of its kind that exist now, the best first.
+
+        When the process ends, another thread calls it with none, so that links are closed.
+        """
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
         """Return the add-on's state for a submitted job, or None if the job does not need the add-on.
@@ -241,9 +244,6 @@ class EngineAddOn:
 
     def fill_beat(self, beat: EngineBeat) -> None:
         """Add the add-on's state to the worker's report: data in memory, counts, measured times, open links."""
-
-    def stop(self) -> None:
-        """Close all links, because the process ends. May be called from any thread."""
 
 
 def add_counts(beat: EngineBeat, kind: str, counts: Mapping[str, int]) -> None:

@@ -14,7 +14,7 @@ import pydantic
 import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from bottega.control_modes import MAX_MODES
+from bottega.adapter_rules import MAX_MODES
 from bottega.errors import InvalidRequest, Violation
 from bottega.model_files.field_rules import NULL, OFF, FieldRule, broken_fields, only
 from bottega.model_files.unet_rules import TIME_IDS

@@ -14,7 +14,7 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from bottega import kinds, rules
+from bottega import adapter_rules, kinds, rules
 from bottega.background_tasks import copied
 from bottega.codec.structure import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
@@ -110,10 +110,10 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     if spec.techniques.HasField("recording"):
         rule = "must be absent: recordings are not kept as they were at the time of an earlier edit"
         yield Violation(field="spec.techniques.recording", description=rule)
-    yield from rules.check_controlnets(spec)
-    yield from rules.check_loras(spec)
+    yield from adapter_rules.check_controlnets(spec)
+    yield from adapter_rules.check_loras(spec)
     strength = spec.strength if spec.HasField("strength") else None
-    yield from rules.check_lora_steps(spec, spec.num_inference_steps, strength)
+    yield from adapter_rules.check_lora_steps(spec, spec.num_inference_steps, strength)
     if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
         yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
     yield from rules.check_edit(spec)

@@ -487,7 +487,7 @@ def test_a_recording_that_a_worker_uses_outlives_its_link(tmp_path: Path) -> Non
     with worker(store) as here:
         recording = here.found()
         step = load(recording, 0)
-        here.source.stop()
+        here.source.set_stores(())
         store.close()
         assert is_equal(step, 0)
         here.source.release(recording)

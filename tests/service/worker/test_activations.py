@@ -99,7 +99,7 @@ class Desks:
 
     def desk(self, host: StoreHost | StoreProcess, **options: Any) -> StoreDesk:
         desk = StoreDesk(self._model, HostOffers(store=host), **options)
-        self._stack.callback(desk.source.stop)
+        self._stack.callback(desk.source.set_stores, ())
         return desk
 
 

@@ -7,14 +7,13 @@ from typing import Any
 import click
 import pytest
 
-from bottega import rules
+from bottega.adapter_rules import check_controlnets, mode_name, mode_names, mode_number
 from bottega.addons.controlnets.client.cli_options import ControlArgument, ControlType, merged
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn, ResolvedControlNets
 from bottega.addons.interface.views import ANYTHING
 from bottega.client import ControlNet
 from bottega.client.types.models import adapter_from
 from bottega.client.types.options import options_from, spec_from
-from bottega.control_modes import mode_name, mode_names, mode_number
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2
 from tests.samples.addons import sample_addons
@@ -73,7 +72,7 @@ REFUSED_BY_RULES = {
 @pytest.mark.parametrize("case", REFUSED_BY_RULES)
 def test_a_request_that_breaks_a_rule_is_refused(case: str) -> None:
     nets, field, sentence = REFUSED_BY_RULES[case]
-    (violation,) = rules.check_controlnets(generation_pb2.GenerationSpec(controlnets=nets))
+    (violation,) = check_controlnets(generation_pb2.GenerationSpec(controlnets=nets))
     assert (violation.field, violation.description) == (f"spec.{field}", sentence)
 
 
@@ -83,7 +82,7 @@ def test_a_request_that_breaks_a_rule_is_refused(case: str) -> None:
     ids=len,
 )
 def test_other_requests_with_modes_are_taken(nets: list[generation_pb2.ControlNet]) -> None:
-    assert list(rules.check_controlnets(generation_pb2.GenerationSpec(controlnets=nets))) == []
+    assert list(check_controlnets(generation_pb2.GenerationSpec(controlnets=nets))) == []
 
 
 REFUSED_BY_GATEWAY = {

@@ -218,13 +218,6 @@ class AddOn:
         """
         return iter(())
 
-    def computes_part(self, spec: GenerationSpec) -> bool:
-        """Return whether a request may compute only a part of its picture, and reuse data of earlier jobs for the rest.
-
-        The spec may lack defaults that are filled in later.
-        """
-        return False
-
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Find the items that a request names. Raise one error for all that are missing.
 

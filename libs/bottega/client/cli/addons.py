@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bottega.adapter_rules import mode_names
 from bottega.client.addons import add_ons_by_command
 from bottega.client.cli.terminal import PlainTable, note, print_table, short_hash
 from bottega.client.sdk.clients import Client
 from bottega.client.types.models import AdapterKindName
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import Provenance
-from bottega.control_modes import mode_names
 from bottega.errors import BottegaError, Forbidden, Violation
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from google.protobuf import json_format
 
-from bottega import rules
+from bottega import adapter_rules, rules
 from bottega.client.types.messages import describe
 from bottega.client.types.options import GenerationOptions, options_from
 from bottega.errors import BadImage, InvalidRequest, Violation
@@ -82,8 +82,8 @@ def _check(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field="strength", description=f"must be above 0 and at most 1; got {describe(spec.strength)}")
     yield from rules.check_texts(spec)
     yield from rules.check_model_name(spec)
-    yield from rules.check_controlnets(spec)
-    yield from rules.check_loras(spec)
+    yield from adapter_rules.check_controlnets(spec)
+    yield from adapter_rules.check_loras(spec)
 
 
 def texts_of(path: str | os.PathLike[str]) -> Mapping[str, str]:

@@ -77,7 +77,7 @@ class Admission:
         self._identical = IdenticalResults(
             default=config.identical_results, jobs=jobs, storage=storage, addons=addons, metrics=metrics
         )
-        self._sources = ImageSources(jobs, storage, addons)
+        self._sources = ImageSources(jobs, storage)
         self._inspector = inspector
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")
@@ -340,7 +340,7 @@ class Admission:
     ) -> GenerationSpec:
         if before is not None:
             return specs.as_before(spec, before.bare)
-        return specs.complete(spec, model, resolutions, self._addons)
+        return specs.complete(spec, model, resolutions)
 
     async def _resolve(self, spec: GenerationSpec, access: Access) -> list[Resolution]:
         resolutions = []

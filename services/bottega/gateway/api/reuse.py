@@ -25,7 +25,7 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import result_key, without_images
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.rules import keeps_data
+from bottega.rules import computes_part, keeps_data
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Model
 
@@ -139,10 +139,9 @@ class IdenticalResults:
 class ImageSources:
     """Collects what the gateway knows about the input images of a request: digests, sizes and kept latents."""
 
-    def __init__(self, jobs: JobRepository, storage: Storage, addons: Sequence[AddOn]) -> None:
+    def __init__(self, jobs: JobRepository, storage: Storage) -> None:
         self._jobs = jobs
         self._storage = storage
-        self._addons = addons
 
     async def describe(self, request: JobRequest, spec: GenerationSpec, model: Model, seen: SeenImages) -> JobRequest:
         """Return the request with facts about its images, and extend the lifetime of kept latents that it will use.
@@ -158,7 +157,7 @@ class ImageSources:
         image_digest = await digest(spec.image)
         if not spec.HasField("mask_image"):
             return dataclasses.replace(request, image_digest=image_digest)
-        partly = any(addon.computes_part(spec) for addon in self._addons)
+        partly = computes_part(spec)
         # Kept latents are of the whole image, not of a crop.
         may_use_kept = partly and not spec.HasField("padding_mask_crop")
         kept = await self._find_kept(spec, image_digest, request.tenant) if may_use_kept else ""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from bottega import kinds, rules
-from bottega.control_modes import MAX_MODES
+from bottega.adapter_rules import MAX_MODES
 from bottega.errors import ConfigError, Violation
 from bottega.kinds import is_kind
 from bottega.rpc.address import split

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import Message
 
-from bottega.addons.interface.gateway_addon import AddOn, Resolution
+from bottega.addons.interface.gateway_addon import Resolution
 from bottega.planning import Pace, Shape, rows_per_image
 from bottega.planning import steps_to_run as steps_with
-from bottega.rules import takes_karras_sigmas
+from bottega.rules import computes_part, takes_karras_sigmas
 from bottega.schedules import karras_of, keeps_steps, steps_of
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
@@ -215,7 +215,6 @@ def complete(
     spec: GenerationSpec,
     model: image_pb2.Model,
     resolutions: Sequence[Resolution] = (),
-    addons: Sequence[AddOn] = (),
 ) -> GenerationSpec:
     """Return a copy of a valid spec with every default filled in, and with a random seed if it has none.
 
@@ -223,12 +222,10 @@ def complete(
         spec: The spec.
         model: The model that draws it.
         resolutions: The resolved names of its LoRAs, ControlNets and other add-ons.
-        addons: All add-ons. If one of them may compute only a part of the picture, a request with a seed does not
-            default to fidelity EXACT.
     """
     full = _copied(spec)
     # Only a caller that gave a seed, and asks for no approximation, wants to see the same picture again.
-    exact = spec.HasField("seed") and not any(addon.computes_part(spec) for addon in addons)
+    exact = spec.HasField("seed") and not computes_part(spec)
     full.fidelity = spec.fidelity or (generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED)
     if spec.fidelity == generation_pb2.FIDELITY_EXACT and not spec.techniques.HasField("shared_turns"):
         full.techniques.shared_turns = False

@@ -130,7 +130,7 @@ class WorkerEngineLoop:
             else:
                 self._commands.put(command)
         for addon in self._engine.addons:
-            addon.stop()
+            addon.set_services(())
         if self._follower is not None:
             self._follower.close()  # removes the file of its socket
         os._exit(0)  # the front is gone, and a turn may take long

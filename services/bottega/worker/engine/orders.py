@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from bottega import kinds
+from bottega.adapter_rules import mode_number
 from bottega.addons.controlnets.engine.provider import ControlHosts, read_hosts
-from bottega.control_modes import mode_number
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ControlSpec, EditSpec, EmbeddingSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share

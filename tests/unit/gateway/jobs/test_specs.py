@@ -12,7 +12,7 @@ import psutil
 import pytest
 from google.protobuf.message import Message
 
-from bottega import rules
+from bottega import adapter_rules, rules
 from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.interface.views import ANYTHING
@@ -614,7 +614,7 @@ def test_what_an_edit_leaves_open_is_filled_in_as_in_diffusers_with_its_own_pixe
 )
 def test_an_exact_that_only_a_seed_stands_for_gives_way_to_masked_blocks(spec: GenerationSpec, exact: bool) -> None:
     expected = generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED
-    assert specs.complete(spec, MODEL, addons=sample_addons()).fidelity == expected
+    assert specs.complete(spec, MODEL).fidelity == expected
 
 
 @pytest.mark.parametrize(
@@ -686,10 +686,10 @@ def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
     assert full.loras[0].max_step == spec.loras[0].max_step
     techniques = full.techniques
     assert (techniques.bounded_lora_loading if techniques.HasField("bounded_lora_loading") else None) == switch
-    assert list(rules.check_lateness(full)) == []
+    assert list(adapter_rules.check_lateness(full)) == []
     strength = full.strength if full.HasField("strength") else None
-    waits = rules.waits_for_loras(full)
-    assert list(rules.check_lora_steps(full, full.num_inference_steps, strength, waits=waits)) == []
+    waits = adapter_rules.waits_for_loras(full)
+    assert list(adapter_rules.check_lora_steps(full, full.num_inference_steps, strength, waits=waits)) == []
     again = specs.complete(full, MODEL, _resolved(stored, stored))
     if full.fidelity == _EXACT:
         full.techniques.shared_turns = False  # It says EXACT itself now.

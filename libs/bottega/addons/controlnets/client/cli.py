@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from bottega import errors
+from bottega.adapter_rules import mode_names
 from bottega.addons.controlnets.client.cli_options import (
     CONTROL,
     describe_uses,
@@ -22,7 +23,6 @@ from bottega.client.cli.options import ListGroup, address_option, connect, fleet
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.models import EMBEDDED_MODEL
-from bottega.control_modes import mode_names
 from bottega.errors import BottegaError
 
 _HUB = "hub:"

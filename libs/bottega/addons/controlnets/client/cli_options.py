@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from bottega import rules
+from bottega.adapter_rules import list_modes, mode_name, mode_number
 from bottega.client.types.inputs import ControlNet
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
-from bottega.control_modes import list_modes, mode_name, mode_number
 from bottega.errors import Violation
 
 # Seconds of the encoder that are worth a line.

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from bottega import kinds, rules
-from bottega.control_modes import MAX_MODES
+from bottega.adapter_rules import MAX_MODES
 from bottega.engine.forward import ResidualProvider
 from bottega.errors import InvalidRequest, Violation
 from bottega.fair_order import Share

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from prometheus_client import Gauge
 
 from bottega import kinds
+from bottega.adapter_rules import check_controlnets, mode_number, refused_mode
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, nobody_hosts
 from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first, pair_server, seconds_to_load
 from bottega.addons.controlnets.gateway.replicas import Replicas
@@ -35,10 +36,9 @@ from bottega.addons.interface.gateway_addon import (
 from bottega.addons.interface.prefetch import GrpcPrefetchClient, PrefetchClient, ServicePrefetcher
 from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.clocks import Clock
-from bottega.control_modes import mode_number, refused_mode
 from bottega.errors import BottegaError, NoControlNet, Violation
 from bottega.rpc.channel import Target
-from bottega.rules import check_controlnets, refuse
+from bottega.rules import refuse
 from bottega.schedules import lists_steps
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import ControlNetPlacements

@@ -213,10 +213,6 @@ class EngineEdits(EngineAddOn):
                 response = self.list_templates()
         return response.SerializeToString()
 
-    def stop(self) -> None:
-        """Close the source's connections to stores."""
-        self.source.stop()
-
     def ask(self, order: EngineOrder, key: RecordingKey, recording: str = "") -> PendingAnswer:
         """Ask the source whether a template is recorded. `recording` is the only acceptable one; empty for any."""
         origin = read_order(order).source

@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 
 from bottega import kinds, rules
-from bottega.addons.edits.wire.messages import pin_edit, taken_from
+from bottega.addons.edits.wire.messages import taken_from
 from bottega.addons.interface.front_addon import Ask, FrontAddOn
 from bottega.errors import Violation
 from bottega.rpc.server import Server
+from bottega.rules import computes_part
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.activations_pb2_grpc import TemplateServiceServicer, add_TemplateServiceServicer_to_server
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -79,3 +80,20 @@ class TemplateService(TemplateServiceServicer):
 
     async def _answer(self, call: pb.TemplateCall, timeout_s: float) -> bytes:
         return await self._ask(call.SerializeToString(), timeout_s)
+
+
+def pin_edit(spec: GenerationSpec, recording: str) -> None:
+    """Write the recording that an edit reused into its parameters, so that a repetition is exact or refused.
+
+    An edit that reused nothing is exact, so its repetition must not use recordings. A repetition of an edit that reused
+    a recording is refused. The spec of an edit that cannot reuse recordings stays unchanged.
+
+    Args:
+        recording: See `taken_from`.
+    """
+    if not computes_part(spec):
+        return
+    if recording:
+        spec.techniques.recording = recording
+    else:
+        spec.techniques.masked_blocks = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter
 
 from bottega import kinds
-from bottega.addons.edits.wire.messages import may_mask_blocks, pin_edit
+from bottega.addons.edits.front import pin_edit
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
     NO_SAVINGS,
@@ -106,10 +106,6 @@ class ActivationsAddOn(AddOn):
         if spec.fidelity == FIDELITY_EXACT and spec.techniques.masked_blocks:
             rule = "must not be true with fidelity EXACT, which computes all"
             yield Violation(field="spec.techniques.masked_blocks", description=rule)
-
-    def computes_part(self, spec: GenerationSpec) -> bool:
-        """Return whether an edit may compute only its masked part."""
-        return may_mask_blocks(spec)
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Raise RecordingNotKept: every edit of an image changes its recording, and earlier states are not kept."""

@@ -162,9 +162,6 @@ class StoreActivations:
     def drop(self, prefix: str) -> int:
         return self._memory.drop(prefix)
 
-    def stop(self) -> None:
-        self.set_stores(())
-
     def make_room(self, size_bytes: int, turns: float) -> bool:
         """Free memory for `size_bytes` that are used in `turns` forward passes, and return whether there is enough.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bottega import kinds
+from bottega.adapter_rules import check_lateness, check_lora_steps, check_loras, waits_for_loras
 from bottega.addons.interface.gateway_addon import (
     AddOn,
     AddOnContext,
@@ -25,7 +26,7 @@ from bottega.addons.interface.views import Access, AddOnJob, Member
 from bottega.addons.loras.gateway.resolver import LoraResolver
 from bottega.errors import LoraUnusable, NoLora, Violation
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
-from bottega.rules import check_lateness, check_lora_steps, check_loras, refuse, waits_for_loras
+from bottega.rules import refuse
 from bottega.schedules import lists_steps
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance

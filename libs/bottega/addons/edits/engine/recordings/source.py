@@ -39,10 +39,10 @@ class TemplateQuery:
 class ActivationSource(Protocol):
     """Finds, makes and keeps recordings. No method blocks.
 
-    The engine's thread makes all calls except `stop` and those for operators. A recording that was handed out is in use
-    until it is released: it is not evicted, and tensors that its steps hold stay valid. Parts of it may be in a store
-    and must be requested; the engine computes what a step does not have. Loaded parts may be dropped for others that
-    are needed sooner.
+    The engine's thread makes all calls except those for operators and the last `set_stores`, which closes the
+    connections. A recording that was handed out is in use until it is released: it is not evicted, and tensors that its
+    steps hold stay valid. Parts of it may be in a store and must be requested; the engine computes what a step does not
+    have. Loaded parts may be dropped for others that are needed sooner.
     """
 
     @property
@@ -119,10 +119,6 @@ class ActivationSource(Protocol):
 
     def drop(self, prefix: str) -> int:
         """Remove the idle recordings whose IDs begin with `prefix`, and return how many there were."""
-        ...
-
-    def stop(self) -> None:
-        """Close the connections. Thread-safe; later calls do nothing."""
         ...
 
 
@@ -246,9 +242,6 @@ class MemoryActivations:
             self._cache.remove(key)
         self._events["dropped"] += len(idle)
         return len(idle)
-
-    def stop(self) -> None:
-        """Do nothing: this source has no connections."""
 
     def _note_eviction(self, _key: str, _recording: Recording) -> None:
         self._events["evictions"] += 1

@@ -1,0 +1,238 @@
+"""Rules of the LoRAs and ControlNets in a spec, and the control modes of ControlNet unions.
+
+A control mode says what an image of a union shows, such as a pose or depth. Names and numbers are those of the
+published unions for SDXL (xinsir's `controlnet-union-sdxl-1.0`, whose first form has the modes up to `segment`). Other
+unions may give the numbers other meanings; a request can give the number itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from bottega.errors import Violation
+from bottega.planning import steps_to_run
+from bottega.rules import (
+    ADAPTER_NAMES,
+    MAX_ADAPTERS,
+    MAX_STEPS,
+    MAX_TRIGGER_CHARACTERS,
+    is_adapter_name,
+    is_digest,
+)
+from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, Lora
+
+# Bound on the modes of a union; published ones have 6 or 8.
+MAX_MODES = 64
+_NAMES: Sequence[tuple[str, ...]] = (
+    ("openpose",),
+    ("depth",),
+    ("hed", "pidi", "scribble", "ted"),
+    ("canny", "lineart", "anime_lineart", "mlsd"),
+    ("normal",),
+    ("segment",),
+    ("tile",),
+    ("repaint",),
+)
+_NUMBERS: Mapping[str, int] = MappingProxyType(
+    {name: number for number, names in enumerate(_NAMES) for name in names}
+    | {str(number): number for number in range(MAX_MODES)}
+)
+
+
+def mode_number(mode: str) -> int | None:
+    """Return the number of a mode that is given by name or number; None if there is no such mode."""
+    return _NUMBERS.get(mode)
+
+
+def mode_name(number: int) -> str:
+    """Return the first name of a mode, or its number if it has none."""
+    return _NAMES[number][0] if number < len(_NAMES) else str(number)
+
+
+def mode_names(count: int) -> str:
+    """Return the first names of the modes of a union that has `count`, for lists."""
+    names = [mode_name(number) for number in range(min(count, len(_NAMES)))]
+    return ", ".join([*names, *_unnamed(count)])
+
+
+def list_modes(count: int = len(_NAMES)) -> str:
+    """Return the names and numbers of the first `count` modes, for errors."""
+    named = [f"{number} ({', '.join(names)})" for number, names in enumerate(_NAMES[:count])]
+    return ", ".join([*named, *_unnamed(count)])
+
+
+def refused_mode(name: str, mode: int | None, modes: int) -> str:
+    """Return why a ControlNet cannot be used with a mode; empty if it can.
+
+    Args:
+        name: Name of the ControlNet.
+        mode: The mode of an image; None if the request gives none.
+        modes: Number of modes that the ControlNet has; 0 if it is not a union.
+    """
+    if mode is None:
+        return f"ControlNet {name} is a union and needs a control_mode: {list_modes(modes)}" if modes else ""
+    if not modes:
+        return (
+            f"ControlNet {name} is not a union and has no control_mode {mode_name(mode)}; leave it out. "
+            f"Unions have the modes {list_modes()}"
+        )
+    if mode >= modes:
+        return f"ControlNet {name} has no control_mode {mode}; it has {list_modes(modes)}"
+    return ""
+
+
+def share_union(nets: Sequence[ControlNet]) -> bool:
+    """Return whether these are the images of one union, which computes them together."""
+    return len(nets) > 1 and all(net.control_mode and net.name == nets[0].name for net in nets)
+
+
+def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
+    """Check the ControlNets of a spec, but not their images."""
+    if len(spec.controlnets) > MAX_ADAPTERS:
+        yield Violation(field="spec.controlnets", description=f"at most {MAX_ADAPTERS}")
+    for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
+        yield from _check_controlnet(f"spec.controlnets[{index}]", net)
+    if spec.controlnets:
+        yield from _check_modes(spec.controlnets[:MAX_ADAPTERS], "spec.controlnets")
+
+
+def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
+    """Check the LoRAs of a spec, except for rules that depend on the number of steps."""
+    if len(spec.loras) > MAX_ADAPTERS:
+        yield Violation(field="spec.loras", description=f"at most {MAX_ADAPTERS}")
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+        yield from _check_lora(f"spec.loras[{index}]", lora)
+        if (lora.HasField("from_step"), lora.from_step) != (
+            spec.loras[0].HasField("from_step"),
+            spec.loras[0].from_step,
+        ):
+            rule = "must be that of the first LoRA: all are applied at one step"
+            yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
+        if lora.measure_similarity and spec.controlnets:
+            rule = "cannot be measured with ControlNets: remove them"
+            yield Violation(field=f"spec.loras[{index}].measure_similarity", description=rule)
+
+
+def check_lora_steps(
+    spec: GenerationSpec, steps: int, strength: float | None, *, waits: str = ""
+) -> Iterator[Violation]:
+    """Check that no LoRA is applied after the last step, or too late for the caller or for a measurement.
+
+    Yields nothing if other rules refuse the step or the strength.
+
+    Args:
+        spec: The spec as the caller sent it, or completed.
+        steps: Denoising steps, including those that image-to-image skips.
+        strength: Strength of image-to-image; None if it skips no step.
+        waits: Result of `waits_for_loras`.
+    """
+    sensible = 0 < steps <= MAX_STEPS and (strength is None or 0 < strength <= 1)
+    first = steps - steps_to_run(steps, strength) if sensible else MAX_STEPS
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+        path = f"spec.loras[{index}]"
+        if lora.HasField("from_step") and 0 < steps <= lora.from_step <= MAX_STEPS:
+            yield Violation(field=f"{path}.from_step", description=f"must be below the number of steps, {steps}")
+        elif lora.measure_similarity and first < lora.from_step <= MAX_STEPS:
+            rule = f"must be at most {first}, the first step, with measure_similarity: nothing is drawn without it"
+            yield Violation(field=f"{path}.from_step", description=rule)
+        elif waits and first < lora.from_step <= MAX_STEPS:
+            rule = f"must be at most {first}, the first step, with {waits}: no step may run without the LoRA"
+            yield Violation(field=f"{path}.from_step", description=rule)
+        if lora.HasField("max_step") and 0 < steps < lora.max_step <= MAX_STEPS:
+            yield Violation(field=f"{path}.max_step", description=f"must be at most the number of steps, {steps}")
+
+
+def waits_for_loras(spec: GenerationSpec) -> str:
+    """Return the field of a request that forbids steps without LoRAs, for error messages; empty if none does.
+
+    EXACT as the default fidelity of a request with a seed does not forbid them: the fields of a single LoRA override
+    it.
+
+    Args:
+        spec: The spec as the caller sent it.
+    """
+    if spec.techniques.HasField("bounded_lora_loading"):
+        return "" if spec.techniques.bounded_lora_loading else "techniques.bounded_lora_loading false"
+    if spec.fidelity == Fidelity.FIDELITY_EXACT:
+        return "fidelity EXACT (unless techniques.bounded_lora_loading is true)"
+    return ""
+
+
+def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
+    """Check that a request does not both allow and forbid steps without its LoRAs.
+
+    If `from_step` is set, nothing depends on when the LoRA is loaded; see `check_lora_steps`.
+    """
+    why = waits_for_loras(spec)
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS] if why else ()):
+        if lora.max_step > 0 and not lora.HasField("from_step"):
+            rule = f"must be 0 or absent with {why}: that waits for LoRAs before the first step"
+            yield Violation(field=f"spec.loras[{index}].max_step", description=rule)
+
+
+def _check_lora(path: str, lora: Lora) -> Iterator[Violation]:
+    if not is_adapter_name(lora.name):
+        yield Violation(field=f"{path}.name", description=f"must be the name of a LoRA: {ADAPTER_NAMES}")
+    if lora.HasField("scale") and not math.isfinite(lora.scale):
+        yield Violation(field=f"{path}.scale", description="must be a finite number")
+    if lora.HasField("digest") and not is_digest(lora.digest):
+        yield Violation(field=f"{path}.digest", description="must be 64 hexadecimal digits, in lower case")
+    if len(lora.token) > MAX_TRIGGER_CHARACTERS:
+        yield Violation(field=f"{path}.token", description=f"must have at most {MAX_TRIGGER_CHARACTERS} characters")
+    for name in ("from_step", "max_step"):
+        if lora.HasField(name) and not 0 <= getattr(lora, name) <= MAX_STEPS:
+            yield Violation(field=f"{path}.{name}", description=f"must be 0 to {MAX_STEPS}")
+
+
+def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
+    if not is_adapter_name(net.name):
+        yield Violation(field=f"{path}.name", description=f"must be the name of a ControlNet: {ADAPTER_NAMES}")
+    if net.HasField("controlnet_conditioning_scale") and not math.isfinite(net.controlnet_conditioning_scale):
+        yield Violation(field=f"{path}.controlnet_conditioning_scale", description="must be a finite number")
+    start = net.control_guidance_start
+    end = net.control_guidance_end if net.HasField("control_guidance_end") else 1.0
+    # Written so that NaN breaks the rule.
+    if not 0 <= start < end <= 1:
+        rule = f"0 <= start < end <= 1 must hold; start is {start:g} and end {end:g}"
+        yield Violation(field=f"{path}.control_guidance_start", description=rule)
+
+
+def _check_modes(nets: Sequence[ControlNet], path: str) -> list[Violation]:
+    """Return the violations in the modes of a request's ControlNets.
+
+    A union with one image may be combined with other ControlNets. Diffusers' union pipelines do not combine them; here
+    the residuals of all are added, as its MultiControlNetModel does.
+
+    Args:
+        path: Name of the list in errors.
+    """
+    wrong = [
+        Violation(field=f"{path}[{index}].control_mode", description=f"must be one of {list_modes()}")
+        for index, net in enumerate(nets)
+        if net.control_mode and mode_number(net.control_mode) is None
+    ]
+    if share_union(nets):
+        return wrong + _check_images(nets, path)
+    for index, net in enumerate(nets):
+        if net.control_mode and any(other.name == net.name and other.control_mode for other in nets[:index]):
+            rule = "several images of one union cannot be combined with another ControlNet"
+            wrong.append(Violation(field=f"{path}[{index}].name", description=rule))
+    return wrong
+
+
+def _unnamed(count: int) -> Sequence[str]:
+    """Return the numbers without names among the first `count`, as one range."""
+    numbers = range(len(_NAMES), count)
+    return [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 1 else [str(number) for number in numbers]
+
+
+def _check_images(nets: Sequence[ControlNet], path: str) -> list[Violation]:
+    """Return the violations in the images of one union."""
+    wrong = []
+    for index, net in enumerate(nets):
+        if net.guess_mode != nets[0].guess_mode:
+            rule = "must be that of the first image: a union computes its images together"
+            wrong.append(Violation(field=f"{path}[{index}].guess_mode", description=rule))
+    return wrong
