@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bottega.addons.loras.engine import Layers, LoraLayer, WholeLayer, make_layer
-from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire import canonical, module_parts
 from bottega.miniature import WEIGHTS
 from bottega.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 
@@ -111,11 +111,11 @@ def canonical_layers(data: bytes) -> dict[str, dict[str, LoraLayer | WholeLayer]
     """Return the layers of a canonical file by component and path."""
     lora = canonical.parse(data[: header_bytes(data[:LENGTH_BYTES])], file_bytes=len(data))
     text, unet = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
-    layers: dict[str, dict[str, LoraLayer | WholeLayer]] = {component: {} for component in canonical.COMPONENTS}
+    layers: dict[str, dict[str, LoraLayer | WholeLayer]] = {component: {} for component in module_parts.COMPONENTS}
     for module in lora.modules:
-        section = unet if module.component == canonical.BACKBONE else text
+        section = unet if module.component == module_parts.BACKBONE else text
         parts = {part: _tensor(entry, section) for part, entry in module.parts.items()}
-        scale = float(parts.pop(canonical.SCALE))
+        scale = float(parts.pop(module_parts.SCALE))
         layers[module.component][module.path] = make_layer(parts, scale)
     return layers
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.canonical import BACKBONE, ModuleWeights, TensorData
+from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
+from bottega.addons.loras.wire.module_parts import BACKBONE
 from bottega.caching import FilesByPath, TieredCache
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.loras.worker_link import LoraLinks

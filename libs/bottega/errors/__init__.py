@@ -283,10 +283,7 @@ class LinkError(BottegaError, code=Code.UNAVAILABLE):
 
 
 class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):
-    """A service has the maximum number of tensor connections, or of offers to open one.
-
-    metadata["limit"] is "links" or "offers".
-    """
+    """A service has no room for another tensor connection or offer; metadata["limit"] is "links" or "offers"."""
 
 
 class EngineStarting(Unavailable, reason=error_pb2.ERROR_REASON_ENGINE_STARTING):
@@ -353,10 +350,7 @@ class LoraExists(BottegaError, code=Code.ALREADY_EXISTS, reason=error_pb2.ERROR_
 
 
 class LoraUnusable(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LORA_UNUSABLE):
-    """The LoRA does not fit the model.
-
-    If it was made for another model, metadata has "lora", "made_for" and "model".
-    """
+    """The LoRA does not fit the model; metadata has "lora", "made_for" and "model" if it was made for another one."""
 
 
 class LoraInUse(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LORA_IN_USE):
@@ -382,10 +376,7 @@ class ControlNetUnusable(
 
 
 class NoControlNet(Unavailable, reason=error_pb2.ERROR_REASON_NO_CONTROLNET):
-    """No service that has the ControlNet can be reached now.
-
-    metadata["controlnets"] lists the ControlNets, and metadata["servers"] the servers that failed, separated by commas.
-    """
+    """No service that has metadata["controlnets"] can be reached now; metadata["servers"] names those that failed."""
 
 
 class CacheEntryNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_CACHE_ENTRY_NOT_FOUND):
@@ -393,10 +384,7 @@ class CacheEntryNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERR
 
 
 class CacheEntryGone(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_CACHE_ENTRY_GONE):
-    """The cached latent that a request names does not exist any more, or was recorded with other settings.
-
-    metadata["entry"] is "ENTRY@STEP".
-    """
+    """The cached latent metadata["entry"], ENTRY@STEP, does not exist any more, or was recorded with other settings."""
 
 
 class NoCache(Unavailable, reason=error_pb2.ERROR_REASON_NO_CACHE):

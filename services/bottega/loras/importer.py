@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter
 
 from bottega import rules
-from bottega.addons.loras.wire.canonical import COMPONENTS
+from bottega.addons.loras.wire.module_parts import COMPONENTS
 from bottega.background_tasks import acquired, run_to_end
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, TooLarge, Violation
 from bottega.loras.catalogue import LoraCatalogue

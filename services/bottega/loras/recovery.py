@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from bottega import rules
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.canonical import EMBEDDING_KIND, VECTORS, CanonicalLora, Module
+from bottega.addons.loras.wire.canonical import EMBEDDING_KIND, CanonicalLora, Module
+from bottega.addons.loras.wire.module_parts import VECTORS
 from bottega.background_tasks import run_to_end
 from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, LoraNotFound, Violation
 from bottega.loras.catalogue import LoraCatalogue

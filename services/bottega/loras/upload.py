@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bottega.addons.loras.wire.canonical import COMPONENTS
+from bottega.addons.loras.wire.module_parts import COMPONENTS
 from bottega.background_tasks import run_to_end
 from bottega.errors import BadLora, InvalidRequest, QueueFull, StorageUnavailable, Violation
 from bottega.storage import os_errors

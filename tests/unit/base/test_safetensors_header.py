@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire import canonical, module_parts
 from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
 from bottega.errors import BadLora
 from bottega.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, HeaderError, parse_header, read_header
@@ -159,7 +159,7 @@ def _canonical() -> bytes:
     up = TensorData(dtype="F16", shape=(4, 2), data=b"2" * 16)
     modules = [
         ModuleWeights(component=component, path=f"a.{index}", scale=1.0, parts={"down": down, "up": up})
-        for component in canonical.COMPONENTS
+        for component in module_parts.COMPONENTS
         for index in range(2)
     ]
     canonical.write(file, modules)

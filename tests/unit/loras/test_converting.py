@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from bottega.addons.loras.engine import has_mixed_alphas, left_out_by_stock
-from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire import canonical, module_parts
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import Base, BaseModule, read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
@@ -74,7 +74,7 @@ def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
 ) -> None:
     parts = {
         (component, path): Part(rank=1 + place % 4, alpha=(None, 0.5, 1.0, 8.0)[place % 4])
-        for component in canonical.COMPONENTS
+        for component in module_parts.COMPONENTS
         for place, path in enumerate(base_shapes(component))
     }
     tensors, expected = kohya(parts)
@@ -184,9 +184,9 @@ def _pipeline() -> Any:
 
 def _loaded_deltas(pipeline: Any) -> dict[str, Tensor]:
     """What Diffusers has loaded adds to each module."""
-    shapes = {component: base_shapes(component) for component in canonical.COMPONENTS}
+    shapes = {component: base_shapes(component) for component in module_parts.COMPONENTS}
     found = {}
-    for component in canonical.COMPONENTS:
+    for component in module_parts.COMPONENTS:
         for path, module in getattr(pipeline, component).named_modules():
             if isinstance(module, LoraLayer) and module.active_adapters and module.lora_A:
                 (adapter,) = module.lora_A
@@ -233,7 +233,7 @@ def test_what_diffusers_saved_is_what_diffusers_loads(imported: Callable[..., di
     pipeline = _pipeline()
     pipeline.load_lora_weights(saved, use_safetensors=True)
     theirs = _loaded_deltas(pipeline)
-    assert {name.partition(".")[0] for name in theirs} == set(canonical.COMPONENTS)
+    assert {name.partition(".")[0] for name in theirs} == set(module_parts.COMPONENTS)
     _assert_same(imported(saved), theirs)
 
 

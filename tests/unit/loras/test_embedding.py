@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.canonical import TOKEN_EMBEDDING, VECTORS, CanonicalLora
+from bottega.addons.loras.wire.canonical import CanonicalLora
+from bottega.addons.loras.wire.module_parts import TOKEN_EMBEDDING, VECTORS
 from bottega.errors import BadLora
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, sources

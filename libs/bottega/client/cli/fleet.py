@@ -12,7 +12,7 @@ import click
 from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind, left_out_of, refusals_of
 from bottega.client.cli.options import address_option, connect, fleet_option
-from bottega.client.cli.terminal import PlainTable, new_console, print_table, share_text, size_text
+from bottega.client.cli.terminal import PlainTable, duration_text, new_console, print_table, share_text, size_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.fleet import FleetMember, FleetStatus, Readiness, ServiceActivity, ServiceLoad
 from bottega.plain_text import progress_text
@@ -112,7 +112,7 @@ def _row(member: FleetMember) -> tuple[str, ...]:
         running_text(member),
         str(sum(attempt.steps_left for attempt in load.running)) if load.running else "",
         f"{load.memory_bytes / 2**20:.0f} MiB" if load.memory_bytes else "",
-        _duration(member.joined_s),
+        duration_text(member.joined_s),
     )
 
 
@@ -143,13 +143,6 @@ def running_text(member: FleetMember) -> str:
     sessions = sum(item.sessions for item in load.hosted)
     count = len(load.running) if member.kind == kinds.WORKER else sessions
     return f"{count} (draining)" if load.draining else str(count)
-
-
-def _duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours >= 1:
-        return f"{hours:.1f} h"
-    return f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
 
 
 @click.command("top")

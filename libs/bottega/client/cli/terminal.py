@@ -272,10 +272,12 @@ def print_facts(facts: Iterable[tuple[str, str]], *, caption: str = "") -> None:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a rough duration, such as 40 s, 12 min or 3.5 h."""
+    """Return a rough duration, such as 40 s, 12 min, 3.5 h or 4 d."""
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86_400:.0f} d"
 
 
 def size_text(size_bytes: int) -> str:

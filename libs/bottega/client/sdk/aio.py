@@ -15,8 +15,8 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from bottega.client.sdk.aio_job import AsyncJob
-from bottega.client.transport.calls import CallDeadline, CallTimeout, LastProgress, RetryPolicy, timeout_error
+from bottega.client.sdk.aio_job import AsyncJob, LastProgress, timeout_error
+from bottega.client.transport.calls import CallDeadline, CallTimeout, RetryPolicy
 from bottega.client.transport.connection import GatewayConnection, default_address
 from bottega.client.transport.credentials import Tls, default_key, tls_from_environment
 from bottega.client.transport.watching import CancelOnExit, job_has_ended, wait_until_completed, watch_job

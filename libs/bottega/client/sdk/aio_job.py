@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 
-from bottega.client.transport.calls import CallTimeout, LastProgress, fetch_image, timeout_error
+from bottega.client.transport.calls import CallTimeout, fetch_image
 from bottega.client.transport.connection import GatewayConnection
 from bottega.client.transport.watching import wait_until_completed, watch_job
-from bottega.client.types.jobs import Event, JobStatus, JobTrace, status_from, trace_from
+from bottega.client.types.jobs import Event, JobStatus, JobTrace, Progress, status_from, trace_from
 from bottega.client.types.messages import build_message
 from bottega.client.types.picture import Picture, picture_from
 from bottega.client.types.provenance import Provenance
+from bottega.errors import DeadlinePassed
 from bottega.v1 import image_pb2
 
 
@@ -97,3 +99,42 @@ class AsyncJob:
         request = build_message(image_pb2.CancelJobRequest(), job_id=self.id)
         answer = await self._connection.call(self._connection.images.CancelJob, request)
         return status_from(answer.job)
+
+
+_GOES_ON = "The job goes on: client.job({job_id!r}).stream() follows it, and .result() has its pictures."
+_ENDS = "Allow more time (timeout_s), or submit() a job, which outlives the call, and fetch its pictures later."
+
+
+@dataclass(slots=True, kw_only=True)
+class LastProgress:
+    """The last progress of a job that its caller has seen. `job_id` is empty before the first event."""
+
+    job_id: str = ""
+    steps_done: int = 0
+    steps_total: int = 0
+
+    def update(self, event: Event) -> None:
+        """Update the job's id and its step counts from an event."""
+        self.job_id = getattr(event, "job_id", self.job_id)
+        if isinstance(event, Progress):
+            self.steps_done, self.steps_total = event.steps_done, event.steps_total
+
+
+def timeout_error(error: DeadlinePassed, last: LastProgress, *, goes_on: bool) -> DeadlinePassed:
+    """Return a time-out error that describes the job's progress, with advice in its notes.
+
+    Args:
+        error: The error of the call.
+        last: The progress that the caller has seen.
+        goes_on: Whether the job continues without its caller.
+    """
+    if not last.job_id:
+        return error
+    steps = f"{last.steps_done} of {last.steps_total} steps were done" if last.steps_total else "no step was done"
+    state = "goes on" if goes_on else "is cancelled"
+    error = CallTimeout(
+        f"{error.message}: {steps}, and job {last.job_id} {state}",
+        metadata={**error.metadata, "job_id": last.job_id, "steps_done": str(last.steps_done)},
+    )
+    error.add_note(_GOES_ON.format(job_id=last.job_id) if goes_on else _ENDS)
+    return error

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+import grpc
+
+from bottega.background_tasks import BackgroundTasks
 from bottega.client.transport.calls import (
     MAX_IMAGE_BYTES,
     CallTerms,
@@ -19,20 +23,9 @@ from bottega.client.transport.calls import (
 from bottega.client.types.jobs import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.picture import picture_from
 from bottega.client.types.provenance import provenance_from
-from bottega.errors import InternalError
+from bottega.errors import BottegaError, DeadlinePassed, InternalError, NoWorker, Unavailable, WorkerLost
 from bottega.rpc.status import from_job_error
-from bottega.v1.image_pb2 import GetImageRequest, Image, JobEvent
-
-if TYPE_CHECKING:
-    from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub
-import logging
-from typing import TYPE_CHECKING
-
-import grpc
-
-from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, DeadlinePassed, NoWorker, Unavailable, WorkerLost
-from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
+from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest, GetImageRequest, Image, JobEvent
 
 if TYPE_CHECKING:
     from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub

@@ -117,7 +117,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             members=[this, *others],
             queued=len(self._queue),
             longest_wait_s=self._queue.longest_wait_s(),
-            refused=[_message(member, now) for member in self._fleet.refused()],
+            refused=[_message(member, now) for member in self._fleet.refused],
             scheduler=self._scheduler(),
             demand=self._demand.demand,
         )

@@ -25,6 +25,11 @@ _MAX_STARTS = 8
 _ASKED_S = 60.0
 
 
+# Seconds for which, and number of, workers that are listed because they cannot serve their model: operators see why.
+_REFUSED_KEPT_S = 600.0
+_MAX_REFUSED = 64
+
+
 @dataclass(slots=True, kw_only=True)
 class _SeenModel:
     """A model as it was last registered, and the start times of its workers."""
@@ -128,6 +133,32 @@ class OfferedModels:
         """Return whether a caller asked for a model lately."""
         at = self._asked_at.get(name)
         return at is not None and at > self._clock.monotonic() - _ASKED_S
+
+
+class RefusedWorkers:
+    """The workers that ended recently because they cannot serve their model."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._workers: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        """Iterate over the workers, sorted by name."""
+        oldest = self._clock.monotonic() - _REFUSED_KEPT_S
+        self._workers = {name: worker for name, worker in self._workers.items() if worker.heard_at > oldest}
+        return iter([self._workers[name] for name in sorted(self._workers)])
+
+    def note_left(self, member: Member) -> None:
+        """Remember a worker that has left, if it had reported why it serves no model. Ignore other members."""
+        if member.is_worker and not member.models and member.load.left_out:
+            self._workers[member.name] = member
+            for name in list(self._workers)[:-_MAX_REFUSED]:
+                del self._workers[name]
+
+    def forget(self, member: Member) -> None:
+        """Forget the worker that has joined again."""
+        if member.is_worker:
+            self._workers.pop(member.name, None)
 
 
 def check_models(registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:

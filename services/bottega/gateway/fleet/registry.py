@@ -15,8 +15,8 @@ from bottega.addons.interface.views import ANYTHING, Access, Member
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
-from bottega.gateway.fleet.models import OfferedModels, SeenModels, check_models, merge_workers
-from bottega.gateway.fleet.validation import check_load, check_registration
+from bottega.gateway.fleet.models import OfferedModels, RefusedWorkers, SeenModels, check_models, merge_workers
+from bottega.gateway.fleet.validation import check_load, check_registration, without_instance
 from bottega.rpc.address import host_of
 from bottega.v1 import fleet_pb2, image_pb2
 
@@ -34,10 +34,6 @@ _REPORTS_PER_LEASE = 3
 _AT_REST = 10.0
 # Time without jobs after which the fleet rests.
 _REST_AFTER_S = 10.0
-
-# Seconds for which, and number of, workers that are listed because they cannot serve their model: operators see why.
-_REFUSED_KEPT_S = 600.0
-_MAX_REFUSED = 64
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +64,7 @@ class Fleet:
 
     Attributes:
         closed: Set when no service may join any more.
+        refused: Workers that ended recently because they cannot serve their model.
     """
 
     def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
@@ -79,7 +76,7 @@ class Fleet:
         self._members: dict[MemberKey, Member] = {}
         self._seen = SeenModels(grace_s=model_grace_s, clock=clock)
         self._merged_models: dict[str, image_pb2.Model] = {}  # cleared when a member comes or goes
-        self._refused: dict[MemberKey, Member] = {}
+        self.refused = RefusedWorkers(clock)
         self._offered = OfferedModels(clock)
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
@@ -109,7 +106,7 @@ class Fleet:
         if self.closed.is_set():
             raise Draining("the gateway is stopping")
         now, host, instance = self._clock.monotonic(), host_of(peer), registration.instance
-        key, public = (registration.kind, registration.name), _without_instance(registration)
+        key, public = (registration.kind, registration.name), without_instance(registration)
         member = self._members.get(key)
         is_same = member is not None and member.is_instance(instance)
         if member is not None and is_same and (member.registration == public or not member.is_starting):
@@ -134,7 +131,7 @@ class Fleet:
                 host=host,
             )
         self._note_presence(member, now)
-        self._refused.pop(key, None)
+        self.refused.forget(member)
         _log.info("member joined", extra={"member": member.name, "address": public.address})
         for observer in self._observers:
             observer.member_joined(member)
@@ -162,7 +159,7 @@ class Fleet:
         now = self._clock.monotonic()
         member.connected, member.lease_until = False, min(member.lease_until, now + self.lease_s)
         self._note_presence(member, now)
-        self._note_refusal(member)
+        self.refused.note_left(member)
         _log.info("member left", extra={"member": member.name})
         for observer in self._observers:
             observer.member_changed(member)
@@ -238,12 +235,6 @@ class Fleet:
         """Return the connected members, sorted by kind and name. Any thread may call this."""
         connected = (member for member in list(self._members.values()) if member.connected)
         return sorted(connected, key=lambda member: (member.kind, member.name))
-
-    def refused(self) -> list[Member]:
-        """Return the workers that ended recently because they cannot serve their model, sorted by name."""
-        oldest = self._clock.monotonic() - _REFUSED_KEPT_S
-        self._refused = {key: member for key, member in self._refused.items() if member.heard_at > oldest}
-        return [self._refused[key] for key in sorted(self._refused)]
 
     def services(self, kind: str) -> list[Member]:
         """Return the connected services of a kind, sorted by name."""
@@ -397,14 +388,6 @@ class Fleet:
         for observer in self._observers:
             observer.member_lost(member)
 
-    def _note_refusal(self, member: Member) -> None:
-        """Remember a worker that has left, if it had reported why it serves no model."""
-        if not member.is_worker or member.models or not member.load.left_out:
-            return
-        self._refused[member.kind, member.name] = member
-        for key in list(self._refused)[:-_MAX_REFUSED]:
-            del self._refused[key]
-
     def _note_presence(self, member: Member, now: float) -> None:
         """Update the known models and wake the members that use this kind of service when a member joins or leaves."""
         self._merged_models.clear()
@@ -414,10 +397,3 @@ class Fleet:
         for user in self._members.values():
             if member.kind in user.registration.uses:
                 user.wake.set()
-
-
-def _without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
-    public = fleet_pb2.Registration()
-    public.CopyFrom(registration)
-    public.ClearField("instance")
-    return public

@@ -292,3 +292,11 @@ def _is_address(address: str) -> bool:
 
 def _violation(name: str, description: str) -> Violation:
     return Violation(field=f"registration.{name}", description=description)
+
+
+def without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
+    """Return a copy of a registration without the secret of its process."""
+    public = fleet_pb2.Registration()
+    public.CopyFrom(registration)
+    public.ClearField("instance")
+    return public

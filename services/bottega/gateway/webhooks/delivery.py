@@ -39,7 +39,7 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import OutboxEvent, OutboxPlace
 from bottega.gateway.metrics import WebhookMetrics
 from bottega.gateway.tenants import TenantTerms
-from bottega.gateway.webhooks.lanes import DeliveryLanes, DeliveryLimits
+from bottega.gateway.webhooks.lanes import DeliveryLanes, DeliveryLimits, place_of
 
 if TYPE_CHECKING:
     import httpx
@@ -172,7 +172,7 @@ class WebhookDelivery:
             again = dataclasses.replace(event, dead=False, attempts=0, tried_since_steady=now, due_steady=now)
             if await self._outbox.replace(again):
                 self._forget_dead(event.tenant, event_id)
-                self._lanes.add(_place(again))
+                self._lanes.add(place_of(again))
                 replayed += 1
         self.look()
         return ReplayedEvents(replayed=replayed, damaged=damaged)
@@ -267,7 +267,7 @@ class WebhookDelivery:
         if not await self._storage.retry_until_written(functools.partial(self._outbox.replace, again)):
             return None  # it was removed meanwhile
         if not again.dead:
-            return _place(again)
+            return place_of(again)
         facts = {"job_id": event.job_id, "tenant": event.tenant, "host": event.host, "text": again.error}
         _log.warning("a webhook is given up; bottega webhooks replay delivers it again", extra=facts)
         self._metrics.given_up.inc()
@@ -389,16 +389,3 @@ def _refusal(status: int, retry_after: str) -> _Refusal | None:
         return _Refusal(text=f"HTTP {status}: redirects are not followed")
     wait_s = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
     return _Refusal(text=f"HTTP {status}", final=status == _GONE, retry_after_s=wait_s)
-
-
-def _place(event: OutboxEvent) -> OutboxPlace:
-    return OutboxPlace(
-        number=0,
-        event_id=event.event_id,
-        tenant=event.tenant,
-        host=event.host,
-        due_steady=event.due_steady,
-        created_wall=event.created_wall,
-        attempts=event.attempts,
-        dead=event.dead,
-    )

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from bottega.gateway.jobs.store import OutboxPlace
+from bottega.gateway.jobs.store import OutboxEvent, OutboxPlace
 
 KeyT = TypeVar("KeyT", str, tuple[str, str])
 
@@ -226,3 +226,17 @@ def _first_of(queue: _Queue[KeyT]) -> KeyT:
     first = queue.first()
     assert first is not None
     return first[1]
+
+
+def place_of(event: OutboxEvent) -> OutboxPlace:
+    """Return what the lanes need to know of an event."""
+    return OutboxPlace(
+        number=0,
+        event_id=event.event_id,
+        tenant=event.tenant,
+        host=event.host,
+        due_steady=event.due_steady,
+        created_wall=event.created_wall,
+        attempts=event.attempts,
+        dead=event.dead,
+    )

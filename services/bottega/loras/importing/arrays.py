@@ -11,7 +11,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from bottega.addons.loras.wire.canonical import DTYPES, MAX_RANK, TensorData
+from bottega.addons.loras.wire.canonical import TensorData
+from bottega.addons.loras.wire.module_parts import DTYPES, MAX_RANK
 from bottega.errors import BadLora
 from bottega.loras.importing.base import BaseModule
 from bottega.safetensors_header import Header, TensorEntry

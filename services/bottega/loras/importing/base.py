@@ -14,7 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, spellings
+from bottega.addons.loras.wire.canonical import spellings
+from bottega.addons.loras.wire.module_parts import BACKBONE, COMPONENTS
 from bottega.errors import BadLora, ConfigError
 from bottega.safetensors_header import Header, read_header
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bottega.addons.loras.wire.canonical import COMPONENTS, MAX_IGNORED, ModuleWeights, headers_of_loras
+from bottega.addons.loras.wire.canonical import MAX_IGNORED, ModuleWeights, headers_of_loras
 from bottega.addons.loras.wire.lora_files import PEFT_CONFIG, LoraFile, find_weights
+from bottega.addons.loras.wire.module_parts import COMPONENTS
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base
 from bottega.loras.importing.kinds import ModuleParts, assemble

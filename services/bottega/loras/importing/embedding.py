@@ -12,16 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bottega.addons.loras.wire.canonical import (
-    MAX_VECTORS,
-    TOKEN_EMBEDDING,
     TOKEN_RULE,
-    VECTORS,
     ModuleWeights,
     TensorData,
     headers_of_loras,
     is_token,
     normalised_token,
 )
+from bottega.addons.loras.wire.module_parts import MAX_VECTORS, TOKEN_EMBEDDING, VECTORS
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.arrays import largest, read_weights
 from bottega.loras.importing.base import Base

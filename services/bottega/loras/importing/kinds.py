@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from bottega.addons.loras.wire.canonical import (
+from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
+from bottega.addons.loras.wire.module_parts import (
     BIAS,
     DORA_SCALE,
     DOWN,
@@ -24,8 +25,6 @@ from bottega.addons.loras.wire.canonical import (
     NORM,
     UP,
     UP2,
-    ModuleWeights,
-    TensorData,
     magnitude_shapes,
 )
 from bottega.errors import BadLora

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, EMBEDDING_KIND, spellings
+from bottega.addons.loras.wire.canonical import EMBEDDING_KIND, spellings
+from bottega.addons.loras.wire.module_parts import BACKBONE, COMPONENTS
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.model_files.families import family_of

@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import Field, StrictBool, TypeAdapter
 
-from bottega.addons.loras.wire.canonical import COMPONENTS
+from bottega.addons.loras.wire.module_parts import COMPONENTS
 from bottega.errors import BadLora
 from bottega.plain_text import excerpt
 

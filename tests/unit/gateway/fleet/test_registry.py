@@ -292,7 +292,7 @@ def test_a_worker_that_cannot_serve_its_model_is_remembered_until_one_of_its_nam
     fleet, watcher = _fleet()
     _end_with(fleet, "b", "no scheduler")
     _end_with(fleet, "a", "no unet")
-    assert [(member.name, member.load.left_out[0].reason) for member in fleet.refused()] == [
+    assert [(member.name, member.load.left_out[0].reason) for member in fleet.refused] == [
         ("a", "no unet"),
         ("b", "no scheduler"),
     ]
@@ -300,11 +300,11 @@ def test_a_worker_that_cannot_serve_its_model_is_remembered_until_one_of_its_nam
     watcher.now += 2.0
     fleet.expire()  # its name is free
     joined = fleet.join(worker("a"))
-    assert [member.name for member in fleet.refused()] == ["b"]
+    assert [member.name for member in fleet.refused] == ["b"]
     fleet.leave(joined, joined.stream)
-    assert [member.name for member in fleet.refused()] == ["b"], "a worker that served is none of them"
+    assert [member.name for member in fleet.refused] == ["b"], "a worker that served is none of them"
     watcher.now += 600.0
-    assert fleet.refused() == []
+    assert list(fleet.refused) == []
 
 
 def test_only_workers_serve_models() -> None:

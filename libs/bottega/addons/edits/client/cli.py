@@ -24,6 +24,7 @@ from bottega.client.cli.options import ListGroup, address_option, connect, fleet
 from bottega.client.cli.terminal import (
     PlainTable,
     confirm,
+    duration_text,
     fail,
     note,
     print_table,
@@ -173,10 +174,10 @@ def _counted(number: int) -> str:
 
 def _report_remaining(ids: Sequence[str], missing: Sequence[str], remaining: TemplateOverview) -> None:
     """Report templates that could not be dropped because an edit uses them, and IDs that no service has."""
-    in_use = [id for id in ids if _matching(id, remaining)]
+    in_use = [id for id in ids if remaining.matching(id)]
     if in_use:
         fail(
-            f"an edit uses {', '.join(in_use)} now, so it was not dropped from {_holders(in_use, remaining)}",
+            f"an edit uses {', '.join(in_use)} now, so it was not dropped from {remaining.holders_of(in_use)}",
             "Try again when the edit has ended.",
         )
     if missing and ids:
@@ -187,33 +188,21 @@ def _report_remaining(ids: Sequence[str], missing: Sequence[str], remaining: Tem
 
 def _fail_unchanged(missing: Sequence[str], overview: TemplateOverview) -> NoReturn:
     """End the command with the reason why no store could pin or load these templates."""
-    stored = [id for id in missing if any(template.store for template in _matching(id, overview))]
+    stored = [id for id in missing if any(template.store for template in overview.matching(id))]
     if stored:
         fail(
-            f"the memory of {_holders(stored, overview, workers=False)} has no room for all of {', '.join(stored)}",
+            f"the memory of {overview.holders_of(stored, workers=False)} has no room for all of {', '.join(stored)}",
             "Raise budget_bytes in the store's configuration. Edits read it from the disk meanwhile.",
         )
-    elsewhere = [id for id in missing if _matching(id, overview)]
+    elsewhere = [id for id in missing if overview.matching(id)]
     if elsewhere:
         fail(
-            f"{', '.join(elsewhere)} is in no store, only in {_holders(elsewhere, overview)}",
+            f"{', '.join(elsewhere)} is in no store, only in {overview.holders_of(elsewhere)}",
             "A store keeps complete recordings that fit its budget; bottega doctor says whether it has space.",
         )
     fail(f"no store has the template {', '.join(missing)}", _LISTS)
 
 
-def _matching(id: str, overview: TemplateOverview) -> list[FleetTemplate]:
-    return [template for template in overview.templates if template.id.startswith(id)]
-
-
-def _holders(ids: Sequence[str], overview: TemplateOverview, *, workers: bool = True) -> str:
-    """Return the names of the stores that have these templates and, if `workers` is True, of the workers."""
-    found = [template for id in ids for template in _matching(id, overview)]
-    names = {name for template in found for name in (template.store, *(template.workers if workers else ())) if name}
-    return ", ".join(sorted(names))
-
-
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86_400.0
 # Worker names that fit into a row.
 _MOST_NAMES = 2
 # A template counts as whole in memory from this share on: the rest, its parameters, is read from disk by an edit.
@@ -273,7 +262,7 @@ def templates_table(templates: Sequence[FleetTemplate]) -> PlainTable:
             str(template.steps),
             size_text(template.size_bytes),
             str(template.uses),
-            _ago(template.idle_s),
+            duration_text(template.idle_s),
             "; ".join([", ".join(_places(template)), *_states(template)]),
         )
     return table
@@ -341,14 +330,6 @@ def _share(share: float) -> str:
 def _room(used_bytes: int, budget_bytes: int) -> str:
     used = size_text(used_bytes) if used_bytes else "0"
     return f"{used} of {size_text(budget_bytes)}" if budget_bytes else "nothing"
-
-
-def _ago(seconds: float) -> str:
-    if seconds >= _DAY_S:
-        return f"{seconds / _DAY_S:.0f} d"
-    if seconds >= _HOUR_S:
-        return f"{seconds / _HOUR_S:.0f} h"
-    return f"{seconds / _MINUTE_S:.0f} min" if seconds >= _MINUTE_S else f"{seconds:.0f} s"
 
 
 def _merge(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:

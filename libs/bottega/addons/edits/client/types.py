@@ -97,6 +97,18 @@ class TemplateOverview:
             *(silent.kind for silent in self.silent),
         }
 
+    def matching(self, id: str) -> list[FleetTemplate]:
+        """Return the templates whose IDs begin so."""
+        return [template for template in self.templates if template.id.startswith(id)]
+
+    def holders_of(self, ids: Sequence[str], *, workers: bool = True) -> str:
+        """Return the names of the stores that have these templates and, if `workers` is True, of the workers."""
+        found = [template for id in ids for template in self.matching(id)]
+        names = {
+            name for template in found for name in (template.store, *(template.workers if workers else ())) if name
+        }
+        return ", ".join(sorted(names))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedTemplates:

@@ -31,7 +31,7 @@ from bottega.addons.loras.engine import (
 )
 from bottega.addons.loras.engine.embeddings import TokenVectors
 from bottega.addons.loras.engine.lora_set import loras_part
-from bottega.addons.loras.wire.canonical import TOKEN_EMBEDDING
+from bottega.addons.loras.wire.module_parts import TOKEN_EMBEDDING
 from bottega.device.device import PausableWork, Span
 from bottega.engine.addon import JobAddOn
 from bottega.engine.encode import Conditions

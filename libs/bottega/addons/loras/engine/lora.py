@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from bottega.addons.loras.wire.canonical import (
+from bottega.addons.loras.wire.module_parts import (
     BIAS,
     DORA_SCALE,
     DOWN,
@@ -26,11 +27,14 @@ from bottega.addons.loras.wire.canonical import (
     is_low_rank,
 )
 from bottega.engine.spans import StoreWork
+from bottega.model.rows import Difference
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 # Components of a pipeline in the order of a LoRA's file: text encoders first, because prompts wait for them.
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 UNET = "unet"
+NORMS = (nn.LayerNorm, nn.GroupNorm)
+"""Normalisation layers, whose output is linear in their weight and bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -240,3 +244,34 @@ def _normalised(weight: Tensor, norms: Tensor) -> Tensor:
     dims = [dim for dim in range(weight.ndim) if norms.shape[dim] == 1]
     present: Tensor = torch.linalg.vector_norm(weight, dim=dims, keepdim=True)
     return weight * (norms / present.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def add_difference(module: nn.Module, x: Tensor, output: Tensor, difference: Difference) -> None:
+    """Add the product of a module's input `x` and a whole difference of its weights to `output`, in place."""
+    weight, bias = difference.weight, difference.bias
+    if isinstance(module, nn.Conv2d):
+        if weight is not None:
+            output += functional.conv2d(x, weight, bias, module.stride, module.padding, module.dilation)
+        elif bias is not None:
+            output += bias[:, None, None]
+    elif isinstance(module, nn.GroupNorm) and weight is not None:
+        output += functional.group_norm(x, module.num_groups, weight, bias, module.eps)
+    elif isinstance(module, nn.GroupNorm) and bias is not None:
+        output += bias.view(-1, *[1] * (output.ndim - 2))
+    elif isinstance(module, nn.LayerNorm) and weight is not None:
+        output += functional.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+    elif weight is not None:
+        output += functional.linear(x, weight, bias)
+    elif bias is not None:
+        output += bias
+
+
+def low_rank_product(module: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Return the product of a module's input `x` and low-rank factors, as PEFT computes it."""
+    if not isinstance(module, nn.Conv2d):
+        # One product over all tokens: for input that is not contiguous, torch chooses it for weights that require
+        # gradients, as PEFT's do, and else a batched product that rounds differently.
+        flat = functional.linear(functional.linear(x.reshape(-1, x.shape[-1]), down), up)
+        return flat.view(*x.shape[:-1], up.shape[0])
+    low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation)
+    return functional.conv2d(low, up[:, :, None, None])

@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer, WholeLayer, weight_difference
-from bottega.addons.loras.engine.unmerged import NORMS
-from bottega.addons.loras.wire.canonical import BIAS, spellings, weight_shape
+from bottega.addons.loras.engine.lora import NORMS, LoraAtScale, LoraLayer, WholeLayer, weight_difference
+from bottega.addons.loras.wire.canonical import spellings
+from bottega.addons.loras.wire.module_parts import BIAS, weight_shape
 from bottega.device.device import run_pieces
 from bottega.engine.addon import JobAddOn
 from bottega.engine.parallel.remote_rows import OffloadedPart

@@ -18,16 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.addons.loras.engine.lora import UNET
+from bottega.addons.loras.engine.lora import UNET, add_difference, low_rank_product
 from bottega.model.backbone import RowSpans
 from bottega.model.rows import Difference, Factors, LoraSet, SetKey
 
 STACKED_BYTES = 512 << 20
-"""Maximum bytes of plans that are kept for batches that alternate. A plan holds the factors, or a stacked copy of
-them."""
-
-NORMS = (nn.LayerNorm, nn.GroupNorm)
-"""Normalisation layers, whose output is linear in their weight and bias."""
+"""Maximum bytes of plans kept for batches that alternate. A plan holds the factors, or a stacked copy of them."""
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 _Offsets = Callable[[], tuple[int, ...] | None]
@@ -273,12 +269,9 @@ def _padded(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
 
 
 def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """Return the tensor with zeros appended in a dimension, so that it has that size there."""
     lack = size - tensor.shape[dim]
-    if not lack:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = lack
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+    return functional.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, lack]) if lack else tensor
 
 
 def _mixes_layouts(path: str, module: nn.Module) -> bool:
@@ -329,7 +322,7 @@ def _as_peft(uses: Sequence[tuple[Factors, _Bounds | None]]) -> _Hook:
             x, total, rank = inputs[0][first:last], output[first:last], 0
             for term in factors.terms:
                 down, up = factors.down[rank : rank + term.rank], factors.up[:, rank : rank + term.rank]
-                total += _product(module, x, down, up) * term.scale
+                total += low_rank_product(module, x, down, up) * term.scale
                 rank += term.rank
         return output
 
@@ -347,39 +340,10 @@ def _different(uses: Sequence[tuple[Difference, _Bounds | None]]) -> _Hook:
         for difference, bounds in uses:
             first, last = bounds() if bounds else (0, output.shape[0])
             if first < last:
-                _add_difference(module, inputs[0][first:last], output[first:last], difference)
+                add_difference(module, inputs[0][first:last], output[first:last], difference)
         return output
 
     return add
-
-
-def _add_difference(module: nn.Module, x: Tensor, output: Tensor, difference: Difference) -> None:
-    weight, bias = difference.weight, difference.bias
-    if isinstance(module, nn.Conv2d):
-        if weight is not None:
-            output += functional.conv2d(x, weight, bias, module.stride, module.padding, module.dilation)
-        elif bias is not None:
-            output += bias[:, None, None]
-    elif isinstance(module, nn.GroupNorm) and weight is not None:
-        output += functional.group_norm(x, module.num_groups, weight, bias, module.eps)
-    elif isinstance(module, nn.GroupNorm) and bias is not None:
-        output += bias.view(-1, *[1] * (output.ndim - 2))
-    elif isinstance(module, nn.LayerNorm) and weight is not None:
-        output += functional.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
-    elif weight is not None:
-        output += functional.linear(x, weight, bias)
-    elif bias is not None:
-        output += bias
-
-
-def _product(module: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    if not isinstance(module, nn.Conv2d):
-        # One product over all tokens: for input that is not contiguous, torch chooses it for weights that require
-        # gradients, as PEFT's do, and else a batched product that rounds differently.
-        flat = functional.linear(functional.linear(x.reshape(-1, x.shape[-1]), down), up)
-        return flat.view(*x.shape[:-1], up.shape[0])
-    low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation)
-    return functional.conv2d(low, up[:, :, None, None])
 
 
 def _projected(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
@@ -387,7 +351,7 @@ def _projected(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
         # The output may be changed in place: the module has just made it, and nothing else has read it.
         for stack in stacks:
             bounds = stack.bounds(offsets())
-            if _even(bounds):
+            if len({last - first for first, last in pairwise(bounds)}) == 1:  # equally long: one batched product
                 x = inputs[0][bounds[0] : bounds[-1]].reshape(stack.sets, -1, inputs[0].shape[-1])
                 total = output[bounds[0] : bounds[-1]].view(stack.sets, -1, output.shape[-1])
                 total.baddbmm_(torch.bmm(x, stack.down), stack.up)
@@ -433,8 +397,3 @@ def _add_convolved(module: nn.Conv2d, x: Tensor, output: Tensor, down: Tensor, u
         x = x.reshape(1, -1, *x.shape[2:])
     low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation, groups)
     output += (up @ low.reshape(items, up.shape[-1], -1)).view_as(output)
-
-
-def _even(bounds: Sequence[int]) -> bool:
-    """Return whether all parts are equally long, so that they can be one batched product."""
-    return len({last - first for first, last in pairwise(bounds)}) == 1

@@ -30,12 +30,29 @@ import math
 import re
 import struct
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
+from bottega.addons.loras.wire.module_parts import (
+    BACKBONE,
+    BIAS,
+    COMPONENTS,
+    DOWN,
+    PARTS,
+    PLAIN,
+    SCALE,
+    UP,
+    VECTORS,
+    check_parts,
+    check_shapes,
+    check_vectors,
+    is_low_rank,
+    refuse,
+    weight_shape,
+)
 from bottega.errors import BadLora
 from bottega.safetensors_header import (
     ITEM_BYTES,
@@ -55,11 +72,6 @@ EMBEDDING_FORMAT = "bottega.lora/3"
 """Format of a textual inversion embedding."""
 EMBEDDING_KIND = "textual inversion"
 """What an embedding has in place of the format of a LoRA's file."""
-COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
-BACKBONE = "unet"
-DTYPES = frozenset({"F32", "F16", "BF16"})
-# LoRAs that were extracted from fine-tuned models have ranks of some hundreds. Higher ranks save hardly anything.
-MAX_RANK = 512
 MAX_IGNORED = 256
 """Upper bound on the layers of a file that match nothing, of a LoRA that is stored in part."""
 # SDXL's UNet has about 800 modules with weights, its text encoders 264.
@@ -68,12 +80,6 @@ MAX_MODULES = 4096
 MAX_FILE_BYTES = 8 << 30
 # All weights of SDXL take 13 GiB in F32.
 MAX_EXPANDED_BYTES = 16 << 30
-SCALE, DOWN, UP, DOWN2, UP2, FULL, KRON = "scale", "down", "up", "down2", "up2", "full", "kron"
-MAGNITUDE, DORA_SCALE, NORM, BIAS = "magnitude", "dora_scale", "norm", "bias"
-TOKEN_EMBEDDING, VECTORS = "token_embedding", "vectors"
-_PARTS = (SCALE, DOWN, UP, DOWN2, UP2, FULL, KRON, MAGNITUDE, DORA_SCALE, NORM, BIAS, VECTORS)
-# Vectors of an embedding. A prompt that is not divided into chunks has room for 75 tokens.
-MAX_VECTORS = 75
 MAX_TOKEN_CHARACTERS = 200
 # Characters that a weighted prompt, or the list of embeddings in a picture's file, reads in another way.
 _NOT_IN_TOKENS = frozenset("()[]\\,:")
@@ -82,12 +88,6 @@ TOKEN_RULE = (
     f"{' '.join(sorted(_NOT_IN_TOKENS))}"
 )
 """Rule of `is_token`, for messages."""
-_PLAIN = frozenset({SCALE, DOWN, UP})
-# The parts that together are the change of a weight.
-_KINDS = frozenset(
-    frozenset(kind)
-    for kind in ((), (DOWN, UP), (DOWN, UP, DOWN2, UP2), (FULL,), (KRON, FULL), (KRON, DOWN, UP), (NORM,))
-)
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 # Sections begin at whole cache lines.
 _HEADER_ALIGNMENT = 64
@@ -230,29 +230,6 @@ def normalised_token(text: str) -> str:
     return unicodedata.normalize("NFC", text).lower()
 
 
-def is_low_rank(parts: Collection[str]) -> bool:
-    """Return whether a module's parts are the factors of one low-rank product, perhaps with a bias."""
-    return {part for part in parts if part != BIAS} == _PLAIN
-
-
-def weight_shape(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | None:
-    """Return the shape of the weight that a module's parts change; None if they change only a bias.
-
-    Args:
-        shapes: Shapes by part, which match each other.
-    """
-    if NORM in shapes:
-        return tuple(shapes[NORM])
-    if FULL in shapes:
-        inner = tuple(shapes[FULL])
-    elif DOWN in shapes:
-        inner = (shapes[UP][0], *shapes[DOWN][1:])
-    else:
-        return None
-    rows, columns = shapes.get(KRON, (1, 1))
-    return (rows * inner[0], columns * inner[1], *inner[2:])
-
-
 @contextmanager
 def headers_of_loras() -> Iterator[None]:
     """Convert errors about safetensors headers in the `with` block to BadLora."""
@@ -292,7 +269,7 @@ def write(file: BinaryIO, modules: Iterable[ModuleWeights], *, token: str = "", 
     """
     written = list(modules)
     pieces = sorted(_pieces(written), key=lambda piece: _order(piece.name, piece.weights.dtype))
-    plain = all(module.parts.keys() == _PLAIN - {SCALE} for module in written)
+    plain = all(module.parts.keys() == PLAIN - {SCALE} for module in written)
     metadata = {"format": FORMAT if plain else EXPANDED_FORMAT}
     if token:
         metadata = {"format": EMBEDDING_FORMAT, "token": token}
@@ -337,29 +314,29 @@ def _checked(header: Header) -> CanonicalLora:
     if len(ignored) > MAX_IGNORED or not all(
         0 < len(name) <= MAX_NAME_BYTES and name.isprintable() for name in ignored
     ):
-        _refuse(f"ignored is not a list of at most {MAX_IGNORED} layers")
+        refuse(f"ignored is not a list of at most {MAX_IGNORED} layers")
     token = metadata.pop("token", "") if metadata.get("format") == EMBEDDING_FORMAT else ""
     if metadata not in (plain, {"format": EXPANDED_FORMAT}) and not (is_token(token) and len(metadata) == 1):
-        _refuse(f"its metadata is not {plain}, the same with {EXPANDED_FORMAT}, or that of an embedding with its token")
+        refuse(f"its metadata is not {plain}, the same with {EXPANDED_FORMAT}, or that of an embedding with its token")
     if not header.tensors:
-        _refuse("it has no tensors")
+        refuse("it has no tensors")
     if header.size_bytes + header.data_bytes > MAX_FILE_BYTES:
-        _refuse(f"it has {header.data_bytes} bytes; at most {MAX_FILE_BYTES} are accepted")
+        refuse(f"it has {header.data_bytes} bytes; at most {MAX_FILE_BYTES} are accepted")
     names = [_order(entry.name, entry.dtype) for entry in header.tensors]
     if names != sorted(names):
-        _refuse("its tensors are not in their order")
+        refuse("its tensors are not in their order")
     text = [entry for entry in header.tensors if not entry.name.startswith(f"{BACKBONE}.")]
     text_bytes = text[-1].end if text else 0
     modules = tuple(_modules(header.tensors, text_bytes))
     if len(modules) > MAX_MODULES:
-        _refuse(f"it has {len(modules)} modules; at most {MAX_MODULES} are accepted")
-    kinds = {module.parts.keys() == _PLAIN for module in modules}
+        refuse(f"it has {len(modules)} modules; at most {MAX_MODULES} are accepted")
+    kinds = {module.parts.keys() == PLAIN for module in modules}
     embeddings = {VECTORS in module.parts for module in modules}
     if (metadata == plain) != (kinds == {True}) or embeddings != {bool(token)}:
-        _refuse("its format does not go with its tensors")
+        refuse("its format does not go with its tensors")
     expanded_bytes = sum(module.expanded_bytes for module in modules)
     if expanded_bytes > MAX_EXPANDED_BYTES:
-        _refuse(f"it would expand to {expanded_bytes} bytes; at most {MAX_EXPANDED_BYTES} are accepted")
+        refuse(f"it would expand to {expanded_bytes} bytes; at most {MAX_EXPANDED_BYTES} are accepted")
     return CanonicalLora(
         header_bytes=header.size_bytes,
         text_bytes=text_bytes,
@@ -385,100 +362,22 @@ def _modules(tensors: Sequence[TensorEntry], text_bytes: int) -> Iterator[Module
     for (component, path), found in parts.items():
         name = f"{component}.{path}"[:80]
         if VECTORS in found:
-            _check_vectors(component, path, found)
+            check_vectors(component, path, found)
         else:
-            _check_parts(name, found)
-        _check_shapes(name, found)
+            check_parts(name, found)
+        check_shapes(name, found)
         yield Module(component=component, path=path, parts=MappingProxyType(found))
 
 
-def _check_vectors(component: str, path: str, parts: Mapping[str, TensorEntry]) -> None:
-    """Refuse an embedding in another place than a text encoder's tokens, or with too many vectors."""
-    if component == BACKBONE or path != TOKEN_EMBEDDING or parts.keys() != {SCALE, VECTORS}:
-        _refuse(f"{component}.{path[:80]} has vectors, which only {TOKEN_EMBEDDING} of a text encoder may have")
-    shape = parts[VECTORS].shape
-    if len(shape) != 2 or shape[0] > MAX_VECTORS:
-        _refuse(f"vectors has the shape {list(shape)}; at most [{MAX_VECTORS}, features] is accepted")
-
-
-def _check_parts(name: str, parts: Mapping[str, TensorEntry]) -> None:
-    """Refuse a module whose parts are not those of one kind of change."""
-    kind = frozenset(parts) - {SCALE, BIAS, MAGNITUDE, DORA_SCALE}
-    if SCALE in parts and kind in _KINDS and (kind or parts.keys() == {SCALE, BIAS}):
-        if not {MAGNITUDE, DORA_SCALE} <= parts.keys():
-            if NORM in parts and not parts.keys() <= {SCALE, NORM, BIAS}:
-                _refuse(f"{name} is a normalisation layer with norms of its weight")
-            return
-        _refuse(f"{name} has both {MAGNITUDE} and {DORA_SCALE}")
-    wanted = next((known for known in sorted(_KINDS, key=len) if kind and kind < known), frozenset({DOWN, UP}))
-    lacking = [part for part in _PARTS if part in wanted | {SCALE} and part not in parts]
-    _refuse(f"{name} lacks {', '.join(lacking)}" if lacking else f"{name} has parts that do not go together")
-
-
-def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
-    if (parts[SCALE].dtype, parts[SCALE].shape) != ("F32", ()):
-        _refuse(f"the scale of {name} is not a single F32")
-    for part, entry in parts.items():
-        if part != SCALE and entry.dtype not in DTYPES:
-            _refuse(f"{name} has elements that are none of {', '.join(sorted(DTYPES))}")
-        if 0 in entry.shape:
-            _refuse(f"{part} of {name} has the shape {list(entry.shape)}, which has no elements")
-    for down, up in ((DOWN, UP), (DOWN2, UP2)):
-        if down in parts:
-            _check_product(name, parts[down], parts[up])
-    if FULL in parts and len(parts[FULL].shape) not in {2, 4}:
-        _refuse(f"full of {name} has the shape {list(parts[FULL].shape)}; [out, in] or a convolution's is accepted")
-    if NORM in parts and len(parts[NORM].shape) != 1:
-        _refuse(f"norm of {name} has the shape {list(parts[NORM].shape)}; [channels] is accepted")
-    if KRON in parts and len(parts[KRON].shape) != 2:
-        _refuse(f"kron of {name} has the shape {list(parts[KRON].shape)}; [rows, columns] is accepted")
-    _check_weight(name, {part: entry.shape for part, entry in parts.items()})
-
-
-def _check_weight(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse parts that do not change the same weight."""
-    if VECTORS in shapes:
-        return
-    shape = weight_shape(shapes)
-    if DOWN2 in shapes and shape != weight_shape({DOWN: shapes[DOWN2], UP: shapes[UP2]}):
-        _refuse(f"{name} has two products of different shapes")
-    outputs = shape[0] if shape else math.prod(shapes[BIAS])
-    if BIAS in shapes and shapes[BIAS] != (outputs,):
-        _refuse(f"bias of {name} has the shape {list(shapes[BIAS])}, not [{outputs}]")
-    for part in (MAGNITUDE, DORA_SCALE):
-        if part in shapes and shapes[part] not in magnitude_shapes(shape or ())[: 1 if part == MAGNITUDE else 2]:
-            _refuse(f"{part} of {name} has the shape {list(shapes[part])}, which does not fit {list(shape or ())}")
-
-
-def magnitude_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that norms of a weight may have: a norm for each output, or for each input."""
-    ones = (1,) * (len(shape) - 2)
-    return (shape[0], 1, *ones), (1, shape[1], *ones)
-
-
-def _check_product(name: str, down: TensorEntry, up: TensorEntry) -> None:
-    if len(down.shape) not in {2, 4}:
-        _refuse(f"down of {name} has the shape {list(down.shape)}; [rank, in] or a convolution's is accepted")
-    rank = down.shape[0]
-    if rank > MAX_RANK:
-        _refuse(f"{name} has rank {rank}; at most {MAX_RANK} is accepted")
-    if up.shape[1:] != (rank, *(1 for _ in down.shape[2:])):
-        _refuse(f"up of {name} has the shape {list(up.shape)}, which does not follow down's, {list(down.shape)}")
-
-
 def _name(name: str) -> tuple[str, str, str]:
-    """Split a tensor's name into component, module path and the last word, which is one of _PARTS."""
+    """Split a tensor's name into component, module path and the last word, which is one of PARTS."""
     component, _, rest = name.partition(".")
     path, _, part = rest.rpartition(".")
-    if component not in COMPONENTS or part not in _PARTS or not _PATH.fullmatch(path) or len(name) > MAX_NAME_BYTES:
-        _refuse(f"it has a tensor {name[:80]!r}, which is no part of a module")
+    if component not in COMPONENTS or part not in PARTS or not _PATH.fullmatch(path) or len(name) > MAX_NAME_BYTES:
+        refuse(f"it has a tensor {name[:80]!r}, which is no part of a module")
     return component, path, part
 
 
 def _order(name: str, dtype: str) -> tuple[bool, bool, int, str]:
     """Return the sort key: text encoders before the UNet, scales before weights, larger items first, then by name."""
     return name.startswith(f"{BACKBONE}."), not name.endswith(".scale"), -ITEM_BYTES.get(dtype, 0), name
-
-
-def _refuse(what: str) -> NoReturn:
-    raise BadLora(f"the file is no LoRA in canonical form: {what}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bottega.addons.loras.wire.canonical import COMPONENTS
+from bottega.addons.loras.wire.module_parts import COMPONENTS
 from bottega.errors import BadLora
 
 PEFT_WEIGHTS = "adapter_model.safetensors"

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical
-from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, SCALE, CanonicalLora, Module, is_low_rank
+from bottega.addons.loras.wire.canonical import CanonicalLora, Module
+from bottega.addons.loras.wire.module_parts import BACKBONE, COMPONENTS, SCALE, is_low_rank
 from bottega.device.device import Device
 from bottega.device.devices import open_device
 from bottega.engine.spans import StoreWork

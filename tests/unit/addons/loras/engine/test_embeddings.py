@@ -17,7 +17,7 @@ from transformers import CLIPTokenizer
 
 from bottega.addons.loras.engine import Layers, WholeLayer
 from bottega.addons.loras.engine.embeddings import PromptEmbeddings, TokenVectors
-from bottega.addons.loras.wire.canonical import TOKEN_EMBEDDING, VECTORS
+from bottega.addons.loras.wire.module_parts import TOKEN_EMBEDDING, VECTORS
 from bottega.engine.engine import Engine
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
