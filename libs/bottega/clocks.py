@@ -7,12 +7,16 @@ import dataclasses
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 # A read that comes this late, or one more interval late, means that the process was stopped, and not just busy.
 _LATE_S = 1.0
+# A database that answers slowly moves its clock by less, and a jump by less matters to nobody.
+_JUMP_S = 30.0
+_MAX_JUMPS = 256
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -112,6 +116,7 @@ class SharedClock:
         self._ahead_s = wall() - monotonic()
         self._is_set = False
         self._latest = 0.0
+        self._jumps: deque[tuple[float, float]] = deque(maxlen=_MAX_JUMPS)
 
     def __call__(self) -> float:
         """Return the current time in seconds."""
@@ -125,9 +130,19 @@ class SharedClock:
             database_time: What its clock showed, in seconds.
             began: Time on the monotonic clock when it was asked. The answer is taken as from half the way until now.
         """
-        self._ahead_s = database_time - (began + self._monotonic()) / 2
+        before_s, self._ahead_s = self._ahead_s, database_time - (began + self._monotonic()) / 2
         if not self._is_set:  # nobody has used this machine's time for a job
             self._is_set, self._latest = True, 0.0
+        elif self._ahead_s - before_s > _JUMP_S:
+            self._jumps.append((self._monotonic(), self._ahead_s - before_s))
+
+    def jumped_s(self, within_s: float) -> float:
+        """Return the seconds by which the clock jumped ahead in the last `within_s` seconds, in which none passed.
+
+        The database's clock may have been set, or another server with another clock may be the database now.
+        """
+        since = self._monotonic() - within_s
+        return sum(seconds for at, seconds in self._jumps if at > since)
 
 
 def seconds_until_tick(

@@ -112,7 +112,7 @@ class Storage:
         jobs_bytes: int,
         jobs_ttl_s: float,
         waiting_bytes: int,
-        steady: Callable[[], float] | None = None,
+        steady: SharedClock | None = None,
     ) -> None:
         self.folder = folder
         self.jobs = jobs
@@ -125,7 +125,7 @@ class Storage:
         # Everything that is being stored at once fits into the budget, so no job evicts the images of another.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
         self.steady: Callable[[], float] = steady or images.steady
-        self._is_shared = steady is not None
+        self._shared = steady
         self._steady_continued = False
         self._clock_noted_at = -math.inf
         self._unwritten = 0
@@ -199,7 +199,7 @@ class Storage:
                 _log.warning("another gateway is the scheduler now; this one writes no jobs", extra=error.metadata)
         elif self.trouble is None:
             facts = {"text": error.message, **error.metadata}
-            if not self._is_shared or isinstance(error.__cause__, OSError):
+            if self._shared is None or isinstance(error.__cause__, OSError):
                 facts["folder"] = str(self.folder)
             full = isinstance(error, TooManyOpenFiles)
             what = "too many files and sockets are open" if full else "jobs and images cannot be stored"
@@ -371,7 +371,9 @@ class Storage:
             pass
 
     async def _forget_jobs(self) -> None:
-        ended_before = self.steady() - self._jobs_ttl_s
+        # What the shared clock skipped is not part of a job's age, until all jobs from before have expired anyway.
+        skipped_s = self._shared.jumped_s(self._jobs_ttl_s) if self._shared is not None else 0.0
+        ended_before = self.steady() - skipped_s - self._jobs_ttl_s
         forgotten = _SWEEP_JOBS
         while forgotten == _SWEEP_JOBS:
             forgotten = await self.jobs.forget(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bottega.clocks import Clock
+from bottega.clocks import Clock, SharedClock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.conversion import WriteQueue
 from bottega.gateway.jobs.storage import Storage
@@ -55,9 +55,7 @@ class SlowImages(ContentStore):
         await super().put(digest, data, owner=owner, job=job)
 
 
-def _storage(
-    folder: Path, images: ContentStore, *, waiting_bytes: int, steady: Callable[[], float] | None = None
-) -> Storage:
+def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int, steady: SharedClock | None = None) -> Storage:
     return Storage(
         folder=folder,
         jobs=SqliteJobStore(folder / "jobs.sqlite"),
@@ -174,7 +172,7 @@ async def test_a_lost_lease_is_not_logged_as_a_storage_failure(
 
 
 async def test_a_failing_database_is_logged_without_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shared = _storage(tmp_path, ContentStore(tmp_path, budget_bytes=1, ttl_s=1), waiting_bytes=1, steady=lambda: 0.0)
+    shared = _storage(tmp_path, ContentStore(tmp_path, budget_bytes=1, ttl_s=1), waiting_bytes=1, steady=SharedClock())
     for error, names_folder in ((None, False), (OSError(errno.EIO, "of the disk"), True)):
         caplog.clear()
         failure = os_errors.unavailable("PostgreSQL is too slow", cause="QueryCanceled")
@@ -200,6 +198,35 @@ async def test_jobs_and_images_are_swept(storage: Storage) -> None:
     await asyncio.sleep(2.2)
     assert [kept.job_id for kept in await storage.jobs.page(size=9)] == ["j4", "j3", "j2"]
     assert len(storage.images) == 0
+
+
+async def test_a_clock_that_jumps_an_hour_ahead_lets_no_job_be_forgotten_early(tmp_path: Path) -> None:
+    now, database_s = 100.0, 5_000.0
+    clock = SharedClock(monotonic=lambda: now)
+    clock.set(database_s, began=now)
+    images = ContentStore(tmp_path / "images", budget_bytes=1, ttl_s=60)
+    storage = _storage(tmp_path, images, waiting_bytes=1, steady=clock)
+    await storage.jobs.open()
+
+    async def end(job_id: str) -> None:
+        await storage.jobs.add(record(job_id))
+        await storage.jobs.update(job_id, failed(ended_wall=1.0, ended_steady=clock()))
+
+    async def kept_after(seconds: float) -> list[str]:
+        nonlocal now
+        now += seconds
+        await storage._forget_jobs()
+        return [job.job_id for job in await storage.jobs.page(size=9)]
+
+    await end("before")
+    assert await kept_after(10.0) == ["before"]
+    clock.set(database_s + 3610.0, began=now)
+    assert clock() == database_s + 3610.0
+    await end("after")
+    assert await kept_after(40.0) == ["after", "before"]
+    assert await kept_after(15.0) == ["after"], "60 s have passed since its end, and 55 s since the other's"
+    assert await kept_after(10.0) == []
+    await storage.jobs.close()
 
 
 async def test_what_is_read_first_is_tried_until_it_can_be(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
