@@ -16,7 +16,7 @@ import grpc
 
 from bottega.errors import BottegaError, Code, InternalError, QuotaExceeded, TooManyOpenFiles, Unauthenticated
 from bottega.process import open_files
-from bottega.rpc.address import peer_of
+from bottega.rpc.address import host_of_address, peer_of
 from bottega.rpc.interceptor.call_limits import CallLimit, CallResponses, CallSlot, ResponseFlowControl
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.operation import logs
@@ -31,6 +31,7 @@ from bottega.rpc.security.caller import (
     caller_in,
     caller_uris,
     check_method,
+    passed_on_host,
 )
 from bottega.rpc.status import to_grpc_status
 from bottega.sampled_log import SampledLog
@@ -140,7 +141,7 @@ class CallGuard:
     Attributes:
         peer: The client, from gRPC.
         account: The peer to which limits on the call apply: the tenant, whose calls may all come through one proxy, or
-            the host if there are no tenants.
+            the host if there are no tenants. If another gateway passes the call on, that is the host of its caller.
     """
 
     def __init__(self, calls: CallTracker, limit: CallLimit, method: str, context: Context) -> None:
@@ -159,12 +160,18 @@ class CallGuard:
         if self._calls.ledger.drops_calls(self.peer):
             # gRPC still delivers the queued calls of a flood before those of others.
             raise asyncio.CancelledError
+        self._identities = _identities(self._context)
+        self._metadata = tuple(self._context.invocation_metadata() or ())
+        host = host_of_address(passed_on_host(self._identities, self._metadata, method=self._method))
+        if host:
+            self.account = replace(self.peer, host=host)
+        self._host = self.account.host
         self.responses = self._calls.enter(self._limit, self._context)
         return self
 
     def acquire_slot(self) -> None:
         """Reserve a place for the call before its messages are received. Raises QueueFull."""
-        self._slot = self._limit.acquire(self.peer)
+        self._slot = self._limit.acquire(self.account)
         at_end(self._slot.release)
 
     async def authenticate(self, authenticator: CallAuthenticator) -> None:
@@ -172,10 +179,9 @@ class CallGuard:
 
         Raises Unauthenticated, Forbidden if the caller may not call the method, or QuotaExceeded.
         """
-        metadata = tuple(self._context.invocation_metadata() or ())
-        identities = caller_uris(_identities(self._context), metadata, method=self._method)
+        identities = caller_uris(self._identities, self._metadata, method=self._method)
         try:
-            known = self._known = await authenticator.authenticate(identities, metadata)
+            known = self._known = await authenticator.authenticate(identities, self._metadata)
         except Unauthenticated:
             relay = caller_in(identities)
             if relay is not None and relay.role is Role.HTTP:
@@ -189,7 +195,7 @@ class CallGuard:
             self.account = replace(self.peer, host=f"tenant {known.tenant}")
         check_method(self._method, known)
         at_end(self._calls.of_tenants.take(known, streams=self._calls.is_stream(self._limit)))
-        bind_caller(known)
+        bind_caller(known, host=self._host)
 
     @contextlib.contextmanager
     def reading(self, message_bytes: int) -> Iterator[Callable[[Any], Any]]:
@@ -249,7 +255,7 @@ class CallGuard:
         self._calls.audit.note(
             self._method,
             self._known,
-            self.peer.host,
+            self._host,
             about={**self._about, **bound},
             outcome=code.name if code else "OK",
             seconds=seconds,

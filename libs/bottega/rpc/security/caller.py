@@ -148,6 +148,7 @@ LOCAL = Caller(role=Role.LOCAL)
 """The caller on a listener without authentication. It may call all methods."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
+_host: ContextVar[str] = ContextVar("caller_host", default="")
 
 
 def caller() -> Caller:
@@ -155,9 +156,15 @@ def caller() -> Caller:
     return _caller.get()
 
 
-def bind_caller(known: Caller) -> None:
-    """Set the caller of the call that this task serves. Only the interceptor calls this."""
+def caller_host() -> str:
+    """Return the host of the caller, as in Peer.host, even if another gateway has passed the call on."""
+    return _host.get()
+
+
+def bind_caller(known: Caller, *, host: str) -> None:
+    """Set the caller of the call that this task serves, and its host. Only the interceptor calls this."""
     _caller.set(known)
+    _host.set(host)
 
 
 class CallAuthenticator(Protocol):
@@ -203,6 +210,8 @@ def caller_in(identities: Sequence[str]) -> Caller | None:
 
 CALLER_KEY = "x-bottega-caller"
 """Metadata key with the identity of the caller whose call a gateway passes on to another gateway."""
+CALLER_HOST_KEY = "x-bottega-caller-host"
+"""Metadata key with the host of that caller."""
 
 # What gateways pass on to the one that is the scheduler.
 _PASSED_ON = (
@@ -219,12 +228,21 @@ def caller_uris(identities: Sequence[str], metadata: Metadata, *, method: str) -
     They are the URIs in the peer's certificate. If the peer is a gateway that passes on the call of a tenant or an
     operator, they are the URI of this tenant or operator, which the metadata name.
     """
+    passed_on = identity_from(_passed_on(CALLER_KEY, identities, metadata, method))
+    return [passed_on.uri] if passed_on is not None and passed_on.role in _CALLERS else identities
+
+
+def passed_on_host(identities: Sequence[str], metadata: Metadata, *, method: str) -> str:
+    """Return the host of a caller whose call a gateway passes on; "" for other calls, whatever their metadata say."""
+    return _passed_on(CALLER_HOST_KEY, identities, metadata, method)
+
+
+def _passed_on(wanted: str, identities: Sequence[str], metadata: Metadata, method: str) -> str:
+    """Return what the metadata of a call say of its caller if its peer is a gateway that passes it on, else ""."""
     peer = identity_in(identities)
     if peer is None or peer.role is not Role.GATEWAY or not method.startswith(_PASSED_ON):
-        return identities
-    named = next((value for key, value in metadata if key == CALLER_KEY and isinstance(value, str)), "")
-    passed_on = identity_from(named)
-    return [passed_on.uri] if passed_on is not None and passed_on.role in _CALLERS else identities
+        return ""
+    return next((value for key, value in metadata if key == wanted and isinstance(value, str)), "")
 
 
 _OPERATOR = frozenset({Role.OPERATOR})

@@ -36,7 +36,7 @@ from bottega.gateway.scheduling.controller import JobController
 from bottega.rpc.address import host_of
 from bottega.rpc.interceptor import call_limits
 from bottega.rpc.operation import logs
-from bottega.rpc.security.caller import caller
+from bottega.rpc.security.caller import caller, caller_host
 from bottega.storage import ContentReader, ContentStore, SharedContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
@@ -290,7 +290,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             caller_s=caller_s,
             ends_with_caller=caller_s is not None,
             tenant=tenant,
-            peer=tenant or host_of(context.peer()),
+            peer=tenant or caller_host() or host_of(context.peer()),
             preview=preview,
             priority=request.priority or image_pb2.PRIORITY_NORMAL,
             webhook=_webhook(request),

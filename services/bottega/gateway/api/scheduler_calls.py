@@ -22,7 +22,7 @@ from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
 from bottega.rpc.operation import logs
-from bottega.rpc.security.caller import CALLER_KEY, Role, caller
+from bottega.rpc.security.caller import CALLER_HOST_KEY, CALLER_KEY, Role, caller, caller_host
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -304,6 +304,7 @@ class SchedulerCalls:
         known, request_id = caller(), logs.bound().get("request_id")
         kept = [(key, value) for key, value in context.invocation_metadata() or () if key in _KEPT_KEYS]
         named = [(CALLER_KEY, f"{known.role}/{known.name}")] if known.role in (Role.TENANT, Role.OPERATOR) else []
+        named += [(CALLER_HOST_KEY, caller_host())] if caller_host() else []
         return [*kept, *named, *([(REQUEST_ID_KEY, request_id)] if request_id else []), (_FORWARDED_KEY, "1")]
 
 

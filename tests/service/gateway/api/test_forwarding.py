@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import grpc
 import pytest
 
 from bottega.errors import Draining, Forbidden, MethodNotServed, QuotaExceeded
-from bottega.rpc.channel import Target
-from bottega.rpc.security.caller import CALLER_KEY, Role
+from bottega.gateway.api.scheduler_calls import SchedulerCalls
+from bottega.gateway.scheduler_role import SchedulerRole
+from bottega.rpc.channel import PLAINTEXT, Target
+from bottega.rpc.security.caller import CALLER_HOST_KEY, CALLER_KEY, Caller, Role, bind_caller
 from bottega.rpc.security.tenant_file import Quotas
 from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -87,6 +90,53 @@ async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path:
             await channel.close()
 
 
+async def test_limits_by_host_count_the_host_of_the_first_caller(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "certs")
+    with_tls: dict[str, Any] = {
+        "tls": authority.issue("gateway/main"),
+        "channels": authority.channels("operator/anna"),
+        "max_streams": 8,
+    }
+    with new_database() as url:
+        async with running_gateway(jobs=url, **with_tls) as house:
+            joined = ScriptedWorker("w1", house.fleet_address, tls=authority.issue("worker/w1"))
+            await joined.start(join_timeout_s=30)
+            house.workers.append(joined)
+            joined.script.hold_at = 1
+
+            async def watch(name: str, host: str) -> grpc.aio.UnaryStreamCall[Any, Any]:
+                channel = authority.channels(name).open(Target(address=house.address, role=Role.GATEWAY))
+                images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+                request = image_pb2.GenerateRequest(spec=GenerationSpec(prompt="a star"))
+                metadata = ((CALLER_KEY, "operator/anna"), (CALLER_HOST_KEY, host))
+                call = images.Generate(request, timeout=60, metadata=metadata)
+                await call.initial_metadata()
+                await call.read()
+                return call
+
+            # A gateway's word counts, and an operator's own does not.
+            watches = [await watch("gateway/other", f"10.0.0.{number}") for number in range(5)]
+            watches.append(await watch("operator/anna", "10.0.0.9"))
+            peers = shared_server().execute("SELECT peer FROM jobs ORDER BY sequence", database=urlsplit(url).path[1:])
+            assert [peer for (peer,) in peers] == [*(f"10.0.0.{number}" for number in range(5)), "127.0.0.1"]
+            for call in watches:
+                call.cancel()
+
+
+def test_a_forwarded_call_names_the_host_of_its_caller() -> None:
+    class Context:
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ((CALLER_HOST_KEY, "10.0.0.1"), ("authorization", "Bearer x"))
+
+    def passed_on() -> dict[str, object]:
+        bind_caller(Caller(role=Role.OPERATOR, name="anna"), host="10.0.0.2")
+        calls = SchedulerCalls(SchedulerRole(), PLAINTEXT, max_message_mib=1)
+        return dict(calls._metadata(Context()))  # type: ignore[arg-type]
+
+    named = contextvars.copy_context().run(passed_on)
+    assert (named[CALLER_HOST_KEY], named[CALLER_KEY]) == ("10.0.0.2", "operator/anna")
+
+
 async def test_a_quota_counts_the_jobs_of_all_gateways_and_schedulers(tmp_path: Path, pictures: str) -> None:
     tenants = tmp_path / "tenants.yaml"
     key = add_tenant(tenants, "shop", quotas=Quotas(per_minute=2))
@@ -102,7 +152,7 @@ async def test_a_quota_counts_the_jobs_of_all_gateways_and_schedulers(tmp_path: 
             assert refused.metadata["quota"] == "per_minute"
         assert await _listed(at_follower.images) == await _listed(at_scheduler.images)
         await scheduler.stop_early()
-        assert len(await _listed(at_follower.images)) == 2, "this call waits for the takeover"
+        await eventually(lambda: follower.gateway._role.serves)
         refused = await refusal(lambda: _submit(at_follower.images), QuotaExceeded)
         assert refused.metadata["quota"] == "per_minute", "the next scheduler knows what was accepted before"
 
