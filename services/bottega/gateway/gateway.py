@@ -278,6 +278,7 @@ class Gateway:
             *(config.jobs, self._role),
             name=config.name,
             objects=config.objects,
+            storage=self._storage,
             tenants_elsewhere=not config.tenants.startswith(DATABASE_SCHEMES),
             begin=self._begin,
             follow=self._follow,

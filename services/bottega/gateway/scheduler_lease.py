@@ -15,6 +15,8 @@ leases has expired, because no gateway renews for so long.
     scheduler   another gateway has taken the lease      lost; the process has to end
     scheduler   `release`                                follower that never becomes the scheduler again
     scheduler   PostgreSQL cannot be reached for 15 s    lost: perhaps others can reach it, and one has the lease
+    scheduler   it cannot use the pictures for 10 s      scheduler; asks for another that can
+    follower    the scheduler asks, and it can use them  scheduler, with the next generation
     follower    PostgreSQL can be reached again          follower; takes no lease for a moment: the holder goes first
 """
 
@@ -27,6 +29,7 @@ from datetime import datetime
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
+from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.storage.postgresql import Migration, PostgresDatabase
 
@@ -47,6 +50,11 @@ _RETRY_S = 0.3
 # Seconds for which the scheduler goes on while it cannot reach PostgreSQL: four leases, so that a restart of the
 # database changes no scheduler. Jobs continue, but no end of a job can be written or told.
 _CUT_OFF_S = 15.0
+# Seconds without pictures after which the scheduler asks for another. Most disturbances are shorter, and a change of
+# the scheduler interrupts calls.
+_NO_PICTURES_S = 10.0
+# Seconds within which a follower has to store a picture before it takes over from one that cannot.
+_PROBE_S = 2.0
 
 _CHANNEL = "bottega_scheduler"
 # Every statement changes or reads the only row. No key has expires_at, so that a renewal does not wait for writes of
@@ -67,22 +75,24 @@ _MIGRATIONS = [
         """
     ),
     Migration(statements="ALTER TABLE scheduler_lease ADD COLUMN objects text NOT NULL DEFAULT ''"),
+    Migration(statements="ALTER TABLE scheduler_lease ADD COLUMN asks_for_another boolean NOT NULL DEFAULT false"),
 ]
 _LOOK = """
-SELECT generation, name, address, fleet_address, objects, page_token_key, expires_at,
+SELECT generation, name, address, fleet_address, objects, page_token_key, asks_for_another, expires_at,
     extract(epoch FROM expires_at - clock_timestamp())::float8
 FROM scheduler_lease
 """
 _TAKE = """
 UPDATE scheduler_lease
 SET generation = generation + 1, name = %(name)s, address = %(address)s,
-    fleet_address = %(fleet_address)s, objects = %(objects)s,
+    fleet_address = %(fleet_address)s, objects = %(objects)s, asks_for_another = false,
     expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s)
 WHERE expires_at <= clock_timestamp() OR expires_at > clock_timestamp() + make_interval(secs => %(longest_s)s)
+    OR (asks_for_another AND %(asked)s)
 RETURNING generation, page_token_key, pg_notify(%(channel)s, '')
 """
 _RENEW = """
-UPDATE scheduler_lease SET expires_at = clock_timestamp() + make_interval(secs => %s)
+UPDATE scheduler_lease SET expires_at = clock_timestamp() + make_interval(secs => %s), asks_for_another = %s
 WHERE generation = %s AND address = %s RETURNING generation
 """
 _RELEASE = """
@@ -102,6 +112,7 @@ class SchedulerLease:
         name: Name of this gateway.
         objects: Where the pictures of this gateway are; see LeaseHolder.
         lease_s: Seconds for which the lease lasts without a renewal.
+        storage: The storage of this gateway; None if another gateway cannot use its pictures.
 
     Attributes:
         address: host:port under which other gateways reach the public port of this one; set it before `start`.
@@ -109,7 +120,14 @@ class SchedulerLease:
     """
 
     def __init__(
-        self, database: PostgresDatabase, role: SchedulerRole, *, name: str, objects: str, lease_s: float = LEASE_S
+        self,
+        database: PostgresDatabase,
+        role: SchedulerRole,
+        *,
+        name: str,
+        objects: str,
+        lease_s: float = LEASE_S,
+        storage: Storage | None = None,
     ) -> None:
         self._database = database
         self._role = role
@@ -118,6 +136,8 @@ class SchedulerLease:
         self._seen: tuple[int, datetime] | None = None
         """Generation and end of the lease at the last look."""
         self._lease_s = lease_s
+        self._storage = storage
+        self._asks = False
         self.address = self.fleet_address = ""
         self._released = False
         self._turn = asyncio.Lock()
@@ -194,7 +214,12 @@ class SchedulerLease:
         """Extend the lease, and return the seconds until the next renewal."""
         holder = self._role.holder
         assert holder is not None
-        terms = (self._lease_s, holder.generation, holder.address)
+        asks = self._storage is not None and self._storage.images_failed_s >= _NO_PICTURES_S
+        if asks and not self._asks:
+            text = "pictures cannot be stored for %g s; a gateway that can store them is asked to become the scheduler"
+            _log.error(text, _NO_PICTURES_S)
+        self._asks = asks
+        terms = (self._lease_s, asks, holder.generation, holder.address)
         if not await self._database.fetch(_RENEW, terms) and self._role.held:
             _log.error(
                 "another gateway has become the scheduler; this one changes nothing any more, and ends",
@@ -205,10 +230,13 @@ class SchedulerLease:
 
     async def _look(self) -> float:
         """Find out who the scheduler is, and take the lease if it is free. Return the seconds until the next look."""
-        ((generation, name, address, fleet_address, objects, key, end, left),) = await self._database.fetch(_LOOK)
+        ((generation, name, address, fleet_address, objects, key, asks, end, left),) = await self._database.fetch(_LOOK)
         left_s = float(left) if left <= _LONGEST * self._lease_s else 0.0
-        if left_s <= 0 and not self._released and asyncio.get_running_loop().time() >= self._may_take_at:
+        may_take = not self._released and asyncio.get_running_loop().time() >= self._may_take_at
+        asked = asks and may_take and objects == self._objects and await self._can_store()
+        if may_take and (left_s <= 0 or asked):
             terms = {
+                "asked": asked,
                 "name": self._name,
                 "address": self.address,
                 "fleet_address": self.fleet_address,
@@ -248,6 +276,16 @@ class SchedulerLease:
             if holder is not None and holder.name == self._name and holder.address != self.address:
                 _log.warning("another gateway has this one's name; give each its own", extra={"other": holder.address})
         return min(left_s + _AFTER_END_S, _LOOK_S) if left_s > 0 else _RETRY_S
+
+    async def _can_store(self) -> bool:
+        """Return whether this gateway can store pictures, as the scheduler cannot."""
+        if self._storage is None:
+            return False
+        try:
+            await asyncio.wait_for(self._storage.images.probe(), _PROBE_S)
+        except (StorageUnavailable, TimeoutError):
+            return False
+        return True
 
     async def _listen(self) -> None:
         async with contextlib.aclosing(self._database.listen(_CHANNEL)) as notifications:

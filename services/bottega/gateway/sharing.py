@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, ConfigError, DataLoss, InternalError, StorageUnavailable, Unavailable
-from bottega.gateway.jobs.storage import APPLICATION
+from bottega.gateway.jobs.storage import APPLICATION, Storage
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.rpc.security.tenant_table import TenantTable
@@ -193,6 +193,7 @@ def shared_scheduling(
     *,
     name: str,
     objects: str,
+    storage: Storage,
     tenants_elsewhere: bool,
     begin: Callable[[LeaseHolder], Awaitable[None]],
     follow: Callable[[LeaseHolder], Awaitable[None]],
@@ -202,7 +203,7 @@ def shared_scheduling(
     application = f"{APPLICATION}{name}"
     database = PostgresDatabase(url, application=application, max_connections=1)
     return SharedScheduling(
-        SchedulerLease(database, role, name=name, objects=objects),
+        SchedulerLease(database, role, name=name, objects=objects, storage=storage if objects else None),
         role,
         objects=objects,
         unread_tenants=TenantTable(url, application=application) if tenants_elsewhere else None,

@@ -9,17 +9,20 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from bottega.client.suite.plan import free_ports
+from bottega.errors import StorageUnavailable
 from bottega.gateway.scheduler_lease import LEASE_S
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.postgresql import new_database, shared_server
-from tests.support.s3 import S3Server, S3Servers
+from tests.support.running_gateway import running_gateway
+from tests.support.s3 import S3Server, S3Servers, failing_proxy, set_environment
 from tests.support.services import Service, Services, gateway_config
 from tests.support.waiting import eventually
 
@@ -204,6 +207,44 @@ async def test_a_frozen_scheduler_that_wakes_changes_nothing_and_ends(pair: Pair
         if isinstance(answer, str):
             assert (await pair.second.ended(answer)).state == image_pb2.JOB_STATE_COMPLETED
     assert set(await pair.second.listed()) == {running, late, *(job for job in answers if isinstance(job, str))}
+
+
+async def test_a_scheduler_without_the_bucket_is_replaced_by_a_gateway_that_has_it(
+    pictures: str, s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bottega.gateway.scheduler_lease._NO_PICTURES_S", 1.0)
+    with new_database() as url, failing_proxy(s3_servers.get("nanio")) as proxy:
+        set_environment(monkeypatch, proxy.url)
+        async with running_gateway(jobs=url, name="first", objects=pictures) as first:
+            set_environment(monkeypatch, s3_servers.get("nanio").url)
+            async with running_gateway(jobs=url, name="second", objects=pictures) as second:
+                proxy.failing = 1.0
+                first.gateway._storage.report_failure(StorageUnavailable("as a picture finds out"))
+                await eventually(lambda: second.gateway._role.serves)
+                await eventually(lambda: bool(first.gateway.failed and first.gateway.failed.done()))
+    assert any("is asked to become the scheduler" in line.message for line in caplog.records)
+
+
+async def test_a_scheduler_without_the_bucket_stays_while_no_other_has_it(
+    pictures: str, s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.scheduler_lease._NO_PICTURES_S", 0.5)
+    with new_database() as url, failing_proxy(s3_servers.get("nanio")) as proxy:
+        set_environment(monkeypatch, proxy.url)
+        async with (
+            running_gateway(jobs=url, name="first", objects=pictures) as first,
+            running_gateway(jobs=url, name="second", objects=pictures) as second,
+        ):
+            proxy.failing = 1.0
+            first.gateway._storage.report_failure(StorageUnavailable("as a picture finds out"))
+            asks = "SELECT asks_for_another FROM scheduler_lease"
+            await eventually(lambda: shared_server().execute(asks, database=urlsplit(url).path[1:]) == [(True,)])
+            await first.until_serving(False)
+            await asyncio.sleep(2.5)  # the other one looks each second
+            assert (first.gateway._role.serves, second.gateway._role.held) == (True, False)
+            proxy.failing = 0.0
+            await first.until_serving()
+            await eventually(lambda: shared_server().execute(asks, database=urlsplit(url).path[1:]) == [(False,)])
 
 
 async def test_a_gateway_with_other_pictures_does_not_start_beside_another(tmp_path: Path, pictures: str) -> None:

@@ -129,6 +129,7 @@ class Storage:
         self._steady_continued = False
         self._clock_noted_at = -math.inf
         self._unwritten = 0
+        self._images_failed_at: float | None = None
         self._tasks = BackgroundTasks("upkeep of the disk")
 
     async def open(
@@ -184,6 +185,11 @@ class Storage:
                 await store.close()
             except StorageUnavailable as error:
                 _log.warning("a store did not close in time", extra={"text": error.message})
+
+    @property
+    def images_failed_s(self) -> float:
+        """Seconds for which every try to store an image has failed; 0 if the last one succeeded."""
+        return 0.0 if self._images_failed_at is None else time.monotonic() - self._images_failed_at
 
     def check_writable(self) -> None:
         """Raise the error of the disk if it cannot be written now."""
@@ -353,7 +359,12 @@ class Storage:
                 _log.exception("the upkeep of the disk failed; it is tried again")
 
     async def _probe(self, live: LiveJobs) -> None:
-        await self.images.probe()
+        try:
+            await self.images.probe()
+        except (StorageUnavailable, DataLoss):
+            self._images_failed_at = self._images_failed_at or time.monotonic()
+            raise
+        self._images_failed_at = None
         if self.jobs.lost:
             await self.jobs.remake(live())
         await self.jobs.probe()
