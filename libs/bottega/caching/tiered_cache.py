@@ -81,6 +81,8 @@ class TieredCache:
         self._awaited: dict[str, KnownFile] = {}
         self._leases: Counter[str] = Counter()
         self._trusted: set[str] = set()
+        # Whether the last load failed because the storage was unavailable. That is logged when it begins.
+        self._unavailable = False
         self._pool = ThreadPoolExecutor(max_workers=max_loads, thread_name_prefix=f"{what} loads")
 
     @property
@@ -294,13 +296,16 @@ class TieredCache:
             self._note_damage(digest, error)
             # Logged here, because nothing awaits a file that is loaded ahead.
             facts = {"digest": digest, "why": str(error)}
-            _log.error("a %s cannot be loaded into memory", self._what, extra=facts)
+            if not self._unavailable:
+                _log.error("a %s cannot be loaded into memory", self._what, extra=facts)
+            self._unavailable = isinstance(error, StorageUnavailable)
             with self._lock:
                 self.counts.failures += 1
                 self._memory.evict([digest])
             entry.loaded.set_exception(error)
         else:
             load_s = time.monotonic() - began_s
+            self._unavailable = False
             with self._lock:
                 self.counts.loads += 1
                 self.counts.loaded_bytes += entry.size_bytes

@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from bottega.rpc.server_config import AtLeastOne, LimitedLinksConfig, NotNegative, StoreConfig
+from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
 
 
@@ -26,6 +27,15 @@ class ActivationsConfig(StoreConfig):
     Beyond it, or when the disk is full, the recordings of whole images are evicted, least recently used first, except
     pinned ones.
     """
+    objects: ObjectsAddress = ""
+    """Where recordings are shared by all activation stores with this address: s3://bucket/prefix. Empty: on disk only.
+
+    A store that is lost, or a template that another store becomes responsible for, then costs no recordings: they are
+    read from there, with those last used on disk. Endpoint, region, credentials and encryption come from the
+    environment, as for the gateway's `objects`. It needs the package obstore.
+    """
+    objects_bytes: AtLeastOne = 1 << 40
+    """Upper bound on the bytes of all recordings in `objects`. The least recently used ones are deleted, no pinned."""
     min_free_bytes: NotNegative = 1 << 30
     """Bytes of disk space that stay free for other programs. At most 5 % of the disk counts."""
     template_mib: NotNegative = 2662

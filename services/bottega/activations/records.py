@@ -209,8 +209,12 @@ def activation_disk(folder: Path, *, min_free_bytes: int) -> BlobDisk:
     return BlobDisk(folder, files="sections", names=_FILE_NAMES, schema=SCHEMA, min_free_bytes=min_free_bytes)
 
 
-def load_templates(disk: BlobDisk) -> list[TemplateRecord]:
-    """Read all templates, with those sections whose files exist."""
+def load_templates(disk: BlobDisk, *, shared: bool = False) -> list[TemplateRecord]:
+    """Read all templates, with those sections whose files exist.
+
+    Args:
+        shared: Whether missing files of sections may be in the object store, so that all sections are kept.
+    """
     found: list[TemplateRecord] = []
 
     def complete(stored: StoredRecord, names: set[str]) -> Completion:
@@ -218,7 +222,7 @@ def load_templates(disk: BlobDisk) -> list[TemplateRecord]:
         sound = {
             key: section
             for key, section in template.sections.items()
-            if section.digest in names and disk.files.size(section.digest) == section.size_bytes
+            if shared or (section.digest in names and disk.files.size(section.digest) == section.size_bytes)
         }
         drawn = template.drawn
         if not sound or (drawn is not None and disk.files.size(drawn.digest) != drawn.size_bytes):

@@ -20,6 +20,7 @@ from bottega.activations.config import ActivationsConfig
 from bottega.activations.store.recordings import SectionIntake
 from bottega.activations.store.settings import ActivationStatistics, ActivationStoreSettings, DropReason
 from bottega.activations.store.store import ActivationStore
+from bottega.activations.store.template_objects import OBJECT_NAMES
 from bottega.addons.edits.wire import SectionLayout, messages
 from bottega.addons.edits.wire.messages import ActivationMessage, ActivationMessageKind
 from bottega.addons.edits.wire.pieces import SectionPieces, send_chunk
@@ -31,6 +32,7 @@ from bottega.rpc.link_service import StoreLinks
 from bottega.rpc.operation.metrics import counter_by, counters, gauge_by, gauges
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.rpc.store_server import StoreServer
+from bottega.storage.objects import ObjectStore, s3_location
 from bottega.transport import Connection, Incoming, Layout, Link, LinkServerSettings, WholeMessage, kind_of, read_number
 from bottega.v1 import fleet_pb2
 from bottega.v1.activations_pb2 import ChunkHeader, SectionHeader, SectionRequest, TemplateAnswer
@@ -243,7 +245,7 @@ class ActivationServer(StoreServer):
 
     def __init__(self, config: ActivationsConfig, *, folder: Path, listening: Listening) -> None:
         self._config = config
-        self.store = ActivationStore(store_settings(config, folder))
+        self.store = ActivationStore(store_settings(config, folder), objects=_objects(config))
         super().__init__(
             config,
             kind=kinds.ACTIVATIONS,
@@ -283,11 +285,23 @@ def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSe
         folder=folder,
         memory_budget_bytes=config.budget_bytes,
         disk_budget_bytes=config.disk_bytes,
+        shared_budget_bytes=config.objects_bytes,
         template_budget_bytes=config.template_mib << 20,
         min_free_bytes=config.min_free_bytes,
         max_waiting_bytes=config.waiting_bytes,
         max_loads=config.loads_at_once,
     )
+
+
+def _objects(config: ActivationsConfig) -> tuple[ObjectStore, ObjectStore] | None:
+    """Return the stores of manifests and of files in the bucket; None without one. Raise ConfigError."""
+    if not config.objects:
+        return None
+    from bottega.storage.s3 import S3Objects  # it needs obstore, which is an extra
+
+    parts = (s3_location(f"{config.objects}/{part}") for part in ("templates", "sections"))
+    manifests, files = (S3Objects(part, names=OBJECT_NAMES) for part in parts)
+    return manifests, files
 
 
 def _counters(store: ActivationStatistics) -> Iterator[Metric]:
@@ -298,6 +312,9 @@ def _counters(store: ActivationStatistics) -> Iterator[Metric]:
     yield counter_by("tier", f"{_PREFIX}_fetches", text, store.fetches)
     text = "Sections and recordings that were dropped, by reason."
     yield counter_by("reason", f"{_PREFIX}_dropped", text, store.dropped)
+    if store.shared is not None:
+        text = "Recordings and their files in the object storage, and failures of it, by outcome."
+        yield counter_by("outcome", f"{_PREFIX}_objects", text, store.shared.outcomes)
     yield from counters(
         _PREFIX,
         ("loads", "Files that were loaded into memory.", store.loads),
@@ -313,9 +330,11 @@ def _counters(store: ActivationStatistics) -> Iterator[Metric]:
 
 def _gauges(store: ActivationStatistics) -> Iterator[Metric]:
     used = {"memory": store.memory_bytes, "disk": store.disk_bytes}
+    budgets = {"memory": store.memory_budget_bytes, "disk": store.disk_budget_bytes}
+    if store.shared is not None:  # of all stores that share it
+        used["objects"], budgets["objects"] = store.shared.size_bytes, store.shared.budget_bytes
     text = "Bytes of activations, by tier. Everything in memory is on disk as well."
     yield gauge_by("tier", f"{_PREFIX}_bytes", text, used)
-    budgets = {"memory": store.memory_budget_bytes, "disk": store.disk_budget_bytes}
     yield gauge_by("tier", f"{_PREFIX}_budget_bytes", "Upper bound on the bytes of activations, by tier.", budgets)
     yield from gauges(
         _PREFIX,
@@ -325,5 +344,6 @@ def _gauges(store: ActivationStatistics) -> Iterator[Metric]:
         ("recording", "Images that are being recorded.", store.recording),
         ("waiting_bytes", "Bytes of sections that wait to be written.", store.waiting_bytes),
         ("disk_bytes_per_second", "Recent rate of loads from disk; 0 if unknown.", store.disk_bytes_per_s),
+        ("objects_in_trouble", "1 if the object storage cannot be used, else 0.", int(bool(store.shared_trouble))),
         ("in_trouble", "1 if nothing can be recorded now, else 0.", int(bool(store.trouble))),
     )

@@ -95,13 +95,16 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
             template.holder = self._holder
         return pb.ListStoredTemplatesResponse(
             templates=templates,
-            total=figures.templates,
+            total=figures.templates + (figures.shared.alone if figures.shared is not None else 0),
             used_bytes=figures.disk_bytes,
             budget_bytes=figures.disk_budget_bytes,
             memory_bytes=figures.memory_bytes,
             memory_budget_bytes=figures.memory_budget_bytes,
             trouble=figures.trouble,
             template_budget_bytes=figures.template_budget_bytes,
+            objects_bytes=figures.shared.size_bytes if figures.shared is not None else 0,
+            objects_budget_bytes=figures.shared.budget_bytes if figures.shared is not None else 0,
+            objects_trouble=figures.shared_trouble,
         )
 
 

@@ -132,6 +132,32 @@ class TemplateLoader:
         there = sum(each.size_bytes for each in template.sections.values() if self._memory.state(each.digest))
         return template.size_bytes if there == template.sections_bytes else there
 
+    def describe(self, template: TemplateRecord, now_s: float) -> pb.Template:
+        """Describe a template for people. The caller sets `holder`.
+
+        Args:
+            now_s: The time on the store's steady clock.
+        """
+        header, use = template.header, template.use
+        memory_bytes = self.memory_bytes(template)
+        return pb.Template(
+            id=template.recording,
+            digest=header.digest,
+            model=header.model,
+            model_hash=header.model_hash,
+            width=header.width,
+            height=header.height,
+            size_bytes=template.size_bytes,
+            steps=template.step_count,
+            uses=use.uses,
+            idle_s=max(0.0, now_s - use.used_s),
+            in_use=any(self._memory.leases(section.digest) for section in template.sections.values()),
+            valid_share=template.valid_share,
+            tier=pb.TEMPLATE_TIER_MEMORY if memory_bytes == template.size_bytes else pb.TEMPLATE_TIER_DISK,
+            pinned=use.pinned,
+            memory_bytes=memory_bytes,
+        )
+
     def load(self, templates: Iterable[TemplateRecord]) -> list[int]:
         """Start to load templates in this order, as long as memory has space for all of them.
 

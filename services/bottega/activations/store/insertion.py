@@ -26,6 +26,7 @@ from bottega.activations.store.checks import fits_answer
 from bottega.activations.store.recordings import PendingRecording
 from bottega.activations.store.sealed_parts import drawn_file
 from bottega.activations.store.settings import ActivationStoreSettings, DropReason
+from bottega.activations.store.template_objects import Manifest
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import BlobDisk, StoreCounts
@@ -66,7 +67,11 @@ class IncomingSection:
 
 
 class TemplateInsertion:
-    """Adds templates to the table and the disk, and counts how many sections use each file."""
+    """Adds templates to the table and the disk, and counts how many sections use each file.
+
+    Args:
+        shared: Whether files may be in the object store instead of on the disk.
+    """
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class TemplateInsertion:
         memory: TieredCache,
         counts: StoreCounts[DropReason],
         now: SteadyClock,
+        shared: bool = False,
     ) -> None:
         self.room = DiskRoom(table=table, disk=disk, counts=counts, release=self.release)
         """Frees disk space for writes."""
@@ -86,6 +92,7 @@ class TemplateInsertion:
         self._memory = memory
         self._counts = counts
         self._now = now
+        self._shared = shared
         self._next_number = 1
         self._uses: Counter[str] = Counter()
         # Bytes of pending recordings.
@@ -99,7 +106,7 @@ class TemplateInsertion:
     def load(self) -> None:
         """Read the stored templates into the empty table."""
         self._uses.clear()
-        ordered = sorted(load_templates(self._disk), key=lambda template: template.use.used_s)
+        ordered = sorted(load_templates(self._disk, shared=self._shared), key=lambda template: template.use.used_s)
         last_s = ordered[-1].use.used_s if ordered else 0.0
         if last_s > self._now():  # Otherwise, uses from now on would count as the oldest after the next start.
             self._now.go_on_from(last_s)
@@ -147,6 +154,33 @@ class TemplateInsertion:
         if reason is None:
             self._counts.add("recorded")
         return reason
+
+    def adopt(self, manifest: Manifest, drawn: bytes) -> bool:
+        """Add a template whose sections are in the object store. Return False if that is impossible.
+
+        Raises StorageUnavailable and DataLoss.
+
+        Args:
+            manifest: The template.
+            drawn: The file with its image latent and noise; empty if it has none.
+        """
+        header = manifest.header
+        if self._table.get(header.key) is not None or not self.make_room(sum(manifest.sizes.values())):
+            return False
+        use = TemplateUse(pinned=manifest.pinned, used_s=self._now())
+        template = TemplateRecord(self._next_number, header, drawn=manifest.drawn, sections=manifest.sections, use=use)
+
+        def write() -> None:
+            if manifest.drawn is not None:
+                self._disk.files.check_room(len(drawn))
+                self._disk.files.write(manifest.drawn.digest, drawn)
+            self._disk.write(self._table.take_changes(), new_rows([template]))
+
+        self._next_number += 1
+        self.room.write(len(drawn) + _RECORD_BYTES, write, but=header.key)
+        self._uses.update(template.files)
+        self._table.add(template)
+        return True
 
     def forget(self, pending: PendingRecording) -> None:
         """End a recording without a template. Files that nothing else uses are deleted at the next tidying."""

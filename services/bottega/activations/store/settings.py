@@ -21,6 +21,8 @@ class ActivationStoreSettings:
     """Upper bound on the bytes of one template; 0 means no bound."""
     min_free_bytes: int = 0
     """Bytes of disk space that stay free for other programs. At most 5 % of the disk counts."""
+    shared_budget_bytes: int = 1 << 40
+    """Upper bound on the bytes of all recordings in the object store, of all activation stores."""
     max_templates: int = 10_000
     max_loads: int = 2
     """Number of parallel loads into memory."""
@@ -51,6 +53,42 @@ class DropReason(StrEnum):
     """The worker has abandoned the recording, or its connection was lost."""
     UNFIT = "unfit"
     """The section does not fit the rest of its recording, or the recording has no sections."""
+
+
+class SharedOutcome(StrEnum):
+    """The outcomes of work with recordings and their files in the object store."""
+
+    STORED = "stored"
+    """A recording was written, or marked as used."""
+    BROUGHT = "brought"
+    """A recording that this store did not have was brought back."""
+    READ = "read"
+    """A file was read."""
+    MISSING = "missing"
+    """A file or manifest was missing or damaged."""
+    EVICTED = "evicted"
+    """A recording was deleted to make room."""
+    NO_ROOM = "no_room"
+    """A recording was not written, because the budget is used by pinned and new ones."""
+    ORPHANED = "orphaned"
+    """A file that no recording has was deleted."""
+    FAILED = "failed"
+    """The object store could not be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStatistics:
+    """A snapshot of the recordings in the object store. Counts are since the start."""
+
+    templates: int
+    alone: int
+    """Number of templates that this store does not have on its disk."""
+    size_bytes: int
+    budget_bytes: int
+    outcomes: dict[str, int]
+    """Counts by `SharedOutcome`."""
+    trouble: str
+    """Why the object store cannot be used now; "" if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +132,10 @@ class ActivationStatistics:
     waiting_bytes: int
     trouble: str
     """Why nothing can be recorded now; "" if it can."""
+    shared: SharedStatistics | None
+    """The recordings in the object store; None without one."""
+
+    @property
+    def shared_trouble(self) -> str:
+        """Why the object store cannot be used now; "" if it can, or if there is none."""
+        return self.shared.trouble if self.shared is not None else ""

@@ -24,6 +24,8 @@ from bottega.activations.store.insertion import IncomingSection, TemplateInserti
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings, SectionIntake
 from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStatistics, ActivationStoreSettings, DropReason
+from bottega.activations.store.shared_templates import SharedTemplates
+from bottega.activations.store.template_objects import TemplateObjects
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
@@ -32,12 +34,16 @@ from bottega.caching import CacheLease, FilesByPath, Tier, TieredCache
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import StorageUnavailable, Unavailable
 from bottega.process import open_files
+from bottega.storage import BlobFiles
+from bottega.storage.objects import ObjectStore
 from bottega.store_times import LapTimer
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
 
 # Share of the process's descriptors for sections in memory. The others are for connections and other sections.
 _SHARE_OF_OPEN_FILES = 0.5
+# Further loads at once with an object store, whose answers take longer than those of a disk.
+_SHARED_LOADS = 8
 
 
 class ActivationStore:
@@ -45,9 +51,19 @@ class ActivationStore:
 
     `link` arguments are any object that identifies a worker's connection. A worker's recordings end with its
     connection.
+
+    Args:
+        objects: Where recordings are shared with other stores: the stores of manifests and of files, see
+            TemplateObjects. None: this store has recordings of its own, on its disk.
     """
 
-    def __init__(self, settings: ActivationStoreSettings, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        settings: ActivationStoreSettings,
+        *,
+        objects: tuple[ObjectStore, ObjectStore] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._settings = settings
         self._now = SteadyClock(clock or Clock())
         self._counts = StoreCounts(DropReason)
@@ -56,20 +72,27 @@ class ActivationStore:
         )
         disk = activation_disk(settings.folder, min_free_bytes=settings.min_free_bytes)
         self._profiles = profile_folder(settings.folder / "profiles")
+        self._shared = self._share(objects, disk.files) if objects is not None else None
         self._memory = TieredCache(
-            FilesByPath(disk.files.path),
+            self._shared or FilesByPath(disk.files.path),
             what="section",
             missing=self._missing,
             budget_bytes=settings.memory_budget_bytes,
             max_entries=max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit())),
-            max_loads=settings.max_loads,
+            max_loads=settings.max_loads + (_SHARED_LOADS if objects is not None else 0),
             on_damaged=self._lose,
             spared=lambda: self._table.pinned,
         )
         self._loader = TemplateLoader(self._memory, budget_bytes=settings.memory_budget_bytes)
         self._recordings = PendingRecordings(idle_s=settings.record_idle_s, now=self._now, on_over=self._forget)
         self._insertion = TemplateInsertion(
-            settings, table=self._table, disk=disk, memory=self._memory, counts=self._counts, now=self._now
+            settings,
+            table=self._table,
+            disk=disk,
+            memory=self._memory,
+            counts=self._counts,
+            now=self._now,
+            shared=objects is not None,
         )
         self._writer = ActivationWriter(
             settings,
@@ -89,15 +112,19 @@ class ActivationStore:
         """
         self._profiles.open()
         self._writer.start()
+        if self._shared is not None:
+            self._shared.start()
 
     def close(self) -> None:
         """Write the pending templates, and stop. Does nothing if the store was not started."""
         self._writer.close()
+        if self._shared is not None:
+            self._shared.close()
         self._memory.close()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` until all earlier changes are written. Return whether they are."""
-        return self._writer.flush(timeout_s)
+        return self._writer.flush(timeout_s) and (self._shared is None or self._shared.flush(timeout_s))
 
     def wait_idle(self, seconds: float) -> bool:
         """Wait up to `seconds` until no section is leased. Return False if one still is."""
@@ -112,6 +139,8 @@ class ActivationStore:
         """
         check_question(question)
         times, timer = StoreTimes(), LapTimer()
+        if self._shared is not None and self._table.get(question.key) is None:
+            self._shared.bring(question.key)
         template = self._table.find(question.key, question.recording)
         reply = self._reply(template, times) if template is not None else None
         self._counts.add("hits" if reply is not None else "misses")
@@ -237,30 +266,45 @@ class ActivationStore:
         Args:
             is_own: Tells whether a template, given by its key, belongs to this store; others are left out.
         """
-        return self._loader.prefetch([(source, self._table.expect(source, is_own)) for source in sources])
+        found = self._loader.prefetch([(source, self._table.expect(source, is_own)) for source in sources])
+        shared = self._shared
+        if shared is None:
+            return found
+        return [shared.expect(at.source, is_own) if at.tier == pb.TEMPLATE_TIER_NOWHERE else at for at in found]
 
     def warm(self, prefix: str) -> pb.WarmTemplateResponse:
         """Start to load templates whose IDs begin with `prefix` into memory, most recently used first."""
+        if self._shared is not None and prefix:
+            self._shared.bring_matching(prefix)
         found = [coming for coming in self._loader.load(self._table.matching(prefix)) if coming >= 0]
         return pb.WarmTemplateResponse(templates=len(found), loading_bytes=sum(found))
 
     def templates(self, limit: int) -> list[pb.Template]:
-        """Return up to `limit` templates, most recently used first. The caller sets `holder`."""
-        return [self._describe(template) for template in self._table.newest(limit)]
+        """Return up to `limit` templates, most recently used first. The caller sets `holder`.
+
+        Those that only the object store has come last.
+        """
+        own = [self._loader.describe(template, self._now()) for template in self._table.newest(limit)]
+        return own + (self._shared.describe(limit - len(own)) if self._shared is not None else [])
 
     def drop(self, prefix: str) -> int:
         """Delete templates whose IDs begin with `prefix`, and return how many. Running edits keep their activations.
 
-        Raise StorageUnavailable if the disk does not answer.
+        Raise StorageUnavailable if the disk or the object store does not answer.
         """
-        return self._writer.drop(prefix)
+        if self._shared is None:
+            return self._writer.drop(prefix)
+        own = {template.recording for template in self._table.matching(prefix)}
+        self._writer.drop(prefix)
+        return len(own | self._shared.drop(prefix))
 
     def pin(self, prefix: str, pinned: bool) -> int:
         """Pin templates whose IDs begin with `prefix` so that they are not evicted, or unpin them. Return how many.
 
-        Raise StorageUnavailable if the disk does not answer.
+        Raise StorageUnavailable if the disk or the object store does not answer.
         """
-        return self._writer.pin(prefix, pinned=pinned)
+        own = self._writer.pin(prefix, pinned=pinned)
+        return own + (self._shared.pin(prefix, pinned=pinned) if self._shared is not None else 0)
 
     def profiles(self) -> list[pb.BlockProfile]:
         """Return all block profiles."""
@@ -314,6 +358,7 @@ class ActivationStore:
             waiting=waiting,
             waiting_bytes=waiting_bytes,
             trouble=self._writer.trouble,
+            shared=self._shared.statistics() if self._shared is not None else None,
         )
 
     def _reply(self, template: TemplateRecord, times: StoreTimes) -> TemplateReply | None:
@@ -327,28 +372,8 @@ class ActivationStore:
 
     def _may_record(self, question: pb.TemplateQuestion, link: Hashable) -> bool:
         wanted = question.would_record and not self._writer.trouble and self._settings.disk_budget_bytes > 0
-        return wanted and self._table.get(question.key) is None and self._recordings.grant(question.key, link)
-
-    def _describe(self, template: TemplateRecord) -> pb.Template:
-        header, use = template.header, template.use
-        memory_bytes = self._loader.memory_bytes(template)
-        return pb.Template(
-            id=template.recording,
-            digest=header.digest,
-            model=header.model,
-            model_hash=header.model_hash,
-            width=header.width,
-            height=header.height,
-            size_bytes=template.size_bytes,
-            steps=template.step_count,
-            uses=use.uses,
-            idle_s=max(0.0, self._now() - use.used_s),
-            in_use=any(self._memory.leases(section.digest) for section in template.sections.values()),
-            valid_share=template.valid_share,
-            tier=pb.TEMPLATE_TIER_MEMORY if memory_bytes == template.size_bytes else pb.TEMPLATE_TIER_DISK,
-            pinned=use.pinned,
-            memory_bytes=memory_bytes,
-        )
+        there = self._table.get(question.key) or (self._shared is not None and self._shared.has(question.key))
+        return bool(wanted and not there and self._recordings.grant(question.key, link))
 
     def _drop_section(self, layout: SectionLayout, reason: DropReason) -> None:
         self._writer.unreserve(layout.size_bytes)
@@ -359,7 +384,24 @@ class ActivationStore:
         return _gone()
 
     def _lose(self, digest: str) -> None:
-        self._writer.lose(digest)
+        if self._shared is not None and self._shared.forget_copy(digest):
+            self._counts.add("damaged")
+        else:
+            self._writer.lose(digest)
+
+    def _share(self, objects: tuple[ObjectStore, ObjectStore], local: BlobFiles) -> SharedTemplates:
+        manifests, files = objects
+        budget_bytes = self._settings.shared_budget_bytes
+        return SharedTemplates(
+            TemplateObjects(manifests=manifests, files=files, budget_bytes=budget_bytes, now=self._now),
+            table=self._table,
+            local=local,
+            adopt=lambda manifest, drawn: self._writer.adopt(manifest, drawn),
+            drop=lambda recording: self._writer.drop(recording),
+            lose=lambda digest: self._writer.lose(digest),
+            now=self._now,
+            retry_s=self._settings.retry_s,
+        )
 
     def _forget(self, pending: PendingRecording) -> None:
         self._writer.forget(pending)

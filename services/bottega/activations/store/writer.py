@@ -13,6 +13,7 @@ import threading
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings
 from bottega.activations.store.settings import ActivationStoreSettings, DropReason
+from bottega.activations.store.template_objects import Manifest
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.addons.edits.wire import DrawnTensors
 from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges, StoreCounts
@@ -101,6 +102,13 @@ class ActivationWriter(BlobWriter):
             self._thread.post(lambda: self._insertion.release(gone))
             self._thread.post(self._tidy)
 
+    def adopt(self, manifest: Manifest, drawn: bytes) -> bool:
+        """Add a template whose sections are in the object store; see TemplateInsertion.adopt. Return whether it was.
+
+        Raise StorageUnavailable if the disk does not answer.
+        """
+        return self._thread.call(lambda: self._adopt(manifest, drawn))
+
     def drop(self, prefix: str) -> int:
         """Delete templates, and return how many. Raise StorageUnavailable if the disk does not answer."""
         return self._thread.call(lambda: self._drop(prefix))
@@ -152,6 +160,13 @@ class ActivationWriter(BlobWriter):
         finally:
             self._recordings.remove(pending)
             self.unreserve(drawn.size_bytes if drawn is not None else 0)
+
+    def _adopt(self, manifest: Manifest, drawn: bytes) -> bool:
+        try:
+            return not self._trouble and self._insertion.adopt(manifest, drawn)
+        except (StorageUnavailable, DataLoss) as error:
+            self._fail(error)
+            return False
 
     def _note(self, reason: DropReason | None) -> None:
         if reason is not None:

@@ -227,9 +227,9 @@ def list_command(*, limit: int, address: str) -> None:
     """List templates, and how full stores and workers are.
 
     The most recently used template comes first. "where" says whether the activation store has it in memory (or which
-    share of it) or only on disk, and which workers have it in memory. "in use" means that an edit needs it now. "75 %
-    of the image" means that the template covers that part: edits compute the rest and add it. "uses" counts the
-    workers' requests to the store; an edit whose worker has everything in memory makes none.
+    share of it), or only on disk or in S3, and which workers have it in memory. "in use" means that an edit needs it
+    now. "75 % of the image" means that the template covers that part: edits compute the rest and add it. "uses" counts
+    the workers' requests to the store; an edit whose worker has everything in memory makes none.
     """
     with connect(address) as client:
         overview = client.templates()
@@ -241,6 +241,8 @@ def list_command(*, limit: int, address: str) -> None:
         note(_NOTHING_YET if _records(overview) else _NOTHING_EVER)
     if overview.holders:
         print_table(holders_table(overview.holders))
+        for text in shared_texts(overview.holders):
+            say(text)
     _note_trouble(overview)
 
 
@@ -283,10 +285,18 @@ def holders_table(holders: Sequence[TemplateHolder]) -> PlainTable:
     return table
 
 
+def shared_texts(holders: Sequence[TemplateHolder]) -> list[str]:
+    """Return how full the object storage is that stores share, one text for each."""
+    rooms = [_room(each.objects_bytes, each.objects_budget_bytes) for each in holders if each.objects_budget_bytes]
+    return [f"In S3, for all stores: {room}" for room in dict.fromkeys(rooms)]
+
+
 def _note_trouble(overview: TemplateOverview) -> None:
     for holder in overview.holders:
         if holder.trouble:
             note(f"The store {holder.name} records nothing now: {holder.trouble}. Edits are drawn meanwhile.")
+        if holder.objects_trouble:
+            note(f"The store {holder.name} cannot use its objects now: {holder.objects_trouble}.")
     for silent in overview.silent:
         title = _TITLES.get(silent.kind, silent.kind)
         note(f"The templates of the {title} {silent.name} are not listed: {silent.error.message}")
@@ -304,7 +314,8 @@ def _places(template: FleetTemplate) -> Iterator[str]:
     """Yield where a template is: in its store's memory or on its disk, and at which workers."""
     if template.store:
         in_memory = template.memory_bytes / template.size_bytes if template.size_bytes else 1.0
-        yield "memory" if in_memory >= _WHOLE else f"memory {_share(in_memory)}" if in_memory else "disk"
+        far = "S3" if template.only_objects else "disk"
+        yield "memory" if in_memory >= _WHOLE else f"memory {_share(in_memory)}" if in_memory else far
     if len(template.workers) > _MOST_NAMES:
         yield f"{len(template.workers)} workers"
     else:

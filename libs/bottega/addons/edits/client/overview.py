@@ -101,6 +101,9 @@ async def _ask_store(store: FleetMember, *, timeout_s: float = STORE_S) -> _List
         disk_budget_bytes=answer.budget_bytes,
         template_budget_bytes=answer.template_budget_bytes,
         trouble=answer.trouble,
+        objects_bytes=answer.objects_bytes,
+        objects_budget_bytes=answer.objects_budget_bytes,
+        objects_trouble=answer.objects_trouble,
     )
     return _Listing(holder=holder, templates=answer.templates)
 
@@ -130,7 +133,14 @@ def _merged(listings: Iterable[_Listing]) -> tuple[FleetTemplate, ...]:
 
 def _merge_records(records: Sequence[tuple[TemplateHolder, pb.Template]]) -> FleetTemplate:
     """Merge the descriptions of one template. The store's counts most, else that of the worker which used it last."""
-    ordered = sorted(records, key=lambda item: (item[0].kind != kinds.ACTIVATIONS, item[1].idle_s))
+    ordered = sorted(
+        records,
+        key=lambda item: (
+            item[0].kind != kinds.ACTIVATIONS,
+            item[1].tier == pb.TEMPLATE_TIER_OBJECTS,
+            item[1].idle_s,
+        ),
+    )
     stores = [holder.name for holder, _ in ordered if holder.kind == kinds.ACTIVATIONS]
     return template_from(
         [record for _, record in ordered],
@@ -180,6 +190,11 @@ def _check_store(store: FleetMember, served: Mapping[str, ServedModel], worker_b
         room = f"{_gib(holder.disk_bytes)} of {_gib(holder.disk_budget_bytes)} GiB"
         count = f"{holder.templates} template{'' if holder.templates == 1 else 's'}"
         yield ok(f"activation store {store.name} joined, with {count}, {room}")
+    if holder.objects_trouble:
+        yield warn(
+            f"the activation store {store.name} cannot use its objects: {holder.objects_trouble}",
+            "It resumes by itself when the problem is solved. Edits are drawn meanwhile.",
+        )
     pinned_bytes = sum(template.size_bytes for template in listing.templates if template.pinned)
     if pinned_bytes > _MOST_PINNED * holder.disk_budget_bytes:
         share = f"{pinned_bytes / max(1, holder.disk_budget_bytes):.0%}"

@@ -30,6 +30,12 @@ class TemplateHolder:
     """Bytes that one template may take; 0 for no limit."""
     trouble: str = ""
     """Why the service cannot record now; empty if it can."""
+    objects_bytes: int = 0
+    """Bytes of the recordings that stores share in the object storage."""
+    objects_budget_bytes: int = 0
+    """Upper bound on them; 0 if the service shares none."""
+    objects_trouble: str = ""
+    """Why the service cannot use the object storage now; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,8 @@ class FleetTemplate:
     """Name of the store that has the template; empty if none has it."""
     workers: tuple[str, ...] = ()
     """Names of the workers that have the template, or a part of it, in memory."""
+    only_objects: bool = False
+    """Whether no store has the template on its disk, but the object storage that stores share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +215,7 @@ def template_from(
         pinned=first.pinned,
         store=store,
         workers=workers,
+        only_objects=first.tier == activations_pb2.TEMPLATE_TIER_OBJECTS,
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from bottega import kinds
-from bottega.addons.edits.client.cli import holders_table, templates_table
+from bottega.addons.edits.client.cli import holders_table, shared_texts, templates_table
 from bottega.addons.edits.client.types import FleetTemplate, TemplateHolder, template_from
 from bottega.client.cli.terminal import PlainTable
-from bottega.v1.activations_pb2 import Template
+from bottega.v1.activations_pb2 import TEMPLATE_TIER_OBJECTS, Template
 
 MIB, GIB = 1 << 20, 1 << 30
 LETTERS = 80
@@ -65,6 +66,10 @@ def test_where_a_template_is_is_said_of_each_tier(number: int, where: str) -> No
     assert _where(_known(number)) == where.replace(" ", "")
 
 
+def test_a_template_that_only_the_object_storage_has_is_said() -> None:
+    assert _where(_known(0, tier=TEMPLATE_TIER_OBJECTS, pinned=True)) == "S3;pinned"
+
+
 def test_the_state_of_a_template_is_said() -> None:
     assert _where(_known(0, pinned=True, in_use=True)) == "disk;pinned;inuse"
     assert _where(_known(0, valid_share=0.999)) == "disk;99%oftheimage"
@@ -96,3 +101,7 @@ def test_the_room_of_stores_and_workers_is_said() -> None:
     assert ["store", "activations", "812", *room] in rows
     assert ["worker", "worker-0", "4", "412", "MiB", "of", "512", "MiB"] in rows
     assert all("on" not in line.split() for line in _shown(holders_table([worker])))
+    shared = replace(store, name="shared", objects_bytes=2 * GIB, objects_budget_bytes=1024 * GIB)
+    assert shared_texts([shared, replace(shared, name="other"), worker]) == [
+        "In S3, for all stores: 2.00 GiB of 1.00 TiB"
+    ]
