@@ -101,7 +101,7 @@ def test_the_room_of_stores_and_workers_is_said() -> None:
     assert ["store", "activations", "812", *room] in rows
     assert ["worker", "worker-0", "4", "412", "MiB", "of", "512", "MiB"] in rows
     assert all("on" not in line.split() for line in _shown(holders_table([worker])))
-    shared = replace(store, name="shared", objects_bytes=2 * GIB, objects_budget_bytes=1024 * GIB)
+    shared = replace(store, name="shared", objects_bytes=2 * GIB, objects_budget_bytes=512 * GIB)
     assert shared_texts([shared, replace(shared, name="other"), worker]) == [
-        "In S3, for all stores: 2.00 GiB of 1.00 TiB"
+        "In S3, for all stores: 2.00 GiB of 512.0 GiB"
     ]
