@@ -49,15 +49,15 @@ class Group:
         return entries, index
 
     @contextlib.contextmanager
-    def running(self, name: str, cache: str = "", **changed: Any) -> Iterator[LatentStore]:
-        """Start a store of this name, and close it after the block."""
+    def running(self, name: str, cache: str = "", *, measured: bool = True, **changed: Any) -> Iterator[LatentStore]:
+        """Start a store of this name, and close it after the block. measured: its model has a profile."""
         entries, index = self.entries(name, cache)
         settings = cached_latents.settings(self.folder / (cache or f"folder of {name}").replace(" ", "-"), **changed)
         store = LatentStore(settings, index=index, disk=entries)
         store.start()
         try:
             store.flush(cached_latents.WAIT_S)
-            if not store.profiles():
+            if measured and not store.profiles():
                 store.set_profile(cached_latents.profile())
             yield store
         finally:

@@ -277,7 +277,7 @@ class BlobWriter(abc.ABC):
     def _load(self) -> None:
         self._read()
         self._loaded = True
-        _log.info(f"{self._name} has read its records from disk")
+        _log.info(f"{self._name} has read its records")
 
     def _check_closing(self) -> None:
         """Raise StoreClosing if the store is being closed. A long `_read` calls it now and then."""

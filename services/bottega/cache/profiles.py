@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+
+from google.protobuf.message import DecodeError
 
 from bottega import rules
 from bottega.addons.cache.skip_profile import LengthClass, SkipProfile, fallback_profile
@@ -16,6 +19,8 @@ from bottega.errors import Violation
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.generation_pb2 import Fidelity
+
+_log = logging.getLogger(__name__)
 
 MAX_ABOUT_CHARACTERS = 1000
 
@@ -46,6 +51,27 @@ class CacheProfiles(ProfileFolder[CacheProfile]):
     def has(self, model_hash: str) -> bool:
         """Return whether the model has a profile."""
         return self.get(model_hash) is not None
+
+    def serialized(self) -> dict[str, bytes]:
+        """Return all profiles as bytes, by model hash."""
+        return {profile.model_hash: profile.SerializeToString(deterministic=True) for profile in self.all()}
+
+    def take_over(self, profiles: Mapping[str, bytes]) -> None:
+        """Set the profiles that other caches have. Skip those that this version cannot read. Raise StorageUnavailable.
+
+        Args:
+            profiles: As of `serialized`; an empty profile deletes that of its model.
+        """
+        own = self.serialized()
+        for model_hash, data in profiles.items():
+            if own.get(model_hash) != data:
+                try:
+                    profile = CacheProfile.FromString(data)
+                    if model_hash in own or profile.balanced or profile.fast:
+                        self.set(profile)
+                except (DecodeError, ValueError) as error:
+                    facts = {"model_hash": model_hash, "text": str(error)}
+                    _log.warning("a profile of another cache cannot be used", extra=facts)
 
     def skip_profile(self, model_hash: str, fidelity: Fidelity.ValueType, *, width: int) -> SkipProfile | None:
         """Return the skip profile of a model for a fidelity; None means that nothing may be reused.

@@ -79,7 +79,10 @@ TakeEntries = Callable[[str, Sequence[EntryRecord]], None]
 
 
 class EntryDisk(StoreDisk, Protocol):
-    """The stored entries of a cache. The writer's thread calls it; any thread may use `read` and `sharing`."""
+    """The stored entries of a cache. The writer's thread calls it.
+
+    Any thread may use `read`, `sharing` and `set_profile`.
+    """
 
     @property
     def sharing(self) -> int:
@@ -101,6 +104,16 @@ class EntryDisk(StoreDisk, Protocol):
 
     def parameters(self, numbers: Collection[int]) -> dict[int, bytes]:
         """Return the serialized parameters of existing entries."""
+
+    def exchange_profiles(self, own: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Add profiles for models that have none in other caches, and return the profiles that all caches have.
+
+        Args:
+            own: Serialized profiles by model hash.
+        """
+
+    def set_profile(self, model_hash: str, profile: bytes) -> None:
+        """Replace the profile of a model for all caches. An empty one stands for none."""
 
     def make_room(self) -> None:
         """Delete discarded files now, if that frees space for files to be written."""
@@ -183,6 +196,12 @@ class LocalEntries(BlobDisk):
             return found
 
         return self.records.transact(read)
+
+    def exchange_profiles(self, own: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        return own
+
+    def set_profile(self, model_hash: str, profile: bytes) -> None:
+        """Do nothing, because the entries are no other cache's."""
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
         self.files.check_room(sum(map(len, files.values())))

@@ -262,6 +262,12 @@ class SharedEntries:
     def parameters(self, numbers: Collection[int]) -> dict[int, bytes]:
         return self._database.run(self._records.parameters(numbers), _CHANGE_S)
 
+    def exchange_profiles(self, own: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        return self._database.run(self._records.exchange_profiles(own), _CHANGE_S)
+
+    def set_profile(self, model_hash: str, profile: bytes) -> None:
+        self._database.run(self._records.set_profile(model_hash, profile), _CHANGE_S)
+
     def make_room(self) -> None:
         """Do nothing, because the bucket is not full."""
 
@@ -290,7 +296,10 @@ class SharedEntries:
             del self._garbage[-_PAGE:]
         if time.monotonic() >= self._search_due_s:
             self._search_due_s = time.monotonic() + _SEARCH_S
-            self._search(next(self._shards))
+            shard = next(self._shards)
+            # Other caches may have recorded what belongs here while workers had no link to this one.
+            self._has_moved = self._has_moved or shard.endswith("0")
+            self._search(shard)
 
     def renew(self, used_bytes: int) -> bool:
         self._used_bytes = used_bytes

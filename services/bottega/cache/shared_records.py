@@ -10,7 +10,7 @@ Import this module only where a database is configured: it needs the extra `post
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from bottega.addons.interface.store_link import rank_stores
 from bottega.blobstore import RecordChanges, StoredRecord, StoredRow
@@ -48,7 +48,9 @@ _MIGRATIONS = (
         CREATE TABLE bottega_cache_latents (
             number bigint NOT NULL REFERENCES bottega_cache_entries ON DELETE CASCADE, step integer NOT NULL,
             digest bytea NOT NULL, checksum bigint NOT NULL, frequency double precision NOT NULL,
-            used_at double precision NOT NULL, created_at double precision NOT NULL, PRIMARY KEY (number, step))
+            used_at double precision NOT NULL, created_at double precision NOT NULL, PRIMARY KEY (number, step));
+        CREATE TABLE bottega_cache_profiles (
+            objects text NOT NULL, model_hash text NOT NULL, profile bytea NOT NULL, PRIMARY KEY (objects, model_hash))
         """
     ),
 )
@@ -193,6 +195,24 @@ class SharedRecords:
                 await _insert(
                     connection, "bottega_cache_latents", _LATENTS.columns, list(map(_LATENTS.values, rows.parts))
                 )
+
+    async def exchange_profiles(self, own: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Add profiles of models that have none, and return the profiles of all models. All are serialized."""
+        add = (
+            "INSERT INTO bottega_cache_profiles SELECT %(objects)s, * FROM"
+            " unnest(%(models)s::text[], %(profiles)s::bytea[]) ON CONFLICT DO NOTHING"
+        )
+        read = "SELECT model_hash, profile FROM bottega_cache_profiles WHERE objects = %(objects)s"
+        await self._database.fetch(add, self._me | {"models": list(own), "profiles": list(own.values())})
+        return dict(await self._database.fetch(read, self._me))
+
+    async def set_profile(self, model_hash: str, profile: bytes) -> None:
+        """Replace the profile of a model for all caches."""
+        query = (
+            "INSERT INTO bottega_cache_profiles VALUES (%(objects)s, %(model)s, %(profile)s)"
+            " ON CONFLICT (objects, model_hash) DO UPDATE SET profile = excluded.profile"
+        )
+        await self._database.fetch(query, self._me | {"model": model_hash, "profile": profile})
 
     async def recorded(self, names: Collection[str]) -> set[str]:
         """Return those of these names of files that a record of any cache has."""

@@ -16,6 +16,7 @@ from bottega.cache import shared_entries, shared_records
 from bottega.cache.__main__ import build
 from bottega.cache.records import FILE_NAMES
 from bottega.cache.server import check_configured
+from bottega.cache.store import writer
 from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError, StorageUnavailable
 from bottega.storage.objects import s3_location
@@ -27,6 +28,7 @@ from tests.support.cached_latents import (
     PICTURE_BYTES,
     RECORDED,
     latent,
+    profile,
     question,
     record,
     room,
@@ -97,10 +99,22 @@ def test_a_cache_on_another_host_finds_its_entries_at_once(group: Group, server:
     with group.running("one", "first host") as one:
         _fill(one)
         before = server.keys(group.objects.split("/")[2])
-    with group.running("one", "second host") as one:
+    with group.running("one", "second host", measured=False) as one:
+        assert one.profiles() == [profile()]
         assert len(_prompts(one)) == len(SEEDS)
         assert all(_serves(one, seed) for seed in SEEDS)
     assert server.keys(group.objects.split("/")[2]) == before
+
+
+def test_a_profile_is_that_of_all_caches(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_TICKS_BETWEEN_PROFILES", 1)
+    with group.running("one") as one, group.running("two") as two:
+        first, second = profile(), profile(words=9)
+        assert two.profiles() == [first], "of the first one"
+        two.set_profile(second)
+        wait_until(lambda: one.profiles() == [second], "the new one")
+        one.set_profile(pb.CacheProfile(model_hash=first.model_hash))
+        wait_until(lambda: not two.profiles(), "its deletion")
 
 
 def test_a_name_belongs_to_one_living_cache(group: Group, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,10 +309,11 @@ def test_a_cache_begins_while_the_database_is_away_and_a_read_only_one_is_troubl
         name = database.new_database()
         group = Group(url=database.url(name), objects=f"s3://{server.bucket()}/cache", folder=tmp_path)
         database.stop()
-        with group.running("one") as one:
+        with group.running("one", measured=False) as one:
             assert "cannot be used" in one.statistics().trouble
             database.start()
             wait_until(lambda: not one.statistics().trouble, "the end of the outage")
+            one.set_profile(profile())
             record(one, vector(0), seed=0)
             written(one)
             database.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")

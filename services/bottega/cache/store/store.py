@@ -88,6 +88,7 @@ class LatentStore:
             settings,
             contents=self._contents,
             disk=disk,
+            profiles=self._profiles,
             counts=self._counts,
             clock=clock,
         )
@@ -237,11 +238,12 @@ class LatentStore:
         return self._profiles.all()
 
     def set_profile(self, profile: CacheProfile) -> CacheProfile:
-        """Replace the profile of a model. A profile without classes removes it.
+        """Replace the profile of a model, for all caches that share entries. A profile without classes removes it.
 
         Raises ValueError if it is invalid, and StorageUnavailable.
         """
         self._profiles.set(profile)
+        self._disk.set_profile(profile.model_hash, profile.SerializeToString(deterministic=True))
         return profile
 
     def add_profile(self, profile: CacheProfile) -> None:

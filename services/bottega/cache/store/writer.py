@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from bottega.blobstore import BlobWriter, RecordChanges
 from bottega.cache.latent import CheckedRecording, Entry, EntryPicture, EntryRecord, KeptLatent
+from bottega.cache.profiles import CacheProfiles
 from bottega.cache.records import EntryDisk, latent_name, noise_of, picture_name
 from bottega.cache.store.contents import Contents, Removal, new_usage
 from bottega.cache.store.settings import CacheCounts, Dropped, StoreSettings
@@ -23,6 +24,8 @@ from bottega.errors import DataLoss, QueueFull, StorageUnavailable
 # Upper bound on the recordings that are written at once, and on their share of the budgets.
 _MOST_AT_ONCE = 64
 _SHARE_AT_ONCE = 0.5
+# Profiles that another cache has got meanwhile are looked for so often: every 30 s.
+_TICKS_BETWEEN_PROFILES = 6
 
 
 class Insertion:
@@ -149,14 +152,23 @@ class CacheWriter(BlobWriter):
     """The writer of a cache. Stored entries are read in the background."""
 
     def __init__(
-        self, settings: StoreSettings, *, contents: Contents, disk: EntryDisk, counts: CacheCounts, clock: Clock
+        self,
+        settings: StoreSettings,
+        *,
+        contents: Contents,
+        disk: EntryDisk,
+        profiles: CacheProfiles,
+        counts: CacheCounts,
+        clock: Clock,
     ) -> None:
         self._disk: EntryDisk
         super().__init__(disk, name="the approximate cache", retry_s=settings.retry_s, loads_in_background=True)
         self._settings = settings
         self._contents = contents
         self._table = contents.table
+        self._profiles = profiles
         self._counts = counts
+        self._ticks = 0
         self._lock = threading.Lock()
         self._waiting: deque[CheckedRecording] = deque()
         self._waiting_bytes = 0
@@ -208,6 +220,7 @@ class CacheWriter(BlobWriter):
     def _read(self) -> None:
         self._contents.forget(self._table.clear("").entries)
         self._table.take_changes()
+        self._share_profiles()
         self._disk.load_entries((), self._take)
         self._contents.loaded()
         self._insertion.make_room()
@@ -227,8 +240,14 @@ class CacheWriter(BlobWriter):
         super()._tick()
         self._attempt(self._follow)
 
+    def _share_profiles(self) -> None:
+        self._profiles.take_over(self._disk.exchange_profiles(self._profiles.serialized()))
+
     def _follow(self) -> None:
-        """Load entries that became this cache's, and forget those that became another one's."""
+        """Load entries that became this cache's, and forget those that became another one's. Exchange profiles."""
+        self._ticks += 1
+        if self._loaded and not self._trouble and self._ticks % _TICKS_BETWEEN_PROFILES == 0:
+            self._share_profiles()
         if self._disk.renew(self._table.size_bytes) and self._loaded and not self._trouble:
             gone = self._disk.load_entries(self._table.numbers(), self._take)
             self._contents.forget(self._table.leave(gone))
