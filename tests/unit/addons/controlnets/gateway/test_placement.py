@@ -535,6 +535,20 @@ async def test_a_copy_that_is_used_or_pinned_or_that_a_job_has_made_stays(shop: 
     assert not policy.decide(copies(), 0.25, 600.0)
 
 
+def test_a_controlnet_that_many_servers_have_gets_several_more_at_once() -> None:
+    def copy(number: int, *, loaded: bool) -> Copy:
+        sessions = 20 if loaded else number
+        candidate = _candidate(f"s{number:02}", sessions=sessions)
+        return Copy(candidate=candidate, loaded=loaded, fits=not loaded, sessions=sessions, pinned=False)
+
+    policy = ReplicaPolicy()
+    nets = {"edges": [copy(number, loaded=number < 12) for number in range(20)]}
+    assert not policy.decide(nets, 0.25, 0.0)
+    changes = list(policy.decide(nets, 0.25, 4.0))
+    assert [(change.server, change.load) for change in changes] == [("s12", True), ("s13", True), ("s14", True)]
+    assert not policy.decide(nets, 0.25, 5.0), "the next ones have to be needed as long again"
+
+
 async def test_the_second_half_of_a_pair_gets_a_server_of_its_own_where_that_is_sooner(shop: Shop) -> None:
     shop.worker()
     for name in ("s1", "s2"):
