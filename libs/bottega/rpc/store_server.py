@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,14 +91,23 @@ class StoreServer(Collector):
     Args:
         kind: The service's kind in the fleet, see bottega.kinds.
         what: Name of the service in refusals, such as "the activation store".
+        uses: Kinds of the services that `on_services` is told of.
     """
 
     def __init__(
-        self, config: StoreConfig, *, kind: str, what: str, listening: Listening, links: LinkServer[Any]
+        self,
+        config: StoreConfig,
+        *,
+        kind: str,
+        what: str,
+        listening: Listening,
+        links: LinkServer[Any],
+        uses: Sequence[str] = (),
     ) -> None:
         self.name = config.name or f"{kind}-{os.getpid()}"
         self._kind = kind
         self._what = what
+        self._uses = uses
         self._gateway = config.gateway
         self._listening = listening
         self._links = links
@@ -115,8 +124,13 @@ class StoreServer(Collector):
         await self._open()
         if self._gateway:
             registration = registration_of(self._listening, kind=self._kind, name=self.name)
+            registration.uses.extend(self._uses)
             self._membership = FleetMembership(
-                self._gateway, registration, load=self.load, channels=self._listening.channels
+                self._gateway,
+                registration,
+                load=self.load,
+                on_services=self.on_services,
+                channels=self._listening.channels,
             )
             self._membership.start()
 
@@ -129,6 +143,9 @@ class StoreServer(Collector):
     @abc.abstractmethod
     def load(self) -> fleet_pb2.Load:
         """Return the load to report to the fleet."""
+
+    def on_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
+        """Note the services of the kinds in `uses`, at most 8 of a kind. Called at every response of a gateway."""
 
     async def drain(self) -> None:
         """Refuse new links."""

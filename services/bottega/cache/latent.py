@@ -87,6 +87,8 @@ class Entry:
     picture: EntryPicture
     recorded_s: float
     """Time of the recording, in Unix seconds."""
+    place: str
+    """Key by which workers choose the cache that they ask (`placement_key`)."""
 
     @property
     def latent_bytes(self) -> int:
@@ -116,8 +118,6 @@ class EntryRecord:
     """Number of images that started from it."""
     latents: dict[int, KeptLatent]
     """Its latents, by the number of steps after which they were recorded."""
-    place: str = ""
-    """Key by which workers choose the cache (`placement_key`); empty in records that were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,7 +126,7 @@ class CheckedRecording:
 
     key: str
     place: str
-    """Key by which workers choose the cache (`placement_key`)."""
+    """See `Entry.place`."""
     model_hash: str
     parameters: bytes
     embedding: Vector

@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
+from bottega.addons.cache.placement import placement_key
 from bottega.blobstore import (
     BlobDisk,
     Completion,
@@ -250,8 +252,12 @@ def usage_values(usage: Usage) -> Values:
     return usage.frequency, usage.used_at, usage.created_at
 
 
-def read_entry(stored: StoredRecord) -> EntryRecord:
-    """Convert an undamaged row to an entry."""
+def read_entry(stored: StoredRecord, place: str = "") -> EntryRecord:
+    """Convert an undamaged row to an entry.
+
+    Args:
+        place: By default, that of an entry without LoRAs.
+    """
     number, name, key, model_hash, dtype, shape, height, width, digest, recorded_s, embedding, parameters = (
         stored.row.values
     )
@@ -265,6 +271,7 @@ def read_entry(stored: StoredRecord) -> EntryRecord:
         shape=tuple(json.loads(shape)),
         picture=EntryPicture(height=height, width=width, digest=digest),
         recorded_s=recorded_s,
+        place=place or placement_key(key, np.frombuffer(embedding, np.float32)),
     )
     return EntryRecord(
         entry=entry,

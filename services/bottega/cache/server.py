@@ -161,6 +161,7 @@ class CacheServer(StoreServer):
             what="the approximate cache",
             listening=listening,
             links=CacheLinks(config.links, store=self.store),
+            uses=(kinds.CACHE,),
         )
 
     def load(self) -> fleet_pb2.Load:
@@ -171,6 +172,10 @@ class CacheServer(StoreServer):
             memory_bytes=self._memory.resident_bytes,
             activity=fleet_pb2.Activity(lookups=sum(lookups.values()), hits=lookups["hit"]),
         )
+
+    def on_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
+        """Note which caches share the entries."""
+        self.store.set_caches(self.name, frozenset(service.name for service in services))
 
     async def _open(self) -> None:
         """Open the store. Stored entries are read in the background."""
@@ -319,6 +324,7 @@ def _store_metrics(store: LatentStatistics) -> Iterator[Metric]:
         ("entries", "Images with cached latents.", sum(model.entries for model in store.models)),
         ("latents", "Latents.", sum(model.latents for model in store.models)),
         ("keys", "Combinations of request settings with cached latents.", sum(model.keys for model in store.models)),
+        ("elsewhere", "Entries that belong to other caches since some have joined or left.", store.elsewhere),
         ("sharing", "Caches that share the entries in the database, this one included; else 1.", store.sharing),
         ("waiting_bytes", "Bytes of recordings that wait to be written.", store.waiting_bytes),
         ("in_trouble", "1 while nothing can be recorded, else 0.", int(bool(store.trouble))),

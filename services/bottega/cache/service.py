@@ -100,6 +100,7 @@ def _stats(figures: LatentStatistics) -> pb.GetCacheStatsResponse:
         dropped=figures.dropped,
         trouble=figures.trouble,
         predictor_on=figures.predictor is not None and figures.predictor.on,
+        elsewhere=figures.elsewhere,
     )
 
 

@@ -147,7 +147,8 @@ class SharedRecords:
 
         An entry that is damaged, or has no latents, is useless.
         """
-        query = f"SELECT {', '.join(_ENTRIES.columns)} FROM bottega_cache_entries WHERE number = ANY(%(numbers)s)"
+        columns = ", ".join(_ENTRIES.columns)
+        query = f"SELECT place, {columns} FROM bottega_cache_entries WHERE number = ANY(%(numbers)s)"
         given = self._me | {"numbers": list(numbers)}
         rows = await self._database.fetch(f"{query} AND {_OWN} ORDER BY key, number", given)
         query = f"SELECT {', '.join(_LATENTS.columns)} FROM bottega_cache_latents WHERE number = ANY(%(numbers)s)"
@@ -155,10 +156,10 @@ class SharedRecords:
         for part in map(_LATENTS.stored, await self._database.fetch(query, given)):
             by_number.setdefault(part.key[0], []).append(part)
         found, useless = [], []
-        for row in map(_ENTRIES.stored, rows):
+        for place, row in ((values[0], _ENTRIES.stored(values[1:])) for values in rows):
             own = tuple(part for part in by_number.get(row.key[0], ()) if part.intact)
             if row.intact and own:
-                found.append(read_entry(StoredRecord(row=row, parts=own, shared=lambda _: None)))
+                found.append(read_entry(StoredRecord(row=row, parts=own, shared=lambda _: None), place))
             else:
                 useless.append(row.key[0])
         return found, useless
@@ -174,7 +175,7 @@ class SharedRecords:
         Raises StorageUnavailable if another cache has this one's name meanwhile.
         """
         rows = new_rows(records)
-        places = {record.entry.number: record.place for record in records}
+        places = {record.entry.number: record.entry.place for record in records}
         async with self._database.transaction() as connection:
             query = (
                 "SELECT 1 FROM bottega_caches WHERE objects = %(objects)s AND name = %(name)s AND id = %(id)s FOR SHARE"

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psycopg
 import pytest
 
+from bottega.addons.cache.placement import placement_key
 from bottega.blobstore import RecordChanges
 from bottega.cache import records as cache_records
 from bottega.cache import shared_entries
@@ -23,7 +25,7 @@ from tests.support import s3
 from tests.support.postgresql import new_database
 from tests.support.shared_caches import Group
 
-LATENT, PICTURE = b"latent" * 4, b"rgb" * 4
+LATENT, PICTURE, EMBEDDING = b"latent" * 4, b"rgb" * 4, np.ones(4, np.float32).tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +119,11 @@ def _record(number: int, steps: tuple[int, ...] = (5, 10), key: str = "ab" * 32)
         shape=(1, 3, 4),
         picture=picture,
         recorded_s=1.5,
+        place=placement_key(key, np.frombuffer(EMBEDDING, np.float32)),
     )
     digest = hashlib.sha256(LATENT).digest()
     latents = {step: KeptLatent(digest=digest, usage=Usage(step=step, used_at=3.0, created_at=2.0)) for step in steps}
-    return EntryRecord(
-        entry=entry, embedding=b"\0\0\x80\x3f" * 4, parameters=b"", hits=0, latents=latents, place=f"{key}/1"
-    )
+    return EntryRecord(entry=entry, embedding=EMBEDDING, parameters=b"", hits=0, latents=latents)
 
 
 def _add(disk: EntryDisk, *records: EntryRecord) -> None:

@@ -90,6 +90,10 @@ def test_a_cache_that_joins_takes_its_share_and_one_that_is_gone_leaves_it(group
             wait_until(lambda: _prompts(one) == _share("one", "one", "two"), "its share to leave the other one")
             assert all(_serves(two, int(prompt.split()[1])) for prompt in _prompts(two))
             assert one.statistics().evictions == 0
+            assert (one.statistics().sharing, two.statistics().sharing) == (2, 2)
+            for name, store in (("one", one), ("two", two)):
+                store.set_caches(name, frozenset({"one", "two"}))
+                assert store.statistics().elsewhere == 0
         wait_until(lambda: _prompts(one) == {f"prompt {seed}" for seed in SEEDS}, "the share of the lost cache")
         assert all(_serves(one, seed) for seed in SEEDS)
         assert one.statistics().damaged == 0
@@ -327,7 +331,7 @@ def test_a_cache_begins_while_the_database_is_away_and_a_read_only_one_is_troubl
             wait_until(lambda: _serves(one, 0), "an answer")
 
 
-def test_a_configuration_that_cannot_work_is_a_clear_error(
+async def test_a_configuration_that_cannot_work_is_a_clear_error(
     tmp_path: Path, server: s3.S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = config(objects="s3://bucket/cache", database="postgresql://somewhere/cache", name="one")

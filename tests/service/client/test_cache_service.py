@@ -14,12 +14,15 @@ from click.testing import Result
 from bottega import errors
 from bottega.addons.cache.client.sdk import ADD_ON
 from bottega.addons.cache.client.types import profile_from
+from bottega.addons.cache.placement import placement_key
+from bottega.addons.interface.store_link import rank_stores
 from bottega.client import AsyncClient
 from bottega.client.addons.addon import CheckResult, Level
-from tests.support.running_cache import MODEL_HASH, Running, joined_cache, profile
+from tests.support.running_cache import KEY, MODEL_HASH, Running, embedding, joined_cache, profile
 from tests.support.running_gateway import Running as RunningGateway
 from tests.support.running_gateway import running_gateway
 from tests.support.terminal import run_at
+from tests.support.waiting import eventually
 
 OTHER = "cd" * 32
 
@@ -74,6 +77,20 @@ async def test_what_several_caches_have_is_one_list(cache: Running, annex: Runni
         await client.cache_entry("0f" * 16)
     assert await client.clear_cache(OTHER) == 1
     assert len(await client.cache_entries()) == 2
+
+
+async def test_entries_that_belong_to_a_cache_that_joined_are_counted(
+    gateway: RunningGateway, cache: Running, own_folder: Path
+) -> None:
+    await cache.fill(*(f"star {number}" for number in range(2, 10)))
+    assert "elsewhere" not in (await _run(gateway, "stats")).stdout
+    async with joined_cache(gateway, own_folder / "third", name="third"):
+        numbers = [0, 1, *range(8)]
+        places = [placement_key(KEY, embedding(number)) for number in numbers]
+        moved = sum(rank_stores(("cache", "third"), place)[0] == "third" for place in places)
+        assert 0 < moved < len(numbers)
+        await eventually(lambda: cache.cache.store.statistics().elsewhere == moved)
+        assert f"{moved} entries belong to other caches" in (await _run(gateway, "stats")).stdout
 
 
 async def test_a_profile_is_set_at_every_cache(cache: Running, annex: Running, client: AsyncClient) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from bottega.addons.interface.store_link import rank_stores
 from bottega.blobstore import RecordChanges
 from bottega.cache.eviction import EvictionHeap, EvictionPolicy, Usage
 from bottega.cache.index import EntryIndex
@@ -59,6 +60,7 @@ class EntryTable:
         self._kept: dict[int, _Kept] = {}
         self._numbers: dict[str, int] = {}
         self._keys: Counter[str] = Counter()
+        self._places: Counter[str] = Counter()
         self._models: Counter[str] = Counter()
         self._model_latents: Counter[str] = Counter()
         self._model_keys: Counter[str] = Counter()
@@ -94,6 +96,7 @@ class EntryTable:
             self._numbers[entry.name] = entry.number
             self._model_keys[entry.model_hash] += not self._keys[entry.key]
             self._keys[entry.key] += 1
+            self._places[entry.place] += 1
             self._models[entry.model_hash] += 1
             self._model_latents[entry.model_hash] += len(digests)
             self._picture_bytes += entry.picture.size_bytes
@@ -230,6 +233,12 @@ class EntryTable:
             taken, self._changes = self._changes, RecordChanges()
             return taken
 
+    def elsewhere(self, cache: str, caches: Collection[str]) -> int:
+        """Return how many entries do not belong to `cache` if the living ones are `caches`."""
+        with self._lock:
+            places = list(self._places.items())
+        return sum(count for place, count in places if rank_stores(caches, place)[0] != cache)
+
     def models(self) -> list[CacheModelStats]:
         """Return the number of entries, latents and keys of each model. The caller sets `has_profile`."""
         with self._lock:
@@ -262,6 +271,7 @@ class EntryTable:
         removal.files.append(picture_name(entry.name))
         self._changes.uses.pop(number, None)
         self._changes.gone.add(number)
+        _less(self._places, entry.place)
         if _less(self._keys, entry.key):
             _less(self._model_keys, entry.model_hash)
         if _less(self._models, entry.model_hash):

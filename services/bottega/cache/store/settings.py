@@ -85,6 +85,8 @@ class LatentStatistics:
     """Number of recordings that wait to be written."""
     waiting_bytes: int
     """Bytes of recordings that wait to be written."""
+    elsewhere: int
+    """Number of entries that belong to other caches of the fleet."""
     sharing: int
     """Number of caches that share the entries, this one included."""
 

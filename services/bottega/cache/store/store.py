@@ -51,6 +51,8 @@ from bottega.v1.cache_pb2 import (
 )
 
 _MOST_IMAGES = 8
+# Seconds between counts of the entries that belong to other caches.
+_COUNT_S = 60.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
@@ -72,7 +74,9 @@ class LatentStore:
         disk: EntryDisk | None = None,
         clock: Clock | None = None,
     ) -> None:
-        clock = clock or Clock()
+        self._clock = clock = clock or Clock()
+        self._name, self._caches = "", frozenset[str]()
+        self._entries_elsewhere, self._elsewhere_due_s = 0, 0.0
         self._settings = settings
         self._counts = CacheCounts()
         self._table = EntryTable(settings.policy)
@@ -210,8 +214,14 @@ class LatentStore:
             predictor=predictor.statistics() if predictor is not None else None,
             waiting=waiting[0],
             waiting_bytes=waiting[1],
+            elsewhere=self._elsewhere(),
             sharing=self._disk.sharing,
         )
+
+    def set_caches(self, cache: str, caches: frozenset[str]) -> None:
+        """Note the name of this cache, and those of all caches that workers know."""
+        if (cache, caches) != (self._name, self._caches):
+            self._name, self._caches, self._elsewhere_due_s = cache, caches, 0.0
 
     def entry(self, name: str) -> EntryDetails | None:
         """Return the entry with this name, or None. Raises StorageUnavailable, DataLoss."""
@@ -250,6 +260,14 @@ class LatentStore:
         """Add a profile, unless the model has one. Raises ValueError, StorageUnavailable."""
         if not self._profiles.has(profile.model_hash):
             self._profiles.set(profile)
+
+    def _elsewhere(self) -> int:
+        """Return how many entries belong to other caches, as of the last minute: it takes a while."""
+        now_s = self._clock.monotonic()
+        if self._name in self._caches and now_s >= self._elsewhere_due_s:
+            self._elsewhere_due_s = now_s + _COUNT_S
+            self._entries_elsewhere = self._table.elsewhere(self._name, self._caches)
+        return self._entries_elsewhere
 
     def _is_repeated(self, question: CacheQuestion) -> bool:
         known = self._doorkeeper is None or self._doorkeeper.admits(question.key, question.job)

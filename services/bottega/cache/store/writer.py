@@ -116,13 +116,13 @@ def _to_record(recording: CheckedRecording, number: int, *, now: float, asked: f
         shape=recording.shape,
         picture=EntryPicture(height=recording.height, width=recording.width, digest=digest),
         recorded_s=now,
+        place=recording.place,
     )
     return EntryRecord(
         entry=entry,
         embedding=recording.embedding.tobytes(),
         parameters=recording.parameters,
         hits=0,
-        place=recording.place,
         latents={
             step: KeptLatent(digest=_digest(data), usage=new_usage(step, asked))
             for step, data in recording.latents.items()

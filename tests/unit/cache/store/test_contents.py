@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bottega.addons.interface.store_link import rank_stores
 from bottega.cache.eviction import LCBFU
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.cache.store.contents import EntryTable, new_usage
@@ -22,6 +23,7 @@ def _record(
         shape=(4, 2, 2),
         picture=EntryPicture(height=1, width=1, digest=b"p"),
         recorded_s=1.0,
+        place=f"{key}/0",
     )
     latents = {step: KeptLatent(digest=b"d%d" % step, usage=new_usage(step, used_at)) for step in steps}
     return EntryRecord(entry=entry, embedding=b"", parameters=b"", hits=0, latents=latents)
@@ -41,6 +43,16 @@ def test_what_there_is_of_a_model_is_counted() -> None:
         CacheModelStats(model_hash="n", entries=1, latents=2, keys=1),
     ]
     assert (len(table), table.size_bytes) == (4, 8 * 32 + 4 * 3)
+
+
+def test_entries_whose_place_ranks_another_cache_first_are_elsewhere() -> None:
+    table, caches = _table(), ("one", "two")
+    first = {key: rank_stores(caches, f"{key}/0")[0] for key in "abc"}
+    counts = {"a": 2, "b": 1, "c": 1}
+    assert table.elsewhere("one", caches) == sum(counts[key] for key in "abc" if first[key] == "two")
+    assert table.elsewhere("one", ["one"]) == 0
+    table.clear("")
+    assert table.elsewhere("one", ["two"]) == 0
 
 
 def test_keys_and_models_without_entries_vanish() -> None:

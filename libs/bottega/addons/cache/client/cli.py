@@ -147,6 +147,8 @@ def _stats_facts(stats: CacheStats) -> Iterator[tuple[str, str]]:
     yield "evicted", f"{stats.evictions} latents; {stats.holes} hits skipped fewer steps because of that"
     yield "not recorded", _counted(stats.dropped)
     yield "match predictor", "on" if stats.predictor_on else "off"
+    if stats.elsewhere:
+        yield "elsewhere", f"{stats.elsewhere} entries belong to other caches since some joined or left"
     if stats.trouble:
         yield "trouble", stats.trouble
 

@@ -56,6 +56,8 @@ class CacheStats:
     """Number of pictures that were not recorded, by reason."""
     predictor_on: bool
     """Whether the match predictor is in use."""
+    elsewhere: int
+    """Number of entries that belong to other caches since some have joined or left; lookups do not find them."""
     trouble: str
     """Why nothing can be recorded now; empty if recording works."""
     failure: str = ""
@@ -120,6 +122,7 @@ def stats_from(message: cache_pb2.GetCacheStatsResponse, cache: str) -> CacheSta
         holes=message.holes,
         dropped=dict(message.dropped),
         predictor_on=message.predictor_on,
+        elsewhere=message.elsewhere,
         trouble=message.trouble,
     )
 
