@@ -152,7 +152,7 @@ def test_a_queued_edit_brings_back_its_template(server: s3.S3Server, tmp_path: P
         assert other.tier == pb.TEMPLATE_TIER_NOWHERE, "another store is responsible for it"
         (coming,) = store.prefetch([source_of("a")])
         assert (coming.tier, coming.disk_bytes > 3 * SECTION_BYTES) == (pb.TEMPLATE_TIER_DISK, True)
-        wait_until(lambda: store.prefetch([source_of("a")])[0].tier == pb.TEMPLATE_TIER_MEMORY, "its sections")
+        wait_until(lambda: store.templates(1)[0].tier == pb.TEMPLATE_TIER_MEMORY, "its sections to be in memory")
 
 
 def test_a_changed_recording_replaces_the_one_in_the_bucket(server: s3.S3Server, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_file_that_cannot_be_read_now_is_not_forgotten(
     bucket = server.bucket()
     with _store(tmp_path / "one", _objects(bucket)) as store:
         record(store, "a")
-    with _store(tmp_path / "two", _objects(bucket)) as store:
+    with _store(tmp_path / "two", _objects(bucket), memory_budget_bytes=0) as store:
         _refresh(store)
         sections: Sequence[pb.SectionInfo] = answer(store, "a").sections
         proxy.refusal = "AccessDenied"

@@ -25,7 +25,7 @@ from bottega.activations.store.recordings import PendingRecording, PendingRecord
 from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStatistics, ActivationStoreSettings, DropReason
 from bottega.activations.store.shared_templates import SharedTemplates
-from bottega.activations.store.template_objects import TemplateObjects
+from bottega.activations.store.template_objects import Manifest, TemplateObjects
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
@@ -389,6 +389,14 @@ class ActivationStore:
         else:
             self._writer.lose(digest)
 
+    def _adopt(self, manifest: Manifest, drawn: bytes) -> bool:
+        """Add a template that was brought back, and load it into memory, because an edit of it is expected."""
+        adopted = self._writer.adopt(manifest, drawn)
+        template = self._table.get(manifest.header.key)
+        if adopted and template is not None:
+            self._loader.load([template])
+        return adopted
+
     def _share(self, objects: tuple[ObjectStore, ObjectStore], local: BlobFiles) -> SharedTemplates:
         manifests, files = objects
         budget_bytes = self._settings.shared_budget_bytes
@@ -396,7 +404,7 @@ class ActivationStore:
             TemplateObjects(manifests=manifests, files=files, budget_bytes=budget_bytes, now=self._now),
             table=self._table,
             local=local,
-            adopt=lambda manifest, drawn: self._writer.adopt(manifest, drawn),
+            adopt=self._adopt,
             drop=lambda recording: self._writer.drop(recording),
             lose=lambda digest: self._writer.lose(digest),
             now=self._now,

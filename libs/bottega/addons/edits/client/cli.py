@@ -296,7 +296,7 @@ def _note_trouble(overview: TemplateOverview) -> None:
         if holder.trouble:
             note(f"The store {holder.name} records nothing now: {holder.trouble}. Edits are drawn meanwhile.")
         if holder.objects_trouble:
-            note(f"The store {holder.name} cannot use its objects now: {holder.objects_trouble}.")
+            note(f"The store {holder.name} cannot use its object storage now: {holder.objects_trouble}.")
     for silent in overview.silent:
         title = _TITLES.get(silent.kind, silent.kind)
         note(f"The templates of the {title} {silent.name} are not listed: {silent.error.message}")

@@ -192,7 +192,7 @@ def _check_store(store: FleetMember, served: Mapping[str, ServedModel], worker_b
         yield ok(f"activation store {store.name} joined, with {count}, {room}")
     if holder.objects_trouble:
         yield warn(
-            f"the activation store {store.name} cannot use its objects: {holder.objects_trouble}",
+            f"the activation store {store.name} cannot use its object storage: {holder.objects_trouble}",
             "It resumes by itself when the problem is solved. Edits are drawn meanwhile.",
         )
     pinned_bytes = sum(template.size_bytes for template in listing.templates if template.pinned)
