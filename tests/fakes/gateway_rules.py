@@ -132,6 +132,7 @@ class Shop:
         self.controlnets = ControlNetAddOn(
             fleet=self.fleet,
             connect=self._connect_server,
+            connect_to_copy=self._connect_server,
             connect_to_evict=lambda target: self.evictors.setdefault(target.address, FakeServer()),
             metrics=of_addons,
             clock=clock,

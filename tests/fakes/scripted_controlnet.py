@@ -32,6 +32,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
     """One server. `start` joins the gateway's fleet; `die` cuts everything at once.
 
     prefetched: names, request by request; each is loaded once that is answered, which is when `answers` is set.
+    broken: why names cannot be loaded. budget_bytes: memory for ControlNets; 0 is not said.
     added: what was to be hosted, by name and folder; failure: what that is answered with instead.
     """
 
@@ -45,6 +46,8 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self.root = ""
         self.failure: BottegaError | None = None
         self.draining = False
+        self.broken: dict[str, str] = {}
+        self.budget_bytes = 0
         self._gateway = gateway
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
@@ -67,7 +70,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         return self._server.address
 
     def load(self) -> fleet_pb2.Load:
-        return fleet_pb2.Load(hosted=self.nets.values(), draining=self.draining)
+        return fleet_pb2.Load(hosted=self.nets.values(), draining=self.draining, budget_bytes=self.budget_bytes)
 
     async def die(self) -> None:
         """Everything of it ends at once, as when its process is killed."""
@@ -83,7 +86,8 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         await self.answers.wait()
         accepted = [name for name in request.names if name in self.nets]
         for name in accepted:
-            self.nets[name].state = LOADED
+            self.nets[name].state = ON_DISK if name in self.broken else LOADED
+            self.nets[name].load_error = self.broken.get(name, "")
         if self.membership is not None:
             self.membership.report_soon()
         return controlnet_pb2.PrefetchResponse(accepted=accepted)

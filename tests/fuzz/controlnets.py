@@ -59,6 +59,7 @@ def _names() -> Iterator[Case]:
     yield case_of("Prefetch", "257 names", many, INVALID, "names")
     unneeded = controlnet_pb2.PrefetchRequest(unneeded=[NET, "nobody"])
     yield case_of("Prefetch", "unneeded names", unneeded)
+    yield case_of("Prefetch", "copies", controlnet_pb2.PrefetchRequest(names=[NET], copies=True))
     for name in BAD_NAMES:
         request = controlnet_pb2.PrefetchRequest(unneeded=[NET, name])
         yield case_of("Prefetch", f"unneeded name {shown(name)}", request, INVALID, "unneeded[1]")

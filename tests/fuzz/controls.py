@@ -104,6 +104,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "1024": [net(f"n{number}") for number in range(1024)],
         "a union among the": [net(control_modes=64)],
         "a bare": [Hosted(kind=kinds.CONTROLNET, name="lines")],
+        "unloadable": [net(load_error="x" * 512, copied=True)],
         "pinned": [net(pinned=True, load_s=1e308, forward_times=[ForwardTime(**_PASS)] * 64)],
         "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
     }
@@ -114,6 +115,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "twice the same": [net(), net()],
         "too long a hash": [net(digest="x" * 129)],
         "too long a base": [net(base="x" * 129)],
+        "too long a reason": [net(load_error="x" * 513)],
         **{f"called {shown(name)}": [net(name)] for name in BAD_NAMES},
         **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
         **{f"of {modes} modes": [net(control_modes=modes)] for modes in (-1, 65)},

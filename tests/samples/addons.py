@@ -24,7 +24,14 @@ def sample_addons() -> tuple[AddOn, ...]:
     return (
         LoraAddOn(fleet, metrics),
         CacheAddOn(fleet, metrics),
-        ControlNetAddOn(fleet=fleet, connect=_nowhere, connect_to_evict=_nowhere, metrics=metrics, clock=clock),
+        ControlNetAddOn(
+            fleet=fleet,
+            connect=_nowhere,
+            connect_to_copy=_nowhere,
+            connect_to_evict=_nowhere,
+            metrics=metrics,
+            clock=clock,
+        ),
         ActivationsAddOn(fleet, metrics, clock),
     )
 

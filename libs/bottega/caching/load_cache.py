@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 # A running load cannot be interrupted. What it loaded is dropped with the process.
 _STOP_S = 30.0
-# Number of values, the last loaded, whose loading times are known.
+# Number of values, the last loaded, whose loading times or errors are known.
 _MAX_TIMES = 1000
 
 
@@ -68,6 +68,7 @@ class LoadCache(Generic[ValueT]):
         self._leases: list[Lease[ValueT]] = []
         self._changed = threading.Condition()
         self._load_s: dict[str, float] = {}
+        self._errors: dict[str, str] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._load_all, name=f"{loader.what} loads", daemon=True)
         self._thread.start()
@@ -157,6 +158,10 @@ class LoadCache(Generic[ValueT]):
         """Return the seconds that the last load of a value took; 0 if it was never loaded."""
         return self._load_s.get(name, 0.0)
 
+    def load_error(self, name: str) -> str:
+        """Return why the last load of a value failed; empty if it did not."""
+        return self._errors.get(name, "")
+
     def close(self) -> None:
         """Stop loading, and fail the leases that wait for a load."""
         with self._changed:
@@ -207,6 +212,7 @@ class LoadCache(Generic[ValueT]):
     def _on_loaded(self, name: str, value: ValueT) -> None:
         with self._changed:
             self._plan.finished(name)
+            self._errors.pop(name, None)
             self._values[name] = value
             self._serve_leases()
 
@@ -217,6 +223,10 @@ class LoadCache(Generic[ValueT]):
         _log.error("a %s cannot be loaded", what, extra=facts, exc_info=reported is not error)
         with self._changed:
             self._plan.failed(name)
+            self._errors.pop(name, None)
+            self._errors[name] = reported.message
+            if len(self._errors) > _MAX_TIMES:
+                del self._errors[next(iter(self._errors))]
             for lease in list(self._leases):
                 if lease.claim.granted and any(item.name == name for item in lease.claim.items):
                     self._fail(lease, reported)

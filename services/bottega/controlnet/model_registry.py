@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bottega import kinds
+from bottega import kinds, rules
 from bottega.addons.controlnets.engine import (
     ControlLayout,
     ControlNetCache,
@@ -199,6 +199,7 @@ class ModelRegistry:
             control_modes=model.source.modes,
             load_s=float(f"{self.cache.load_s(model.key(self._expected_dtype(model))):.2g}"),
             pinned=name in self._pinned,
+            load_error=next(filter(None, map(self.cache.load_error, keys)), "")[: rules.MAX_REASON_CHARACTERS],
         )
 
     def _expected_dtype(self, model: _RegisteredModel) -> torch.dtype:

@@ -33,10 +33,17 @@ from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, StartingServer, registration_of
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
-from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK, Hosted, ResidualProfile
+from bottega.v1.hosted_pb2 import (
+    HOSTED_STATE_LOADED,
+    HOSTED_STATE_LOADING,
+    HOSTED_STATE_ON_DISK,
+    Hosted,
+    ResidualProfile,
+)
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
+_IN_MEMORY = frozenset({HOSTED_STATE_LOADED, HOSTED_STATE_LOADING})
 
 # Seconds after which a worker asks again for a connection to an engine that is starting.
 _STARTING_S = 0.5
@@ -78,6 +85,8 @@ class ControlNetServer:
         self._start_s = 0.0
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._copies: dict[str, bool] = {}
+        """Names of the ControlNets that were loaded because of other servers' load, and whether they are in memory."""
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
         """Done with an error when no engine can be started any more and the process has to exit."""
         self._tasks = BackgroundTasks("watching of the engine")
@@ -125,15 +134,19 @@ class ControlNetServer:
             raise EngineStarting("the ControlNet server is starting its engine", retry_after_s=_STARTING_S)
         return await self._engine.open_link(request, caller=caller)
 
-    def prefetch(self, names: list[str], *, unneeded: Sequence[str] = ()) -> list[str]:
+    def prefetch(self, names: list[str], *, unneeded: Sequence[str] = (), copies: bool = False) -> list[str]:
         """Start to load the hosted ones of these ControlNets, and return their names. Raises Unavailable.
 
         Args:
             names: The most wanted ones first.
             unneeded: Names of those to evict, unless they are used or pinned.
+            copies: Whether they are loaded because other servers have too much to do with them.
         """
         hosted = {net.name for net in self._beat.controlnets}
         accepted = [name for name in dict.fromkeys(names) if name in hosted]
+        if copies:
+            in_memory = {net.name for net in self._beat.controlnets if net.state in _IN_MEMORY}
+            self._copies.update(dict.fromkeys(set(accepted) - in_memory, False))
         if accepted and not self._draining:
             self._start_engine()
             if self._first_hosting.done():
@@ -374,6 +387,12 @@ class ControlNetServer:
         for net in beat.controlnets:
             del net.profiles[:]
             net.profiles.extend(self._profiles.of(net.digest))
+            in_memory = net.state in _IN_MEMORY
+            if self._copies.get(net.name) and not in_memory:
+                del self._copies[net.name]  # it was evicted
+            elif net.name in self._copies:
+                self._copies[net.name] = in_memory
+            net.copied = self._copies.get(net.name, False)
         return list(beat.controlnets)
 
     def _report(self) -> None:

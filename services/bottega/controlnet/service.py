@@ -30,7 +30,8 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
     async def Prefetch(self, request: pb.PrefetchRequest, _context: _Context) -> pb.PrefetchResponse:
         """Load ControlNets before they are needed."""
         rules.refuse(list(_check_names(request)))
-        return pb.PrefetchResponse(accepted=self._server.prefetch(list(request.names), unneeded=list(request.unneeded)))
+        names, unneeded = list(request.names), list(request.unneeded)
+        return pb.PrefetchResponse(accepted=self._server.prefetch(names, unneeded=unneeded, copies=request.copies))
 
     async def ListControlNets(
         self, _request: pb.ListControlNetsRequest, _context: _Context

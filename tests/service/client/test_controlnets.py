@@ -139,6 +139,28 @@ async def test_a_controlnet_is_loaded_by_as_many_servers_as_asked_for(fleet: Run
     assert "nobody is not hosted by any ControlNet server" in result.stderr
 
 
+async def _has_budget(house: Running) -> bool:
+    async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
+        return any(member.load.budget_bytes for member in (await client.fleet()).members)
+
+
+async def test_a_load_that_cannot_succeed_ends_the_wait_with_its_reason(fleet: Running) -> None:
+    small = await fleet.controlnets("s1", hosted("edges", state=ON_DISK, size_bytes=24 << 20))
+    small.budget_bytes = 20 << 20
+    assert small.membership is not None
+    small.membership.report_soon()
+    await eventually(lambda: _has_budget(fleet))
+    result = await run_at(fleet, "controlnets", "warm", "edges")
+    assert result.exit_code != 0
+    assert "edges takes 24.0 MiB, and s1 has 20.0 MiB for ControlNets" in " ".join(result.output.split())
+    assert not small.prefetched
+    broken = await fleet.controlnets("s2", hosted("edges", state=ON_DISK, size_bytes=24 << 20))
+    broken.broken = {"edges": "its weights are damaged"}
+    result = await run_at(fleet, "controlnets", "warm", "edges")
+    assert result.exit_code != 0
+    assert "edges cannot be loaded by s2: its weights are damaged" in " ".join(result.output.split())
+
+
 async def test_a_controlnet_is_pinned_at_every_server_or_at_one(fleet: Running) -> None:
     first, second = [await fleet.controlnets(name, hosted("edges")) for name in ("s1", "s2")]
     result = await run_at(fleet, "controlnets", "pin", "edges")

@@ -43,6 +43,7 @@ async def test_a_hot_controlnet_is_replicated_and_a_pinned_one_loaded_again(tmp_
             for number in range(2):
                 await gateway.submit(prompt=f"star {number}", num_inference_steps=2, controlnets=HOT)
             await eventually(lambda: is_loaded(second), within_s=30)
+            assert (first.hosted()["edges"].copied, second.hosted()["edges"].copied) == (False, True)
             first.service.stop()
             again = await asyncio.to_thread(start, "one")
             await eventually(lambda: is_loaded(again))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,23 @@ def test_what_is_prefetched_is_in_the_element_type_of_the_last_worker(folder: Pa
             assert found.cache.used_bytes == 3 * size_bytes
         (report,) = found.report({})
         assert report.size_bytes == 2 * size_bytes
+
+
+def test_a_load_that_fails_is_reported_with_its_reason_until_one_succeeds(
+    folder: Path, base: ControlLayout, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "canny"))
+    (weights,) = copy.glob("*.safetensors")
+    intact = weights.read_bytes()
+    with registry() as found:
+        found.add("canny", copy)
+        weights.write_bytes(b"damaged")
+        found.prefetch(["canny"])
+        wait_until(lambda: bool(found.report({})[0].load_error), "the load has failed")
+        assert found.report({})[0].state == hosted_pb2.HOSTED_STATE_ON_DISK
+        weights.write_bytes(intact)
+        with borrowed(found, base, torch.bfloat16):
+            assert not found.report({})[0].load_error
 
 
 def test_a_server_of_one_element_type_refuses_workers_of_another(folder: Path, base: ControlLayout) -> None:

@@ -84,6 +84,10 @@ class HostedItem:
     """Seconds that the last load of a ControlNet took; 0 if that is not known."""
     pinned: bool = False
     """Whether a ControlNet is kept in memory."""
+    load_error: str = ""
+    """Why the last load of a ControlNet failed; empty if it did not."""
+    copied: bool = False
+    """Whether a ControlNet is in memory because other servers had too much to do with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,4 +362,6 @@ def _hosted(item: hosted_pb2.Hosted) -> HostedItem:
         control_modes=item.control_modes,
         load_s=item.load_s,
         pinned=item.pinned,
+        load_error=item.load_error,
+        copied=item.copied,
     )

@@ -207,6 +207,7 @@ def _can_be_hosted(item: Hosted) -> bool:
         and item.state in HostedState.values()
         and 0 <= item.control_modes <= MAX_MODES
         and 0 <= item.load_s < math.inf
+        and len(item.load_error) <= _MAX_REASON
         and len(item.forward_times) <= _MAX_FORWARD_TIMES
         and all(
             time.rows > 0 and 0 < time.seconds < math.inf and min(time.latent_height, time.latent_width) >= 0

@@ -14,17 +14,19 @@ from bottega.addons.controlnets.client.types import AddedControlNet, MeasuredPro
 from bottega.client.addons.addon import ClientAddOn, ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
-from bottega.client.types.fleet import FleetMember, FleetStatus, Readiness, ResidualProfile
+from bottega.client.types.fleet import FleetMember, FleetStatus, HostedItem, Readiness, ResidualProfile
 from bottega.client.types.inputs import ControlNet
 from bottega.client.types.messages import as_list, build_message
 from bottega.client.types.picture import Picture
 from bottega.errors import (
     BottegaError,
     ControlNetNotFound,
+    ControlNetUnusable,
     InternalError,
     InvalidRequest,
     ModelNotFound,
     NoControlNet,
+    TooLarge,
     Unavailable,
     Violation,
 )
@@ -70,6 +72,19 @@ async def import_root(servers: Sequence[FleetMember]) -> str:
 
 
 _IN_MEMORY = {Readiness.LOADED: 0, Readiness.LOADING: 1}
+
+
+def _too_large(name: str, hosts: Sequence[tuple[FleetMember, HostedItem]]) -> TooLarge:
+    budgets = ", ".join(f"{server.name} has {_mib(server.load.budget_bytes)}" for server, _ in hosts)
+    return TooLarge(f"{name} takes {_mib(hosts[0][1].size_bytes)}, and {budgets} for ControlNets (engine.budget_bytes)")
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"
+
+
+def _is_broken(net: HostedItem) -> bool:
+    return bool(net.load_error) and net.readiness not in _IN_MEMORY
 
 
 def _spare_bytes(server: FleetMember) -> int:
@@ -152,10 +167,16 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         Raises:
             ControlNetNotFound: No server hosts the ControlNet.
             NoControlNet: Fewer servers host it.
+            TooLarge: Fewer servers have memory for it.
+            ControlNetUnusable: A server cannot load it.
         """
         hosts = hosts_of(await self.fleet(), name)
         if len(hosts) < servers:
             raise NoControlNet(f"{name} is hosted by {len(hosts)} ControlNet servers, not by {servers}")
+        small = [host for host in hosts if 0 < host[0].load.budget_bytes < host[1].size_bytes]
+        if len(hosts) - len(small) < servers:
+            raise _too_large(name, small)
+        hosts = [host for host in hosts if host not in small]
         hosts.sort(key=lambda host: (_IN_MEMORY.get(host[1].readiness, 2), -_spare_bytes(host[0]), host[0].name))
         chosen = {member.name for member, _ in hosts[:servers]}
         for member, net in hosts[:servers]:
@@ -168,6 +189,10 @@ class AsyncControlNetMethods(AsyncGatewayClient):
             loaded = {member.name for member, net in found if net.readiness is Readiness.LOADED} & chosen
             if loaded == chosen or time.monotonic() >= until:
                 return tuple(sorted(loaded))
+            broken = {member.name: net.load_error for member, net in found if _is_broken(net)}
+            if loaded | broken.keys() >= chosen:
+                why = "; ".join(f"{server}: {broken[server]}" for server in sorted(chosen - loaded))
+                raise ControlNetUnusable(f"{name} cannot be loaded by {why}")
             await asyncio.sleep(_LOOK_S)
 
     async def pin_controlnet(self, name: str, *, pinned: bool = True, server: str | None = None) -> tuple[str, ...]:

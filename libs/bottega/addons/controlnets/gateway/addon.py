@@ -67,31 +67,27 @@ class _Choice:
     """Cosine between residuals of adjacent steps, from the ControlNet's profile; None if unknown."""
 
 
+Connect = Callable[[Target], PrefetchClient]
+"""Makes the client of a server."""
+
+
 def create(context: AddOnContext) -> ControlNetAddOn:
     """Return the add-on for a gateway."""
 
-    def connect(target: Target) -> PrefetchClient:
-        return GrpcPrefetchClient(
+    def asking(request: Callable[[Sequence[str]], controlnet_pb2.PrefetchRequest]) -> Connect:
+        return lambda target: GrpcPrefetchClient(
             target,
             context.channels,
             lambda channel, names, deadline_s: ControlNetServiceStub(channel).Prefetch(
-                controlnet_pb2.PrefetchRequest(names=names), timeout=deadline_s
-            ),
-        )
-
-    def connect_to_evict(target: Target) -> PrefetchClient:
-        return GrpcPrefetchClient(
-            target,
-            context.channels,
-            lambda channel, names, deadline_s: ControlNetServiceStub(channel).Prefetch(
-                controlnet_pb2.PrefetchRequest(unneeded=names), timeout=deadline_s
+                request(names), timeout=deadline_s
             ),
         )
 
     return ControlNetAddOn(
         fleet=context.fleet,
-        connect=connect,
-        connect_to_evict=connect_to_evict,
+        connect=asking(lambda names: controlnet_pb2.PrefetchRequest(names=names)),
+        connect_to_copy=asking(lambda names: controlnet_pb2.PrefetchRequest(names=names, copies=True)),
+        connect_to_evict=asking(lambda names: controlnet_pb2.PrefetchRequest(unneeded=names)),
         metrics=context.metrics,
         clock=context.clock,
     )
@@ -103,6 +99,7 @@ class ControlNetAddOn(AddOn):
     Args:
         fleet: The connected services.
         connect: Makes the client of a server that prefetches.
+        connect_to_copy: Makes the client of a server that loads what other servers have too much to do with.
         connect_to_evict: Makes the client of a server that evicts what it is asked for, unless it is used or pinned.
         metrics: Metrics of the gateway's add-ons.
         clock: The clock.
@@ -114,8 +111,9 @@ class ControlNetAddOn(AddOn):
         self,
         *,
         fleet: FleetView,
-        connect: Callable[[Target], PrefetchClient],
-        connect_to_evict: Callable[[Target], PrefetchClient],
+        connect: Connect,
+        connect_to_copy: Connect,
+        connect_to_evict: Connect,
         metrics: AddOnMetrics,
         clock: Clock,
     ) -> None:
@@ -123,9 +121,10 @@ class ControlNetAddOn(AddOn):
         self._clock = clock
         self._hosts = ControlNetHosts(grace_s=fleet.grace_s, clock=clock)
         self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics.prefetches)
+        self._copier = ServicePrefetcher(kinds.CONTROLNET, connect_to_copy, metrics.prefetches)
         self._evictor = ServicePrefetcher(kinds.CONTROLNET, connect_to_evict, metrics.prefetches)
         self._loads = ServerLoads(self._hosts)
-        self._replicas = Replicas(fleet, self._loads, prefetcher=self._prefetcher, evictor=self._evictor, clock=clock)
+        self._replicas = Replicas(fleet, self._loads, copier=self._copier, evictor=self._evictor, clock=clock)
         hosted = Gauge(
             "bottega_controlnets",
             "ControlNets that servers host, by state; each counts for each of its servers.",
@@ -240,6 +239,7 @@ class ControlNetAddOn(AddOn):
         if lost:
             self._hosts.remove(member)
             self._prefetcher.remove(member)
+            self._copier.remove(member)
             self._evictor.remove(member)
             self._replicas.forget(member.name)
             self._loads.forget(member)
@@ -249,6 +249,7 @@ class ControlNetAddOn(AddOn):
     async def close(self) -> None:
         self._replicas.close()
         await self._prefetcher.close()
+        await self._copier.close()
         await self._evictor.close()
 
     def _full_name(self, name: str, access: Access) -> str:

@@ -41,8 +41,9 @@ class ReplicaPolicy:
     """The copies of ControlNets that were made because of their load.
 
     A ControlNet whose steps wait long at all its servers for `_EXCESS_S` gets one more server that has memory for it,
-    or a quarter more if many have it. Such a copy is given up after `_IDLE_S` without a session. Copies that jobs or
-    operators have made are left alone.
+    or a quarter more if many have it. Such a copy is given up after `_IDLE_S` without a session, also if the scheduler
+    before this one has made it: the servers report which ones they are. Copies that jobs or operators have made are
+    left alone.
     """
 
     def __init__(self) -> None:
@@ -92,6 +93,8 @@ class ReplicaPolicy:
     def _given_up(self, name: str, copies: Sequence[Copy], now: float) -> Iterable[ReplicaChange]:
         for copy in copies:
             key = copy.candidate.server, name
+            if copy.copied and copy.loaded and not copy.pinned and sum(other.loaded for other in copies) > 1:
+                self._idle_since.setdefault(key, now)
             since = self._idle_since.get(key)
             if since is None:
                 continue
@@ -111,7 +114,7 @@ class Replicas:
     Args:
         fleet: The connected services.
         loads: Loads of the servers.
-        prefetcher: Asks servers to load.
+        copier: Asks servers to load a copy.
         evictor: Asks servers to evict what is neither used nor pinned.
         clock: The clock.
     """
@@ -121,13 +124,13 @@ class Replicas:
         fleet: FleetView,
         loads: ServerLoads,
         *,
-        prefetcher: ServicePrefetcher,
+        copier: ServicePrefetcher,
         evictor: ServicePrefetcher,
         clock: Clock,
     ) -> None:
         self._fleet = fleet
         self._loads = loads
-        self._prefetcher = prefetcher
+        self._copier = copier
         self._evictor = evictor
         self._clock = clock
         self._policy = ReplicaPolicy()
@@ -167,7 +170,7 @@ class Replicas:
         for change in self._policy.decide(copies, self._turn_s, now):
             does = "loads a hot ControlNet" if change.load else "evicts a copy of a ControlNet"
             _log.info("a server %s", does, extra={"member": change.server, "controlnet": change.name})
-            (self._prefetcher if change.load else self._evictor).request(servers[change.server], [change.name])
+            (self._copier if change.load else self._evictor).request(servers[change.server], [change.name])
         if self._policy.pending or self._loads.assigned:
             self._look_after(_LOOK_S)
 

@@ -31,6 +31,8 @@ class Copy:
     """Whether the server has memory for it without evicting another ControlNet."""
     sessions: int
     pinned: bool
+    copied: bool = False
+    """Whether it was loaded because of its load at other servers."""
 
 
 class ServerLoads:
@@ -101,7 +103,7 @@ class ServerLoads:
         self._cached.pop(member.name, None)
 
     def copies(self, servers: Sequence[Member], shape: Shape, more: Iterable[str] = ()) -> dict[str, list[Copy]]:
-        """Return the copies of each ControlNet that a session uses, all of the version that is in memory.
+        """Return the copies of each ControlNet that a session uses or that was copied, of the version in memory.
 
         Args:
             servers: The servers to look at.
@@ -109,6 +111,7 @@ class ServerLoads:
             more: Names of further ControlNets.
         """
         names = {name for server in servers for name in self.sessions(server)}.union(more)
+        names.update(net.name for server in servers for net in self._hosts.hosted_by(server) if net.copied)
         free_bytes = {server.name: self._free_bytes(server) for server in servers}
         return {name: self._copies_of(name, servers, shape, free_bytes) for name in names}
 
@@ -124,6 +127,7 @@ class ServerLoads:
                 fits=net.size_bytes <= free_bytes[server.name],
                 sessions=self.sessions(server).get(name, 0),
                 pinned=net.pinned,
+                copied=net.copied,
             )
             for server, net in found
             if net.digest == digest

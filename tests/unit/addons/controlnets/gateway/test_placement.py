@@ -549,6 +549,24 @@ def test_a_controlnet_that_many_servers_have_gets_several_more_at_once() -> None
     assert not policy.decide(nets, 0.25, 5.0), "the next ones have to be needed as long again"
 
 
+def test_a_copy_that_an_earlier_scheduler_made_is_given_up_when_idle() -> None:
+    def copies(**facts: Any) -> dict[str, list[Copy]]:
+        both: dict[str, Any] = {"loaded": True, "fits": True, "sessions": 0, "pinned": False}
+        copy = Copy(**{**both, "candidate": _candidate("s2"), "copied": True, **facts})
+        return {"edges": [Copy(**both, candidate=_candidate("s1")), copy]}
+
+    policy = ReplicaPolicy()
+    assert not policy.decide(copies(), 0.25, 100.0)
+    assert policy.pending
+    assert not policy.decide(copies(sessions=1), 0.25, 150.0)
+    (dropped,) = policy.decide(copies(), 0.25, 211.0)
+    assert (dropped.server, dropped.load) == ("s2", False)
+    for kept in ({"pinned": True}, {"copied": False}):
+        policy = ReplicaPolicy()
+        assert not [*policy.decide(copies(**kept), 0.25, 0.0), *policy.decide(copies(**kept), 0.25, 61.0)]
+        assert not policy.pending
+
+
 async def test_the_second_half_of_a_pair_gets_a_server_of_its_own_where_that_is_sooner(shop: Shop) -> None:
     shop.worker()
     for name in ("s1", "s2"):
