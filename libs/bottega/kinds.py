@@ -14,6 +14,10 @@ LORAS = "loras"
 CACHE = "cache"
 ACTIVATIONS = "activations"
 SCALE = "scale"
+# Workers that compute only one stage, for workers that do not: the text encoders, or the VAE's decoder.
+ENCODE = "encode"
+DECODE = "decode"
+STAGES = (ENCODE, DECODE)
 
 # A kind also names processes, folders, systemd units and a label of metrics.
 _KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")

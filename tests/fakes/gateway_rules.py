@@ -26,6 +26,7 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.periodic_checks import PeriodicChecks
 from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.scheduling.stages import StageRoles
 from bottega.gateway.tenants import TenantTerms
 from bottega.rpc.channel import Target
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
@@ -140,7 +141,8 @@ class Shop:
         config = GatewayConfig(
             max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s
         )
-        addons = (LoraAddOn(self.fleet, of_addons), self.controlnets, *self._addons)
+        roles = StageRoles(self.fleet, clock, grace_s=config.model_grace_s)
+        addons = (LoraAddOn(self.fleet, of_addons), self.controlnets, roles, *self._addons)
         self.controller = JobController(
             config=config,
             fleet=self.fleet,

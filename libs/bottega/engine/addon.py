@@ -13,6 +13,7 @@ The engine has a list of add-ons and knows none of them by name. For each job th
                    JobAddOn.decision           a choice that later attempts have to repeat
     each turn      EngineAddOn.before_group, after_forward
                    JobAddOn.after_forward, after_step
+    finished       JobAddOn.decode             decodes an image elsewhere
     decoded        JobAddOn.after_decode
     ended          JobAddOn.close, report, finish
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from bottega.engine.job import EngineJob, EngineOrder
     from bottega.engine.parallel.remote_rows import OffloadedPart
     from bottega.engine.request import Request
+    from bottega.engine.results import ImageDecoding
     from bottega.engine.spans import TracedSpan
     from bottega.model.model import Model
     from bottega.transport import DeviceLinks, LinkCounters, OfferSource
@@ -62,6 +64,8 @@ class JobAddOn:
     """Whether `prepare_prompt` may pause, with memory in use."""
     offloadable: bool = True
     """Whether the other worker of a pair may compute rows of the job."""
+    conditions: Sequence[Conditions] | None = None
+    """Conditions of each image if another process encodes the job's prompts; else None. Read once `ready`."""
     tokenizers: tuple[CLIPTokenizer, ...] | None = None
     """Tokenizers that read the job's prompts in place of the model's own; None for these."""
     decision: bytes | None = None
@@ -115,6 +119,10 @@ class JobAddOn:
 
     def after_step(self, request: Request) -> None:
         """Handle an evaluation of the network that a request of the job has made, which may end a step."""
+
+    def decode(self, request: Request) -> ImageDecoding | None:
+        """Begin to decode a finished image in another process; return None if it is decoded here."""
+        return None
 
     def after_decode(self, index: int, pixels: Tensor) -> bytes | None:
         """Handle a finished image, and return data to store with it; None for nothing.

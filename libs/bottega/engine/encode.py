@@ -118,7 +118,32 @@ def encode_prompts(
         unconditional=unconditional,
         summary=text.summary,
         truncations=[*prompts.truncations, *negative_prompts.truncations],
-        finite=_all_finite(model, *tensors),
+        finite=all_finite(model, *tensors),
+    )
+
+
+@torch.inference_mode()
+def sample_conditions(model: Model, spec: ResolvedSpec) -> Conditions:
+    """Return conditions for a sample by which the engine is measured: noise if the text encoders are elsewhere."""
+    if model.encodes:
+        return encode_prompts(model, spec)
+    states, outputs = list[Tensor](), list[Any]()
+    for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True):
+        chunk, _ = plain_chunk("", tokenizer)
+        outputs.append(encoder(torch.tensor([chunk.ids], device=encoder.device), output_hidden_states=True))
+        states.append(model.family.states(encoder, outputs[-1], None))
+    text, generator = model.family.join(states, outputs), torch.Generator("cpu").manual_seed(0)
+
+    def noise(shaped: Tensor) -> Tensor:
+        return model.runtime.to_device(torch.randn(shaped.shape, generator=generator), shaped.dtype)
+
+    embeds = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added).map(noise))
+    return Conditions(
+        conditional=embeds,
+        unconditional=embeds if spec.guided and not model.guidance_width else None,
+        summary=noise(text.summary),
+        truncations=(),
+        finite=all_finite(model, *embeds.tensors.values()),
     )
 
 
@@ -146,7 +171,7 @@ def encode_image_in_pieces(
     image = model.runtime.to_device(image, model.dtype)
     distribution = yield from encode_in_pieces(model.vae, image)
     mean, std = distribution.mean, distribution.std
-    return LatentDistribution(mean=mean, std=std, finite=_all_finite(model, mean, std))
+    return LatentDistribution(mean=mean, std=std, finite=all_finite(model, mean, std))
 
 
 def to_latent(model: Model, latent: Tensor) -> Tensor:
@@ -163,7 +188,8 @@ def to_latent(model: Model, latent: Tensor) -> Tensor:
     return normalised
 
 
-def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
+def all_finite(model: Model, *tensors: Tensor) -> HostCopy:
+    """Return whether tensors have neither NaN nor infinity, as one bool."""
     finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
     return model.runtime.to_host(finite)
 

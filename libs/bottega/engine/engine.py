@@ -35,7 +35,7 @@ from bottega.engine.limits import EngineLimits, check_drawable, check_fixed_rows
 from bottega.engine.parallel.pair import Pair
 from bottega.engine.parallel.remote_rows import OffloadTarget, RemoteJobs
 from bottega.engine.request import Request
-from bottega.engine.results import Decoding, Reporter
+from bottega.engine.results import Decoding, ImageDecoding, Reporter
 from bottega.engine.spans import DeviceClock
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.step import Stepper
@@ -92,7 +92,7 @@ class Engine:
             progress_interval_s=limits.progress_interval_s,
             checkpoint_interval_s=limits.checkpoint_interval_s,
         )
-        self._decodings: dict[EngineJob, Decoding] = {}
+        self._decodings: dict[EngineJob, ImageDecoding] = {}
         self._device_clock = DeviceClock(model.runtime)
         self._turn_began = model.runtime.record()
         self._turn_began_s = self._step_s = 0.0
@@ -384,7 +384,7 @@ class Engine:
     def _may_go_first(self, tenant: str) -> bool:
         """Return whether a tenant may use the device now: no other one that could has used less."""
         others = [order.order.share.tenant for order in self._waiting if order.encoding is not None]
-        if all(decoding.paused for decoding in self._decodings.values()):
+        if not self._device_decodes:
             others += [job.order.share.tenant for job in self._due()]
         used = self._batcher.used(tenant)
         return self._batcher.may_go_first(tenant) and all(used <= self._batcher.used(other) for other in others)
@@ -394,11 +394,18 @@ class Engine:
 
         Without memory for one more image beside those that are being decoded, these are finished first.
         """
-        return [
-            job
-            for job in self._jobs.values()
-            if job in self._decodings or ((request := job.undrawn()) is not None and self._has_room(request))
-        ]
+        return [job for job in self._jobs.values() if self._is_due(job)]
+
+    def _is_due(self, job: EngineJob) -> bool:
+        decoding = self._decodings.get(job)
+        if decoding is not None:
+            return decoding.paused
+        return (request := job.undrawn()) is not None and self._has_room(request)
+
+    @property
+    def _device_decodes(self) -> bool:
+        """Whether the device is decoding an image, and not paused."""
+        return not all(decoding.paused or decoding.elsewhere for decoding in self._decodings.values())
 
     def _decodes_first(self) -> bool:
         """Return whether an image that is being decoded goes on before the next step."""
@@ -413,8 +420,8 @@ class Engine:
         used less has requests to denoise.
         """
         yield from self._collect()
-        if not all(decoding.paused for decoding in self._decodings.values()):
-            return  # The device decodes one image at a time.
+        if self._device_decodes:
+            return  # It decodes one image at a time.
         due = self._due()
         if not due:
             return
@@ -439,8 +446,12 @@ class Engine:
         decoding, request = self._decodings.get(job), job.undrawn()
         if decoding is None:
             assert request is not None, "one of its images is finished"
-            check_decodable(self.model, request.latent)
-            decoding = self._decodings[job] = Decoding(self.model, job, request)
+            begun = (part.decode(request) for part in job.addons.values())
+            decoding = next((elsewhere for elsewhere in begun if elsewhere is not None), None)
+            if decoding is None:
+                check_decodable(self.model, request.latent)
+                decoding = Decoding(self.model, job, request)
+            self._decodings[job] = decoding
         with self._denoiser.covered(("decode", decoding.request.latent.shape, len(decoding.spans))):
             decoding.enqueue(self._is_long)
         if decoding.paused:
@@ -467,14 +478,15 @@ class Engine:
         if decoding.job in self._jobs.values():
             yield from self._hand_out(decoding)
 
-    def _hand_out(self, decoding: Decoding) -> Iterator[Event]:
+    def _hand_out(self, decoding: ImageDecoding) -> Iterator[Event]:
         job, request = decoding.job, decoding.request
         for span in decoding.spans[-1:]:  # Earlier ones were charged when it paused.
             self._charge(job, span.seconds)
         try:
             job.check_inputs(to_the_end=True)
             pixels = decoding.take()
-            job.note_decoding(self.model.decoder, tiled=decoding.tiled)
+            job.note_decoding(decoding.how)
+            job.note_elsewhere("decode", decoding.seconds)
             for span in decoding.spans:
                 job.seconds["decode"] += span.seconds
                 job.spans.add_of_device(f"decode image {request.index}", "decode", span, {})

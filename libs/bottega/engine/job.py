@@ -24,7 +24,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.errors import NotFinite
 from bottega.fair_order import Share
 from bottega.model.rows import Row
-from bottega.model.vae import VaeDecoder
+from bottega.model.vae import DecodedAs
 from bottega.v1.generation_pb2 import Provenance, Truncation
 
 # A checkpoint is due after at most this share of a job's steps, so that short jobs have checkpoints too.
@@ -217,11 +217,16 @@ class EngineJob:
                 raise check.error
         self.inputs = waiting
 
-    def note_decoding(self, decoder: VaeDecoder, *, tiled: bool) -> None:
+    def note_decoding(self, how: DecodedAs) -> None:
         """Record how one of its images was decoded."""
-        self.provenance.vae_dtype = decoder.dtype_name
-        self.provenance.vae_tiled |= tiled
-        self.decoded_as_stock &= not tiled and decoder.dtype == decoder.stock_dtype
+        self.provenance.vae_dtype = how.dtype
+        self.provenance.vae_tiled |= how.tiled
+        self.decoded_as_stock &= not how.tiled and how.stock_dtype
+
+    def note_elsewhere(self, stage: str, seconds: float) -> None:
+        """Add the seconds that another process computed a stage for it."""
+        self.seconds[stage] += seconds
+        self.device_s += seconds
 
     def note_step(self, request: Request, *, group_requests: int, shared: bool) -> None:
         """Record that a request of the job made a step in a batch of `group_requests` requests.
@@ -292,7 +297,7 @@ class EngineJob:
 
     def record(self) -> EngineRecord:
         """Return the record of the job, whose work on the device is done."""
-        self.seconds["encode"] = sum(span.seconds for span in self.encodings)
+        self.seconds["encode"] += sum(span.seconds for span in self.encodings)
         facts = Provenance(
             begin_step=self.requests[0].begin,
             truncations=[Truncation(field=cut.field, text=cut.text, encoders=cut.encoders) for cut in self.truncations],

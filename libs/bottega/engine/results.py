@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from bottega.engine.events import Event, JobAdvanced, JobCheckpointed
 from bottega.engine.job import EngineJob
 from bottega.engine.request import Request
 from bottega.model.model import Model
-from bottega.model.vae import decode_in_pieces
+from bottega.model.vae import DecodedAs, decode_in_pieces
 
 _log = logging.getLogger(__name__)
 
@@ -195,8 +196,48 @@ def _columns(latent: Tensor) -> Tensor:
 _STREAM = "decode"
 
 
+class ImageDecoding(Protocol):
+    """The decoding of a finished image of a job, here (`Decoding`) or in another process."""
+
+    job: EngineJob
+    request: Request
+    elsewhere: bool
+    """Whether another process decodes, so that the device of this one may decode other images meanwhile."""
+    area: int
+    """Number of elements of the latent that this device decodes at once."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that another process has decoded, once `ready`; 0 if it is decoded here."""
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """The times that this device spent."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether `enqueue` must be called again."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether decoding is finished, or has failed. Never waits."""
+
+    @property
+    def how(self) -> DecodedAs:
+        """How the latent was decoded, once `ready`."""
+
+    def enqueue(self, pause_due: Callable[[], bool] = ...) -> None:
+        """Enqueue layers on this device."""
+
+    def wait(self) -> None:
+        """Wait until decoding is finished, or for a moment if another process decodes."""
+
+    def take(self) -> Tensor:
+        """Return the pixels, uint8 [height, width, 3] on the CPU. Raise BottegaError if there are none."""
+
+
 class Decoding:
-    """The decoding of a finished image of a job.
+    """The decoding of a finished image of a job on the engine's device.
 
     It holds the latent, so that the latent's memory is not reused before decoding is finished.
     """
@@ -208,6 +249,8 @@ class Decoding:
         self._latent = request.latent
         self._finite = model.runtime.to_host(torch.isfinite(self._latent).all())
         self._work = PausableWork(model.runtime, decode_in_pieces(model, self._latent))
+        self.elsewhere = False
+        self.seconds = 0.0
         self.area = model.decoded_area(self._latent.shape[-2] * self._latent.shape[-1])
         """Number of elements of the latent that are decoded at once."""
         self._known_bad = False
@@ -231,9 +274,10 @@ class Decoding:
         return not self.paused and all(span.ready for span in self.spans) and all(copy.ready for copy in copies)
 
     @property
-    def tiled(self) -> bool:
-        """Whether the latent was decoded in tiles."""
-        return self._work.result is not None and self._work.result.tiled
+    def how(self) -> DecodedAs:
+        """How the latent was decoded."""
+        tiled = self._work.result is not None and self._work.result.tiled
+        return self._model.decoder.as_decoded(tiled=tiled)
 
     def enqueue(self, pause_due: Callable[[], bool] = lambda: False) -> None:
         """Enqueue the layers that are left, or fewer if a pause is due; see `PausableWork.run`.

@@ -202,7 +202,13 @@ class ReadinessGate:
 
 
 def open_job(
-    model: Model, order: EngineOrder, addons: Parts, now_s: float, clock: DeviceClock
+    model: Model,
+    order: EngineOrder,
+    addons: Parts,
+    now_s: float,
+    clock: DeviceClock,
+    *,
+    conditions: Sequence[Conditions] | None = None,
 ) -> Generator[None, None, EngineJob]:
     """Encode a job's prompt and picture in pieces, and resume from its checkpoint if there is one that fits.
 
@@ -210,12 +216,16 @@ def open_job(
         addons: The states of the job's add-ons, which may still wait for something.
         now_s: Monotonic seconds.
         clock: Clock of the model's device.
+        conditions: Conditions of each image; None if they have to be encoded, or an add-on has them.
 
     Raises:
         BottegaError: An add-on cannot serve the job, or an input has NaN or infinity.
     """
     tokenizers = next((part.tokenizers for part in addons.values() if part.tokenizers), model.tokenizers)
-    conditions = encode_all_prompts(replace(model, tokenizers=tokenizers), order.spec)
+    given = (part.conditions for part in addons.values() if part.conditions is not None)
+    conditions = conditions if conditions is not None else next(given, None)
+    if conditions is None:
+        conditions = encode_all_prompts(replace(model, tokenizers=tokenizers), order.spec)
     yield
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
     if state is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bottega.device.device import Span, run_pieces
 from bottega.engine.acceleration.acceleration import Probe
+from bottega.engine.encode import sample_conditions
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.latent_step import Guidance, guided_step
@@ -66,7 +67,8 @@ def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) 
         sampler=defaults.sampler,
         use_karras_sigmas=defaults.use_karras_sigmas,
     )
-    return run_pieces(open_job(model, EngineOrder(key="", spec=spec), {}, 0.0, device_clock))
+    order, conditions = EngineOrder(key="", spec=spec), [sample_conditions(model, spec)]
+    return run_pieces(open_job(model, order, {}, 0.0, device_clock, conditions=conditions))
 
 
 @torch.inference_mode()
@@ -98,6 +100,8 @@ def _run_stages(model: Model, device_clock: DeviceClock, *, small: bool) -> tupl
     began = model.runtime.record()
     job = sample_job(model, device_clock, small=small)
     encoded = model.runtime.record()
+    if not model.decodes:
+        return job, Span(begin=began, end=encoded).seconds, 0.0
     request = job.requests[0]
     peak_bytes = model.runtime.measure_peak(lambda: _decode(model, job, request))
     decoded = model.runtime.record()
@@ -140,7 +144,7 @@ def engine_probes(
     return {
         "copies": _copies_probe(model, predict, rows, latent),
         "forward": forward,
-        "decode": decode,
+        **({"decode": decode} if model.decodes else {}),
         "step": step_probe(model),
     }
 

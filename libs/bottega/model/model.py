@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
-from bottega.model.weights import Placement, dtype_name, load_network, load_text_encoder
+from bottega.model.weights import Placement, dtype_name, load_network, load_text_encoder, outline
 from bottega.model_files.digest import KnownDigests, model_digest
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import Preset, read_preset
@@ -46,6 +46,11 @@ _HASH_REPORT_S = 0.1
 
 # Networks by subfolder, in the order in which they are loaded.
 _NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}
+
+ROLES = frozenset({"encode", "denoise", "decode"})
+"""The stages of a picture: the text encoders, the UNet with the VAE's encoder of pictures, and the VAE's decoder."""
+# Device of parts of which only the structure is loaded.
+_NOWHERE = "meta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,16 @@ class Model:
     """Operations that accelerations may replace."""
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     """Plan of the memory of the device."""
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the text encoders are loaded. If not, they have no weights, and another process computes them."""
+        return bool(self.text_encoders[0].device.type != _NOWHERE)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the VAE's decoder is loaded. If not, it has no weights, and another process decodes."""
+        return bool(self.vae.decoder.conv_in.weight.device.type != _NOWHERE)
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
@@ -187,6 +202,7 @@ def load_model(
     vae_folder: Path | None = None,
     reporter: StartReporter | None = None,
     known_digests: KnownDigests | None = None,
+    roles: Collection[str] = ROLES,
 ) -> Model:
     """Load a folder in Diffusers' layout. Nothing is downloaded, and weights are read from safetensors only.
 
@@ -201,6 +217,7 @@ def load_model(
         vae_folder: Folder of a VAE that replaces the model's own.
         reporter: Receives the progress of loading.
         known_digests: Digests of files that were hashed before; None to hash all.
+        roles: Stages that it has to compute, of `ROLES`. Parts for other stages are loaded without weights.
 
     Raises:
         ConfigError: The folder is not a model that can be served.
@@ -219,7 +236,7 @@ def load_model(
     reporter = reporter or silent_reporter()
     target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
     with _Hashing(report, preset, known_digests) as hashing:
-        pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
+        pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter, roles=roles)
         model_hash = hashing.result(reporter)
     config = _scheduler_config(pipeline.scheduler, preset, family.scheduler_overrides)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
@@ -275,6 +292,8 @@ def _load_parts(
     memory: MemoryPlan,
     vae: VaeSettings,
     reporter: StartReporter,
+    *,
+    roles: Collection[str],
 ) -> tuple[Any, VaeDecoder]:
     """Load the parts onto the device, into the family's pipeline.
 
@@ -287,13 +306,14 @@ def _load_parts(
     """
     family, parts = family_of(report), dict[str, nn.Module]()
     try:
-        for name, kind in family.text_encoders.items():
+        for name, kind in {**family.text_encoders, **_NETWORKS}.items():
+            is_encoder = name in family.text_encoders
+            if not _is_needed(name, roles, is_encoder=is_encoder):
+                parts[name] = outline(kind, report.parts[name], target.dtype)
+                continue
             reporter.begin(f"loading {name}", report.parts[name].size_bytes)
-            parts[name] = load_text_encoder(kind, report.parts[name], target)
-            _reserve(memory, parts)
-        for name, kind in _NETWORKS.items():
-            reporter.begin(f"loading {name}", report.parts[name].size_bytes)
-            parts[name] = load_network(kind, report.parts[name], target)
+            load = load_text_encoder if is_encoder else load_network
+            parts[name] = load(kind, report.parts[name], target)
             _reserve(memory, parts)
         with ignored_algorithm_advice(), warnings.catch_warnings():
             # Old configurations, which the family's pipeline corrects: see `scheduler_overrides`.
@@ -302,7 +322,11 @@ def _load_parts(
                 str(report.folder), **parts, **family.left_out, local_files_only=True
             )
         pipeline.vae.register_to_config(**family.vae_overrides)
-        decoder = make_decoder(pipeline.vae, device=target.device, dtype=target.dtype, settings=vae)
+        if _is_needed("vae", roles):
+            decoder = make_decoder(pipeline.vae, device=target.device, dtype=target.dtype, settings=vae)
+        else:
+            decoder = VaeDecoder(vae=pipeline.vae, dtype=target.dtype, stock_dtype=target.dtype)
+        _drop_halves(pipeline.vae, roles)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -321,12 +345,29 @@ def _load_parts(
     return pipeline, decoder
 
 
+def _is_needed(part: str, roles: Collection[str], *, is_encoder: bool = False) -> bool:
+    """Return whether a part of the pipeline computes something in these roles."""
+    if is_encoder:
+        return "encode" in roles
+    return "denoise" in roles or (part == "vae" and "decode" in roles)
+
+
+def _drop_halves(vae: AutoencoderKL, roles: Collection[str]) -> None:
+    """Free the weights of the VAE's encoder or decoder if no role needs them."""
+    unused = [] if "denoise" in roles else [vae.encoder, vae.quant_conv]
+    unused += [] if "decode" in roles else [vae.decoder, vae.post_quant_conv]
+    for network in unused:
+        if network is not None:
+            network.to(_NOWHERE)
+
+
 def _reserve(memory: MemoryPlan, parts: Mapping[str, nn.Module]) -> None:
     memory.reserve("model", sum(map(_size_bytes, parts.values())))
 
 
 def _size_bytes(network: nn.Module) -> int:
-    return sum(tensor.nbytes for tensors in (network.parameters(), network.buffers()) for tensor in tensors)
+    tensors = (tensor for own in (network.parameters(), network.buffers()) for tensor in own)
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != _NOWHERE)
 
 
 class _Hashing:

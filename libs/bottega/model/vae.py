@@ -81,6 +81,10 @@ class VaeDecoder:
         """Number of elements of a tile."""
         return int(self.vae.tile_latent_min_size) ** 2
 
+    def as_decoded(self, *, tiled: bool) -> DecodedAs:
+        """Return how it decodes a latent."""
+        return DecodedAs(dtype=self.dtype_name, stock_dtype=self.dtype == self.stock_dtype, tiled=tiled)
+
     def is_tiled(self, area: int, *, fits: bool = True) -> bool:
         """Return whether a latent of `area` elements is decoded in tiles.
 
@@ -340,6 +344,18 @@ def _scale(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
             tensor.data.mul_(_FRACTION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedAs:
+    """How a latent was decoded."""
+
+    dtype: str
+    """float32, float16 or bfloat16."""
+    stock_dtype: bool
+    """Whether stock Diffusers decodes in this element type too."""
+    tiled: bool
+    """Whether it was decoded in tiles, which stock Diffusers does not do by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

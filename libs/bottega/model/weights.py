@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import init_empty_weights
@@ -216,6 +216,18 @@ def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Placem
         parameter.data = parameter.data.to(target.device, copy=True)
         target.on_read(parameter.numel() * part.size_bytes // max(1, part.parameters))
     return encoder.to(target.device).eval()
+
+
+def outline(kind: Any, part: PartReport, dtype: torch.dtype) -> Any:
+    """Return a network or a text encoder as its configuration describes it, on the device meta and so without weights.
+
+    It tells shapes and settings, and computes nothing but shapes.
+    """
+    folder = part.files[0].parent
+    with torch.device("meta"):
+        if issubclass(kind, ModelMixin):
+            return kind.from_config(kind.load_config(folder, local_files_only=True)).to(dtype).eval()
+        return kind(kind.config_class.from_pretrained(folder, local_files_only=True)).to(dtype).eval()
 
 
 def _read(file: Path, network: ModelMixin, on_read: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:

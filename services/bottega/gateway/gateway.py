@@ -54,6 +54,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.periodic_checks import PeriodicChecks
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.scheduling.stages import StageRoles
 from bottega.gateway.tenants import KnownTenants, TenantAuthenticator, TenantTerms
 from bottega.gateway.webhooks.delivery import WebhookDelivery
 from bottega.gateway.webhooks.events import WebhookEvents
@@ -110,15 +111,14 @@ class Gateway:
             event_of=WebhookEvents(config.webhooks, terms, self._webhooks.has_room).event_of,
             on_end=self._webhooks.look,
         )
-        addons = _addons(
-            AddOnContext(
-                fleet=fleet,
-                metrics=AddOnMetrics(self.server.registry),
-                clock=clock,
-                channels=self.server.channels,
-                live_jobs=self._jobs.live,
-            )
+        context = AddOnContext(
+            fleet=fleet,
+            metrics=AddOnMetrics(self.server.registry),
+            clock=clock,
+            channels=self.server.channels,
+            live_jobs=self._jobs.live,
         )
+        addons = [*_addons(context), StageRoles(fleet, clock, grace_s=config.model_grace_s)]
         self._controller = JobController(
             config=config,
             fleet=fleet,
@@ -343,9 +343,9 @@ def _authenticator(config: GatewayConfig, clock: Clock) -> KnownTenants | None:
     return DatabaseTenants(config.tenants, application=f"{APPLICATION}{config.name}")
 
 
-def _addons(context: AddOnContext) -> tuple[AddOn, ...]:
+def _addons(context: AddOnContext) -> list[AddOn]:
     """Return the add-ons of the services in the manifest, in the order of the manifest. Raises ConfigError."""
-    return tuple(load_object(service.add_on)(context) for service in read_services() if service.add_on)
+    return [load_object(service.add_on)(context) for service in read_services() if service.add_on]
 
 
 def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Fleet:

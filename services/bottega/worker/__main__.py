@@ -68,7 +68,7 @@ def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -
     )
     WorkerService(worker).add_to(server.grpc)
     server.add_services([SERVICE_NAME])
-    add_link_service(server, kinds.WORKER, worker)
+    add_link_service(server, worker.kind, worker)
     for addon in addons:
         addon.add_rpcs(server, functools.partial(engine.ask, addon.kind))
     return server, worker
@@ -132,8 +132,8 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
         nonlocal membership
         engine = settings.engine
         model = name_of(engine.model, engine.model_name)
-        load = fleet_pb2.Load(left_out=rules.report_left_out(kinds.WORKER, {model: error.message}))
-        registration = registration_of(server, kind=kinds.WORKER, name=worker_name(settings, server))
+        load = fleet_pb2.Load(left_out=rules.report_left_out(engine.kind, {model: error.message}))
+        registration = registration_of(server, kind=engine.kind, name=worker_name(settings, server))
         membership = FleetMembership(settings.gateway, registration, load=lambda: load, channels=server.channels)
         membership.start()
         with contextlib.suppress(TimeoutError):  # without a gateway the reason appears only on stderr
@@ -149,11 +149,11 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
 
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:
-    """Fill in the path of the unix socket for the other worker of a pair. All engine processes use the same path."""
+    """Fill in the path of the unix socket for other workers. All engine processes use the same path."""
     links_group()  # raises now, rather than at the first connection, if the configured group does not exist
-    if not engine.peer.address or engine.links.socket != "":
+    if not (engine.peer.address or engine.kind != kinds.WORKER) or engine.links.socket != "":
         return engine
-    return replace(engine, links=replace(engine.links, socket=str(default_socket_path("worker"))))
+    return replace(engine, links=replace(engine.links, socket=str(default_socket_path(engine.kind))))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from bottega import kinds
 from bottega.addons.cache.config import CachedStartsConfig
 from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.addons.edits.config import EditsConfig
@@ -140,6 +141,16 @@ class EngineConfig:
     Empty: the plain weights if every part has them, else fp16 or bf16. Parts without the variant are loaded from plain
     weights. All workers of a model need the same.
     """
+    roles: Annotated[tuple[Literal["encode", "denoise", "decode"], ...], Field(min_length=1)] = (
+        "encode",
+        "denoise",
+        "decode",
+    )
+    """Stages of a picture that this worker computes: encode (text encoders), denoise, decode (the VAE's decoder).
+
+    A worker without encode or decode loads no weights for it, and asks workers of the same model that have only this
+    role: [encode] or [decode], each scaled by itself. Images to start from are encoded by denoise.
+    """
     device: DeviceName = "auto"
     """Device of the engine: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -202,6 +213,26 @@ class EngineConfig:
                 f"fixed_rows is {self.fixed_rows} and peer.address is {self.peer.address}: with fixed_rows a batch of "
                 "fewer rows takes no less time, so a pair gains nothing; set one of them only"
             )
+
+        self._check_roles()
+
+    @property
+    def kind(self) -> str:
+        """The kind of service that the worker is in the fleet: worker, or the only stage that it computes."""
+        return kinds.WORKER if "denoise" in self.roles else self.roles[0]
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Stages of its pictures that other workers compute."""
+        return tuple(stage for stage in kinds.STAGES if stage not in self.roles) if "denoise" in self.roles else ()
+
+    def _check_roles(self) -> None:
+        if len(set(self.roles)) < len(self.roles):
+            raise ValueError("roles must be without duplicates")
+        if "denoise" not in self.roles and len(self.roles) > 1:
+            raise ValueError("roles: without denoise a worker has one role, encode or decode, so that each is scaled")
+        if self.peer.address and len(self.roles) < 3:
+            raise ValueError("roles and peer.address: the workers of a pair need all roles; set one of them only")
 
     @property
     def group_rows(self) -> int:

@@ -138,5 +138,29 @@ def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, m
         )
 
 
+def check_asker(request: OpenLinkRequest, role: str, *, worker: str, model: Model | None) -> None:
+    """Check that another worker may connect to this one, whose only role is a stage that the other one lacks.
+
+    Args:
+        role: The role of this worker.
+        worker: Name of this worker.
+        model: Model of this worker; None while it is not loaded.
+
+    Raises:
+        ModelMismatch: The two workers have different models.
+        Unavailable: This worker has no model yet.
+    """
+    if model is None:
+        raise Unavailable(f"worker {worker} has not loaded its model yet")
+    ours = {"model_hash": model.model_hash, "dtype": model.dtype}
+    theirs = {term.name: term.value for term in request.terms}
+    if ours != theirs:
+        raise ModelMismatch(
+            f"worker {worker} cannot {role} for {request.worker}: {request.worker} draws with {_drawn_with(theirs)}, "
+            f"{worker} with {_drawn_with(ours)}; give both the same model and dtype",
+            metadata={request.worker: theirs.get("model_hash", ""), worker: ours["model_hash"]},
+        )
+
+
 def _drawn_with(terms: Mapping[str, str]) -> str:
     return f"model {terms.get('model_hash', 'unknown')} in {terms.get('dtype', 'an unknown type')}"

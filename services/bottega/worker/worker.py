@@ -25,6 +25,7 @@ from bottega.errors import (
     Draining,
     InternalError,
     JobCancelled,
+    MethodNotServed,
     ModelNotFound,
     StaleAttempt,
     WorkerLost,
@@ -44,7 +45,7 @@ from bottega.worker.attempts import Attempt, AttemptCheckpoint, AttemptKey, Atte
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import StartMonitor, WorkerEngineClient, reported_at_once
 from bottega.worker.image_codec import AttemptInputs, ImageCodec
-from bottega.worker.link_resolver import LinkResolver, check_peer
+from bottega.worker.link_resolver import LinkResolver, check_asker, check_peer
 from bottega.worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def worker_name(config: WorkerConfig, server: Listening) -> str:
     """Return the worker's name in the fleet: from the configuration, its certificate, or host name and process ID."""
     certified = server.identity.name if server.identity else ""
     # Containers have the same process ids, each in a host of its own.
-    return config.name or certified or f"worker-{socket.gethostname()}-{os.getpid()}"
+    return config.name or certified or f"{config.engine.kind}-{socket.gethostname()}-{os.getpid()}"
 
 
 class Worker:
@@ -83,6 +84,8 @@ class Worker:
         addons: Sequence[FrontAddOn] = (),
     ) -> None:
         self.name = worker_name(config, server)
+        self.kind = config.engine.kind
+        """The kind of service that it is in the fleet."""
         self.checkpoints = CheckpointWatch()
         self.fence = SchedulerFence()
         self.attempts = Attempts(
@@ -137,12 +140,15 @@ class Worker:
         """Start the attempt of a validated request, or return the attempt if the worker holds it already.
 
         Raises:
+            MethodNotServed: The worker does not denoise.
             ModelNotFound: The request names a model that this worker does not serve.
             StaleAttempt: The worker holds a later attempt at the job.
             Draining: The worker is stopping.
             QueueFull: The worker runs the maximum number of attempts.
         """
         key = AttemptKey.of(request.attempt)
+        if self.kind != kinds.WORKER:
+            raise MethodNotServed(f"this worker has the role {self.kind} only; send attempts to one with denoise")
         self._check_model(request.spec)
         if (known := self.attempts.find(key)) is not None:
             return known
@@ -172,7 +178,7 @@ class Worker:
         return self.attempts.find(key) is not None
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return an offer of a connection to the other worker of the pair.
+        """Return an offer of a connection to the other worker of the pair, or to one for which this one has a role.
 
         Args:
             caller: Host of the other worker.
@@ -180,10 +186,16 @@ class Worker:
         Raises:
             Forbidden: The caller is not the configured peer.
             ModelMismatch: The two workers have different models.
+            Draining: This worker is stopping.
             Unavailable: This worker has no peer or no engine yet, or it computes for another worker.
             LinksFull: The engine has too many connections.
         """
-        check_peer(request, self._config.engine, worker=self.name, model=self._model)
+        if self.kind == kinds.WORKER:
+            check_peer(request, self._config.engine, worker=self.name, model=self._model)
+        else:
+            if self._draining:
+                raise Draining("the worker is stopping")
+            check_asker(request, self.kind, worker=self.name, model=self._model)
         return await self.engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
@@ -362,10 +374,12 @@ class Worker:
         if not self._config.gateway:
             return
         device = "" if ready is None else ready.device
-        registration = registration_of(self._server, kind=kinds.WORKER, name=self.name, device=device)
+        registration = registration_of(self._server, kind=self.kind, name=self.name, device=device)
         registration.instance = self._instance
         registration.models.extend([] if ready is None else [ready.model])
-        registration.uses.extend(service.kind for service in read_services() if service.engine_add_on)
+        if self.kind == kinds.WORKER:
+            registration.uses.extend(service.kind for service in read_services() if service.engine_add_on)
+            registration.uses.extend(self._config.engine.asks)
         self._membership = FleetMembership(
             self._config.gateway,
             registration,

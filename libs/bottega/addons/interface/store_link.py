@@ -37,6 +37,7 @@ class StoreLink(LinkClientHandler):
         kind: Its kind, see bottega.kinds.
         title: What the service is, in texts, with its article: "a LoRA store".
         link_id: ID of the connection that it replaces.
+        terms: Properties that the service must have; see `OfferSource.request`.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StoreLink(LinkClientHandler):
         settings: LinkClientSettings,
         counters: LinkCounters,
         link_id: str = "",
+        terms: Mapping[str, str] | None = None,
     ) -> None:
         self.store = store
         self._title = title
@@ -57,7 +59,7 @@ class StoreLink(LinkClientHandler):
         self._client = LinkClient(
             self,
             peer=f"{title.partition(' ')[2]} {store.name}",
-            request=lambda link_id: offers.request(kind, store.address, link_id),
+            request=lambda link_id: offers.request(kind, store.address, link_id, terms),
             settings=settings,
             counters=counters,
             link_id=link_id,

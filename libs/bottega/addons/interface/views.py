@@ -230,6 +230,8 @@ class Member:
     """Whether the member is a worker."""
     served: frozenset[str] = field(init=False)
     """Names of `models`."""
+    asks: tuple[str, ...] = field(init=False)
+    """Stages of a worker's pictures that workers with only this role compute for it, of `kinds.STAGES`."""
     draining: bool = False
     """Whether the member has reported that it accepts no new work."""
 
@@ -237,6 +239,7 @@ class Member:
         self.name, self.kind = self.registration.name, self.registration.kind
         self.is_worker = self.kind == kinds.WORKER
         self.served = frozenset(model.name for model in self.models)
+        self.asks = tuple(stage for stage in kinds.STAGES if stage in self.registration.uses)
 
     @property
     def target(self) -> Target:
@@ -250,8 +253,13 @@ class Member:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the member is a worker whose engine is not ready, so that it serves no model yet."""
-        return self.is_worker and not self.served
+        """Whether the member is a worker, of any roles, whose engine is not ready, so that it serves no model yet."""
+        return (self.is_worker or self.kind in kinds.STAGES) and not self.registration.models
+
+    def computes_stage_for(self, worker: Member) -> bool:
+        """Return whether the member, a worker with one role, serves a model of `worker` with equal weights and type."""
+        own = {(model.model_hash, model.dtype) for model in self.registration.models}
+        return any((model.model_hash, model.dtype) in own for model in worker.registration.models)
 
     def hosts(self, kind: str) -> HostedKind:
         """Return the items of a kind that the member hosts."""

@@ -70,6 +70,10 @@ class Role(StrEnum):
     OPERATOR = "operator"
     GATEWAY = "gateway"
     WORKER = "worker"
+    ENCODE = "encode"
+    """A worker that only encodes prompts."""
+    DECODE = "decode"
+    """A worker that only decodes latents."""
     CONTROLNET = "controlnet"
     LORAS = "loras"
     CACHE = "cache"
@@ -249,7 +253,8 @@ _OPERATOR = frozenset({Role.OPERATOR})
 _GATEWAY = frozenset({Role.GATEWAY})
 _GATEWAY_OR_OPERATOR = _GATEWAY | _OPERATOR
 _WORKER = frozenset({Role.WORKER})
-_MEMBERS = frozenset({Role.WORKER, Role.CONTROLNET, Role.LORAS, Role.CACHE, Role.ACTIVATIONS, Role.SCALE, Role.HTTP})
+_STAGES = frozenset({Role.ENCODE, Role.DECODE})
+_MEMBERS = _STAGES | {Role.WORKER, Role.CONTROLNET, Role.LORAS, Role.CACHE, Role.ACTIVATIONS, Role.SCALE, Role.HTTP}
 
 METHOD_ROLES: Mapping[str, frozenset[Role]] = {
     f"/bottega.v1.{method}": roles

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import psutil
 
-from bottega.addons.interface.store_link import MAX_SERVICES
+from bottega import kinds
+from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores
 from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.errors import DeadlinePassed, Draining, Forbidden, InvalidRequest, MethodNotServed, Violation
@@ -136,8 +137,19 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return [
             fleet_pb2.ServiceAddress(kind=kind, name=service.name, address=service.registration.address)
             for kind in member.registration.uses
-            for service in self._fleet.services(kind)[:MAX_SERVICES]
+            for service in self._used(kind, member)[:MAX_SERVICES]
         ]
+
+    def _used(self, kind: str, member: Member) -> list[Member]:
+        """Return the services of a kind that a member may use: of workers with one role, those of its model.
+
+        Of many, each worker uses others, so that all have work.
+        """
+        services = self._fleet.services(kind)
+        if kind not in kinds.STAGES:
+            return services
+        by_name = {service.name: service for service in services if service.computes_stage_for(member)}
+        return [by_name[name] for name in rank_stores(by_name, member.name)]
 
     async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
         """Return the first message, or None if the stream ends first. Raises DeadlinePassed, Draining or QueueFull."""

@@ -15,20 +15,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bottega import kinds
+from bottega.device.devices import compute_with
 from bottega.device.engine_start import StartReporter
 from bottega.device.memory_plan import DeviceMemoryMeter, is_out_of_memory
 from bottega.engine.errors import to_job_failure
+from bottega.engine.limits import EngineLimits, max_pixels
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.status import to_job_error
-from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineCompiling, EngineEvent
+from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineCompiling, EngineEvent, EngineReady
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.messages import answer_of, beat_of, event_of, failed, ready_of
+from bottega.worker.engine.messages import answer_of, beat_of, event_of, failed, model_message, ready_of
 from bottega.worker.engine.orders import key_of, order_of
-from bottega.worker.engine.runtime import LinkRequests, Runtime, load_runtime
+from bottega.worker.engine.runtime import LinkRequests, Runtime, load_model_for, load_runtime
+from bottega.worker.stages.server import serve_stage
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +66,9 @@ def run(
     """
     link_requests = LinkRequests(lambda request: channel.send(EngineEvent(link_request=request).SerializeToString()))
     try:
+        if config.kind != kinds.WORKER:
+            _serve_stage(channel, config, reporter, max_quiet_s=max_quiet_s)
+            return 0
         runtime = load_runtime(config, link_requests, reporter, trials=trials)
     except Unavailable:
         return 0  # the front is gone
@@ -81,6 +88,15 @@ def run(
     except Unavailable:
         return 0  # the front is gone
     return 0
+
+
+def _serve_stage(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, max_quiet_s: float) -> None:
+    """Load the parts of the model for the worker's only role, and serve it."""
+    compute_with(config.threads)
+    model = load_model_for(config, reporter)
+    most = max_pixels(EngineLimits(max_pixels=config.max_pixels), model)
+    ready = EngineReady(model=model_message(model, max_pixels=most), device=str(model.device))
+    serve_stage(channel, config, model, EngineEvent(ready=ready), max_quiet_s=max_quiet_s)
 
 
 class WorkerEngineLoop:

@@ -23,6 +23,7 @@ from bottega.engine.events import (
 )
 from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError, MethodNotServed
+from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers
 from bottega.model_files.controlnet_folder import base_layout
 from bottega.rpc.operation.metrics import link_counts
@@ -92,15 +93,37 @@ def failed(attempt: AttemptId, error: BottegaError, trace: Trace | None = None) 
 
 def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
     """Return the message that says that the engine is ready, with its model's properties."""
-    model, defaults = engine.model, engine.model.defaults
-    served = image_pb2.Model(
+    accelerations = [
+        fleet_pb2.Acceleration(
+            name=check.name,
+            kept=check.kept,
+            speedup=check.speedup,
+            difference=check.difference if math.isfinite(check.difference) else 0.0,
+            tolerance=check.tolerance,
+            reason=check.reason,
+        )
+        for check in engine.accelerations
+    ]
+    model = model_message(engine.model, max_pixels=engine.max_pixels)
+    ready = engine_pb2.EngineReady(model=model, device=str(engine.model.device), accelerations=accelerations)
+    return engine_pb2.EngineEvent(ready=ready)
+
+
+def model_message(model: Model, *, max_pixels: int) -> image_pb2.Model:
+    """Return a model's properties.
+
+    Args:
+        max_pixels: Largest number of pixels of one image.
+    """
+    defaults = model.defaults
+    return image_pb2.Model(
         name=model.name,
         model_hash=model.digest,
         dtype=model.dtype_name,
         default_width=defaults.width,
         default_height=defaults.height,
         size_multiple=model.size_multiple,
-        max_pixels=engine.max_pixels,
+        max_pixels=max_pixels,
         default_steps=defaults.num_inference_steps,
         default_guidance_scale=defaults.guidance_scale,
         default_edit_guidance_scale=defaults.edit_guidance_scale,
@@ -117,19 +140,6 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
-    accelerations = [
-        fleet_pb2.Acceleration(
-            name=check.name,
-            kept=check.kept,
-            speedup=check.speedup,
-            difference=check.difference if math.isfinite(check.difference) else 0.0,
-            tolerance=check.tolerance,
-            reason=check.reason,
-        )
-        for check in engine.accelerations
-    ]
-    ready = engine_pb2.EngineReady(model=served, device=str(model.device), accelerations=accelerations)
-    return engine_pb2.EngineEvent(ready=ready)
 
 
 def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoice]:

@@ -31,6 +31,7 @@ from bottega.transport import DeviceLinks, LinkCounters, ServiceOffer, offer_fro
 from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.config import EngineConfig, report_on_model
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
+from bottega.worker.stages.addons import stage_addons
 
 
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
@@ -147,7 +148,7 @@ def load_runtime(
     """
     reporter = reporter or silent_reporter()
     compute_with(config.threads)
-    model, counters, heartbeat = _model(config, reporter), LinkCounters(), Heartbeat()
+    model, counters, heartbeat = load_model_for(config, reporter), LinkCounters(), Heartbeat()
     heartbeat.subscribe(reporter.advance)
     heartbeat.subscribe_covered(reporter.advance)
     devices = device_links(config.links.devices, model.device, budget=model.memory)
@@ -162,7 +163,8 @@ def load_runtime(
     )
     peer = _leader(config, context) if config.peer.address else None
     reporter.begin("preparing add-ons")
-    engine = Engine(model, _limits(config), addons=tuple(load_addons(context)), peer=peer, heartbeat=heartbeat)
+    addons = (*stage_addons(config.asks, context), *load_addons(context))
+    engine = Engine(model, _limits(config), addons=addons, peer=peer, heartbeat=heartbeat)
     accelerations = candidates(config.accelerations, model)
     if accelerations:
         reporter.begin("checking accelerations")
@@ -173,7 +175,8 @@ def load_runtime(
     return Runtime(config=config, engine=engine, counters=counters, heartbeat=heartbeat, peer=peer, devices=devices)
 
 
-def _model(config: EngineConfig, reporter: StartReporter) -> Model:
+def load_model_for(config: EngineConfig, reporter: StartReporter) -> Model:
+    """Load the parts of a worker's model that its roles need. Raises the errors of `load_runtime`."""
     report, device = report_on_model(config), pick_device(config.device)
     if report.problems:
         raise ConfigError(report.refusal)
@@ -189,6 +192,7 @@ def _model(config: EngineConfig, reporter: StartReporter) -> Model:
         vae_folder=Path(config.vae.folder) if config.vae.folder else None,
         reporter=reporter,
         known_digests=KnownDigests(service_state() / "digests.json"),
+        roles=config.roles,
     )
 
 

@@ -24,7 +24,7 @@ from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.recordings.step_access import StepRecorder
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.edits.planning import BlockValue, choose
-from bottega.engine.encode import encode_prompts
+from bottega.engine.encode import sample_conditions
 from bottega.engine.forward import stack
 from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
@@ -279,7 +279,7 @@ def _row(model: Model, size: tuple[int, int]) -> Row:
         sampler=model.defaults.sampler,
         use_karras_sigmas=model.defaults.use_karras_sigmas,
     )
-    return Request(model, spec, encode_prompts(model, spec)).rows()[0]
+    return Request(model, spec, sample_conditions(model, spec)).rows()[0]
 
 
 def _square(size: tuple[int, int], share: float) -> Tensor:

@@ -1,0 +1,104 @@
+"""Stages as roles: which jobs a worker without text encoders or a VAE decoder may get, and when.
+
+Such a worker uses services of the kind `encode` or `decode`, which are workers with only this role. It may get jobs
+while one of the same model is there. It never gets jobs that change the text encoders, or compare prompts in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from bottega import kinds
+from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, FleetView, JobCosts, WorkerCosts
+from bottega.addons.interface.views import AddOnJob, Member
+from bottega.clocks import Clock
+from bottega.errors import NoWorker
+
+# Seconds for which a verdict on the jobs of a model is used again.
+_FRESH_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """Whether workers can get the jobs of a model with certain needs."""
+
+    at: float
+    """Time on the monotonic clock."""
+    reason: str = ""
+    """Why none can; empty if one can."""
+    since: float = 0.0
+    """Time since which none can."""
+
+
+_NO_VERDICT = _Verdict(at=-math.inf)
+
+
+class StageRoles(AddOn):
+    """The add-on that keeps jobs from workers whose stages nobody computes now.
+
+    Args:
+        fleet: The connected services.
+        clock: Clock of the gateway.
+        grace_s: Seconds for which jobs wait for a stage that no worker computes.
+    """
+
+    def __init__(self, fleet: FleetView, clock: Clock, *, grace_s: float) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._grace_s = grace_s
+        self._verdicts: dict[tuple[str, bool], _Verdict] = {}
+
+    def costs(self, job: AddOnJob) -> JobCosts:
+        """Return which workers may get a job. They are the same for jobs of a model with equal needs."""
+        needs = needs_encoders(job)
+        return JobCosts(key=needs, at=lambda workers: self._costs(workers, needs=needs))
+
+    def unavailable(self, job: AddOnJob) -> NoWorker | None:
+        """Return an error if for longer than the grace period no worker could get the job because of its roles."""
+        key, now = (job.bare.model, needs_encoders(job)), self._clock.monotonic()
+        known = self._verdicts.get(key, _NO_VERDICT)
+        if now - known.at >= _FRESH_S:  # it is asked for each waiting job, once a second
+            reason = self._reason(*key)
+            known = self._verdicts[key] = _Verdict(at=now, reason=reason, since=known.since if known.reason else now)
+        if not known.reason or now - known.since < self._grace_s:
+            return None
+        return NoWorker(f"no worker of model {key[0]} can draw the job: {known.reason}", retry_after_s=self._grace_s)
+
+    def _reason(self, model: str, needs: bool) -> str:
+        """Return why no worker of a model can get jobs; empty if one can, or if there is none."""
+        reason = ""
+        for worker in self._fleet.services(kinds.WORKER):
+            if worker.serves(model) and not (reason := self._lacks(worker, needs=needs)):
+                return ""
+        return reason
+
+    def _costs(self, workers: Mapping[str, Member], *, needs: bool) -> WorkerCosts:
+        lacking = [worker.name for worker in workers.values() if worker.asks and self._lacks(worker, needs=needs)]
+        return WorkerCosts(eligible=frozenset(workers).difference(lacking)) if lacking else NO_COSTS
+
+    def _lacks(self, worker: Member, *, needs: bool) -> str:
+        """Return why a worker can get no job; empty if it can.
+
+        Args:
+            needs: Whether the job needs the worker's own text encoders.
+        """
+        if needs and kinds.ENCODE in worker.asks:
+            return f"LoRAs, embeddings and masks need a worker with the role encode, which {worker.name} lacks"
+        for stage in worker.asks:
+            if next(self._providers(worker, stage), None) is None:
+                return f"{worker.name} lacks the role {stage}, and no worker with only this role serves its model now"
+        return ""
+
+    def _providers(self, worker: Member, stage: str) -> Iterator[Member]:
+        return (
+            service
+            for service in self._fleet.services(stage)
+            if not service.draining and service.computes_stage_for(worker)
+        )
+
+
+def needs_encoders(job: AddOnJob) -> bool:
+    """Return whether a job needs the text encoders in its worker: it changes them, or compares prompts for an edit."""
+    return bool(job.bare.loras) or job.request.mask_digest != ""

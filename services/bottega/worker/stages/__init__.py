@@ -1,0 +1,1 @@
+"""Stages as roles: a worker without text encoders or a VAE decoder asks workers that compute only this stage."""

@@ -1,0 +1,287 @@
+"""Stages as roles: a worker without text encoders and VAE decoder draws what a whole one draws, by links."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bottega import kinds
+from bottega.device.heartbeat import Heartbeat
+from bottega.engine.addon import EngineAddOnContext
+from bottega.engine.engine import Engine
+from bottega.engine.events import JobAdvanced, JobCheckpointed
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import LoraSpec, ResolvedSpec
+from bottega.errors import InternalError, TooLarge, Unavailable, WorkerLost
+from bottega.miniature import WEIGHTS
+from bottega.model.model import Model, load_model
+from bottega.model.vae import VaeSettings
+from bottega.transport import LinkCounters, ServiceOffer
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.worker.config import EngineConfig, PeerLinksConfig
+from bottega.worker.stages import client
+from bottega.worker.stages.addons import stage_addons
+from bottega.worker.stages.messages import refused_message
+from bottega.worker.stages.server import StageLinks
+from tests.support.manual_engine import Drawing, ManualEngine
+from tests.support.offers import OffersAtOnce
+from tests.support.waiting import wait_until
+
+SPEC = ResolvedSpec(
+    prompt="a big red star on the left on a blue background",
+    negative_prompt="green",
+    num_inference_steps=3,
+    width=64,
+    height=64,
+    seed=3,
+)
+LIMITS = EngineLimits(max_rows=4, progress_interval_s=0.0, checkpoint_interval_s=0.0)
+PICTURE = torch.randint(0, 255, (64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@functools.cache
+def loaded(*roles: str, vae: VaeSettings | None = None) -> Model:
+    return load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32, roles=roles, vae=vae)
+
+
+class StageWorker:
+    """A worker with one role: its links, and a thread that computes while nobody holds the `gate`."""
+
+    def __init__(self, role: str, model: Model, socket: Path) -> None:
+        links = PeerLinksConfig(listen="", socket=str(socket))
+        config = EngineConfig(model="miniature", roles=(role,), links=links)  # type: ignore[arg-type]
+        self.links = StageLinks(config, model)
+        self.gate = threading.Lock()
+        self.computed = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.002):  # so that somebody else can take the gate
+            with self.gate:
+                if (task := self.links.tasks.next(0.02)) is None:
+                    continue
+                try:
+                    answer = task.compute()
+                except TooLarge as error:
+                    answer = refused_message(task.number, error)
+                self.computed += 1
+                task.link.connection.send(answer)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join(5)
+        self.links.close()
+
+
+class Offers(OffersAtOnce):
+    """Offers of the stage workers by their names, which are their addresses too."""
+
+    def __init__(self, workers: Mapping[str, StageWorker]) -> None:
+        super().__init__()
+        self.workers = workers
+
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        if address not in self.workers:
+            raise Unavailable("it is away")
+        return ServiceOffer(offer=self.workers[address].links.offer("den", link_id, caller=""), service=address)
+
+
+class Parted:
+    """An engine without text encoders and decoder, and its stage workers by name."""
+
+    def __init__(self, folder: Path, *, vae: VaeSettings | None = None) -> None:
+        encoder, decoder = loaded("encode"), loaded("decode", vae=vae)
+        self.workers = {
+            "enc": StageWorker("encode", encoder, folder / "enc.sock"),
+            "dec-1": StageWorker("decode", decoder, folder / "dec-1.sock"),
+            "dec-2": StageWorker("decode", decoder, folder / "dec-2.sock"),
+        }
+        model = loaded("denoise")
+        context = EngineAddOnContext(
+            sections=(),
+            fixed_rows=0,
+            model=model,
+            offers=Offers(self.workers),
+            counters=LinkCounters(),
+            heartbeat=Heartbeat(),
+        )
+        self.addons = tuple(stage_addons(kinds.STAGES, context))
+        self.engine = ManualEngine(Engine(model, LIMITS, addons=self.addons))
+        self.set_services("enc", "dec-1", "dec-2")
+
+    def set_services(self, *names: str) -> None:
+        """Tell the engine which stage workers there are."""
+        self.engine.engine.set_services(
+            [
+                ServiceAddress(kind=kinds.ENCODE if name == "enc" else kinds.DECODE, name=name, address=name)
+                for name in names
+            ]
+        )
+
+    def draw(self, order: EngineOrder) -> Drawing:
+        drawing = self.engine.submit(order)
+        self.engine.run()
+        return drawing
+
+    def stop(self) -> None:
+        for addon in self.addons:
+            addon.set_services(())
+        for worker in self.workers.values():
+            worker.stop()
+
+
+@pytest.fixture(scope="module")
+def whole() -> ManualEngine:
+    return ManualEngine(Engine(loaded("encode", "denoise", "decode"), LIMITS))
+
+
+@pytest.fixture
+def parted(tmp_path: Path) -> Iterator[Parted]:
+    made = Parted(tmp_path)
+    yield made
+    made.stop()
+
+
+def orders() -> list[EngineOrder]:
+    """Jobs of every kind that a worker without text encoders may get."""
+    several = replace(SPEC, prompts=("a red star", "a green circle", "a red star"), num_images=3)
+    weighted = replace(SPEC, prompt="a (green:1.4) circle BREAK on red", weighted=True, clip_skip=1)
+    specs = [SPEC, several, weighted, replace(SPEC, guidance_scale=1.0), replace(SPEC, prompt="a star " * 60)]
+    # Alone, because the widths of batches depend on measured times, and change the last bits.
+    plain = [EngineOrder(key=key, spec=spec, preview=True, shared_turns=False) for key, spec in enumerate(specs)]
+    return [*plain, EngineOrder(key="image", spec=replace(SPEC, strength=0.7), image=PICTURE, preview=True)]
+
+
+def previews(drawing: Drawing) -> torch.Tensor:
+    """All previews of a job, in their order."""
+    shown = [event.preview for event in drawing.all(JobAdvanced)]
+    return torch.stack([preview.int() for preview in shown if preview is not None])
+
+
+def test_pictures_and_records_are_those_of_a_whole_worker(parted: Parted, whole: ManualEngine) -> None:
+    for order in orders():
+        wanted = whole.submit(order)
+        whole.run()
+        drawn = parted.draw(order)
+        assert all((one == other).all() for one, other in zip(drawn.pixels, wanted.pixels, strict=True)), order.key
+        ours, theirs = drawn.record.provenance, wanted.record.provenance
+        assert (ours.truncations, ours.vae_dtype, ours.vae_tiled) == (
+            theirs.truncations,
+            theirs.vae_dtype,
+            theirs.vae_tiled,
+        )
+        assert drawn.record.exact
+        assert drawn.record.decoded_as_stock
+        assert drawn.record.seconds["encode"] > 0
+        assert drawn.record.seconds["decode"] > 0
+        assert {span.service for span in drawn.trace.spans} >= {"enc"}
+        assert all(one.equal(other) for one, other in zip(drawn.latents, wanted.latents, strict=True)), order.key
+        if len(drawn.pixels) == 1:  # images of one job take turns in any order
+            # The colours of previews are fitted by each engine.
+            assert (previews(drawn) - previews(wanted)).abs().max() <= 1
+    assert parted.workers["dec-1"].computed + parted.workers["dec-2"].computed == 8
+
+
+def test_weights_of_other_stages_are_not_loaded() -> None:
+    def kib(model: Model) -> int:
+        networks = (model.backbone.unet, model.vae, *model.text_encoders)
+        return sum(int(p.nbytes) for network in networks for p in network.parameters() if p.device.type != "meta") >> 10
+
+    sizes = {role: kib(loaded(role)) for role in ("encode", "denoise", "decode")}
+    together = kib(loaded("encode", "denoise", "decode"))
+    assert abs(sum(sizes.values()) - together) <= 3
+    assert all(0 < size < together for size in sizes.values())
+
+
+def test_checkpoints_of_one_resume_at_the_other(parted: Parted, whole: ManualEngine) -> None:
+    wanted = whole.submit(EngineOrder(key="w", spec=SPEC))
+    whole.run()
+    for first, second in ((whole, parted.engine), (parted.engine, whole)):
+        drawn = first.submit(EngineOrder(key="a", spec=SPEC))
+        while not drawn.all(JobCheckpointed):
+            first.turn()
+        first.engine.cancel("a")
+        resumed = second.submit(EngineOrder(key="b", spec=SPEC, checkpoint=drawn.all(JobCheckpointed)[0].data))
+        second.run()
+        assert resumed.job is not None
+        assert resumed.job.steps_resumed > 0
+        assert (resumed.pixels[0] == wanted.pixels[0]).all()
+
+
+def test_a_lost_decoder_is_replaced_by_another_one(parted: Parted, whole: ManualEngine) -> None:
+    wanted = whole.submit(EngineOrder(key="l", spec=SPEC))
+    whole.run()
+    for name in ("dec-1", "dec-2"):
+        parted.workers[name].gate.acquire()
+    drawn = parted.engine.submit(EngineOrder(key="l", spec=SPEC))
+    (decoders,) = [addon for addon in parted.addons if addon.kind == kinds.DECODE]
+    links = decoders.client._links  # type: ignore[attr-defined]
+    while not any(decoders.client.pending(link) for link in links.values()):  # type: ignore[attr-defined]
+        parted.engine.turn()
+    (asked,) = [name for name, link in links.items() if decoders.client.pending(link)]  # type: ignore[attr-defined]
+    for handler in parted.workers[asked].links.handlers:
+        handler.connection.link.end(WorkerLost("killed"))  # type: ignore[union-attr, arg-type]
+    parted.workers["dec-2" if asked == "dec-1" else "dec-1"].gate.release()
+    parted.engine.run()
+    assert (drawn.pixels[0] == wanted.pixels[0]).all()
+    assert parted.workers[asked].computed == 0
+    parted.workers[asked].gate.release()
+
+
+def test_a_job_is_given_back_when_no_stage_worker_is_left(parted: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_PROVIDER_S", 0.1)
+    parted.set_services("enc")
+    error = parted.draw(EngineOrder(key="none", spec=SPEC)).error
+    assert type(error) is Unavailable
+    assert "no worker with the role decode" in error.message
+    parted.set_services("dec-1")
+    assert "no worker with the role encode" in parted.draw(EngineOrder(key="none", spec=SPEC)).error.message
+
+
+def test_jobs_that_need_the_text_encoders_are_refused(parted: Parted) -> None:
+    lora = LoraSpec(name="ink", digest="a" * 64, scale=1.0, from_step=None, bound=0)
+    with pytest.raises(InternalError, match="worker without text encoders"):
+        parted.engine.submit(EngineOrder(key="lora", spec=replace(SPEC, loras=(lora,))))
+
+
+def test_a_cancelled_job_leaves_no_request_behind(parted: Parted) -> None:
+    parted.workers["enc"].gate.acquire()
+    parted.engine.submit(EngineOrder(key="c", spec=SPEC))
+    (encoders,) = [addon for addon in parted.addons if addon.kind == kinds.ENCODE]
+    wait_until(lambda: not parted.workers["enc"].links.tasks.is_empty, "the request has come")
+    parted.engine.engine.cancel("c")
+    assert not encoders.client._calls  # type: ignore[attr-defined]
+    handlers = parted.workers["enc"].links.handlers
+    wait_until(lambda: not any(handler._waiting for handler in handlers), "the cancel message has come")
+    parted.workers["enc"].gate.release()
+    drawn = parted.draw(EngineOrder(key="after", spec=SPEC))
+    assert drawn.pixels
+    assert parted.workers["enc"].computed == 1
+
+
+def test_a_decoder_tells_how_it_decoded(tmp_path: Path) -> None:
+    made = Parted(tmp_path, vae=VaeSettings(tile_pixels=32))
+    try:
+        spec = replace(SPEC, width=96, height=96, num_inference_steps=1)
+        record = made.draw(EngineOrder(key="tiled", spec=spec)).record
+    finally:
+        made.stop()
+    assert record.provenance.vae_tiled
+    assert not record.decoded_as_stock
+
+
+def test_a_picture_that_a_decoder_refuses_fails_with_its_error(parted: Parted) -> None:
+    for name in ("dec-1", "dec-2"):
+        parted.workers[name].links._max_pixels = 64
+    error = parted.draw(EngineOrder(key="large", spec=SPEC)).error
+    assert isinstance(error, TooLarge)
+    assert "the worker that decodes draws at most 64" in error.message

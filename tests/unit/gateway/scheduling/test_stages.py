@@ -1,0 +1,128 @@
+"""Workers that lack a stage get jobs only while a worker with this role serves their model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from bottega import kinds
+from bottega.addons.interface.views import Member
+from bottega.errors import NoWorker
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.scheduling.stages import StageRoles
+from bottega.v1 import fleet_pb2, image_pb2
+from tests.fakes.gateway_rules import Shop
+from tests.samples import controlnet_hosts
+from tests.samples.jobs import sample_job
+
+GRACE_S = 5.0
+
+
+def member(
+    shop: Shop, name: str, kind: str = kinds.WORKER, *, uses: Sequence[str] = (), model_hash: str = "hash of m"
+) -> Member:
+    model = image_pb2.Model(name="m", model_hash=model_hash, dtype="float32", vae_scale_factor=4)
+    address = f"127.0.0.1:{9000 + len(shop.fleet.members())}"
+    said = fleet_pb2.Registration(kind=kind, name=name, address=address, models=[model], uses=uses)
+    joined = shop.fleet.join(controlnet_hosts.again(said))
+    shop.fleet.report(joined, fleet_pb2.Load(max_rows=4))
+    return joined
+
+
+def lora_job(shop: Shop) -> Job:
+    job = sample_job(shop.time)
+    job.bare.loras.add(name="ink", digest="a" * 64)
+    return job
+
+
+def eligible(roles: StageRoles, job: Job, *workers: Member) -> set[str]:
+    names = {worker.name: worker for worker in workers}
+    costs = roles.costs(job).at(names)
+    return set(names if costs.eligible is None else costs.eligible)
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()
+
+
+@pytest.fixture
+def roles(shop: Shop) -> StageRoles:
+    return StageRoles(shop.fleet, shop.time.clock(), grace_s=GRACE_S)
+
+
+async def test_a_worker_that_lacks_a_stage_waits_for_its_role(shop: Shop, roles: StageRoles) -> None:
+    whole, part = member(shop, "whole"), member(shop, "part", uses=[kinds.ENCODE, kinds.DECODE])
+    job = sample_job(shop.time)
+    assert eligible(roles, job, whole, part) == {"whole"}
+    member(shop, "enc", kinds.ENCODE)
+    other = member(shop, "other", kinds.DECODE, model_hash="another")
+    assert eligible(roles, job, whole, part) == {"whole"}, "a decoder of another model does not help"
+    assert not other.computes_stage_for(part)
+    decoder = member(shop, "dec", kinds.DECODE)
+    assert eligible(roles, job, whole, part) == {"whole", "part"}
+    shop.fleet.report(decoder, fleet_pb2.Load(draining=True))
+    assert eligible(roles, job, whole, part) == {"whole"}
+    await shop.stop()
+
+
+async def test_jobs_that_change_text_encoders_go_to_workers_that_have_them(shop: Shop, roles: StageRoles) -> None:
+    whole, part = member(shop, "whole"), member(shop, "part", uses=[kinds.ENCODE])
+    undecoding = member(shop, "undecoding", uses=[kinds.DECODE])
+    member(shop, "enc", kinds.ENCODE)
+    member(shop, "dec", kinds.DECODE)
+    edit = sample_job(shop.time)
+    edit.request = replace(edit.request, mask_digest="b" * 64)
+    for job in (lora_job(shop), edit):
+        assert eligible(roles, job, whole, part, undecoding) == {"whole", "undecoding"}
+    assert eligible(roles, sample_job(shop.time), whole, part) == {"whole", "part"}
+    await shop.stop()
+
+
+async def test_a_job_that_no_worker_may_get_fails_after_the_grace(shop: Shop, roles: StageRoles) -> None:
+    member(shop, "part", uses=[kinds.ENCODE])
+    job, with_lora = sample_job(shop.time), lora_job(shop)
+    assert roles.unavailable(job) is None
+    shop.time.now += GRACE_S - 0.5
+    assert roles.unavailable(job) is None
+    shop.time.now += 1.0
+    error = roles.unavailable(job)
+    assert isinstance(error, NoWorker)
+    assert error.message == (
+        "no worker of model m can draw the job: part lacks the role encode, and no worker with only this role serves "
+        "its model now"
+    )
+    member(shop, "enc", kinds.ENCODE)
+    shop.time.now += 1.0
+    assert roles.unavailable(job) is None
+    roles.unavailable(with_lora)
+    shop.time.now += GRACE_S + 1
+    error = roles.unavailable(with_lora)
+    assert error is not None
+    assert "LoRAs, embeddings and masks need a worker with the role encode, which part lacks" in error.message
+    await shop.stop()
+
+
+async def test_the_queue_schedules_a_job_when_its_role_has_joined(shop: Shop) -> None:
+    worker = member(shop, "part", uses=[kinds.DECODE])
+    job = shop.take(sample_job(shop.time))
+    assert not shop.running(worker)
+    member(shop, "dec", kinds.DECODE)
+    shop.controller.scheduler.schedule("m")
+    assert shop.running(worker) == [job]
+    await shop.stop()
+
+
+async def test_a_stage_worker_joins_again_when_its_model_is_loaded(shop: Shop) -> None:
+    said = fleet_pb2.Registration(kind=kinds.DECODE, name="dec", address="127.0.0.1:9")
+    starting = controlnet_hosts.again(said)
+    assert shop.fleet.join(starting).is_starting
+    ready = fleet_pb2.Registration()
+    ready.CopyFrom(starting)
+    ready.models.add(name="m", model_hash="hash of m")
+    joined = shop.fleet.join(ready)
+    assert not joined.is_starting
+    assert not joined.serves("m"), "it gets no jobs"
+    await shop.stop()
