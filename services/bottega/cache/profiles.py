@@ -9,13 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from bottega import rules
 from bottega.addons.cache.skip_profile import LengthClass, SkipProfile, fallback_profile
 from bottega.addons.cache.starts import FRACTIONS
 from bottega.blobstore import ProfileFolder
-from bottega.errors import Violation
+from bottega.cache.config import CacheConfig
+from bottega.errors import ConfigError, InvalidRequest, Violation
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.generation_pb2 import Fidelity
@@ -85,6 +87,31 @@ class CacheProfiles(ProfileFolder[CacheProfile]):
     def _keep(self, profiles: Mapping[str, CacheProfile]) -> None:
         self._by_fidelity = MappingProxyType({model: _by_fidelity(profile) for model, profile in profiles.items()})
         super()._keep(profiles)
+
+
+def check_configured(config: CacheConfig) -> list[CacheProfile]:
+    """Check what the configuration says together, and return the profiles that it names. Raises ConfigError."""
+    if config.database and config.index.device != "cpu":
+        raise ConfigError("index.device is for embeddings in memory: remove it, or database")
+    if config.objects and not config.database:
+        raise ConfigError("objects: the records of shared entries are in PostgreSQL; set database: postgresql://...")
+    if config.objects and not config.name:
+        raise ConfigError("objects: caches that share entries tell each other by name; set name")
+    return [read_profile(Path(path)) for path in config.profiles]
+
+
+def read_profile(path: Path) -> CacheProfile:
+    """Read the profile in a file. Raises ConfigError."""
+    try:
+        profile = json_format.Parse(path.read_text(encoding="utf-8"), CacheProfile())
+        rules.refuse(list(check_profile(profile)))
+    except OSError as error:
+        raise ConfigError(f"profiles: {path} cannot be read: {error.strerror}") from None
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"profiles: {path} is not a valid CacheProfile: {error}") from None
+    except InvalidRequest as error:
+        raise ConfigError(f"profiles: {path} cannot be used: {error.message}") from None
+    return profile
 
 
 def check_profile(profile: CacheProfile) -> Iterator[Violation]:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from google.protobuf import json_format
 from prometheus_client.metrics_core import Metric
 
-from bottega import kinds, rules
+from bottega import kinds
 from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
 from bottega.cache.config import CacheConfig
@@ -27,11 +26,11 @@ from bottega.cache.index import IndexSettings, KeyedIndex
 from bottega.cache.index.device_index import indexes_on
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.predictor import PredictorStatistics
-from bottega.cache.profiles import check_profile
+from bottega.cache.profiles import check_configured
 from bottega.cache.records import FILE_NAMES, EntryDisk
 from bottega.cache.store.settings import LatentStatistics, StoreSettings
 from bottega.cache.store.store import LatentStore
-from bottega.errors import BottegaError, ConfigError, InvalidRequest, StorageUnavailable
+from bottega.errors import BottegaError, ConfigError, StorageUnavailable
 from bottega.rpc.fleet_membership import Listening
 from bottega.rpc.link_service import StoreLinks
 from bottega.rpc.operation.metrics import counter_by, counters, gauges
@@ -45,7 +44,6 @@ from bottega.v1 import fleet_pb2
 from bottega.v1.cache_pb2 import (
     CACHE_OUTCOME_UNAVAILABLE,
     CacheAnswer,
-    CacheProfile,
     CacheQuestion,
     CacheRecording,
     CacheStarts,
@@ -273,31 +271,6 @@ def cache_id(folder: Path) -> str:
     except OSError as error:
         raise ConfigError(f"the file {file} cannot be read or written: {error.strerror}") from None
     return found
-
-
-def check_configured(config: CacheConfig) -> list[CacheProfile]:
-    """Check what the configuration says together, and return the profiles that it names. Raises ConfigError."""
-    if config.database and config.index.device != "cpu":
-        raise ConfigError("index.device is for embeddings in memory: remove it, or database")
-    if config.objects and not config.database:
-        raise ConfigError("objects: the records of shared entries are in PostgreSQL; set database: postgresql://...")
-    if config.objects and not config.name:
-        raise ConfigError("objects: caches that share entries tell each other by name; set name")
-    return [read_profile(Path(path)) for path in config.profiles]
-
-
-def read_profile(path: Path) -> CacheProfile:
-    """Read the profile in a file. Raises ConfigError."""
-    try:
-        profile = json_format.Parse(path.read_text(encoding="utf-8"), CacheProfile())
-        rules.refuse(list(check_profile(profile)))
-    except OSError as error:
-        raise ConfigError(f"profiles: {path} cannot be read: {error.strerror}") from None
-    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"profiles: {path} is not a valid CacheProfile: {error}") from None
-    except InvalidRequest as error:
-        raise ConfigError(f"profiles: {path} cannot be used: {error.message}") from None
-    return profile
 
 
 def _policy(config: CacheConfig) -> EvictionPolicy:

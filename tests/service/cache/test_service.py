@@ -14,7 +14,7 @@ import pytest
 from google.protobuf import json_format
 
 from bottega.addons.cache import wire
-from bottega.cache.server import read_profile
+from bottega.cache.profiles import read_profile
 from bottega.errors import BottegaError, CacheEntryNotFound, ConfigError, InvalidRequest
 from bottega.v1 import cache_pb2 as pb
 from bottega.v1.cache_pb2 import CacheStarts

@@ -14,8 +14,8 @@ from bottega.addons.interface.store_link import rank_stores
 from bottega.blobstore import RecordChanges
 from bottega.cache import shared_entries, shared_records
 from bottega.cache.__main__ import build
+from bottega.cache.profiles import check_configured
 from bottega.cache.records import FILE_NAMES
-from bottega.cache.server import check_configured
 from bottega.cache.store import writer
 from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError, StorageUnavailable

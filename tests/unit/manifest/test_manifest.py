@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,3 +80,19 @@ def test_what_a_spec_names_must_be_there() -> None:
 def test_a_manifest_that_is_not_there_is_named(others: Path) -> None:
     with pytest.raises(ConfigError, match=r"services\.txt cannot be read"):
         read_services()
+
+
+def test_configurations_are_checked_where_their_services_are_not_installed() -> None:
+    program = """
+import sys
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("diffusers", "faiss", "numpy", "obstore", "psycopg", "sklearn", "torch"):
+            raise ImportError(name)
+sys.meta_path.insert(0, NotInstalled())
+from bottega.manifest import load_object, read_services
+for service in read_services():
+    for name in filter(None, (service.config, service.config_check)):
+        load_object(name)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
