@@ -28,7 +28,10 @@ try:
     from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
     from obstore.store import S3Store
 except ImportError:
-    raise ConfigError("objects in S3 need obstore: pip install 'bottega-services[s3]'") from None
+    raise ConfigError(
+        "objects in S3 need obstore: pip install 'bottega-services[s3]', or deploy/install.sh install --with "
+        "'bottega-libs[s3]'"
+    ) from None
 
 # Larger objects are uploaded in parts of this size, so that a retry repeats one part.
 _PART_BYTES = 8 << 20

@@ -309,9 +309,15 @@ def read_signer(config: GatewayConfig) -> PictureSigner | None:
 def check_files(config: GatewayConfig) -> None:
     """Raise ConfigError if the file of tenants, the certificate, or the secrets of webhooks cannot be used.
 
-    Files that only the running unit can see are not checked.
+    Also if the client of PostgreSQL or S3 is missing. Files that only the running unit can see are not checked.
     """
     _check_tenants(config)
+    if config.jobs:
+        from bottega.storage.postgresql import PostgresDatabase
+
+        PostgresDatabase(config.jobs, application=config.name)
+    if config.objects:
+        import bottega.storage.s3  # noqa: F401 - says what to install if obstore is missing
     if not config.signing.key.startswith(FILES_OF_UNITS):
         read_signer(config)
     if not config.webhooks.secrets.startswith(FILES_OF_UNITS):

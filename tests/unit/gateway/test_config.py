@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,17 @@ def test_webhooks_without_tenants_need_a_file_with_one_or_two_secrets(tmp_path: 
         check_files(GatewayConfig(webhooks=WebhooksConfig(hosts=("*",))))
     check_files(GatewayConfig(webhooks=WebhooksConfig(hosts=("*",), secrets="/run/credentials/bottega-gateway/secret")))
     assert read_webhook_secrets(GatewayConfig()).secrets == ()
+
+
+@pytest.mark.parametrize(
+    ("module", "keys"), [("psycopg", {"jobs": "postgresql://db/b"}), ("obstore", {"objects": "s3://b/p"})]
+)
+def test_a_client_that_is_not_installed_is_found_before_the_start(
+    module: str, keys: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_files(GatewayConfig(**keys))
+    for name in ("postgresql", "postgresql_errors", "s3"):
+        monkeypatch.delitem(sys.modules, f"bottega.storage.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"--with 'bottega-libs\[(postgresql|s3)\]'"):
+        check_files(GatewayConfig(**keys))
