@@ -15,7 +15,7 @@ try:
 except ImportError as missing:  # without psycopg, or without libpq
     raise ConfigError(
         f"PostgreSQL is configured, but its client is not installed ({missing}): "
-        "pip install 'bottega-services[postgresql]'"
+        "pip install 'bottega-services[postgresql]', or deploy/install.sh install --with 'bottega-libs[postgresql]'"
     ) from missing
 
 # Texts by SQLSTATE or by its class (the first two characters),
@@ -57,14 +57,17 @@ def translated(place: str, *, starting: bool = False) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
-        raise _typed(error, place, starting=starting) from error
+        # The cause is for operators; libpq does not always name the server.
+        cause = type(error)(f"{place}: {first_line(error)}") if starting else error
+        raise _typed(error, place, starting=starting) from cause
 
 
 def _typed(error: psycopg.Error, place: str, *, starting: bool) -> BottegaError:
     """Return the error to raise; only a ConfigError, which callers never see, names the database."""
     text = first_line(error)
     if starting and (_WRONG.search(text) or isinstance(error, psycopg.ProgrammingError)):
-        return ConfigError(f"the database {place} cannot be used: {text}")
+        todo = "; give it by PGPASSFILE or PGPASSWORD" if "no password supplied" in text else ""
+        return ConfigError(f"the database {place} cannot be used: {text}{todo}")
     if isinstance(error, (PoolTimeout, PoolClosed)):
         return os_errors.unavailable(_UNREACHABLE, cause="ETIMEDOUT")
     if isinstance(error, TooManyRequests):

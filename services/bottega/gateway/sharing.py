@@ -81,7 +81,8 @@ class SharedScheduling:
                 break
             except StorageUnavailable as error:
                 if not reported:
-                    _log.error("the jobs cannot be used yet; retrying", extra={"text": error.message})
+                    facts = {"text": error.message, "why": str(error.__cause__ or "").partition("\n")[0]}
+                    _log.error("the jobs cannot be used yet; retrying", extra=facts)
                 reported = True
                 await asyncio.sleep(_RETRY_S)
         self._tasks.start(self._follow())

@@ -14,6 +14,7 @@ from bottega.client.cli.drawing import choose_output, note_approximate, note_unk
 from bottega.client.cli.options import ListGroup, address_option, connect, timeout_option, with_examples
 from bottega.client.cli.terminal import PlainTable, escaped_and_cut, fail, note, print_table, say
 from bottega.client.types.jobs import JobState, JobStatus
+from bottega.errors import StorageUnavailable
 from bottega.manifest import load_object, read_services
 
 # Jobs that a message names.
@@ -50,7 +51,11 @@ def migrate(*, source: str, target: str, objects: str) -> None:
     comes from PGPASSWORD or PGPASSFILE.
     """
     read_services()  # says what to install if the gateway is not
-    counts = asyncio.run(load_object("bottega.gateway.jobs.migration:migrate")(source, target, objects=objects))
+    try:
+        counts = asyncio.run(load_object("bottega.gateway.jobs.migration:migrate")(source, target, objects=objects))
+    except StorageUnavailable as error:  # its cause is hidden from callers of a gateway, not from its operator
+        why = str(error.__cause__ or "").partition("\n")[0]
+        fail(f"{error.message}{': ' if why else ''}{why}", "The source is as it was; repeat the command.")
     say(f"jobs: {counts.jobs} in the source, {counts.same_jobs} the same in the target")
     say(f"webhook events: {counts.events} in the source, {counts.same_events} in the target")
     say(f"deletions: {counts.deletions} in the source, {counts.same_deletions} in the target")

@@ -257,7 +257,9 @@ async def _opened(address: str, *, writes: bool) -> AsyncIterator[_Side]:
 
 def _file_of(address: str, *, exists: bool) -> Path:
     if not address.startswith(_SQLITE):
-        raise ConfigError(f"{address.partition(':')[0]}: is no job store: sqlite:PATH or postgresql://USER@HOST/NAME")
+        raise ConfigError(
+            f"{address.partition(':')[0]}: is not a job store: sqlite:PATH or postgresql://USER@HOST/NAME"
+        )
     file = Path(address.removeprefix(_SQLITE)).expanduser()
     if exists and not file.is_file():
         raise ConfigError(f"there is no file {file}: give the path of jobs.sqlite in the gateway's `state`")

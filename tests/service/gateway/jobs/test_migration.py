@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from bottega.storage.postgresql import PostgresDatabase
 from tests.support import s3
 from tests.support.job_store_backends import completed, failed, record, running
 from tests.support.postgresql import new_database
+from tests.support.terminal import run
 
 IMAGE, LATENTS = b"a picture", b"some latents"
 # More than the test opens the target.
@@ -201,7 +203,7 @@ async def test_running_gateways_are_refused(state: Path, url: str) -> None:
     [
         ("sqlite:nowhere/jobs.sqlite", "postgresql://h/x", "no file"),
         ("sqlite:a", "sqlite:b", "one of --from and --to"),
-        ("mysql://h/x", "postgresql://h/x", "no job store"),
+        ("mysql://h/x", "postgresql://h/x", "not a job store"),
         ("postgresql://u:hush@h/x", "sqlite:a", "PGPASSFILE"),
         ("postgresql://u@h/x?password=hush", "sqlite:a", "PGPASSFILE"),
     ],
@@ -210,3 +212,10 @@ async def test_wrong_addresses_are_refused(source: str, target: str, text: str) 
     with pytest.raises(ConfigError, match=text) as raised:
         await migrate(source, target)
     assert "hush" not in raised.value.message
+
+
+async def test_the_command_says_which_server_cannot_be_reached_and_why(state: Path) -> None:
+    arguments = ("jobs", "migrate", "--from", _from(state), "--to", "postgresql://b@127.0.0.1:1/b")
+    said = (await asyncio.to_thread(run, *arguments)).output
+    assert "PostgreSQL cannot be reached: 127.0.0.1:1/b: connection failed" in said
+    assert "repeat the command" in said
