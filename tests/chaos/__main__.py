@@ -32,10 +32,11 @@ from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.rogues import join_rogues
 from tests.chaos.scene import TENANTS, Scene
-from tests.chaos.schedulers import SharedScene, cut_schedulers, freeze_schedulers, kill_schedulers, restart_databases
+from tests.chaos.schedulers import IN_NAMESPACE, SharedScene, disturb_schedulers
 from tests.chaos.tally import Tally
 from tests.chaos.webhooks import kill_delivering_gateways
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
+from tests.support.network_namespaces import configure, enter_own, why_none
 from tests.support.warm_engines import warm_engines
 from tests.support.worker_pair import WorkerPair
 
@@ -80,10 +81,7 @@ PARTS: Mapping[str, Part] = {
     "kill-recording-stores": Part(play=kill_recording_stores, times=50, workers=0),
     "kill-gateways": Part(play=kill_gateways, times=60),
     "kill-delivering-gateways": Part(play=kill_delivering_gateways, times=20, workers=1),
-    "kill-schedulers": Part(play=kill_schedulers, times=100, shared=True),
-    "freeze-schedulers": Part(play=freeze_schedulers, times=50, shared=True),
-    "cut-schedulers": Part(play=cut_schedulers, times=40, shared=True),
-    "restart-databases": Part(play=restart_databases, times=60, shared=True),
+    "schedulers": Part(play=disturb_schedulers, times=220, shared=True),
     "full-disks": Part(play=fill_disks, times=5),
     "lost-job-stores": Part(play=lose_job_stores, times=6),
     "rogue-joins": Part(play=join_rogues, times=5),
@@ -100,6 +98,11 @@ PARTS: Mapping[str, Part] = {
 def main() -> int:
     """Runs the parts and reports; 1 when something was not as promised."""
     options = _options()
+    if os.environ.get(IN_NAMESPACE):
+        configure("link set lo up\n")
+    elif not why_none():
+        os.environ[IN_NAMESPACE] = "yes"
+        enter_own("tests.chaos", sys.argv[1:])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     whole = Tally()

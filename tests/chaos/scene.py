@@ -115,7 +115,10 @@ class Scene:
 
     workers: their names. tenants: the gateway asks for API keys, those of `keys`, and the scene's client has one.
     options: of every picture. additions: what those of a seed have besides. gateway_options: of its later lives.
+    worker_server: where its workers listen.
     """
+
+    worker_server: Mapping[str, object] = FREE_PORTS
 
     def __init__(self, folder: Path, workers: tuple[str, ...], *, tenants: Mapping[str, Quotas] | None = None) -> None:
         self.folder = folder
@@ -183,7 +186,7 @@ class Scene:
 
     def start_worker(self, name: str, engine: Mapping[str, object] = ENGINE) -> Service:
         """Starts a worker; returns when it has joined."""
-        config = worker_config(self.fleet_address, name=name, engine=engine, hang_s=HANG_S)
+        config = worker_config(self.fleet_address, name=name, engine=engine, hang_s=HANG_S, server=self.worker_server)
         service = self._services.start("worker", config, name=self._name(name))
         self._workers[name] = service
         wait_until(lambda: name in self.joined(), f"{name} to join")

@@ -38,9 +38,13 @@ class Cable:
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.carried += 1
-        far_reader, far_writer = await asyncio.open_connection(
-            self._host, int(self._port), local_addr=(self._source, 0)
-        )
+        try:
+            far_reader, far_writer = await asyncio.open_connection(
+                self._host, int(self._port), local_addr=(self._source, 0)
+            )
+        except OSError:  # nothing listens there
+            writer.transport.abort()
+            return
         both = {writer, far_writer}
         self._ends |= both
         try:
@@ -62,11 +66,11 @@ class Cable:
 
 
 @contextlib.asynccontextmanager
-async def laid(target: str, *, source: str = "127.0.0.1") -> AsyncIterator[Cable]:
-    """A cable to host:port, for as long as the block lasts. source: an address of this machine."""
+async def laid(target: str, *, source: str = "127.0.0.1", host: str = "127.0.0.1") -> AsyncIterator[Cable]:
+    """A cable to host:port, for as long as the block lasts. source, host: addresses of this machine, of its ends."""
     cable = Cable(target, source)
-    server = await asyncio.start_server(cable.carry, "127.0.0.1", 0)
-    cable.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(cable.carry, host, 0)
+    cable.address = f"{host}:{server.sockets[0].getsockname()[1]}"
     try:
         yield cable
     finally:

@@ -1,7 +1,8 @@
 """Processes in network namespaces of their own: two hosts, and between them a third through which all of theirs goes.
 
-The namespaces have no names and end with the processes in them; nothing of the machine's own network is read or
-changed. Addresses are those that are kept for documentation (RFC 5737), and exist in the namespaces alone.
+Or hosts at a switch, which can be unplugged. The namespaces have no names and end with the processes in them; nothing
+of the machine's own network is read or changed. Addresses are those that are
+kept for documentation (RFC 5737), and exist in the namespaces alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 NEAR, FAR = "192.0.2.2", "198.51.100.2"
+SWITCH = "203.0.113.1"
+"""Address of the process that has made the switch."""
 _NEAR_ROUTER, _FAR_ROUTER = "192.0.2.1", "198.51.100.1"
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 # Of the routes by which the one in between takes for its own what is meant for the far host.
@@ -135,6 +138,52 @@ def network(*, host: str, between: str) -> Iterator[Network]:
         yield made
 
 
+def enter_own(module: str, arguments: Sequence[str]) -> None:
+    """Replace this process by one that runs a module in a namespace of its own, where it can `make_switch`."""
+    command = (_tool("unshare"), "--net", sys.executable, "-m", module, *arguments)
+    os.execv(command[0], command)
+
+
+def make_switch() -> None:
+    """Make the switch of this process's namespace, to which `SwitchedHost`s are plugged."""
+    configure(f"link add switch type bridge\naddress add {SWITCH}/24 dev switch\nlink set switch up\n")
+
+
+class SwitchedHost:
+    """A namespace at the switch: processes that `run_by` starts in it have an address of their own.
+
+    Args:
+        number: From 2 to 254; the last part of the address.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.address = f"{SWITCH.rpartition('.')[0]}.{number}"
+        self._port = f"port{number}"
+        self._process = NamespaceProcess(__name__)
+        self._process.call("configure", commands="link set lo up")
+        configure(f"link add {self._port} type veth peer name net0 netns {self._process.pid}\n")
+        configure(f"link set {self._port} master switch up\n")
+        self._process.call("configure", commands=f"address add {self.address}/24 dev net0\nlink set net0 up\n")
+
+    @property
+    def run_by(self) -> Sequence[str]:
+        """The beginning of a command that runs on this host."""
+        return (_tool("nsenter"), f"--net=/proc/{self._process.pid}/ns/net")
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Nothing comes to the host or from it in the block, and neither end of a connection is told."""
+        configure(f"link set {self._port} down\n")
+        try:
+            yield
+        finally:
+            configure(f"link set {self._port} up\n")
+
+    def stop(self) -> None:
+        """End the namespace; the processes in it must have ended."""
+        self._process.stop()
+
+
 def serve(commands: Mapping[str, Callable[..., object]]) -> None:
     """Obeys the lines of stdin, {"do": NAME, ...}, and answers each with one line, until there are no more."""
     for line in sys.stdin:
@@ -152,3 +201,7 @@ def _tool(name: str) -> str:
     found = _find(name)
     assert found, "see why_none"
     return found
+
+
+if __name__ == "__main__":
+    serve({"configure": configure})

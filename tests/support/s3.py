@@ -164,11 +164,12 @@ class FailingProxy:
     """Headers of each PUT and POST."""
     random: random.Random = field(default_factory=lambda: random.Random(5))
 
+    host: str = "127.0.0.1"
     port: int = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -238,11 +239,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def failing_proxy(server: S3Server) -> Iterator[FailingProxy]:
-    """Serve a proxy in the block."""
-    proxy = FailingProxy(server=server)
+def failing_proxy(server: S3Server, *, host: str = "127.0.0.1") -> Iterator[FailingProxy]:
+    """Serve a proxy in the block. host: its address."""
+    proxy = FailingProxy(server=server, host=host)
     methods = {f"do_{method}": _Handler.handle_any for method in ("GET", "HEAD", "PUT", "POST", "DELETE")}
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": proxy, **methods}))
+    listener = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"proxy": proxy, **methods}))
     listener.daemon_threads = True
     proxy.port = listener.server_address[1]
     thread = threading.Thread(target=listener.serve_forever, daemon=True)
