@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -380,6 +381,8 @@ def _wait_for_takeover(scene: SharedScene, victim: str, fault: str) -> None:
 
 def _report_takeovers(scene: SharedScene) -> None:
     """Check the 99th percentile of the seconds that takeovers took, and report how they are distributed."""
+    rounded = {name: [round(seconds, 2) for seconds in sorted(some)] for name, some in scene.took_s.items()}
+    print(f"  seconds of takeovers: {json.dumps(rounded)}", flush=True)
     every = [seconds for some in scene.took_s.values() for seconds in some]
     for name, some in ({"": every} | scene.took_s).items() if every else ():
         prefix = f"takeover_{name}_" if name else "takeover_"
