@@ -178,6 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     proxy: FailingProxy
 
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # its client has died
+            super().handle()
+
     def handle_any(self) -> None:
         proxy = self.proxy
         proxy.requests += 1

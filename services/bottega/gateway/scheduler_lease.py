@@ -30,6 +30,7 @@ from datetime import datetime
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, MIGRATIONS
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.storage.postgresql import Migration, PostgresDatabase
 
@@ -147,9 +148,13 @@ class SchedulerLease:
         self._tasks = BackgroundTasks("the scheduler's lease")
 
     async def start(self) -> None:
-        """Make the table ready, and then hold or watch the lease in the background."""
+        """Make the table ready, and then hold or watch the lease in the background.
+
+        Raises ConfigError if the jobs are of a newer version: this gateway could not replace the scheduler.
+        """
         await self._database.open()
         await create_table(self._database)
+        await self._database.has_schema(COMPONENT, MIGRATIONS)
         self._reached_at = asyncio.get_running_loop().time()
         self._tasks.start(self._keep())
         self._tasks.start(self._listen())

@@ -61,6 +61,15 @@ async def test_one_of_many_gateways_takes_a_free_lease(url: str) -> None:
         assert (scheduler.role.holder.generation, scheduler.role.holder.address) == (1, scheduler.lease.address)
 
 
+async def test_a_gateway_that_is_too_old_for_the_jobs_does_not_start_as_a_follower(url: str) -> None:
+    async with _gateway(url, "a"):
+        with psycopg.connect(url) as connection:
+            connection.execute("INSERT INTO bottega_migrations VALUES ('jobs', 90, 90)")
+        with pytest.raises(ConfigError, match="from a newer version of Bottega"):
+            async with _gateway(url, "b"):
+                pass
+
+
 async def test_a_renewed_lease_stays_with_its_holder(url: str) -> None:
     async with _gateway(url, "a") as first:
         await eventually(lambda: first.role.held)

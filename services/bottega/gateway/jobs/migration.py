@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import shutil
 import tempfile
@@ -238,6 +239,7 @@ async def _opened(address: str, *, writes: bool) -> AsyncIterator[_Side]:
     file = _file_of(address, exists=not writes)
     async with contextlib.AsyncExitStack() as stack:
         if writes:
+            stack.callback(_give_to_owner, file.parent, _owner_of(file.parent))
             images: BlobFiles | ContentStore = await stack.enter_async_context(_images(file.parent / "images"))
             store = SqliteJobStore(file)
             stack.push_async_callback(store.close)
@@ -253,6 +255,18 @@ async def _opened(address: str, *, writes: bool) -> AsyncIterator[_Side]:
         if mark is not None:
             clock.resume(mark)
         yield _Side(store=store, steady=clock(), images=images)
+
+
+def _owner_of(folder: Path) -> os.stat_result:
+    """Return whose a folder is, or will be: the gateway's user."""
+    return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists()).stat()
+
+
+def _give_to_owner(folder: Path, owner: os.stat_result) -> None:
+    """Let the gateway's user write what root has copied."""
+    if os.geteuid() == 0 and owner.st_uid != 0:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def _file_of(address: str, *, exists: bool) -> Path:
