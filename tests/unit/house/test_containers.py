@@ -57,6 +57,16 @@ def test_every_service_has_an_image_a_container_and_a_workload() -> None:
 
 
 @pytest.mark.parametrize("kind", SERVICES)
+def test_an_image_has_what_keys_of_its_service_need(kind: str) -> None:
+    keys = load_object(SERVICES[kind].config).__dataclass_fields__
+    needed = {
+        extra for key, extra in (("objects", "s3"), ("jobs", "postgresql"), ("database", "postgresql")) if key in keys
+    }
+    installed = re.findall(rf'"./services\[{kind},?([a-z0-9,]*)\]"', DOCKERFILE)
+    assert needed <= set(",".join(installed).split(","))
+
+
+@pytest.mark.parametrize("kind", SERVICES)
 def test_a_container_opens_the_ports_that_are_named(kind: str, tmp_path: Path) -> None:
     config = _config(kind, tmp_path)
     assert refused_ports(config) == []
