@@ -96,8 +96,8 @@ class SharedTemplates:
         self.trouble = ""
         """Why the object store cannot be used now; empty if it can."""
 
-    def start(self) -> None:
-        """List the recordings in the background."""
+    def publish_soon(self) -> None:
+        """Write what is not in the object store yet, without waiting for it."""
         self._thread.post(self._tick)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class SharedTemplates:
                 self.objects.pin(known, pinned=pinned)
             return len(found)
 
-        self._thread.post(self._tick)
+        self.publish_soon()
         return self._call(pin)
 
     def _call(self, do: Callable[[], ResultT]) -> ResultT:
@@ -253,8 +253,11 @@ class SharedTemplates:
         try:
             return self._thread.call(do_listed, wait_s=_WAIT_S)
         except StorageUnavailable as error:
-            self._fail(error)
-            raise unavailable(f"the object storage: {error.message}", cause="EIO") from error
+            slow = error.metadata.get("cause") == "ETIMEDOUT"
+            if not slow:
+                self._fail(error)
+            why = "it answers too slowly; try again" if slow else error.message
+            raise unavailable(f"the object storage cannot be used now: {why}", cause="EIO") from error
 
     def _bring_soon(self, known: KnownTemplate) -> Future[None]:
         key = known.header.key
@@ -355,8 +358,7 @@ class SharedTemplates:
         if known is None or known.name != manifest.name:
             evicted = self.objects.make_room(manifest.size_bytes - (known.size_bytes if known is not None else 0))
             if evicted is None:
-                self._too_large.add(template.recording)
-                self._count(SharedOutcome.NO_ROOM)
+                self._refuse(template.recording)
                 return
             self._count(SharedOutcome.EVICTED, len(evicted))
             for gone in evicted:
@@ -365,6 +367,13 @@ class SharedTemplates:
                 return
             self._count(SharedOutcome.STORED)
         self._published[template.recording] = state
+
+    def _refuse(self, recording: str) -> None:
+        self._too_large.add(recording)
+        if not self._counts[SharedOutcome.NO_ROOM]:
+            text = "objects_bytes is used by pinned and new recordings; further ones stay on this store's disk alone"
+            _log.warning(text)
+        self._count(SharedOutcome.NO_ROOM)
 
     def _read_local(self, digest: str) -> bytes | None:
         size_bytes = self._local.size(digest)

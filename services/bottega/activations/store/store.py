@@ -101,6 +101,7 @@ class ActivationStore:
             disk=disk,
             insertion=self._insertion,
             counts=self._counts,
+            on_recorded=self._shared.publish_soon if self._shared is not None else lambda: None,
         )
         self._drawn = DrawnCache(disk.files, lost=self._lose)
 
@@ -113,7 +114,7 @@ class ActivationStore:
         self._profiles.open()
         self._writer.start()
         if self._shared is not None:
-            self._shared.start()
+            self._shared.publish_soon()  # it lists the object store first
 
     def close(self) -> None:
         """Write the pending templates, and stop. Does nothing if the store was not started."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings
@@ -30,7 +31,11 @@ _log = logging.getLogger(__name__)
 
 
 class ActivationWriter(BlobWriter):
-    """The writer of an activation store."""
+    """The writer of an activation store.
+
+    Args:
+        on_recorded: Called after the end of each recording.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class ActivationWriter(BlobWriter):
         disk: BlobDisk,
         insertion: TemplateInsertion,
         counts: StoreCounts[DropReason],
+        on_recorded: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(disk, name="the activation store", retry_s=settings.retry_s)
         self._settings = settings
@@ -48,6 +54,7 @@ class ActivationWriter(BlobWriter):
         self._recordings = recordings
         self._insertion = insertion
         self._counts = counts
+        self._on_recorded = on_recorded
         self._most_waiting = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._lock = threading.Lock()
         self._waiting = self._waiting_bytes = 0
@@ -154,6 +161,7 @@ class ActivationWriter(BlobWriter):
                 self._counts.drop(DropReason.TROUBLE)
                 return
             self._note(self._insertion.complete(pending, header, drawn))
+            self._on_recorded()
         except (StorageUnavailable, DataLoss) as error:
             self._counts.drop(DropReason.TROUBLE)
             self._fail(error)
