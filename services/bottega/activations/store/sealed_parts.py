@@ -22,7 +22,7 @@ class SectionFile:
         self._layout = layout
         self._pieces = SectionPieces(layout)
         end = owner(key)
-        self._descriptor = _new([(layout.size_bytes - len(end), end)], layout.size_bytes)
+        self._descriptor = memory_file([(layout.size_bytes - len(end), end)], layout.size_bytes)
 
     @property
     def is_whole(self) -> bool:
@@ -75,7 +75,7 @@ def read_drawn(data: bytes, shape: tuple[int, ...]) -> DrawnTensors:
 
 
 def _sealed(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) -> int:
-    descriptor = _new(parts, size_bytes)
+    descriptor = memory_file(parts, size_bytes)
     try:
         with os_errors.translated():
             seal(descriptor)
@@ -85,8 +85,8 @@ def _sealed(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) ->
     return descriptor
 
 
-def _new(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) -> int:
-    """Create a file in memory with these parts at their offsets; the rest is zeros."""
+def memory_file(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) -> int:
+    """Create a file in memory with these parts at their offsets; the rest is zeros. Raise StorageUnavailable."""
     with os_errors.translated():
         descriptor = new_file("section")
         try:

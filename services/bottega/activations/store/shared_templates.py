@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from bottega.activations.records import SectionKey, SectionRecord, TemplateRecord
+from bottega.activations.store.sealed_parts import memory_file
 from bottega.activations.store.settings import SharedOutcome, SharedStatistics
 from bottega.activations.store.template_objects import KnownTemplate, Manifest, TemplateObjects, manifest_of
 from bottega.activations.store.template_table import TemplateTable
@@ -26,7 +26,6 @@ from bottega.clocks import SteadyClock
 from bottega.errors import StorageUnavailable
 from bottega.storage import BlobFiles, SerialThread
 from bottega.storage.os_errors import unavailable
-from bottega.transport.memory import new_file
 from bottega.v1 import activations_pb2 as pb
 
 _TRANSFERS = 8
@@ -138,16 +137,7 @@ class SharedTemplates:
                 raise
         with contextlib.suppress(StorageUnavailable):  # a full disk; the next use reads it from the object store again
             self._keep(digest, data)
-        descriptor = new_file("section")
-        try:
-            rest, place = memoryview(data), 0
-            while rest:
-                done = os.pwrite(descriptor, rest, place)
-                rest, place = rest[done:], place + done
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return memory_file([(0, data)], len(data))
 
     def forget_copy(self, digest: str) -> bool:
         """Delete a damaged file from the disk. Return whether the object store should have it."""
