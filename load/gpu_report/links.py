@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bottega.addons.controlnets.engine.messages import residuals_layout
-from bottega.device_links import device_links
+from bottega.device_links.devices import device_links
 from bottega.model.weights import DTYPES
 from bottega.model_files.controlnet_folder import read_base_layout
 from bottega.transport import Backend, Deadline

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import torch
 
-from bottega.device_links import beside, device_links, keep_until_used, mark
+from bottega.device_links.devices import device_links
 from bottega.device_links.tensor_messages import tensor_at
+from bottega.device_links.tensors import beside, keep_until_used, mark
 from bottega.transport import Backend, Deadline, Layout, Limits, Link, Offer, connect, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
 

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from PIL import Image
 
-from bottega.codec import CodecPool
+from bottega.codec.pool import CodecPool
 from bottega.process import EngineTimeouts
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server

@@ -11,8 +11,3 @@ each link, so nothing is parsed in device memory:
 A link uses one of them if both ends have a device that supports it (`device_links`) and bytes passed in both directions
 when the link was opened. Otherwise it uses shared host memory or TCP, as links without devices do.
 """
-
-from bottega.device_links.devices import device_links
-from bottega.device_links.tensors import DeviceTensor, beside, keep_until_used, mark
-
-__all__ = ["DeviceTensor", "beside", "device_links", "keep_until_used", "mark"]

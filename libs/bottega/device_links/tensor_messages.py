@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bottega.device_links import DeviceTensor, mark
+from bottega.device_links.tensors import DeviceTensor, mark
 from bottega.transport import DType, Layout, Part, TensorSpec, in_host_memory
 
 # Maximum size of a header. The header of eight sessions has a few thousand bytes.

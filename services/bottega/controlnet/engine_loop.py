@@ -23,7 +23,7 @@ from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.device.devices import compute_with, use_device
 from bottega.device.memory_plan import DeviceMemoryMeter, open_memory_plan
-from bottega.device_links import device_links
+from bottega.device_links.devices import device_links
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.model.model import pick_device

@@ -36,8 +36,8 @@ from bottega.addons.controlnets.engine.messages import (
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
-from bottega.device_links import beside, keep_until_used
 from bottega.device_links.tensor_messages import TensorMessage, tensor_at
+from bottega.device_links.tensors import beside, keep_until_used
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
 from bottega.rpc.link_service import StoreLinks

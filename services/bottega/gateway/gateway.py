@@ -34,7 +34,7 @@ from bottega import kinds
 from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, AddOnMetrics
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock, SharedClock, seconds_until_tick
-from bottega.codec import CodecPool
+from bottega.codec.pool import CodecPool
 from bottega.errors import BottegaError, ConfigError, StorageUnavailable
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import TARGETS_PATH, FleetNotServedHere, FleetService, scrape_targets

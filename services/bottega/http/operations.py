@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bottega.client.types.options import EditOptions, GenerationOptions
-from bottega.http import job_routes, openai_routes, page_routes, suite_routes
+from bottega.http import openai_routes, page_routes, suite_routes
 from bottega.http.answers import (
     AdaptersAnswer,
     ErrorAnswer,
@@ -29,7 +29,7 @@ from bottega.http.answers import (
     TraceAnswer,
 )
 from bottega.http.bodies import BottegaBody, EditBody, GenerationBody, JobBody
-from bottega.http.job_routes import EventsQuery, JobQuery
+from bottega.http.suite_routes import EventsQuery, JobQuery
 from bottega.webhook_payload import WebhookPayload
 
 _FILES: Mapping[str, object] = {
@@ -124,15 +124,17 @@ OPERATIONS = (
         headers=_OF_PICTURES,
         other_statuses=_STATUSES_OF_PICTURES,
     ),
-    Operation(method="POST", path="/v1/jobs", handler=job_routes.start_job, body=JobBody, status=202, answer=JobAnswer),
-    Operation(method="GET", path="/v1/jobs", handler=job_routes.list_jobs, query=JobQuery, answer=JobsAnswer),
-    Operation(method="GET", path="/v1/jobs/{job_id}", handler=job_routes.get_job, answer=JobAnswer),
-    Operation(method="DELETE", path="/v1/jobs/{job_id}", handler=job_routes.delete_job, status=204),
-    Operation(method="POST", path="/v1/jobs/{job_id}/cancel", handler=job_routes.cancel_job, answer=JobAnswer),
+    Operation(
+        method="POST", path="/v1/jobs", handler=suite_routes.start_job, body=JobBody, status=202, answer=JobAnswer
+    ),
+    Operation(method="GET", path="/v1/jobs", handler=suite_routes.list_jobs, query=JobQuery, answer=JobsAnswer),
+    Operation(method="GET", path="/v1/jobs/{job_id}", handler=suite_routes.get_job, answer=JobAnswer),
+    Operation(method="DELETE", path="/v1/jobs/{job_id}", handler=suite_routes.delete_job, status=204),
+    Operation(method="POST", path="/v1/jobs/{job_id}/cancel", handler=suite_routes.cancel_job, answer=JobAnswer),
     Operation(
         method="GET",
         path="/v1/jobs/{job_id}/events",
-        handler=job_routes.watch_job,
+        handler=suite_routes.watch_job,
         query=EventsQuery,
         media_types=(_STREAM,),
         headers=("Last-Event-ID",),
@@ -141,12 +143,12 @@ OPERATIONS = (
     Operation(
         method="GET",
         path="/v1/jobs/{job_id}/images/{index}",
-        handler=job_routes.get_picture,
+        handler=suite_routes.get_picture,
         media_types=_PICTURES,
         headers=_OF_PICTURES,
         other_statuses=_STATUSES_OF_PICTURES,
     ),
-    Operation(method="GET", path="/v1/jobs/{job_id}/trace", handler=job_routes.get_trace, answer=TraceAnswer),
+    Operation(method="GET", path="/v1/jobs/{job_id}/trace", handler=suite_routes.get_trace, answer=TraceAnswer),
 )
 
 

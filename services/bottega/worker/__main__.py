@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bottega import kinds, rules
 from bottega.addons.interface.front_addon import load_front_addons
-from bottega.codec import CodecPool
+from bottega.codec.pool import CodecPool
 from bottega.errors import ConfigError
 from bottega.model_files.folder_check import name_of
 from bottega.model_files.importing import CONVERSION_S, import_for_serving, import_vae_for_serving

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from google.protobuf import json_format
 
 from bottega.background_tasks import copied
-from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, ImageFacts, MaskOrder, Overlay, Pixels
+from bottega.codec import Crop, DecodedEdit, ImageFacts, MaskOrder, Overlay, Pixels
 from bottega.codec.metadata import PARAMETERS_KEYWORD, SUMMARY_KEYWORD
+from bottega.codec.pool import CodecPool, EncodedImage
 from bottega.fair_order import Share
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, GenerationSpec, Lora, MaskUse, Provenance, Sampler, SourceUse

@@ -18,7 +18,7 @@ from bottega import kinds, rules
 from bottega.addons.interface.front_addon import FrontAddOn
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import seconds_until_tick
-from bottega.codec import CodecPool
+from bottega.codec.pool import CodecPool
 from bottega.errors import (
     BottegaError,
     ConfigError,

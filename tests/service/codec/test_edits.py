@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from bottega.codec import CodecPool, ImageSize, MaskOrder, Overlay, edits
+from bottega.codec import ImageSize, MaskOrder, Overlay, edits
+from bottega.codec.pool import CodecPool
 from bottega.errors import BadImage
 from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
 from tests.samples.edits import box_mask, template

@@ -18,7 +18,8 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from bottega.codec import CodecPool, ImageSize, Pixels
+from bottega.codec import ImageSize, Pixels
+from bottega.codec.pool import CodecPool
 from bottega.errors import BadImage, Code, InternalError, QueueFull, Unavailable
 from bottega.fair_order import Share
 from bottega.process import FramedPipe, open_pair

@@ -99,7 +99,7 @@ REFUSING = """
 import asyncio, errno, io, json, logging, pathlib, sys
 import pyseccomp
 from PIL import Image
-from bottega.codec import CodecPool
+from bottega.codec.pool import CodecPool
 from bottega.process import limited_process
 
 refusal = pyseccomp.ERRNO(errno.EPERM)

@@ -23,10 +23,11 @@ from bottega.addons.controlnets.engine.messages import (
 from bottega.addons.edits.wire import messages as sections
 from bottega.addons.loras.wire import messages as loras
 from bottega.device.memory_plan import MemoryPlan
-from bottega.device_links import DeviceTensor, ends, tensors
+from bottega.device_links import ends, tensors
 from bottega.device_links.devices import Devices, Ends, open_gloo, pool_opener
 from bottega.device_links.ends import Inflow
 from bottega.device_links.tensor_messages import tensor_at
+from bottega.device_links.tensors import DeviceTensor
 from bottega.engine.parallel.messages import RemoteNoise, noise_message, read_noise
 from bottega.errors import AuthFailed, LinkError, NoCredit, NoSharedMemory, PeerDead
 from bottega.model.rows import Half

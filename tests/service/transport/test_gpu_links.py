@@ -16,7 +16,7 @@ import torch
 
 from bottega.addons.controlnets.engine.messages import residuals_layout
 from bottega.device.memory_plan import MemoryPlan
-from bottega.device_links import device_links
+from bottega.device_links.devices import device_links
 from bottega.errors import PeerDead
 from bottega.transport import Backend, Deadline, Layout, Link
 from tests.support.gpu_peer import LIMITS, gpu_peer, receive, send

@@ -55,6 +55,8 @@ class GenerationPart:
     The arguments are those parameters, which it changes, the options as given, and the file; None without --like."""
     rename: Callable[[Violation, GenerationOptions], Violation] = _rename_nothing
     """Replaces the field's name in a violation with the option that set it."""
+    approximations: tuple[str, ...] = ()
+    """Arguments that allow approximations. A picture that was drawn exactly is drawn again without them."""
     options_of_edits: tuple[Callable[[Any], Any], ...] | None = None
     """The options that `bottega edit` gets instead of `options`; None for the same ones."""
 

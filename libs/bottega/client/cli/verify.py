@@ -29,8 +29,6 @@ from bottega.errors import InvalidRequest
 _BAD_SIGNATURE, _DIFFERENT, _NOT_COMPARABLE = 3, 4, 5
 
 _HALF_PRECISION = frozenset({"float16", "bfloat16"})
-# Arguments that allow approximations. A picture that was drawn exactly is drawn again without them.
-_APPROXIMATIONS = ("bounded_lora_loading", "stale_residuals", "masked_blocks", "cache_entry", "recording")
 _MODEL_HASH = re.compile(r"(?:^|, )Model hash: ([0-9a-f]+)")
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -132,7 +130,7 @@ def _replayed(options: GenerationOptions, credentials: Credentials | None) -> Ge
     """Return the arguments that draw a picture again, alone in its forward passes, and exactly if it was exact."""
     again: GenerationOptions = {**options, "identical_results": False, "shared_turns": False}
     if credentials is not None and credentials.facts.get("exact") is True:
-        for name in _APPROXIMATIONS:
+        for name in (name for part in generation_parts() for name in part.approximations):
             again.pop(name, None)  # type: ignore[misc]
         again |= {"fidelity": "exact", "approximate_cache": False}
     return again

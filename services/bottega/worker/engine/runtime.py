@@ -12,7 +12,7 @@ from bottega import kinds
 from bottega.device.devices import compute_with
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.heartbeat import Heartbeat
-from bottega.device_links import device_links
+from bottega.device_links.devices import device_links
 from bottega.engine.acceleration.self_check import TrialLog, candidates
 from bottega.engine.addon import EngineAddOn, EngineAddOnContext
 from bottega.engine.engine import Engine

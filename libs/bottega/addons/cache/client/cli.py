@@ -297,6 +297,7 @@ PART = GenerationPart(
     stage="cache",
     describe=_describe,
     options_of_edits=(_IDENTICAL,),  # no edit starts from a cached latent
+    approximations=("cache_entry",),
 )
 
 

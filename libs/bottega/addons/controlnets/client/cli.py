@@ -312,6 +312,7 @@ PART = GenerationPart(
     warn=warn_of_images,
     merge=merge_controlnets,
     rename=name_as_given,
+    approximations=("stale_residuals",),
 )
 
 

@@ -367,7 +367,13 @@ def _describe(provenance: Provenance) -> Iterator[str]:
         yield "recorded: later edits of this image can compute only the masked part"
 
 
-PART = GenerationPart(options=(), stage=kinds.ACTIVATIONS, describe=_describe, merge=_merge)
+PART = GenerationPart(
+    options=(),
+    stage=kinds.ACTIVATIONS,
+    describe=_describe,
+    merge=_merge,
+    approximations=("masked_blocks", "recording"),
+)
 
 
 _NO_STORE_ADVICE = (

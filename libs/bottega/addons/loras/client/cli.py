@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import click
 
 from bottega import errors, rules
-from bottega.addons.loras.client.cli_quarantine import discard_command, quarantine_command, rebuild_command
+from bottega.addons.loras.client.cli_import import (
+    add_command,
+    discard_command,
+    listed,
+    quarantine_command,
+    rebuild_command,
+)
 from bottega.addons.loras.client.sdk import LEAST_PROMPTS
 from bottega.addons.loras.client.types import StoredLora
 from bottega.client.cli.addons import GenerationPart, ask_as_operator
@@ -34,11 +38,10 @@ from bottega.client.types.fleet import Readiness
 from bottega.client.types.inputs import Lora
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.provenance import Provenance
-from bottega.errors import BottegaError, InvalidRequest, LoraNotFound
+from bottega.errors import BottegaError
 
 # LoRAs of GiB take some seconds; after that the command tells what is so by then.
 _LOAD_S, _POLL_S = 15.0, 0.05
-_SHOWN_LAYERS = 8
 
 
 @click.group("loras", cls=ListGroup)
@@ -94,66 +97,7 @@ def show(*, name: str, address: str) -> None:
     print_facts(_facts(lora))
 
 
-@command.command("add")
-@click.argument("name")
-@click.argument("path")
-@click.option("--base", metavar="MODEL", help="Model that it was made for; default: the only one that the store knows.")
-@click.option(
-    "--trigger",
-    "trigger_words",
-    multiple=True,
-    metavar="WORDS",
-    help="Trigger words, which make the model use its style; repeatable.",
-)
-@click.option(
-    "--allow-partial", is_flag=True, help="Ignore layers of the file that match nothing in the model; they are listed."
-)
-@address_option
-@fleet_option
-def add(
-    *, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], allow_partial: bool, address: str
-) -> None:
-    """Add a LoRA, or a textual inversion embedding, as NAME.
-
-    A LoRA NAME@TENANT belongs to that tenant alone, which calls it NAME.
-
-    PATH is a .safetensors file, or a folder of Diffusers or PEFT, which may have a subfolder for each component. The
-    trigger word of an embedding is its token; without one it is that of its file, or NAME, in small letters. PATH is
-    uploaded from this machine. If it is not here, the store looks for it on its own machine, below the root folder that
-    its configuration allows. If the same LoRA exists, its trigger words are replaced.
-    """
-    here = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for names that are too long
-    with connect(address) as client:
-        before = _trigger_words(client, name) if trigger_words else None
-        if here:
-            lora = client.add_lora(
-                name, Path(path), base=base, trigger_words=trigger_words, allow_partial=allow_partial
-            )
-        else:
-            lora = _register_at_store(
-                client, name, path, base=base, trigger_words=trigger_words, allow_partial=allow_partial
-            )
-    if lora.token:
-        count = f"{lora.modules} vector{'s' if lora.modules > 1 else ''}"
-        say(f"{lora.name} is ready for {lora.base}: an embedding of {count}, which {lora.token} stands for in prompts")
-        note(f'Draw with it: bottega generate "... {lora.token} ..." --lora {lora.name}')
-        return
-    rank = f" of rank {lora.rank}" if lora.rank else ""
-    modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''}{rank}"
-    say(f"{lora.name} is ready for {lora.base}: {modules}, {size_text(lora.size_bytes)}")
-    if lora.ignored:
-        many = len(lora.ignored) > 1
-        what = f"{len(lora.ignored)} layers of its file match" if many else "1 layer of its file matches"
-        verb = "are" if many else "is"
-        note(f"{what} nothing in the model and {verb} ignored: {_listed(lora.ignored)}")
-    elif lora.family:
-        layers = f"all {lora.modules} layers of its file match" if lora.modules > 1 else "the layer of its file matches"
-        note(f"It is for {lora.family}: {layers} the model, and none is ignored.")
-    if lora.note:
-        note(f"Attention: {lora.note}.")
-    if before is not None and before != list(lora.trigger_words):
-        earlier = ", ".join(before) or "none"
-        say(f"It existed already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {earlier})")
+command.add_command(add_command)
 
 
 @command.command("remove")
@@ -214,40 +158,12 @@ def _wait_until_loaded(client: Client, lora: StoredLora) -> StoredLora:
     return lora
 
 
-def _trigger_words(client: Client, name: str) -> list[str] | None:
-    try:
-        return list(client.lora(name).trigger_words)
-    except (LoraNotFound, InvalidRequest):  # a wrong name is reported when it is added
-        return None
-
-
-def _register_at_store(
-    client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...], allow_partial: bool
-) -> StoredLora:
-    """Make the store import a LoRA from its own machine. Errors also say that the path is missing on this machine."""
-    from bottega.client.cli.error_help import exit_status
-
-    try:
-        return client.register_lora(name, path, base=base, trigger_words=trigger_words, allow_partial=allow_partial)
-    except InvalidRequest as error:
-        rules = [item.description for item in error.violations if item.field == "path"]
-        if not rules:
-            raise
-        store = f"The store cannot import it from its own machine either: {'; '.join(rules)}"
-        fail(f"there is no file or folder {path} on this machine", store, status=exit_status(error))
-
-
-def _listed(layers: Sequence[str]) -> str:
-    more = f" and {len(layers) - _SHOWN_LAYERS} more" if len(layers) > _SHOWN_LAYERS else ""
-    return ", ".join(layers[:_SHOWN_LAYERS]) + more
-
-
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:
     bounds = ", ".join(f"step {bound.max_step} of {bound.num_inference_steps}" for bound in lora.bounds)
     own = [
         ("rank", str(lora.rank or "none (whole differences)")),
         ("modules", str(lora.modules)),
-        *([("ignored layers", _listed(lora.ignored))] if lora.ignored else []),
+        *([("ignored layers", listed(lora.ignored))] if lora.ignored else []),
         ("size", size_text(lora.size_bytes)),
         *([("text encoders' part", size_text(lora.text_bytes))] if lora.text_bytes else []),
         ("format", lora.format),
@@ -381,6 +297,7 @@ PART = GenerationPart(
     ),
     stage="loras",
     describe=_describe,
+    approximations=("bounded_lora_loading",),
 )
 
 

@@ -1,21 +1,115 @@
-"""`bottega loras quarantine`, `rebuild` and `discard`, for LoRA files that are missing in their store's catalogue."""
+"""`bottega loras add`, and `quarantine`, `rebuild` and `discard` for LoRA files that their store's catalogue lacks."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
-from bottega.addons.loras.client.types import LoraInQuarantine
+from bottega.addons.loras.client.types import LoraInQuarantine, StoredLora
 from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, confirm, fail, moment_text, note, print_table, say, size_text
 from bottega.client.sdk.clients import Client
-from bottega.errors import BottegaError, InvalidRequest, LoraExists
+from bottega.errors import BottegaError, InvalidRequest, LoraExists, LoraNotFound
 
 # Digits of an ID in a list, and the fewest digits to choose it by.
 _ID_LETTERS = 12
+_SHOWN_LAYERS = 8
+
+
+@click.command("add")
+@click.argument("name")
+@click.argument("path")
+@click.option("--base", metavar="MODEL", help="Model that it was made for; default: the only one that the store knows.")
+@click.option(
+    "--trigger",
+    "trigger_words",
+    multiple=True,
+    metavar="WORDS",
+    help="Trigger words, which make the model use its style; repeatable.",
+)
+@click.option(
+    "--allow-partial", is_flag=True, help="Ignore layers of the file that match nothing in the model; they are listed."
+)
+@address_option
+@fleet_option
+def add_command(
+    *, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], allow_partial: bool, address: str
+) -> None:
+    """Add a LoRA, or a textual inversion embedding, as NAME.
+
+    A LoRA NAME@TENANT belongs to that tenant alone, which calls it NAME.
+
+    PATH is a .safetensors file, or a folder of Diffusers or PEFT, which may have a subfolder for each component. The
+    trigger word of an embedding is its token; without one it is that of its file, or NAME, in small letters. PATH is
+    uploaded from this machine. If it is not here, the store looks for it on its own machine, below the root folder that
+    its configuration allows. If the same LoRA exists, its trigger words are replaced.
+    """
+    here = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for names that are too long
+    with connect(address) as client:
+        before = _trigger_words(client, name) if trigger_words else None
+        if here:
+            lora = client.add_lora(
+                name, Path(path), base=base, trigger_words=trigger_words, allow_partial=allow_partial
+            )
+        else:
+            lora = _register_at_store(
+                client, name, path, base=base, trigger_words=trigger_words, allow_partial=allow_partial
+            )
+    if lora.token:
+        count = f"{lora.modules} vector{'s' if lora.modules > 1 else ''}"
+        say(f"{lora.name} is ready for {lora.base}: an embedding of {count}, which {lora.token} stands for in prompts")
+        note(f'Draw with it: bottega generate "... {lora.token} ..." --lora {lora.name}')
+        return
+    rank = f" of rank {lora.rank}" if lora.rank else ""
+    modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''}{rank}"
+    say(f"{lora.name} is ready for {lora.base}: {modules}, {size_text(lora.size_bytes)}")
+    if lora.ignored:
+        many = len(lora.ignored) > 1
+        what = f"{len(lora.ignored)} layers of its file match" if many else "1 layer of its file matches"
+        verb = "are" if many else "is"
+        note(f"{what} nothing in the model and {verb} ignored: {listed(lora.ignored)}")
+    elif lora.family:
+        layers = f"all {lora.modules} layers of its file match" if lora.modules > 1 else "the layer of its file matches"
+        note(f"It is for {lora.family}: {layers} the model, and none is ignored.")
+    if lora.note:
+        note(f"Attention: {lora.note}.")
+    if before is not None and before != list(lora.trigger_words):
+        earlier = ", ".join(before) or "none"
+        say(f"It existed already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {earlier})")
+
+
+def listed(layers: Sequence[str]) -> str:
+    """Return the names of some layers as text, with the number of the others."""
+    more = f" and {len(layers) - _SHOWN_LAYERS} more" if len(layers) > _SHOWN_LAYERS else ""
+    return ", ".join(layers[:_SHOWN_LAYERS]) + more
+
+
+def _trigger_words(client: Client, name: str) -> list[str] | None:
+    try:
+        return list(client.lora(name).trigger_words)
+    except (LoraNotFound, InvalidRequest):  # a wrong name is reported when it is added
+        return None
+
+
+def _register_at_store(
+    client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...], allow_partial: bool
+) -> StoredLora:
+    """Make the store import a LoRA from its own machine. Errors also say that the path is missing on this machine."""
+    from bottega.client.cli.error_help import exit_status
+
+    try:
+        return client.register_lora(name, path, base=base, trigger_words=trigger_words, allow_partial=allow_partial)
+    except InvalidRequest as error:
+        rules = [item.description for item in error.violations if item.field == "path"]
+        if not rules:
+            raise
+        store = f"The store cannot import it from its own machine either: {'; '.join(rules)}"
+        fail(f"there is no file or folder {path} on this machine", store, status=exit_status(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
