@@ -42,7 +42,7 @@ _LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--processes`, which `make test` uses. Without it pytest runs all tests in its own process."""
-    text = "run so many files at a time, two more if cores are idle, then those with the mark `alone` one by one"
+    text = "run so many files at a time, up to four more if cores are idle, then those with the mark `alone` one by one"
     parser.addoption("--processes", type=int, metavar="N", help=text)
 
 

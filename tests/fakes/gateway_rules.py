@@ -19,7 +19,7 @@ from bottega.addons.interface.views import Member
 from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.config import GatewayConfig
-from bottega.gateway.dispatch.connection import WorkerClient
+from bottega.gateway.dispatch.worker_client import WorkerClient
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository

@@ -32,8 +32,8 @@ Group = Sequence[pytest.Item]
 # What `--durations` is to show of fixtures.
 _SLOW_S = 0.1
 # Where most tests wait, more of them run at a time: if the cores were less busy than this, in percent, for so long.
-_BUSY, _LOOK_S = 75.0, 5.0
-_MOST_MORE = 2
+_BUSY, _LOOK_S = 85.0, 3.0
+_MOST_MORE = 4
 # What has heard an interruption ignores those that follow.
 _AGAIN_S = 1.0
 
@@ -62,7 +62,7 @@ class ForkedRun:
         """Run groups, so many at a time; the first ones begin first.
 
         Args:
-            fill_cores: Run up to two more groups at a time from when cores are idle.
+            fill_cores: Run up to four more groups at a time, one after the other when cores are idle.
 
         Raises:
             pytest.Session.Failed: So many tests failed as pytest was told to end after.

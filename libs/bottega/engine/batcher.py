@@ -19,13 +19,12 @@ next to nothing, as for large pictures on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
-from bottega.fair_order import FairOrder, Share
-from bottega.model.rows import GroupKey
+from bottega.engine.batch import BatchTurn, Request, Slot, by_group, fill, places
+from bottega.fair_order import FairOrder, Share, TurnLengths
 from bottega.planning import (
     MAX_BACKLOG,
     RemainingWork,
@@ -44,91 +43,9 @@ _REPLAN_TURNS = 16
 _CREDIT_ROWS = 400.0
 # Number of turns after its arrival in which a tenant that is behind shares no batch with others.
 _OWN_TURNS = 256
-# A turn is too long if it takes this many times as long as another tenant's.
-_LONG_TURN = 4.0
-# How long a tenant is expected back, in seconds of the device: after its first visit, and at most. Shorter turns cost
-# throughput, so a single small picture must not keep them short for minutes.
-_FIRST_RETURN_S, _MAX_RETURN_S = 10.0, 600.0
-# Short turns cost next to nothing if they take together at most this many times as long as the long turn.
-_CHEAP_PARTS = 1.1
 # Seconds of a row while nothing has been measured: any number, the same for all.
 _UNMEASURED_ROW_S = 1.0
 _DEFAULT_SHARE = Share()
-
-
-class BatchCandidate(Protocol):
-    """A request, as the batcher needs it."""
-
-    @property
-    def key(self) -> GroupKey: ...
-    @property
-    def row_count(self) -> int:
-        """Number of rows of the request in each forward pass."""
-
-    @property
-    def computed_share(self) -> float:
-        """Fraction of its rows' tokens that the next forward pass computes; the rest is reused."""
-
-    @property
-    def evaluations(self) -> int: ...
-    @property
-    def evaluations_left(self) -> int: ...
-
-
-Request = TypeVar("Request", bound=BatchCandidate)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTurn(Generic[Request]):
-    """A forward pass of a batch: its requests, and the device seconds charged to their tenants."""
-
-    requests: list[Request]
-    """The requests of the batch; empty if none was ready."""
-    shares: Sequence[Share] = ()
-    """Tenant and weight of each request."""
-    charged_s: Sequence[float] = ()
-    """Seconds of the device that were charged for each request."""
-    splits: bool = False
-    """Whether to predict the rows of its only request in two forward passes, so that others wait less."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Visitor:
-    """A tenant whose requests have run and who is here or may come back. Times count device seconds."""
-
-    last_s: float
-    """End of its last turn."""
-    turn_s: float
-    """Expected length of its last turn."""
-    return_s: float = _FIRST_RETURN_S
-    """Seconds after its last turn for which it is expected back."""
-
-    def come_back(self, now_s: float) -> None:
-        """Expect the tenant for twice as long as it stayed away this time, but at least half as long as before."""
-        away_s = now_s - self.last_s
-        self.return_s = min(max(2 * away_s, self.return_s / 2, _FIRST_RETURN_S), _MAX_RETURN_S)
-
-
-@dataclass(slots=True, eq=False)
-class _Slot(Generic[Request]):
-    """A request in the batcher."""
-
-    request: Request
-    share: Share
-    turn: int = 0
-    """Number of its tenant's turn in which it made its last step, or was admitted."""
-    admitted: bool = False
-    exclusive: bool = False
-    """Whether it always runs alone."""
-
-    @property
-    def group(self) -> object:
-        """Requests with the same value may share a batch."""
-        return self if self.exclusive else self.request.key
-
-    @property
-    def rows(self) -> int:
-        return self.request.row_count
 
 
 class Batcher(Generic[Request]):
@@ -153,10 +70,9 @@ class Batcher(Generic[Request]):
         self._order = FairOrder()
         self._came: dict[str, int] = {}
         self._turns_of: dict[str, int] = {}
-        self._visitors: dict[str, _Visitor] = {}  # The tenant whose turn was last comes last.
-        self._device_s = 0.0
-        self._slots: dict[Request, _Slot[Request]] = {}
-        self._admitted: list[_Slot[Request]] = []
+        self._lengths = TurnLengths(self._came)
+        self._slots: dict[Request, Slot[Request]] = {}
+        self._admitted: list[Slot[Request]] = []
         self._widths: dict[object, int] = {}
         self._trials: dict[object, int] = {}
         self._turn = 0
@@ -169,9 +85,8 @@ class Batcher(Generic[Request]):
             if not self._slots:
                 self._order.begin_alone(share.tenant)
             self._came[share.tenant], self._turns_of[share.tenant] = self._turn, 0
-            if share.tenant in self._visitors:
-                self._visitors[share.tenant].come_back(self._device_s)
-        self._slots[request] = _Slot(request, share)
+            self._lengths.arrived(share.tenant)
+        self._slots[request] = Slot(request, share)
         self._planned_at = -_REPLAN_TURNS
 
     def remove(self, request: Request) -> None:
@@ -218,11 +133,11 @@ class Batcher(Generic[Request]):
         urgent = sorted(own, key=lambda slot: slot.turn)
         lack = self._lack(urgent, now)
         if lack < 0:
-            members = self._shortened(self._fill(own[0], [*own, *others], self._width_now(own[0])))
+            members = self._shortened(fill(own[0], [*own, *others], self._width_now(own[0]), self.max_rows))
         else:
             # If the most urgent request is just in time, the batch has its usual size; if it is late, the largest.
             width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
-            members = self._fill(urgent[0], [*urgent, *others], width)
+            members = fill(urgent[0], [*urgent, *others], width, self.max_rows)
         for slot in members:
             slot.turn = self._turns_of[slot.share.tenant]
         if self._trials and len(members) > self._widths[members[0].group]:
@@ -253,31 +168,30 @@ class Batcher(Generic[Request]):
 
         Only work that can pause at no cost ends for that.
         """
-        turns_s = [visitor.turn_s for visitor in self._visitors.values()]
-        return len(turns_s) > 1 and seconds > min(turns_s)
+        return self._lengths.is_long(seconds)
 
     def _plan(self) -> None:
         """Choose the batch sizes, and admit as many requests as the limit on waiting allows."""
         self._planned_at = self._turn
-        self._widths = {group: self._width(slots) for group, slots in _by_group(self._slots.values()).items()}
+        self._widths = {group: self._width(slots) for group, slots in by_group(self._slots.values()).items()}
         longest_s = max(map(self._turn_s, self._slots.values()), default=0.0)
         self._order.credit = _CREDIT_ROWS * self._least_row_s() + longest_s
         for slots in self._by_tenant().values():
             self._admit(slots)
         self._admitted = [slot for slot in self._slots.values() if slot.admitted]
-        trials = {group: self._trial(slots) for group, slots in _by_group(self._admitted).items()}
+        trials = {group: self._trial(slots) for group, slots in by_group(self._admitted).items()}
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
 
-    def _by_tenant(self) -> dict[str, list[_Slot[Request]]]:
+    def _by_tenant(self) -> dict[str, list[Slot[Request]]]:
         """Return the requests of each tenant: the admitted ones, then the others, oldest first."""
-        slots: dict[str, list[_Slot[Request]]] = {}
+        slots: dict[str, list[Slot[Request]]] = {}
         for slot in sorted(self._slots.values(), key=lambda slot: not slot.admitted):
             slots.setdefault(slot.share.tenant, []).append(slot)
         return slots
 
-    def _admit(self, slots: Sequence[_Slot[Request]]) -> None:
+    def _admit(self, slots: Sequence[Slot[Request]]) -> None:
         """Admit as many of a tenant's requests as the limit on waiting allows."""
-        admitted: list[_Slot[Request]] = []
+        admitted: list[Slot[Request]] = []
         for slot in slots:
             admitted.append(slot)
             if not (self._fits(admitted) or slot.admitted):
@@ -287,14 +201,14 @@ class Batcher(Generic[Request]):
 
     def _least_row_s(self) -> float:
         """Return the seconds per row of the cheapest requests in the batcher."""
-        shapes = {(_shape(slot.request), slot.rows) for slot in self._slots.values()}
+        shapes = {(slot.shape, slot.rows) for slot in self._slots.values()}
         return min((self._seconds(shape, rows) / rows for shape, rows in shapes), default=0.0)
 
     def _seconds(self, shape: Shape, rows: float) -> float:
         measured = self._times.seconds(shape, rows)
         return rows * _UNMEASURED_ROW_S if measured is None else measured
 
-    def _by_share(self) -> tuple[list[_Slot[Request]], list[_Slot[Request]]]:
+    def _by_share(self) -> tuple[list[Slot[Request]], list[Slot[Request]]]:
         """Return the admitted requests of the tenant that has used least, and those that may share its batch.
 
         The first are sorted by age, the second by how much their tenants have used. A tenant that arrived lately and is
@@ -316,68 +230,40 @@ class Batcher(Generic[Request]):
         others = [slot for slot in self._admitted if slot.share.tenant != tenant]
         return own, sorted(others, key=lambda slot: tags[slot.share.tenant])
 
-    def _turn_s(self, slot: _Slot[Request]) -> float:
+    def _turn_s(self, slot: Slot[Request]) -> float:
         """Return the expected seconds of a forward pass with this request, at the chosen batch size."""
-        return self._seconds(_shape(slot.request), self._work(slot.request).rows * self._widths[slot.group])
+        return self._seconds(slot.shape, self._work(slot).rows * self._widths[slot.group])
 
-    def _shortened(self, members: list[_Slot[Request]]) -> list[_Slot[Request]]:
+    def _shortened(self, members: list[Slot[Request]]) -> list[Slot[Request]]:
         """Return the first requests of a batch, at least one, as many as do not delay another tenant for long."""
         count, tenant = len(members), members[0].share.tenant
         alone_s = [self._seconds_of([slot]) for slot in members]
-        while count > 1 and self._delays_another(tenant, self._seconds_of(members[:count]), sum(alone_s[:count])):
+        while count > 1 and self._lengths.delays_another(
+            tenant, self._seconds_of(members[:count]), sum(alone_s[:count])
+        ):
             count -= 1
         return members[:count]
 
-    def _splits(self, members: Sequence[_Slot[Request]]) -> bool:
+    def _splits(self, members: Sequence[Slot[Request]]) -> bool:
         """Return whether to predict the rows of a turn's only request in two turns, as not to delay another tenant."""
-        slot, shape, rows = members[0], _shape(members[0].request), self._work(members[0].request).rows
+        slot, shape, rows = members[0], members[0].shape, self._work(members[0]).rows
         first = rows / slot.rows
         parts_s = self._seconds(shape, first) + self._seconds(shape, rows - first)
-        return len(members) == 1 and self._delays_another(slot.share.tenant, self._seconds(shape, rows), parts_s)
-
-    def _delays_another(self, tenant: str, turn_s: float, parts_s: float) -> bool:
-        """Return whether a turn of a tenant is much longer than those of another that is here or expected back.
-
-        Args:
-            turn_s: Seconds of the turn.
-            parts_s: Seconds of short turns in its place. If they are about as many, also tenants count that were here
-                lately.
-        """
-        cheap = parts_s <= _CHEAP_PARTS * turn_s
-        others = (
-            visitor.turn_s
-            for name, visitor in self._visitors.items()
-            if name != tenant and (cheap or self._expects(name))
+        return len(members) == 1 and self._lengths.delays_another(
+            slot.share.tenant, self._seconds(shape, rows), parts_s
         )
-        return turn_s > _LONG_TURN * min(others, default=turn_s)
 
-    def _expects(self, tenant: str) -> bool:
-        visitor = self._visitors[tenant]
-        return tenant in self._came or visitor.last_s + visitor.return_s >= self._device_s
+    def _seconds_of(self, members: Sequence[Slot[Request]]) -> float:
+        return self._seconds(members[0].shape, sum(self._work(slot).rows for slot in members))
 
-    def _note_turn(self, tenant: str, turn_s: float) -> None:
-        """Record a tenant's turn, and remove tenants that have stayed away for long."""
-        self._device_s += turn_s
-        visitor = self._visitors.pop(tenant, None) or _Visitor(last_s=self._device_s, turn_s=turn_s)
-        visitor.last_s, visitor.turn_s = self._device_s, turn_s
-        self._visitors[tenant] = visitor
-        for name in list(self._visitors):
-            if self._visitors[name].last_s >= self._device_s - _MAX_RETURN_S:
-                return
-            if name not in self._came:
-                del self._visitors[name]
-
-    def _seconds_of(self, members: Sequence[_Slot[Request]]) -> float:
-        return self._seconds(_shape(members[0].request), sum(self._work(slot.request).rows for slot in members))
-
-    def _charged(self, members: Sequence[_Slot[Request]]) -> BatchTurn[Request]:
+    def _charged(self, members: Sequence[Slot[Request]]) -> BatchTurn[Request]:
         """Charge a beginning forward pass to the tenants of its requests, in proportion to their rows."""
-        rows = [self._work(slot.request).rows for slot in members]
-        row_s = self._seconds(_shape(members[0].request), sum(rows)) / sum(rows)
+        rows = [self._work(slot).rows for slot in members]
+        row_s = self._seconds(members[0].shape, sum(rows)) / sum(rows)
         for slot, count in zip(members, rows, strict=True):
             self.charge(slot.share, count * row_s)
         tenant, turn_s = members[0].share.tenant, sum(rows) * row_s
-        self._note_turn(tenant, turn_s)
+        self._lengths.note_turn(tenant, turn_s)
         return BatchTurn(
             splits=self._splits(members),
             requests=[slot.request for slot in members],
@@ -385,7 +271,7 @@ class Batcher(Generic[Request]):
             charged_s=[count * row_s for count in rows],
         )
 
-    def _trial(self, slots: Sequence[_Slot[Request]]) -> int:
+    def _trial(self, slots: Sequence[Slot[Request]]) -> int:
         """Return the size of a larger batch that would measure an outdated step time; 0 for none.
 
         Only batches of plain rows measure step times.
@@ -395,28 +281,28 @@ class Batcher(Generic[Request]):
         width = self._widths[slots[0].group]
         for wider in range(min(most_on_trial(width), len(slots)), width, -1):
             rows = sum(slot.rows for slot in slots[:wider])
-            if rows <= self.max_rows and self._times.outdated(_shape(slots[0].request), rows):
+            if rows <= self.max_rows and self._times.outdated(slots[0].shape, rows):
                 return wider
         return 0
 
-    def _width(self, slots: Sequence[_Slot[Request]]) -> int:
+    def _width(self, slots: Sequence[Slot[Request]]) -> int:
         if slots[0].exclusive:
             return 1
-        works = [self._work(slot.request) for slot in slots]
+        works = [self._work(slot) for slot in slots]
         typical = RemainingWork(rows=works[-1].rows, steps=slots[-1].request.evaluations)
-        seconds = partial(self._seconds, _shape(slots[0].request))
+        seconds = partial(self._seconds, slots[0].shape)
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
 
-    def _work(self, request: BatchCandidate) -> RemainingWork:
-        cost = self._fractions.fraction(_shape(request), request.computed_share)
-        return RemainingWork(rows=request.row_count * cost, steps=request.evaluations_left)
+    def _work(self, slot: Slot[Request]) -> RemainingWork:
+        cost = self._fractions.fraction(slot.shape, slot.request.computed_share)
+        return RemainingWork(rows=slot.rows * cost, steps=slot.request.evaluations_left)
 
-    def _fits(self, slots: Sequence[_Slot[Request]]) -> bool:
+    def _fits(self, slots: Sequence[Slot[Request]]) -> bool:
         """Return whether these requests of a tenant meet the limit on waiting, and enlarge batches as needed."""
         counts = {
             group: (len(same), max(1, self.max_rows // max(slot.rows for slot in same)))
-            for group, same in _by_group(slots).items()
+            for group, same in by_group(slots).items()
         }
         while self._turns_for(counts) > self._max_wait_turns + 1:
             narrow = [group for group, (_, capacity) in counts.items() if self._widths[group] < capacity]
@@ -434,7 +320,7 @@ class Batcher(Generic[Request]):
         """
         return sum(-(-count // min(self._widths[group], capacity)) for group, (count, capacity) in counts.items())
 
-    def _lack(self, urgent: Sequence[_Slot[Request]], now: int) -> int:
+    def _lack(self, urgent: Sequence[Slot[Request]], now: int) -> int:
         """Return by how many turns the most urgent request is late if this turn skips it; negative if it is not late.
 
         Args:
@@ -443,59 +329,10 @@ class Batcher(Generic[Request]):
         """
         # Turns that each may still wait, this one included. The groups up to its own must fit into them.
         spare = [self._max_wait_turns - (now - 1 - slot.turn) for slot in urgent]
-        return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
+        return max(
+            place - 1 - left for place, left in zip(places(urgent, self._widths, self.max_rows), spare, strict=True)
+        )
 
-    def _places(self, slots: Sequence[_Slot[Request]]) -> list[int]:
-        """Return in which turn, from 1, each request runs if batches are filled in this order."""
-        filling: dict[object, _Filling] = {}
-        places: list[int] = []
-        turns = 0
-        for slot in slots:
-            current = filling.get(slot.group)
-            if current is None or not current.takes(slot.rows, self._widths[slot.group], self.max_rows):
-                turns += 1
-                current = filling[slot.group] = _Filling(turn=turns)
-            current.requests += 1
-            current.rows += slot.rows
-            places.append(current.turn)
-        return places
-
-    def _width_now(self, leader: _Slot[Request]) -> int:
+    def _width_now(self, leader: Slot[Request]) -> int:
         """Return the number of requests in this turn's batch, whose first one is `leader`."""
         return self._trials.get(leader.group, self._widths[leader.group])
-
-    def _fill(self, leader: _Slot[Request], order: Sequence[_Slot[Request]], width: int) -> list[_Slot[Request]]:
-        members = [leader]
-        filled = _Filling(requests=1, rows=leader.rows)
-        for slot in order:
-            if slot is leader or slot.group != leader.group:
-                continue
-            if not filled.takes(slot.rows, width, self.max_rows):
-                break
-            members.append(slot)
-            filled.requests += 1
-            filled.rows += slot.rows
-        return members
-
-
-@dataclass(slots=True, kw_only=True)
-class _Filling:
-    turn: int = 0
-    """The turn in which it runs."""
-    requests: int = 0
-    rows: int = 0
-
-    def takes(self, rows: int, width: int, max_rows: int) -> bool:
-        return self.requests < width and self.rows + rows <= max_rows
-
-
-def _shape(request: BatchCandidate) -> Shape:
-    _, height, width = request.key.shape
-    return height, width
-
-
-def _by_group(slots: Iterable[_Slot[Request]]) -> dict[object, list[_Slot[Request]]]:
-    found: dict[object, list[_Slot[Request]]] = {}
-    for slot in slots:
-        found.setdefault(slot.group, []).append(slot)
-    return found

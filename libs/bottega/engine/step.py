@@ -15,7 +15,8 @@ from torch import Tensor
 
 from bottega.device.device import Device, Span
 from bottega.engine.addon import EngineAddOn
-from bottega.engine.batcher import Batcher, BatchTurn
+from bottega.engine.batch import BatchTurn
+from bottega.engine.batcher import Batcher
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, TurnSeconds

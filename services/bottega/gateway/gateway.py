@@ -43,7 +43,7 @@ from bottega.gateway.api.image_service import ImageService
 from bottega.gateway.api.scheduler_calls import SchedulerCalls
 from bottega.gateway.api.webhook_service import WebhookService
 from bottega.gateway.config import DATABASE_SCHEMES, GatewayConfig, read_webhook_secrets
-from bottega.gateway.dispatch.connection import WorkerClient
+from bottega.gateway.dispatch.worker_client import WorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.checkpoints import CHECKPOINT_NAMES, SharedCheckpoints

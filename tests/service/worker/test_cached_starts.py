@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.addons.cache.engine.addon import EngineCachedStarts, JobCachedStarts
+from bottega.addons.cache.engine.addon import EngineCachedStarts
+from bottega.addons.cache.engine.job_starts import JobCachedStarts
 from bottega.addons.cache.starts import format_start
 from bottega.addons.cache.worker import CacheLinkSettings, LatentStores
 from bottega.addons.loras.engine import UNET

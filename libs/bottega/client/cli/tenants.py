@@ -42,7 +42,7 @@ def _file_option(command: CommandT) -> CommandT:
     bottega tenants allow shop --models miniature --loras striped,dusk
     bottega tenants webhook shop --url https://shop.example/hooks
     bottega tenants disable shop
-    bottega tenants import /etc/bottega/tenants.json --file postgresql://db.example/bottega
+    bottega tenants import tenants.json --file postgresql://db/bottega
 """)
 def command() -> None:
     """Manage the tenants of a gateway and their API keys.

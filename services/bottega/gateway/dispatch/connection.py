@@ -1,4 +1,4 @@
-"""The connection to one worker: its client, the attempts that it was given, its checkpoints, and small calls to it.
+"""The connection to one worker: the attempts that it was given, its checkpoints, and small calls to it.
 
 No outcome of a job depends on the small calls: one that fails is logged, and nothing waits for it.
 """
@@ -6,13 +6,11 @@ No outcome of a job depends on the small calls: one that fails is logged, and no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import grpc
+from typing import Protocol
 
 from bottega.addons.interface.gateway_addon import Release
 from bottega.addons.interface.views import Member
@@ -20,21 +18,15 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.errors import (
     BottegaError,
     InternalError,
-    JobCancelled,
-    MethodNotServed,
-    ReaderStalled,
-    StaleAttempt,
-    StaleScheduler,
     TooLarge,
-    Unavailable,
     WorkerLost,
 )
+from bottega.gateway.dispatch.worker_client import WorkerClient
 from bottega.gateway.jobs import conversion
 from bottega.gateway.jobs.job import Job
-from bottega.rpc.channel import Channels, Target
-from bottega.rpc.status import from_rpc_error, was_answered
+from bottega.gateway.jobs.values import StoredImage
 from bottega.rules import MAX_KEPT_BYTES
-from bottega.v1 import worker_pb2, worker_pb2_grpc
+from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.trace_pb2 import Trace
 
@@ -47,31 +39,7 @@ MAX_STALE = 64
 # Upper bound on a provenance: the four prompts, what was cut off them, and some numbers of each LoRA and ControlNet.
 _MAX_PROVENANCE_BYTES = 512 << 10
 
-AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
-
-# Errors that are not the fault of the job, like those that gRPC itself raises: another worker may draw it.
-_OF_THE_WORKER = (InternalError, JobCancelled, MethodNotServed, ReaderStalled, StaleAttempt, StaleScheduler)
-
-# After these events the worker ends the call by itself, at once. If the call were cancelled first, the worker would
-# count a cancelled call, and keep the images for another caller.
-_FINAL_EVENTS = ("completed", "failed")
-_END_S = 2.0
-# Time within which a worker that lives can be reached again: shorter than its lease.
-_ALIVE_S = 1.0
-
-_AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
-
 _log = logging.getLogger(__name__)
-
-
-def is_death(error: BottegaError) -> bool:
-    """Return whether an attempt failed because its worker or engine died, which the job may have caused."""
-    return isinstance(error, WorkerLost) and "died" in error.metadata
-
-
-def died_alone(error: BottegaError) -> bool:
-    """Return whether no other attempt died together with this one, as far as the worker reported."""
-    return error.metadata.get("held_together", "1") == "1"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -191,6 +159,44 @@ class DispatchedAttempt:
         return [bytes(self.images[index]) for index in range(self.job.num_images)]
 
 
+class AttemptObserver(Protocol):
+    """Receives the progress and the end of each attempt. Its methods run in the event loop and must not block."""
+
+    def attempt_sent(self, job: Job) -> None:
+        """Note that the attempt is being sent to a worker now."""
+
+    def attempt_advanced(self, job: Job) -> None:
+        """Note that the attempt has finished denoising steps."""
+
+    def attempt_saved(self, job: Job) -> None:
+        """Note that the job has a newer checkpoint."""
+
+    def attempt_decided(self, job: Job) -> None:
+        """Note that the attempt has made a decision that later attempts at the job must follow."""
+
+    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
+        """Note that the worker died or disconnected. The job may have caused that."""
+
+    def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
+        """Note that the worker refused the attempt, or returned it because it is stopping. The job is not the cause."""
+
+    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
+        """Note that the worker reported that the job cannot be drawn."""
+
+    def attempt_over(self, job: Job, device_s: float | None) -> None:
+        """Note that an attempt ended, with or without success.
+
+        Args:
+            job: The job.
+            device_s: Seconds for which the attempt used the worker's device; None if unknown.
+        """
+
+    def attempt_completed(
+        self, job: Job, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance
+    ) -> None:
+        """Note that all images of an attempt are stored."""
+
+
 class WorkerConnection:
     """The gateway's connection to one worker, with the attempts that the worker runs.
 
@@ -296,114 +302,3 @@ class WorkerConnection:
                 "previews could not be requested; the attempt goes on without them",
                 extra={**conversion.job_fields(attempt.job), "text": error.message},
             )
-
-
-class WorkerClient:
-    """The client of one worker, which connects and reconnects by itself. Every failure is a BottegaError.
-
-    WorkerLost means that the connection broke, as when the worker dies (see is_death), or that the worker gave up the
-    attempt. Other Unavailable errors and QueueFull mean that the worker did not accept the attempt.
-
-    Args:
-        generation: Returns the generation of the scheduler's lease, 0 if the jobs are not shared. A worker refuses
-            calls of an older one than it knows.
-    """
-
-    def __init__(self, target: Target, channels: Channels, generation: Callable[[], int] = lambda: 0) -> None:
-        self._channel = channels.open(target)
-        self._generation = generation
-        self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
-
-    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
-        """Start an attempt before returning, and stream its events."""
-        request.attempt.CopyFrom(self._fenced(request.attempt))
-        return self._events(self._worker.RunAttempt(request), request.attempt)
-
-    async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        """Stream the newest checkpoint of every attempt."""
-        call = self._worker.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest())
-        try:
-            with _typed_failures():
-                async for checkpoint in call:
-                    yield checkpoint
-        finally:
-            call.cancel()
-
-    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Stop an attempt and delete the worker's data about it."""
-        request = worker_pb2.CancelAttemptRequest(attempt=self._fenced(attempt))
-        with _typed_failures():
-            await self._worker.CancelAttempt(request, timeout=deadline_s)
-
-    async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
-        """List the attempts that the worker runs, and finished ones that it still keeps."""
-        with _typed_failures():
-            return (await self._worker.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=deadline_s)).attempts
-
-    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Ask the worker to send previews of an attempt from now on."""
-        request = worker_pb2.PreviewAttemptRequest(attempt=self._fenced(attempt))
-        with _typed_failures():
-            await self._worker.PreviewAttempt(request, timeout=deadline_s)
-
-    async def close(self) -> None:
-        """End every call."""
-        await self._channel.close()
-
-    def _fenced(self, attempt: worker_pb2.AttemptId) -> worker_pb2.AttemptId:
-        """Return the ID of an attempt with the generation of this gateway's lease."""
-        return worker_pb2.AttemptId(job_id=attempt.job_id, number=attempt.number, generation=self._generation())
-
-    async def _events(self, call: _AttemptCall, attempt: worker_pb2.AttemptId) -> AttemptEvents:
-        answered = False
-        try:
-            async for event in call:
-                answered = True
-                if event.WhichOneof("event") in _FINAL_EVENTS:
-                    await _ended(call)
-                yield event
-        except grpc.aio.AioRpcError as error:
-            if not answered and self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise Unavailable("the worker cannot be reached") from None
-            lost = _typed(error, answered=answered)
-            if is_death(lost) and await self._still_has(attempt):
-                lost = WorkerLost("the connection to the worker was lost, but the worker still runs the attempt")
-            raise lost from None
-        finally:
-            call.cancel()
-
-    async def _still_has(self, attempt: worker_pb2.AttemptId) -> bool:
-        """Return whether the worker still runs an attempt whose call failed: then only the connection was lost.
-
-        A worker that was restarted meanwhile does not know the attempt.
-        """
-        try:
-            held = await self.list_attempts(deadline_s=_ALIVE_S)
-        except BottegaError:
-            return False
-        return any(summary.attempt == attempt for summary in held)
-
-
-async def _ended(call: _AttemptCall) -> None:
-    """Wait briefly until the worker has ended a call, with or without an error."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(call.code(), _END_S)
-
-
-@contextlib.contextmanager
-def _typed_failures() -> Iterator[None]:
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _typed(error) from None
-
-
-def _typed(failure: grpc.aio.AioRpcError, *, answered: bool = False) -> BottegaError:
-    """Convert the error of a failed call. `answered` says whether the worker had already sent an event."""
-    error = from_rpc_error(failure)
-    if type(error) is Unavailable:
-        # The death of a process shows as a broken connection. Before its first answer it may have been dead already.
-        return WorkerLost("the connection to the worker broke", metadata={"died": "worker"} if answered else None)
-    if isinstance(error, _OF_THE_WORKER) or not was_answered(failure):
-        return WorkerLost(f"the call to the worker failed: {failure.code().name}")
-    return error

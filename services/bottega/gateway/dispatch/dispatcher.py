@@ -10,24 +10,23 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from bottega.addons.interface.gateway_addon import AddOn
 from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
-from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection
+from bottega.gateway.dispatch.connection import AttemptObserver, DispatchedAttempt, WorkerConnection
 from bottega.gateway.dispatch.job_traces import AttemptTimes, JobTraces
+from bottega.gateway.dispatch.worker_client import AttemptEvents, WorkerClient
 from bottega.gateway.jobs import conversion
 from bottega.gateway.jobs.conversion import completed_provenance
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
+from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.gateway.signing import SigningFiles
 from bottega.rpc.channel import MAX_MESSAGE_MIB, Target
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
-from bottega.v1.generation_pb2 import Provenance
 
 # Number of completed attempts that are remembered, because reports that are on their way may still list them.
 _JUST_COMPLETED = 256
@@ -39,44 +38,6 @@ _MAX_REQUEST_BYTES = (MAX_MESSAGE_MIB << 20) - (64 << 10)
 _MAX_DECISIONS_BYTES = 4 << 10
 
 _log = logging.getLogger(__name__)
-
-
-class AttemptObserver(Protocol):
-    """Receives the progress and the end of each attempt. Its methods run in the event loop and must not block."""
-
-    def attempt_sent(self, job: Job) -> None:
-        """Note that the attempt is being sent to a worker now."""
-
-    def attempt_advanced(self, job: Job) -> None:
-        """Note that the attempt has finished denoising steps."""
-
-    def attempt_saved(self, job: Job) -> None:
-        """Note that the job has a newer checkpoint."""
-
-    def attempt_decided(self, job: Job) -> None:
-        """Note that the attempt has made a decision that later attempts at the job must follow."""
-
-    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
-        """Note that the worker died or disconnected. The job may have caused that."""
-
-    def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
-        """Note that the worker refused the attempt, or returned it because it is stopping. The job is not the cause."""
-
-    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
-        """Note that the worker reported that the job cannot be drawn."""
-
-    def attempt_over(self, job: Job, device_s: float | None) -> None:
-        """Note that an attempt ended, with or without success.
-
-        Args:
-            job: The job.
-            device_s: Seconds for which the attempt used the worker's device; None if unknown.
-        """
-
-    def attempt_completed(
-        self, job: Job, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance
-    ) -> None:
-        """Note that all images of an attempt are stored."""
 
 
 class Dispatcher:

@@ -16,9 +16,9 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlinePassed
 from bottega.gateway.config import GatewayConfig
-from bottega.gateway.dispatch.connection import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.dispatch.job_traces import JobTraces
+from bottega.gateway.dispatch.worker_client import WorkerClient, died_alone, is_death
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs import conversion
 from bottega.gateway.jobs.job import Job

@@ -9,7 +9,8 @@ from typing import cast
 from bottega import kinds
 from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
-from bottega.gateway.dispatch.connection import MAX_STALE, WorkerClient, WorkerConnection
+from bottega.gateway.dispatch.connection import MAX_STALE, WorkerConnection
+from bottega.gateway.dispatch.worker_client import WorkerClient
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.worker_pb2 import AttemptId, WatchCheckpointsResponse
 

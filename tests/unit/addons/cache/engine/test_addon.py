@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bottega import kinds
-from bottega.addons.cache.engine import addon
+from bottega.addons.cache.engine import job_starts
 from bottega.addons.cache.starts import format_start, prompt_digest
 from bottega.engine.events import JobAdvanced, JobCheckpointed, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
@@ -396,7 +396,7 @@ def test_an_answer_is_waited_for_a_moment_at_most(
     waits_s: list[float],
 ) -> None:
     waited_s: list[float] = []
-    monkeypatch.setattr(addon, "wait", lambda asked, timeout: waited_s.append(timeout))
+    monkeypatch.setattr(job_starts, "wait", lambda asked, timeout: waited_s.append(timeout))
     desk = Cached(model, ScriptedLatents(linked=linked))
     desk.starts.step_s = step_s
     desk.easel.submit(cached(ORDER, fidelity=fidelity))

@@ -1,0 +1,130 @@
+"""A batch: the requests that share a forward pass, and how batches are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from bottega.fair_order import Share
+from bottega.model.rows import GroupKey
+from bottega.planning import Shape
+
+
+class BatchCandidate(Protocol):
+    """A request, as the batcher needs it."""
+
+    @property
+    def key(self) -> GroupKey: ...
+    @property
+    def row_count(self) -> int:
+        """Number of rows of the request in each forward pass."""
+
+    @property
+    def computed_share(self) -> float:
+        """Fraction of its rows' tokens that the next forward pass computes; the rest is reused."""
+
+    @property
+    def evaluations(self) -> int: ...
+    @property
+    def evaluations_left(self) -> int: ...
+
+
+Request = TypeVar("Request", bound=BatchCandidate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTurn(Generic[Request]):
+    """A forward pass of a batch: its requests, and the device seconds charged to their tenants."""
+
+    requests: list[Request]
+    """The requests of the batch; empty if none was ready."""
+    shares: Sequence[Share] = ()
+    """Tenant and weight of each request."""
+    charged_s: Sequence[float] = ()
+    """Seconds of the device that were charged for each request."""
+    splits: bool = False
+    """Whether to predict the rows of its only request in two forward passes, so that others wait less."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot(Generic[Request]):
+    """A request in the batcher."""
+
+    request: Request
+    share: Share
+    turn: int = 0
+    """Number of its tenant's turn in which it made its last step, or was admitted."""
+    admitted: bool = False
+    exclusive: bool = False
+    """Whether it always runs alone."""
+
+    @property
+    def shape(self) -> Shape:
+        """Height and width of its latent."""
+        _, height, width = self.request.key.shape
+        return height, width
+
+    @property
+    def group(self) -> object:
+        """Requests with the same value may share a batch."""
+        return self if self.exclusive else self.request.key
+
+    @property
+    def rows(self) -> int:
+        return self.request.row_count
+
+
+def by_group(slots: Iterable[Slot[Request]]) -> dict[object, list[Slot[Request]]]:
+    """Return the requests of each group, in their order."""
+    found: dict[object, list[Slot[Request]]] = {}
+    for slot in slots:
+        found.setdefault(slot.group, []).append(slot)
+    return found
+
+
+def places(slots: Sequence[Slot[Request]], widths: Mapping[object, int], max_rows: int) -> list[int]:
+    """Return in which turn, from 1, each request runs if batches are filled in this order.
+
+    Args:
+        widths: Number of requests in a batch, by group.
+        max_rows: Upper bound on rows in one batch.
+    """
+    filling: dict[object, _Filling] = {}
+    found: list[int] = []
+    turns = 0
+    for slot in slots:
+        current = filling.get(slot.group)
+        if current is None or not current.takes(slot.rows, widths[slot.group], max_rows):
+            turns += 1
+            current = filling[slot.group] = _Filling(turn=turns)
+        current.requests += 1
+        current.rows += slot.rows
+        found.append(current.turn)
+    return found
+
+
+def fill(leader: Slot[Request], order: Sequence[Slot[Request]], width: int, max_rows: int) -> list[Slot[Request]]:
+    """Return the requests of a batch: its first one, and others of its group in this order, as many as fit."""
+    members = [leader]
+    filled = _Filling(requests=1, rows=leader.rows)
+    for slot in order:
+        if slot is leader or slot.group != leader.group:
+            continue
+        if not filled.takes(slot.rows, width, max_rows):
+            break
+        members.append(slot)
+        filled.requests += 1
+        filled.rows += slot.rows
+    return members
+
+
+@dataclass(slots=True, kw_only=True)
+class _Filling:
+    turn: int = 0
+    """The turn in which it runs."""
+    requests: int = 0
+    rows: int = 0
+
+    def takes(self, rows: int, width: int, max_rows: int) -> bool:
+        return self.requests < width and self.rows + rows <= max_rows
