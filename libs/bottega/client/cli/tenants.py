@@ -119,9 +119,9 @@ def list_tenants(*, file: str) -> None:
 @click.argument("source", metavar="FILE")
 @_file_option
 def import_tenants(*, source: str, file: str) -> None:
-    """Copy tenants from another file or database, with their keys and quotas.
+    """Copy tenants from another file or database.
 
-    Tenants that exist already stay as they are.
+    They keep their keys and quotas. Tenants that exist already stay as they are.
     """
     known: set[str] = set()
     copied = _read(source)
