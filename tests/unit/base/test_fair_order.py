@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.fair_order import FairOrder
+from bottega.fair_order import FairOrder, TurnLengths
 
 
 class Line:
@@ -124,3 +124,16 @@ def test_work_that_takes_more_than_it_was_charged_is_corrected() -> None:
         line.settle(tenant, more)
         used[tenant] += round(100 * (0.1 + more))
     assert abs(used["liar"] / used.total() - 0.5) < 0.02
+
+
+def test_a_tenant_that_is_here_counts_however_long_ago_its_last_turn_was() -> None:
+    here = {"small", "large"}
+    lengths = TurnLengths(here)
+    lengths.note_turn("small", 1.0)
+    for _ in range(5):
+        lengths.note_turn("large", 8.0)
+    dear_s = 16.0  # of short turns in its place, so that tenants that were here lately do not count for it
+    assert lengths.delays_another("large", 8.0, dear_s)
+    here.remove("small")
+    assert not lengths.delays_another("large", 8.0, dear_s), "it is not expected back any more"
+    assert lengths.delays_another("large", 8.0, 8.0)

@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 from PIL import Image
 
-from bottega.client.cli.verify import compare, tolerance_for
+from bottega.client.cli.verify import _replayed, compare, tolerance_for
+from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Format, Picture
 from bottega.client.types.provenance import Provenance
 from bottega.content_credentials import Credentials
@@ -65,3 +66,23 @@ def test_half_precision_in_shared_steps_rounds_further_than_exact_pictures() -> 
     assert found.is_within(tolerance_for(drawn, None, None))
     assert found.is_within(tolerance_for(drawn, credentials("valid", exact=False), None))
     assert not found.is_within(tolerance_for(drawn, credentials("valid", exact=True), None))
+
+
+def test_an_exact_picture_is_drawn_again_without_what_add_ons_approximate() -> None:
+    """The arguments are those that the add-ons of the client name."""
+    options: GenerationOptions = {
+        "seed": 1,
+        "masked_blocks": True,
+        "recording": "0" * 32,
+        "stale_residuals": True,
+        "cache_entry": f"{'0' * 32}@5",
+        "bounded_lora_loading": True,
+    }
+    assert _replayed(options, credentials("valid", exact=True)) == {
+        "seed": 1,
+        "identical_results": False,
+        "shared_turns": False,
+        "fidelity": "exact",
+        "approximate_cache": False,
+    }
+    assert _replayed(options, credentials("valid", exact=False)).items() >= options.items()
