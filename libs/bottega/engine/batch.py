@@ -48,7 +48,7 @@ class BatchTurn(Generic[Request]):
 
 
 @dataclass(slots=True, eq=False)
-class Slot(Generic[Request]):
+class BatchSlot(Generic[Request]):
     """A request in the batcher."""
 
     request: Request
@@ -75,15 +75,15 @@ class Slot(Generic[Request]):
         return self.request.row_count
 
 
-def by_group(slots: Iterable[Slot[Request]]) -> dict[object, list[Slot[Request]]]:
+def by_group(slots: Iterable[BatchSlot[Request]]) -> dict[object, list[BatchSlot[Request]]]:
     """Return the requests of each group, in their order."""
-    found: dict[object, list[Slot[Request]]] = {}
+    found: dict[object, list[BatchSlot[Request]]] = {}
     for slot in slots:
         found.setdefault(slot.group, []).append(slot)
     return found
 
 
-def places(slots: Sequence[Slot[Request]], widths: Mapping[object, int], max_rows: int) -> list[int]:
+def places(slots: Sequence[BatchSlot[Request]], widths: Mapping[object, int], max_rows: int) -> list[int]:
     """Return in which turn, from 1, each request runs if batches are filled in this order.
 
     Args:
@@ -104,7 +104,9 @@ def places(slots: Sequence[Slot[Request]], widths: Mapping[object, int], max_row
     return found
 
 
-def fill(leader: Slot[Request], order: Sequence[Slot[Request]], width: int, max_rows: int) -> list[Slot[Request]]:
+def fill(
+    leader: BatchSlot[Request], order: Sequence[BatchSlot[Request]], width: int, max_rows: int
+) -> list[BatchSlot[Request]]:
     """Return the requests of a batch: its first one, and others of its group in this order, as many as fit."""
     members = [leader]
     filled = _Filling(requests=1, rows=leader.rows)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Generic
 
-from bottega.engine.batch import BatchTurn, Request, Slot, by_group, fill, places
+from bottega.engine.batch import BatchSlot, BatchTurn, Request, by_group, fill, places
 from bottega.fair_order import FairOrder, Share, TurnLengths
 from bottega.planning import (
     MAX_BACKLOG,
@@ -71,8 +71,8 @@ class Batcher(Generic[Request]):
         self._came: dict[str, int] = {}
         self._turns_of: dict[str, int] = {}
         self._lengths = TurnLengths(self._came)
-        self._slots: dict[Request, Slot[Request]] = {}
-        self._admitted: list[Slot[Request]] = []
+        self._slots: dict[Request, BatchSlot[Request]] = {}
+        self._admitted: list[BatchSlot[Request]] = []
         self._widths: dict[object, int] = {}
         self._trials: dict[object, int] = {}
         self._turn = 0
@@ -86,7 +86,7 @@ class Batcher(Generic[Request]):
                 self._order.begin_alone(share.tenant)
             self._came[share.tenant], self._turns_of[share.tenant] = self._turn, 0
             self._lengths.arrived(share.tenant)
-        self._slots[request] = Slot(request, share)
+        self._slots[request] = BatchSlot(request, share)
         self._planned_at = -_REPLAN_TURNS
 
     def remove(self, request: Request) -> None:
@@ -182,16 +182,16 @@ class Batcher(Generic[Request]):
         trials = {group: self._trial(slots) for group, slots in by_group(self._admitted).items()}
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
 
-    def _by_tenant(self) -> dict[str, list[Slot[Request]]]:
+    def _by_tenant(self) -> dict[str, list[BatchSlot[Request]]]:
         """Return the requests of each tenant: the admitted ones, then the others, oldest first."""
-        slots: dict[str, list[Slot[Request]]] = {}
+        slots: dict[str, list[BatchSlot[Request]]] = {}
         for slot in sorted(self._slots.values(), key=lambda slot: not slot.admitted):
             slots.setdefault(slot.share.tenant, []).append(slot)
         return slots
 
-    def _admit(self, slots: Sequence[Slot[Request]]) -> None:
+    def _admit(self, slots: Sequence[BatchSlot[Request]]) -> None:
         """Admit as many of a tenant's requests as the limit on waiting allows."""
-        admitted: list[Slot[Request]] = []
+        admitted: list[BatchSlot[Request]] = []
         for slot in slots:
             admitted.append(slot)
             if not (self._fits(admitted) or slot.admitted):
@@ -208,7 +208,7 @@ class Batcher(Generic[Request]):
         measured = self._times.seconds(shape, rows)
         return rows * _UNMEASURED_ROW_S if measured is None else measured
 
-    def _by_share(self) -> tuple[list[Slot[Request]], list[Slot[Request]]]:
+    def _by_share(self) -> tuple[list[BatchSlot[Request]], list[BatchSlot[Request]]]:
         """Return the admitted requests of the tenant that has used least, and those that may share its batch.
 
         The first are sorted by age, the second by how much their tenants have used. A tenant that arrived lately and is
@@ -230,11 +230,11 @@ class Batcher(Generic[Request]):
         others = [slot for slot in self._admitted if slot.share.tenant != tenant]
         return own, sorted(others, key=lambda slot: tags[slot.share.tenant])
 
-    def _turn_s(self, slot: Slot[Request]) -> float:
+    def _turn_s(self, slot: BatchSlot[Request]) -> float:
         """Return the expected seconds of a forward pass with this request, at the chosen batch size."""
         return self._seconds(slot.shape, self._work(slot).rows * self._widths[slot.group])
 
-    def _shortened(self, members: list[Slot[Request]]) -> list[Slot[Request]]:
+    def _shortened(self, members: list[BatchSlot[Request]]) -> list[BatchSlot[Request]]:
         """Return the first requests of a batch, at least one, as many as do not delay another tenant for long."""
         count, tenant = len(members), members[0].share.tenant
         alone_s = [self._seconds_of([slot]) for slot in members]
@@ -244,7 +244,7 @@ class Batcher(Generic[Request]):
             count -= 1
         return members[:count]
 
-    def _splits(self, members: Sequence[Slot[Request]]) -> bool:
+    def _splits(self, members: Sequence[BatchSlot[Request]]) -> bool:
         """Return whether to predict the rows of a turn's only request in two turns, as not to delay another tenant."""
         slot, shape, rows = members[0], members[0].shape, self._work(members[0]).rows
         first = rows / slot.rows
@@ -253,10 +253,10 @@ class Batcher(Generic[Request]):
             slot.share.tenant, self._seconds(shape, rows), parts_s
         )
 
-    def _seconds_of(self, members: Sequence[Slot[Request]]) -> float:
+    def _seconds_of(self, members: Sequence[BatchSlot[Request]]) -> float:
         return self._seconds(members[0].shape, sum(self._work(slot).rows for slot in members))
 
-    def _charged(self, members: Sequence[Slot[Request]]) -> BatchTurn[Request]:
+    def _charged(self, members: Sequence[BatchSlot[Request]]) -> BatchTurn[Request]:
         """Charge a beginning forward pass to the tenants of its requests, in proportion to their rows."""
         rows = [self._work(slot).rows for slot in members]
         row_s = self._seconds(members[0].shape, sum(rows)) / sum(rows)
@@ -271,7 +271,7 @@ class Batcher(Generic[Request]):
             charged_s=[count * row_s for count in rows],
         )
 
-    def _trial(self, slots: Sequence[Slot[Request]]) -> int:
+    def _trial(self, slots: Sequence[BatchSlot[Request]]) -> int:
         """Return the size of a larger batch that would measure an outdated step time; 0 for none.
 
         Only batches of plain rows measure step times.
@@ -285,7 +285,7 @@ class Batcher(Generic[Request]):
                 return wider
         return 0
 
-    def _width(self, slots: Sequence[Slot[Request]]) -> int:
+    def _width(self, slots: Sequence[BatchSlot[Request]]) -> int:
         if slots[0].exclusive:
             return 1
         works = [self._work(slot) for slot in slots]
@@ -294,11 +294,11 @@ class Batcher(Generic[Request]):
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
 
-    def _work(self, slot: Slot[Request]) -> RemainingWork:
+    def _work(self, slot: BatchSlot[Request]) -> RemainingWork:
         cost = self._fractions.fraction(slot.shape, slot.request.computed_share)
         return RemainingWork(rows=slot.rows * cost, steps=slot.request.evaluations_left)
 
-    def _fits(self, slots: Sequence[Slot[Request]]) -> bool:
+    def _fits(self, slots: Sequence[BatchSlot[Request]]) -> bool:
         """Return whether these requests of a tenant meet the limit on waiting, and enlarge batches as needed."""
         counts = {
             group: (len(same), max(1, self.max_rows // max(slot.rows for slot in same)))
@@ -320,7 +320,7 @@ class Batcher(Generic[Request]):
         """
         return sum(-(-count // min(self._widths[group], capacity)) for group, (count, capacity) in counts.items())
 
-    def _lack(self, urgent: Sequence[Slot[Request]], now: int) -> int:
+    def _lack(self, urgent: Sequence[BatchSlot[Request]], now: int) -> int:
         """Return by how many turns the most urgent request is late if this turn skips it; negative if it is not late.
 
         Args:
@@ -333,6 +333,6 @@ class Batcher(Generic[Request]):
             place - 1 - left for place, left in zip(places(urgent, self._widths, self.max_rows), spare, strict=True)
         )
 
-    def _width_now(self, leader: Slot[Request]) -> int:
+    def _width_now(self, leader: BatchSlot[Request]) -> int:
         """Return the number of requests in this turn's batch, whose first one is `leader`."""
         return self._trials.get(leader.group, self._widths[leader.group])
