@@ -44,7 +44,7 @@ def _units(config: ScaleConfig) -> Units:
             argv=(
                 sys.executable,
                 "-m",
-                f"bottega.{pool.kind}",
+                f"bottega.{pool.service}",
                 "--config",
                 str(config.file_of(pool, instance)),
                 "--stop-with-stdin",

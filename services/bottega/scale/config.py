@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from bottega import kinds
 from bottega.errors import ConfigError
 from bottega.rpc.server_config import MemberConfig
 from bottega.rules import MAX_MODEL_CHARACTERS
@@ -25,8 +26,8 @@ class PoolConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    kind: Literal["worker", "controlnet"] = "worker"
-    """Kind of the services."""
+    kind: Literal["worker", "encode", "decode", "controlnet"] = "worker"
+    """Kind of the services: encode and decode are workers with only this role."""
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARACTERS)]
     """Name in requests of the model that the workers serve, or that the ControlNets are for."""
     minimum: Annotated[int, Field(ge=0)] = 1
@@ -47,10 +48,19 @@ class PoolConfig:
             raise ValueError(f"minimum is {self.minimum}, but there are {len(self.instances)} instances")
         if self.kind == "controlnet" and self.minimum == 0:
             raise ValueError("minimum must be at least 1: a ControlNet is known only while a server hosts it")
+        if self.kind in kinds.STAGES and self.minimum == 0:
+            raise ValueError(
+                f"minimum must be at least 1: jobs wait while no worker with the role {self.kind} is there"
+            )
 
     def unit(self, instance: str) -> str:
         """Return the name of an instance's unit."""
-        return f"bottega-{self.kind}@{instance}.service"
+        return f"bottega-{self.service}@{instance}.service"
+
+    @property
+    def service(self) -> str:
+        """The service that each instance runs: a worker whatever its role, or a ControlNet server."""
+        return kinds.WORKER if self.kind in kinds.STAGES else self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +76,10 @@ class ScaleConfig(MemberConfig):
     pools: tuple[PoolConfig, ...] = ()
     """The services that may run on this host, each kind and model once.
 
-    kind: worker (the default) or controlnet. model: its name in requests. minimum: how many run at least, by default 1;
-    0 lets the first job wait for a start. instances: the units that may run, in this order: NAME is
-    bottega-worker@NAME, whose configuration, workers/NAME.yaml, names its device and must not share its name.
+    kind: worker (the default), controlnet, or encode or decode for workers with only this role. model: its name in
+    requests. minimum: how many run at least, by default 1; 0 lets the first job wait for a start. instances: the units
+    that may run, in this order: NAME is bottega-worker@NAME, whose configuration, workers/NAME.yaml, names its device
+    and must not share its name.
     """
     start_limit_s: Seconds = 900.0
     """Seconds after which a service that is not ready has failed to start."""
@@ -90,7 +101,7 @@ class ScaleConfig(MemberConfig):
 
     def file_of(self, pool: PoolConfig, instance: str) -> Path:
         """Return the path of an instance's configuration."""
-        return Path(self.folder) / f"{pool.kind}s" / f"{instance}.yaml"
+        return Path(self.folder) / f"{pool.service}s" / f"{instance}.yaml"
 
 
 def check_configuration(config: ScaleConfig) -> None:

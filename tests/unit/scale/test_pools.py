@@ -149,6 +149,7 @@ def test_the_gateway_hears_how_long_services_have_been_starting() -> None:
     [
         ({"minimum": 2}, "minimum is 2, but there are 1 instances"),
         ({"minimum": 0, "kind": "controlnet"}, "minimum must be at least 1"),
+        ({"minimum": 0, "kind": "decode"}, "no worker with the role decode is there"),
         ({"instances": ["a", "a"]}, "without duplicates"),
         ({"instances": ["../a"]}, "no name of an instance"),
         ({"instances": []}, "instances"),
@@ -184,3 +185,9 @@ def test_a_scaler_without_its_folder_can_be_checked_but_not_started() -> None:
     check_configuration(config)
     with pytest.raises(ConfigError, match=r"/nowhere/workers/a.yaml, the configuration of bottega-worker@a"):
         check_instances(config)
+
+
+def test_instances_with_one_role_are_units_of_workers() -> None:
+    pool = PoolConfig(kind="decode", model="m", instances=("vae-1",))
+    assert pool.unit("vae-1") == "bottega-worker@vae-1.service"
+    assert str(ScaleConfig(folder="/etc/x", pools=(pool,)).file_of(pool, "vae-1")) == "/etc/x/workers/vae-1.yaml"

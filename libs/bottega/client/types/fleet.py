@@ -243,7 +243,7 @@ class ServiceDemand:
     """The work for one model, and how many services of a kind it needs."""
 
     kind: str
-    """Kind of the services: worker or controlnet."""
+    """Kind of the services: worker, encode, decode or controlnet."""
     model: str
     """Name of the model in requests."""
     desired: int

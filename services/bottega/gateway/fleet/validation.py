@@ -46,7 +46,7 @@ _MAX_STAGE = 64
 # Upper bounds on the pools of a scaler, and on the services of each.
 _MAX_POOLS = 64
 _MAX_POOL_SIZE = 256
-_SCALED_KINDS = frozenset({kinds.WORKER, kinds.CONTROLNET})
+_SCALED_KINDS = frozenset({kinds.WORKER, kinds.CONTROLNET, *kinds.STAGES})
 _MAX_REASON = rules.MAX_REASON_CHARACTERS
 # More than any sampler makes: Heun 2 in a step, and PNDM up to 9 beside one in each.
 _MAX_EVALUATIONS_PER_STEP = 4

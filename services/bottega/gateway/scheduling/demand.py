@@ -42,7 +42,7 @@ _UNKNOWN_JOB_S = 1.0
 _LATE_SHARE = 0.25
 # Updates, one a second, within which a scaler reports that its services have changed.
 _LAGGING_UPDATES = 10
-# Share of the jobs that ControlNet servers may serve together, up to which some of them may be stopped.
+# Share of the work that services may have together, up to which some of them may be stopped.
 _IDLE_SHARE = 0.75
 
 
@@ -82,6 +82,7 @@ class _ModelState:
     """The state of a model between two forecasts."""
 
     jobs: ArrivalRate = field(default_factory=ArrivalRate)
+    images: ArrivalRate = field(default_factory=ArrivalRate)
     seconds: ArrivalRate = field(default_factory=ArrivalRate)
     costs: BatchCosts | None = None
     """Costs at a worker that was there last; None while none has measured a step."""
@@ -109,6 +110,8 @@ class _ModelWork:
     work: Work
     workers: int
     """Number of workers that accept jobs."""
+    images: int
+    """Images of the jobs that wait."""
     controlnet_jobs: int
     """Jobs with ControlNets that run, and those that would run if each worker began one more."""
 
@@ -177,7 +180,8 @@ class FleetDemand:
         self._dispatcher = dispatcher
         self._clock = clock
         self._models: dict[str, _ModelState] = {}
-        self._arrived: Counter[tuple[str, ResourceRequest]] = Counter()
+        self._arrived: Counter[tuple[str, ResourceRequest, int]] = Counter()
+        """Jobs by model, needs and number of images."""
         self._targets: dict[Member, list[PoolTarget]] = {}
         self._grace_until: float | None = None
         """Time until which no target is below what runs; None while this gateway does not schedule."""
@@ -199,7 +203,7 @@ class FleetDemand:
 
     def note_arrival(self, job: Job) -> None:
         """Count a job that was accepted."""
-        self._arrived[job.bare.model, self._snapshot.resource_request(job)] += 1
+        self._arrived[job.bare.model, self._snapshot.resource_request(job), job.num_images] += 1
 
     def targets(self, member: Member) -> Sequence[PoolTarget]:
         """Return how many services each pool of a scaler should run; nothing before the first forecast."""
@@ -261,12 +265,15 @@ class FleetDemand:
     def _forecasts(
         self, model: str, state: _ModelState, work: _ModelWork, pools: Mapping[tuple[str, str], _Pools]
     ) -> Iterator[_Forecast]:
-        """Yield the forecasts of a model's workers, and of its ControlNet servers if a scaler runs some."""
+        """Yield the forecasts of a model's workers and, if a scaler runs some, of those of one role and ControlNet servers."""
         of_workers = pools.get((kinds.WORKER, model), ())
         supply = _supply(work.workers, of_workers, self._fleet.start_s(model) or self._config.start_s)
         need = services_needed(work.work, supply, wait_s=self._config.wait_s)
         fixed = state.fixed(kinds.WORKER, work.workers, of_workers)
         yield _Forecast(kind=kinds.WORKER, supply=supply, need=need, pools=of_workers, fixed=fixed)
+        for stage in kinds.STAGES:
+            if of_stage := pools.get((stage, model), ()):
+                yield self._stage_forecast(stage, model, state, work, of_stage)
         of_servers = pools.get((kinds.CONTROLNET, model), ())
         if of_servers:
             servers = self._controlnet_servers(model)
@@ -280,6 +287,30 @@ class FleetDemand:
             fixed = state.fixed(kinds.CONTROLNET, len(servers), of_servers)
             yield _Forecast(kind=kinds.CONTROLNET, supply=supply, need=need, pools=of_servers, fixed=fixed)
 
+    def _stage_forecast(self, stage: str, model: str, state: _ModelState, work: _ModelWork, pools: _Pools) -> _Forecast:
+        """Return the forecast of a model's workers with one role: as many as their requests keep busy.
+
+        A job makes one request to encode, and one to decode each image. Those that wait should be done within `wait_s`.
+        """
+        present = [
+            member
+            for member in self._fleet.services(stage)
+            if not member.load.draining and any(served.name == model for served in member.registration.models)
+        ]
+        now, is_encode = self._clock.monotonic(), stage == kinds.ENCODE
+        waiting = work.work.waiting if is_encode else work.images
+        arriving = work.work.arriving if is_encode else state.images.per_s(now)
+        request_s = max((member.load.fixed_s for member in present), default=0.0)
+        busy = request_s * max(arriving, waiting / self._config.wait_s)
+        start_s = max((member.load.start_s for member in present), default=0.0) or self._config.start_s
+        return _Forecast(
+            kind=stage,
+            supply=_supply(len(present), pools, start_s),
+            need=Need(least=math.ceil(busy) or 1, most=math.ceil(busy / _IDLE_SHARE) or 1),
+            pools=pools,
+            fixed=state.fixed(stage, len(present), pools),
+        )
+
     def _pools(self) -> Mapping[tuple[str, str], _Pools]:
         """Return the pools of all scalers, by kind and model."""
         pools: dict[tuple[str, str], list[tuple[Member, Pool]]] = defaultdict(list)
@@ -289,11 +320,12 @@ class FleetDemand:
         return pools
 
     def _note_arrivals(self, now: float) -> None:
-        for (model, request), count in self._arrived.items():
+        for (model, request, images), count in self._arrived.items():
             state = self._models.get(model)
             if state is not None:
                 state.jobs.note(count, now)
                 state.seconds.note(count * _seconds(state.costs, request), now)
+                state.images.note(count * images, now)
         self._arrived.clear()
 
     def _work(self, model: str, state: _ModelState, now: float) -> _ModelWork:
@@ -302,9 +334,10 @@ class FleetDemand:
         measured = next((worker for worker in states if not worker.unmeasured), None)
         if measured is not None:
             state.costs = BatchCosts(measured)
-        waiting, controlnet_jobs = Counter[ResourceRequest](), 0
+        waiting, images, controlnet_jobs = Counter[ResourceRequest](), 0, 0
         for job in self._queue.unordered(model):
             waiting[self._snapshot.resource_request(job)] += 1
+            images += job.num_images
             controlnet_jobs += bool(job.controlnets)
         # While one asks for a model of which no worker has run yet, no job can be accepted.
         jobs = waiting.total() or int(self._fleet.is_wanted(model))
@@ -319,7 +352,7 @@ class FleetDemand:
         connections = (self._dispatcher.connections.get(worker) for worker in workers)
         running = sum(bool(job.controlnets) for connection in connections if connection for job in connection.jobs)
         jobs = running + min(controlnet_jobs, len(workers))
-        return _ModelWork(work=work, workers=len(workers), controlnet_jobs=jobs)
+        return _ModelWork(work=work, workers=len(workers), images=images, controlnet_jobs=jobs)
 
     def _controlnet_servers(self, model: str) -> list[Member]:
         base = self._fleet.last_seen(model).base

@@ -249,3 +249,24 @@ async def test_a_pool_whose_workers_serve_another_model_is_named_once(caplog: py
     (record,) = [record for record in caplog.records if "pools.model" in record.message]
     assert [getattr(record, name) for name in ("model", "scalers", "served")] == ["typo", ["host"], ["m"]]
     await shop.stop()
+
+
+async def test_workers_with_one_role_follow_the_requests_that_jobs_make() -> None:
+    shop = Shop()
+    shop.worker(seconds=1.0)
+    stages = [Pool(kind=kind, model="m", minimum=1, maximum=9, ready=1) for kind in kinds.STAGES]
+    member = scaler(shop, "host", *stages)
+    for kind, request_s in zip(kinds.STAGES, (0.25, 4.0), strict=True):
+        said = fleet_pb2.Registration(kind=kind, name=kind, address="127.0.0.1:7")
+        said.models.add(name="m", model_hash="hash of m")
+        shop.fleet.report(shop.fleet.join(controlnet_hosts.again(said)), fleet_pb2.Load(fixed_s=request_s))
+    shop.controller.demand.update()
+    assert targets(shop, member) == [1, 1]
+    submit(shop, 10)
+    waiting = len(list(shop.queue.line("m")))
+    shop.controller.demand.update()
+    by_kind = {demand.kind: demand for demand in shop.controller.demand.demand}
+    assert (by_kind["encode"].ready, by_kind["encode"].desired) == (1, 1)
+    assert (by_kind["decode"].ready, by_kind["decode"].desired) == (1, -(-waiting * 4 // 10)), "10 s are wait_s"
+    assert targets(shop, member) == [1, -(-waiting * 4 // 10)]
+    await shop.stop()
