@@ -265,7 +265,7 @@ class FleetDemand:
     def _forecasts(
         self, model: str, state: _ModelState, work: _ModelWork, pools: Mapping[tuple[str, str], _Pools]
     ) -> Iterator[_Forecast]:
-        """Yield the forecasts of a model's workers and, if a scaler runs some, of those of one role and ControlNet servers."""
+        """Yield the forecasts of a model's workers, and of its other services of which scalers run some."""
         of_workers = pools.get((kinds.WORKER, model), ())
         supply = _supply(work.workers, of_workers, self._fleet.start_s(model) or self._config.start_s)
         need = services_needed(work.work, supply, wait_s=self._config.wait_s)
