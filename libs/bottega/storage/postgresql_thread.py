@@ -55,16 +55,20 @@ class DatabaseThread:
             return
 
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
-        """Return the result of operations, within a time. Raise StorageUnavailable, which names the database."""
+        """Return the result of operations, within a time. Raise StorageUnavailable, which names the database.
+
+        Operations that take longer are cancelled, but not waited for: a slow server takes its time for that, too.
+        """
         with self._lock:
             if not self._closed:
-                running = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
+                running = asyncio.run_coroutine_threadsafe(work, self._loop)
             else:
                 work.close()
                 raise os_errors.unavailable(f"the database {self.place} is closed", cause=os_errors.NOT_OPEN)
         try:
-            return running.result()
+            return running.result(timeout_s)
         except TimeoutError as error:
+            running.cancel()
             text = f"the database {self.place} does not answer within {timeout_s:g} s"
             raise os_errors.unavailable(text, cause="ETIMEDOUT") from error
         except CancelledError:

@@ -294,15 +294,25 @@ def test_while_s3_is_away_pictures_begin_from_noise_and_nothing_is_recorded(
             for copy in (group.folder / "folder-of-one" / "tier").glob("??/*"):
                 copy.unlink()
             proxy.refusal = "AccessDenied"
-            for _ in range(3):
-                answer = one.ask(question(), vector(0))
-                assert (answer.header.outcome, answer.latents) == (pb.CACHE_OUTCOME_UNAVAILABLE, ())
+            with monkeypatch.context() as patched:
+                patched.setattr(shared_entries, "_AWAY_S", 1000.0)
+                requests = []
+                for _ in range(3):
+                    answer = one.ask(question(), vector(0))
+                    assert (answer.header.outcome, answer.latents) == (pb.CACHE_OUTCOME_UNAVAILABLE, ())
+                    requests.append(proxy.requests)
+            assert requests[0] == requests[2], "further questions do not wait for S3"
+            proxy.refusal = ""
+        with group.running("one") as one:
+            proxy.refusal = "AccessDenied"
+            answer = one.ask(question(), vector(0))
+            assert answer.header.outcome == pb.CACHE_OUTCOME_UNAVAILABLE
             record(one, vector(1), seed=1)
             wait_until(lambda: "may not use the bucket" in one.statistics().trouble, "the trouble")
             proxy.refusal = ""
             wait_until(lambda: not one.statistics().trouble and _serves(one, 0), "the end of it")
     lines = [line.message for line in caplog.records]
-    assert lines.count("cached latents cannot be read from the object store") == 1
+    assert lines.count("cached latents cannot be read from the object store") == 2, "once for each start"
     assert s3.SECRET not in caplog.text
 
 
