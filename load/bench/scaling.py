@@ -3,8 +3,8 @@
 Fleets of 64 to 1,000 workers at the most are simulated second by second: requests as service B of Katz' trace sends
 them (ControlNets and LoRAs, 20 to 50 steps), with a burst of ten times as many for a minute in every ten. The
 scaler decides with the gateway's own forecast. It is compared with a fixed fleet for the bursts, and with one that
-takes as many seconds of devices as the scaler's. Each worker draws one job at a time; a job is in time if it takes at
-most five times what it takes alone.
+takes as many seconds of devices as the scaler's, in which the seconds of starts count. Each worker draws one job at a
+time; a job is in time if it takes at most five times what it takes alone.
 
 Decisions are the real scheduler's, with ControlNets and LoRAs of the same trace, and with edits of templates.
 """
@@ -16,9 +16,10 @@ import heapq
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from bottega.planning.scaling import ArrivalRate, Supply, TargetCount, Work, services_needed
 from load.bench.framework import Bench, Option, Sheet, percentile
@@ -41,6 +42,7 @@ BENCH = Bench(
     __file__,
     __doc__,
     Option("--minutes", 60, "of each simulated run", smallest=10),
+    Option("--seeds", 3, "of each simulated run; figures are means, with the least and the largest", smallest=1),
     Option("--workers", list(WORKERS), "that there may be", smallest=[16]),
     Option("--start-s", 30.0, "seconds until a started worker is ready"),
     Option("--looks", 400, "of the scheduler that are measured, for each fleet", smallest=5),
@@ -146,7 +148,44 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
 
 
 def _compare(most: int, options: argparse.Namespace, sheet: Sheet) -> None:
-    length_s, chance = 60.0 * options.minutes, random.Random(f"scaling {most}")
+    """Add the figures of one fleet, over all seeds."""
+    runs = [_run(most, options, seed) for seed in range(options.seeds)]
+    device_s = fmean(run.scaled.device_s for run in runs)
+    sheet.row(f"up to {most} workers: device seconds scaled, starts included", f"{device_s:,.0f}")
+    saved = [run.scaled.device_s / run.for_bursts.device_s for run in runs]
+    what = f"    over {most} fixed workers'"
+    sheet.figure(what, fmean(saved), _spread(saved, "{:.2f}"), key=f"device_share_{most}", bar="at most 0.5")
+    scaled, for_bursts, equal = (
+        [_share(fleet) for fleet in side]
+        for side in zip(*((run.scaled, run.for_bursts, run.equal) for run in runs), strict=True)
+    )
+    counts = sorted(run.equal.count for run in runs)
+    fixed = f"{counts[0]} to {counts[-1]} fixed, of equal device seconds"
+    for name, shares in (("scaled", scaled), ("fixed for bursts", for_bursts), (fixed, equal)):
+        sheet.row(f"    jobs in time, {name}", _spread(shares, "{:.3f}").format(fmean(shares)))
+    gains = [ours - theirs for ours, theirs in zip(scaled, equal, strict=True)]
+    what = "    scaled more than fixed at equal seconds"
+    sheet.figure(what, fmean(gains), _spread(gains, "{:.3f}"), key=f"gain_{most}", bar="above 0")
+    sheet.values |= {f"in_time_{most}": fmean(scaled), f"in_time_for_bursts_{most}": fmean(for_bursts)}
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """Return a format of the mean that names the least and the largest value."""
+    return form + f" ({form.format(min(values))} to {form.format(max(values))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The fleets that drew the same jobs."""
+
+    scaled: SimulatedFleet
+    for_bursts: SimulatedFleet
+    equal: SimulatedFleet
+    """A fixed fleet of as many device seconds as the scaled one's."""
+
+
+def _run(most: int, options: argparse.Namespace, seed: int) -> _Run:
+    length_s, chance = 60.0 * options.minutes, random.Random(f"scaling {most} {seed}")
     seconds = _job_seconds(chance)
     mean_s = sum(next(seconds) for _ in range(2000)) / 2000
     share = _BURST.length_s / _BURST.every_s
@@ -160,14 +199,7 @@ def _compare(most: int, options: argparse.Namespace, sheet: Sheet) -> None:
     equal_count = max(1, round(scaled.device_s / scaled.now_s))
     equal = SimulatedFleet(start_s=0.0, count=equal_count, most=equal_count)
     equal.run(jobs)
-    sheet.row(f"up to {most} workers, {len(jobs):,} jobs: device seconds scaled", f"{scaled.device_s:,.0f}")
-    saved = scaled.device_s / for_bursts.device_s
-    sheet.figure(f"    over {most} fixed workers'", saved, key=f"device_share_{most}", bar="at most 0.5")
-    for name, fleet in (("scaled", scaled), ("fixed for bursts", for_bursts), (f"{equal_count} fixed", equal)):
-        sheet.row(f"    in time, {name}", f"{_share(fleet):.3f}")
-    gain = _share(scaled) - _share(equal)
-    sheet.figure("    scaled more than fixed at equal seconds", gain, "{:.3f}", key=f"gain_{most}", bar="above 0")
-    sheet.values |= {f"in_time_{most}": _share(scaled), f"in_time_for_bursts_{most}": _share(for_bursts)}
+    return _Run(scaled=scaled, for_bursts=for_bursts, equal=equal)
 
 
 def _share(fleet: SimulatedFleet) -> float:

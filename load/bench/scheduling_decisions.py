@@ -116,9 +116,8 @@ class _Desk:
         running = shop.running(member) if self._chance.random() < _STEPPING else []
         for job in running:
             job.set_steps_done(job.number, min(job.steps.total - 1, job.steps.done + 1))
-        connection = shop.dispatcher.connections.get(member)
-        if connection is not None and running:
-            connection.revision += 1
+        if running:
+            member.revision += 1
         if self._chance.random() < _COMPLETING and (ending := shop.running(member)):
             await self._complete(shop, ending[0])
 

@@ -5,12 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
 from load.gpu_report.topology import SDXL
 
 
@@ -45,6 +39,11 @@ def counted_costs(step_s: float) -> StageCosts:
     Args:
         step_s: Seconds of a guided step.
     """
+    import torch
+    from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+    from torch import nn
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
     text_1, text_2 = CLIPTextConfig(**SDXL.text), CLIPTextConfig(**SDXL.text_2)
     controlnet = {name: value for name, value in SDXL.unet.items() if name in _OF_CONTROLNETS}
     with torch.device("meta"):
@@ -80,6 +79,9 @@ _OF_CONTROLNETS = frozenset(
 
 
 def _operations(forward: Callable[[], object]) -> int:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         forward()
     return int(counter.get_total_flops())

@@ -234,6 +234,8 @@ class Member:
     """Stages of a worker's pictures that workers with only this role compute for it, of `kinds.STAGES`."""
     draining: bool = False
     """Whether the member has reported that it accepts no new work."""
+    revision: int = 0
+    """A counter that rises when the attempts that the gateway has sent to the worker, or their steps, change."""
 
     def __post_init__(self) -> None:
         self.name, self.kind = self.registration.name, self.registration.kind

@@ -206,7 +206,6 @@ class WorkerConnection:
 
     Attributes:
         attempts: The worker's attempts, by job ID.
-        revision: A counter that rises when the attempts or their steps change.
     """
 
     def __init__(
@@ -219,7 +218,6 @@ class WorkerConnection:
         self.member = member
         self.client = client
         self.attempts: dict[str, DispatchedAttempt] = {}
-        self.revision = 0
         self._calls = calls
         self._on_checkpoint = on_checkpoint
         self._stale = 0
@@ -233,12 +231,12 @@ class WorkerConnection:
     def add(self, attempt: DispatchedAttempt) -> None:
         """Add an attempt that is sent to the worker."""
         self.attempts[attempt.job.job_id] = attempt
-        self.revision += 1
+        self.member.revision += 1
 
     def remove(self, attempt: DispatchedAttempt) -> None:
         """Remove an attempt that has ended."""
         del self.attempts[attempt.job.job_id]
-        self.revision += 1
+        self.member.revision += 1
 
     def watch_checkpoints(self) -> None:
         """Restart the stream of checkpoints. The worker then sends the newest checkpoint of every attempt again."""

@@ -259,7 +259,7 @@ class Dispatcher:
                 started = event.started
                 job.start_denoising(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
                 attempt.started = True
-                attempt.connection.revision += 1
+                attempt.connection.member.revision += 1
                 attempt.request_previews()
             case "progress":
                 self._apply_progress(attempt, event.progress)
@@ -283,7 +283,7 @@ class Dispatcher:
     def _apply_progress(self, attempt: DispatchedAttempt, progress: worker_pb2.AttemptProgress) -> None:
         attempt.job.set_steps_done(attempt.number, progress.steps_done)
         attempt.note_device_s(progress.device_s)
-        attempt.connection.revision += 1
+        attempt.connection.member.revision += 1
         if progress.preview_jpeg:
             attempt.job.set_preview(attempt.number, progress.preview_index, progress.preview_jpeg)
         self._observer.attempt_advanced(attempt.job)

@@ -189,8 +189,7 @@ class _Plans:
     def __init__(self, workers: Sequence[WorkerState]) -> None:
         self._workers = workers
         self._made: dict[int, WorkerPlan] = {}
-        known = [worker.findings.load_s for worker in workers]  # most have not changed
-        loads_s = [worker.load_s if load_s is None else load_s for worker, load_s in zip(workers, known, strict=True)]
+        loads_s = [worker.load_s for worker in workers]
         self._least_busy_first = sorted(range(len(workers)), key=loads_s.__getitem__)
 
     def candidates(self, job: PendingJob) -> list[WorkerPlan]:

@@ -48,7 +48,7 @@ class _CachedState:
     load: fleet_pb2.Load
     """The worker's last load report."""
     revision: int
-    """WorkerConnection.revision when the state was computed."""
+    """Member.revision when the state was computed."""
     jobs: tuple[str, ...]
     """IDs of the jobs that run on the worker."""
     age: int
@@ -74,12 +74,12 @@ class FleetSnapshot:
 
     def workers(self, members: Iterable[Member]) -> list[WorkerState]:
         """Return the states of these workers."""
-        states, known, connected = [], self._cache.get, self._dispatcher.connections.get
+        states, known = [], self._cache.get
         for member in members:  # there may be hundreds, most of which have not changed
-            cached, connection = known(member), connected(member)
-            revision = connection.revision if connection else -1
-            if cached is None or cached.load is not member.load or cached.revision != revision:
-                cached = self._renewed(member, cached, connection.jobs if connection else [], revision)
+            cached = known(member)
+            if cached is None or cached.load is not member.load or cached.revision != member.revision:
+                connection = self._dispatcher.connections.get(member)
+                cached = self._renewed(member, cached, connection.jobs if connection else [])
             states.append(cached.state)
         return states
 
@@ -167,14 +167,13 @@ class FleetSnapshot:
                 total = costs if total is NO_COSTS else _sum(total, costs)
         return total
 
-    def _renewed(self, member: Member, cached: _CachedState | None, ours: Sequence[Job], revision: int) -> _CachedState:
+    def _renewed(self, member: Member, cached: _CachedState | None, ours: Sequence[Job]) -> _CachedState:
         """Compute the state of a worker that has changed or is new.
 
         Args:
             member: The worker.
             cached: The cached state, or None.
             ours: Jobs that this gateway has sent to the worker.
-            revision: Current WorkerConnection.revision.
         """
         jobs = tuple(job.job_id for job in ours)
         same = cached is not None and cached.jobs == jobs and cached.age < _KEPT_WIDTHS
@@ -186,7 +185,7 @@ class FleetSnapshot:
         renewed = self._cache[member] = _CachedState(
             state=self._new_state(member, ours, findings),
             load=member.load,
-            revision=revision,
+            revision=member.revision,
             jobs=jobs,
             age=cached.age + 1 if cached is not None and same else 0,
         )

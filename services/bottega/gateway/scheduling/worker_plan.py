@@ -75,7 +75,6 @@ class Findings:
     """By rows, shape and share: a job as plain rows, and the seconds of its turn alone. Cleared at each report."""
     turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
     """Functions from rows to the seconds of a turn, by latent shape. Cleared at each report."""
-    load_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +100,11 @@ class WorkerState:
     """Measured costs of rows of which only a share is computed."""
     findings: Findings = field(default_factory=Findings, compare=False, repr=False)
     """Cached values for this state; replaced when the worker's jobs or its report change."""
+    load_s: float = field(init=False, compare=False)
+    """Seconds that the running jobs take, one after the other. A decision reads it of a thousand workers."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "load_s", sum(self.alone_s(request) for request in self.running))
 
     @property
     def row_limit(self) -> int:
@@ -156,14 +160,6 @@ class WorkerState:
             return plain
         row_s = added_s / sum(work.rows for work in works)
         return lambda rows: plain(rows) + row_s * rows
-
-    @property
-    def load_s(self) -> float:
-        """Seconds that the running jobs take, one after the other."""
-        found = self.findings
-        if found.load_s is None:
-            found.load_s = sum(self.alone_s(request) for request in self.running)
-        return found.load_s
 
     @property
     def unmeasured(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.gateway.scheduling.outcomes import forecast
 from bottega.gateway.scheduling.policy import Assignment, PendingJob, RunningShares, assign
-from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerState
+from bottega.gateway.scheduling.worker_plan import Findings, ResourceRequest, WorkerState
 from bottega.gateway.tenants import TenantTerms
 from bottega.planning import RowFractions, StepTimes
 from tests.support.processor_speed import on_this_machine
@@ -225,16 +225,16 @@ def _edit(share: float, steps: int = 30) -> ResourceRequest:
 
 
 def test_an_edit_counts_as_what_its_mask_leaves_to_compute() -> None:
-    worker = replace(_worker("w1", _edit(0.2, steps=10)), fractions=HALF_FIXED)
+    worker = replace(_worker("w1", _edit(0.2, steps=10)), fractions=HALF_FIXED, findings=Findings())
     (behind_it,) = forecast([_request()], [worker])
     # Two rows that cost .6 of plain ones each for 10 turns, then 30 turns of two plain ones, and the fixed part.
     assert behind_it == pytest.approx(10 * 0.06 + 30 * 0.1 + 0.1)
-    (itself,) = forecast([_edit(0.6)], [replace(_worker("w1"), fractions=HALF_FIXED)])
+    (itself,) = forecast([_edit(0.6)], [replace(_worker("w1"), fractions=HALF_FIXED, findings=Findings())])
     assert itself == pytest.approx(30 * 0.08 + 0.1)
 
 
 def test_of_two_workers_as_busy_the_one_gets_an_edit_at_which_it_computes_less() -> None:
-    workers = [replace(_worker(name), fractions=HALF_FIXED) for name in ("w1", "w2")]
+    workers = [replace(_worker(name), fractions=HALF_FIXED, findings=Findings()) for name in ("w1", "w2")]
     job = PendingJob(job_id="e", request=_request(), reduced={"w2": _edit(0.2)})
     (assignment,) = _assign([job], workers)
     assert assignment.worker == "w2"
@@ -254,7 +254,10 @@ def test_edits_share_a_turn_where_whole_pictures_do_not() -> None:
     times = StepTimes.from_entries((SHAPE, rows, max(1.0, rows - 1.0)) for rows in (1, 2, 4, 8, 16))
     plain, masked = _request(20), _edit(0.2, 20)
     cheap = RowFractions.from_entries([(SHAPE, 0.0)])
-    states = [replace(_worker("w1", running, times=times), fractions=cheap) for running in (plain, masked)]
+    states = [
+        replace(_worker("w1", running, times=times), fractions=cheap, findings=Findings())
+        for running in (plain, masked)
+    ]
     jobs = [PendingJob(job_id="j", request=_request(20)), PendingJob(job_id="j", request=masked)]
     assert [_pairs([job], [state]) for job, state in zip(jobs, states, strict=True)] == [[], [("j", "w1")]]
 
@@ -263,7 +266,9 @@ def test_whole_rows_alone_measure_anything_by_a_trial() -> None:
     old = StepTimes.from_entries([(SHAPE, 2, 0.1), (SHAPE, 4, 9.0)], outdated=[(SHAPE, 4)])
     assert _pairs(_line(1), [_worker("w1", _request(), times=old)]) == [("j0", "w1")]
     edit = PendingJob(job_id="j0", request=_edit(0.99))
-    running = replace(_worker("w1", _edit(0.99), times=old), fractions=RowFractions.from_entries([(SHAPE, 1.0)]))
+    running = replace(
+        _worker("w1", _edit(0.99), times=old), fractions=RowFractions.from_entries([(SHAPE, 1.0)]), findings=Findings()
+    )
     assert _pairs([edit], [running]) == []
 
 

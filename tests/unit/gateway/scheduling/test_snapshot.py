@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
-from bottega.gateway.scheduling.snapshot import _request_for
+from bottega.gateway.scheduling.policy import PendingJob, assign
+from bottega.gateway.scheduling.snapshot import FleetSnapshot, _request_for
 from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerPlan, WorkerState
 from bottega.planning import StepTimes
 from tests.fakes.gateway_rules import Shop
@@ -49,4 +51,25 @@ async def test_the_next_job_is_expected_to_take_what_controlnets_added_to_the_la
     await shop.complete(shop.take(edges), plain_s=1.0, controlnets_s=0.5)
     requests = [shop.controller._snapshot.resource_request(job) for job in (edges, sample_job(shop.time))]
     assert [request.slowdown for request in requests] == pytest.approx([1.5, 1.0], rel=0.02)
+    await shop.stop()
+
+
+async def test_cached_states_lead_to_the_choices_of_a_new_look_at_all_workers() -> None:
+    shop, chance = Shop(), random.Random("states")
+    members = [shop.worker(f"w{number}") for number in range(24)]
+    controller = shop.controller
+    for _ in range(60):
+        match chance.choice(("take", "step", "report")):
+            case "take":
+                shop.take(sample_job(shop.time, steps=chance.randrange(4, 20)))
+            case "step":
+                await shop.step(chance.choice(members))
+            case "report":
+                shop.report(chance.choice(members), seconds=chance.uniform(0.05, 0.5))
+        fresh = FleetSnapshot(shop.fleet, shop.dispatcher, shop.log, controller._addons, shop.time.clock())
+        cached_states, new_states = (snapshot.workers_of("m") for snapshot in (controller._snapshot, fresh))
+        assert cached_states == new_states
+        assert [each.load_s for each in cached_states] == [each.load_s for each in new_states]
+        line = [PendingJob(job_id=str(steps), request=PLAIN._replace(steps=steps)) for steps in (5, 30, 10)]
+        assert assign(line, cached_states, waiting=len(line)) == assign(line, new_states, waiting=len(line))
     await shop.stop()
