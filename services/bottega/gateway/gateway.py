@@ -231,6 +231,8 @@ class Gateway:
         if self._sharing is None:
             await self._controller.drain()
             return
+        if not self._role.held:
+            await self._sharing.release()  # so that this gateway takes no lease any more
         try:
             if self._role.serves:
                 await self._controller.wait_for_callers()
@@ -244,12 +246,12 @@ class Gateway:
     async def shut_down(self) -> None:
         """Stop all parts that are still running."""
         await self._health.cancel()
+        if self._sharing is not None:
+            await self._sharing.close()  # first: it may be about to start the other parts
         await self._periodic.stop()
         await self._controller.stop()
         await self._webhooks.stop()
-        if self._sharing is not None:
-            await self._calls.close()
-            await self._sharing.close()
+        await self._calls.close()
         await self._terms.close()
         await self._storage.close()
         await self._codec.stop()
