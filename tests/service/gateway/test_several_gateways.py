@@ -272,6 +272,7 @@ async def test_a_rolling_restart_refuses_no_call(pair: Pair) -> None:
     async def submit_on() -> None:
         while not done.is_set():
             jobs.append(await pair.second.submit(f"job-{len(jobs)}"))
+            await asyncio.sleep(0.05)  # so that the queue has room for all
 
     submitting = asyncio.create_task(submit_on())
     await eventually(lambda: len(jobs) > 5)
