@@ -237,6 +237,27 @@ def test_a_lost_decoder_is_replaced_by_another_one(parted: Parted, whole: Manual
     parted.workers[asked].gate.release()
 
 
+def test_images_of_two_jobs_are_decoded_at_the_same_time(parted: Parted) -> None:
+    names = ("dec-1", "dec-2")
+    for name in names:
+        parted.workers[name].gate.acquire()
+    try:
+        drawn = [parted.engine.submit(EngineOrder(key=key, spec=SPEC)) for key in names]
+        (decoders,) = [addon for addon in parted.addons if addon.kind == kinds.DECODE]
+        links = decoders.client._links  # type: ignore[attr-defined]
+        for _ in range(200):
+            parted.engine.turn()
+            asked = [decoders.client.pending(links[name]) for name in names]  # type: ignore[attr-defined]
+            if asked == [1, 1]:
+                break
+        assert asked == [1, 1], "each decoder has one image"
+    finally:
+        for name in names:
+            parted.workers[name].gate.release()
+    parted.engine.run()
+    assert all(len(drawing.pixels) == 1 for drawing in drawn)
+
+
 def test_a_job_is_given_back_when_no_stage_worker_is_left(parted: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_PROVIDER_S", 0.1)
     parted.set_services("enc")
