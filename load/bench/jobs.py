@@ -5,7 +5,8 @@ of which waits for its answer, take turns at two gateways: one that shares its c
 commit, and so an fsync, of its own. The same again with a disk that is made slower, to what many disks are.
 
 With `--store postgresql` the jobs are in a PostgreSQL server of its own, whose commits wait for the disk: the same with
-one gateway and with two, whose callers are spread over both.
+one gateway and with two, whose callers are spread over both. The processor time of each process for a job says how many
+jobs it could acknowledge with cores of its own, also where all share two.
 
 `python -m load.bench.jobs --config FILE` is such a gateway: its environment gives the number of jobs that share a
 commit and how much slower the disk is.
@@ -21,13 +22,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from bottega import kinds
@@ -147,7 +150,10 @@ def _measure_shared(options: argparse.Namespace, folder: Path, sheet: Sheet) -> 
         with running_server(durable=True) as server, pytest.MonkeyPatch.context() as environment:
             s3.set_environment(environment, pictures.url)
             shared = partial(_shared, server=server, objects=f"s3://{pictures.bucket()}")
-            sides = {str(number): partial(shared, number, folder, options) for number in options.gateways}
+            costs: dict[str, list[dict[str, float]]] = {str(number): [] for number in options.gateways}
+            sides = {
+                name: partial(shared, int(name), folder, options, costs=of_side) for name, of_side in costs.items()
+            }
             waits = by_turns(sides, options.rounds, warm_ups=0)
     finally:
         pictures.end()
@@ -161,13 +167,30 @@ def _measure_shared(options: argparse.Namespace, folder: Path, sheet: Sheet) -> 
         if name != "1" and "1" in rates:
             bar = "1.5 while PostgreSQL is not the limit" if name == "2" else ""
             sheet.figure("  of one gateway", rate / rates["1"], key=f"gateways_gain_{name}", bar=bar)
+        for process in costs[name][0]:
+            cost_ms = median(of_round[process] for of_round in costs[name])
+            sheet.figure(f"  {process}'s processor time a job", cost_ms, "{:.2f} ms", key=f"{process}_ms_{name}")
+        if name != "1" and "1" in rates:
+            gain = sheet.values["scheduler_ms_1"] / sheet.values[f"scheduler_ms_{name}"]
+            sheet.figure("  jobs for a core of the scheduler, of one gateway", gain, key=f"core_gain_{name}")
     sheet.values["callers"] = options.callers
 
 
 def _shared(
-    number: int, scratch: Path, options: argparse.Namespace, turn: int, *, server: PostgresServer, objects: str
+    number: int,
+    scratch: Path,
+    options: argparse.Namespace,
+    turn: int,
+    *,
+    server: PostgresServer,
+    objects: str,
+    costs: list[dict[str, float]],
 ) -> list[float]:
-    """Return the seconds that each acknowledgement took, at gateways that share a new database."""
+    """Return the seconds that each acknowledgement took, at gateways that share a new database.
+
+    Args:
+        costs: Gets the milliseconds of processor time a job, by process.
+    """
     folder = scratch / f"{turn}-{number}-shared"
     folder.mkdir()
     url = server.url(server.new_database())
@@ -179,7 +202,10 @@ def _shared(
             )
             for place in range(number)
         ]
-        return asyncio.run(_called(gateways, options))
+        # The first one that starts is the scheduler.
+        names = ["scheduler", *(f"follower {place}" if place > 1 else "follower" for place in range(1, number))]
+        processes = dict(zip(names, (gateway.process.pid for gateway in gateways), strict=True))
+        return asyncio.run(_called(gateways, options, processes | {"PostgreSQL": server.pid}, costs))
 
 
 def _config(**settings: object) -> dict[str, object]:
@@ -195,10 +221,27 @@ def _acknowledged(side: Side, scratch: Path, options: argparse.Namespace, turn: 
         return asyncio.run(_called([services.start("load.bench.jobs", _config())], options))
 
 
-async def _called(gateways: Sequence[Service], options: argparse.Namespace) -> list[float]:
+async def _called(
+    gateways: Sequence[Service],
+    options: argparse.Namespace,
+    processes: Mapping[str, int] = MappingProxyType({}),
+    costs: list[dict[str, float]] | None = None,
+) -> list[float]:
     async with _stubs(gateways) as stubs, _idle_worker(",".join(gateway.fleet for gateway in gateways)):
         await _submit(stubs, callers=options.callers, seconds=min(1.0, options.seconds))
-        return await _submit(stubs, callers=options.callers, seconds=options.seconds)
+        before = {name: _processor_s(pid) for name, pid in processes.items()}
+        waits = await _submit(stubs, callers=options.callers, seconds=options.seconds)
+        if costs is not None:
+            used_s = {name: _processor_s(pid) - before[name] for name, pid in processes.items()}
+            costs.append({name: seconds / len(waits) * 1e3 for name, seconds in used_s.items()})
+        return waits
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time of a process and its children, in seconds."""
+    main = psutil.Process(pid)
+    times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 async def _submit(stubs: Stubs, *, callers: int, seconds: float) -> list[float]:

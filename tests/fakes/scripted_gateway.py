@@ -132,6 +132,9 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
         self.deleted.append(request.job_id)
         return image_pb2.DeleteJobResponse()
 
+    async def AdmitJobs(self, request: fleet_pb2.AdmitJobsRequest, context: object) -> fleet_pb2.AdmitJobsResponse:
+        raise NotImplementedError
+
     def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: grpc.ServicerContext
     ) -> fleet_pb2.ListMembersResponse:

@@ -65,6 +65,7 @@ def _bytes() -> Iterator[Case]:
         "ListModels",
         "ListAdapters",
         "ListMembers",
+        "AdmitJobs",
         "ListWebhookEvents",
         "ReplayWebhookEvents",
         "Join",

@@ -30,7 +30,7 @@ from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest
 from bottega.v1.controlnet_pb2 import ControlNetHosts
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
-from tests.fuzz import activations, cache, controlnets, links, lora_store, webhooks
+from tests.fuzz import activations, cache, controlnets, jobs, links, lora_store, webhooks
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.edits import edit
 from tests.fuzz.house import House
@@ -172,8 +172,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             return [image_pb2.ListAdaptersRequest(kind=image_pb2.ADAPTER_KIND_LORA, page_size=9, page_token="2/ink/")]
         case "ListModels":
             return [image_pb2.ListModelsRequest()]
-        case "ListMembers":
-            return [fleet_pb2.ListMembersRequest()]
+        case "ListMembers" | "AdmitJobs":
+            return [fleet_pb2.ListMembersRequest() if method == "ListMembers" else jobs.admission()]
         case "ListWebhookEvents" | "ReplayWebhookEvents":
             return webhooks.valid(method)
         case "Join":

@@ -72,6 +72,32 @@ def list_corpus() -> Iterator[Case]:
     yield case_of("ListModels", "the only one", image_pb2.ListModelsRequest())
     yield from _adapters_corpus()
     yield case_of("ListMembers", "the only one", fleet_pb2.ListMembersRequest())
+    yield from _admitted()
+
+
+def admission() -> fleet_pb2.AdmitJobsRequest:
+    """What another gateway tells of its jobs, to mutate."""
+    record = b'{"job_id":"nobodys","fingerprint":"","spec":"","created_wall":1.0}'
+    stored = fleet_pb2.StoredJob(job_id="stored", sequence=1, has_inputs=True)
+    return fleet_pb2.AdmitJobsRequest(new_jobs=[record], stored=[stored], dropped=["nobodys"], doubtful=["x"])
+
+
+def _admitted() -> Iterator[Case]:
+    def case(name: str, /, *fields: str, **request: Any) -> Case:
+        return case_of("AdmitJobs", name, fleet_pb2.AdmitJobsRequest(**request), INVALID, *fields)
+
+    yield case_of("AdmitJobs", "of all kinds", admission())
+    yield case_of("AdmitJobs", "nothing", fleet_pb2.AdmitJobsRequest())
+    for record in (b"", b"\xff", b"{}", b'{"job_id":"x","fingerprint":"","spec":"/w==","created_wall":1}'):
+        yield case(f"a job that is {shown(str(record))}", "new_jobs", new_jobs=[record])
+    for sequence in (0, -1, -(2**63)):
+        unnumbered = fleet_pb2.StoredJob(job_id="x", sequence=sequence)
+        yield case(f"a job of number {sequence}", "stored.sequence", stored=[unnumbered])
+    nul = fleet_pb2.StoredJob(job_id="\0", sequence=1)
+    yield case("a NUL byte", "stored.job_id", stored=[nul])
+    yield case("too many stored", "stored", stored=[fleet_pb2.StoredJob(job_id="x", sequence=1)] * 1001)
+    for name in ("dropped", "doubtful"):
+        yield case(f"too many {name}", name, **{name: ["x"] * 1001})
 
 
 def _adapters_corpus() -> Iterator[Case]:

@@ -80,6 +80,12 @@ class PostgresServer:
     def _data(self) -> Path:
         return self.folder / "data"
 
+    @property
+    def pid(self) -> int:
+        """Process ID of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Start the server and wait until it accepts connections. The port stays the same after the first start.
 

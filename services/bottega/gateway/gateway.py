@@ -15,8 +15,8 @@
     follower   it gets the scheduler's lease   starting, as after a restart (sharing.py)
     serving    SIGTERM, jobs are shared        stopped; another gateway goes on with the jobs at once
 
-A follower is a gateway that shares its jobs with others and is not their scheduler: it reads ended jobs by itself, and
-forwards other calls about jobs (api/forwarding.py).
+A follower is a gateway that shares its jobs with others and is not their scheduler: it reads ended jobs and admits new
+ones by itself, and forwards other calls about jobs (api/forwarding.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from bottega.codec.pool import CodecPool
 from bottega.errors import BottegaError, ConfigError, StorageUnavailable
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import TARGETS_PATH, FleetNotServedHere, FleetService, scrape_targets
+from bottega.gateway.api.following import FollowerAdmission
 from bottega.gateway.api.forwarding import ForwardingImageService, ForwardingWebhookService
 from bottega.gateway.api.image_service import ImageService
+from bottega.gateway.api.reservations import Reservations
 from bottega.gateway.api.scheduler_calls import SchedulerCalls
 from bottega.gateway.api.webhook_service import WebhookService
 from bottega.gateway.config import DATABASE_SCHEMES, GatewayConfig, read_webhook_secrets
@@ -165,20 +167,22 @@ class Gateway:
         self._advertised = config.advertised
         self._sharing = self._shared(config, fleet) if config.jobs else None
         self._calls = SchedulerCalls(self._role, self.server.channels, max_message_mib=config.server.max_message_mib)
-        public = ForwardingImageService(images, self._calls, self._jobs) if self._sharing else images
+        self._following = FollowerAdmission(admission=admission, jobs=self._jobs, calls=self._calls, role=self._role)
+        self._reservations = Reservations(controller=self._controller, admission=admission, jobs=self._jobs)
+        public = ForwardingImageService(images, self._calls, self._jobs, self._following) if self._sharing else images
         image_pb2_grpc.add_ImageServiceServicer_to_server(public, self.server.grpc)
         # It refuses calls and names the right port. Without it, gRPC may end an unfinished Join with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
         members = FleetService(
             fleet=fleet,
-            queue=self._controller.queue,
-            demand=self._controller.demand,
+            controller=self._controller,
             this=self._this,
             activity=metrics.activity,
             clock=clock,
             scheduler=self._scheduler_lease,
             at_scheduler=self._calls.list_members,
+            reservations=self._reservations,
         )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
         webhooks = WebhookService(self._webhooks, self._storage)
@@ -248,6 +252,8 @@ class Gateway:
         await self._health.cancel()
         if self._sharing is not None:
             await self._sharing.close()  # first: it may be about to start the other parts
+        await self._following.close()
+        await self._reservations.close()
         await self._periodic.stop()
         await self._controller.stop()
         await self._webhooks.stop()
@@ -259,6 +265,7 @@ class Gateway:
     async def _begin(self, lease: LeaseHolder | None = None) -> None:
         """Read the jobs, and start to schedule them; with the scheduler's lease if they are shared."""
         if lease is not None:
+            self._storage.follows = False
             cast("PostgresJobStore", self._storage.jobs).fence(lease.generation, lease.address)
             self._jobs.share_page_tokens(lease.page_token_key)
         within_s = math.inf if lease is None else _TAKEOVER_S
@@ -271,6 +278,7 @@ class Gateway:
         """Make the jobs readable while another gateway is the scheduler."""
         await cast("PostgresJobStore", self._storage.jobs).follow()
         self._jobs.share_page_tokens(scheduler.page_token_key)
+        self._storage.follows = not self._role.held
         self._jobs.allow_reads()
 
     def _shared(self, config: GatewayConfig, fleet: Fleet) -> SharedScheduling:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
+import psycopg
 import pytest
 
 from bottega.client.suite.plan import free_ports
@@ -283,6 +285,59 @@ async def test_a_rolling_restart_refuses_no_call(pair: Pair) -> None:
     await submitting
     for job_id in jobs:
         assert (await pair.second.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+@pytest.mark.parametrize("dies", ["follower", "scheduler"])
+async def test_a_stored_job_outlives_the_gateways_that_admit_it(dies: str, pair: Pair) -> None:
+    """The one that dies does so when the job is stored, and neither the scheduler nor the caller knows that."""
+    name = urlsplit(pair.database).path[1:]
+    with psycopg.connect(pair.database) as holding:
+        holding.execute("LOCK TABLE jobs IN EXCLUSIVE MODE")  # so that the follower has a place, and waits
+        submitting = asyncio.create_task(pair.second.submit("job", within_s=60))
+        await eventually(lambda: asyncio.to_thread(_waits_for_a_lock, name))
+        pair.first.process.send_signal(signal.SIGSTOP)
+        holding.rollback()
+    await eventually(lambda: asyncio.to_thread(_is_stored, name, goes_on=dies == "follower"))
+    if dies == "follower":
+        await pair.second.kill()
+        pair.first.process.send_signal(signal.SIGCONT)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await submitting
+    else:
+        await pair.first.kill()
+        assert await submitting
+    alive = pair.first if dies == "follower" else pair.second
+    job_id = await alive.submit("job")  # the same request
+    assert (await alive.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert await alive.listed() == [job_id]
+    assert [job for job, _ in pair.worker.begun] == [job_id]
+
+
+def _waits_for_a_lock(database: str) -> bool:
+    query = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    return bool(shared_server().execute(query, database=database))
+
+
+def _is_stored(database: str, *, goes_on: bool) -> bool:
+    """Whether there is a job. goes_on: the frozen scheduler keeps its lease, however slow this machine is."""
+    if goes_on:
+        query = f"UPDATE scheduler_lease SET expires_at = clock_timestamp() + interval '{1.9 * LEASE_S} s'"
+        shared_server().execute(query, database=database)
+    return bool(shared_server().execute("SELECT job_id FROM jobs", database=database))
+
+
+async def test_slow_queries_of_a_follower_cost_time_and_no_job(pair: Pair) -> None:
+    """Each insert of a job takes 2 s, as if the database were slow."""
+    slow = (
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(2); RETURN NULL; END $$;"
+        "CREATE TRIGGER slow BEFORE INSERT ON jobs EXECUTE FUNCTION slow();"
+        "CREATE TRIGGER slow BEFORE INSERT OR UPDATE ON request_ids EXECUTE FUNCTION slow()"
+    )
+    shared_server().execute(slow, database=urlsplit(pair.database).path[1:])
+    jobs = await asyncio.gather(*(pair.second.submit(f"job-{number}", within_s=60) for number in range(3)))
+    for job_id in jobs:
+        assert (await pair.first.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert sorted(await pair.second.listed()) == sorted(jobs)
 
 
 async def test_restarted_database_loses_no_job(pair: Pair) -> None:

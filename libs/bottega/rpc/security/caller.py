@@ -272,6 +272,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
         "ImageService/GetJobTrace": _CALLERS,
         "FleetService/Join": _MEMBERS,
         "FleetService/ListMembers": _OPERATOR,
+        "FleetService/AdmitJobs": _GATEWAY,
         "WebhookService/ListWebhookEvents": _OPERATOR,
         "WebhookService/ReplayWebhookEvents": _OPERATOR,
         "WorkerService/RunAttempt": _GATEWAY,

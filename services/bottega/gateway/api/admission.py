@@ -23,8 +23,10 @@ from bottega.errors import (
     DeadlinePassed,
     DeadlineUnmeetable,
     Draining,
+    InvalidRequest,
     ModelNotFound,
     RequestIdReused,
+    TooLarge,
     Unavailable,
     Violation,
 )
@@ -39,11 +41,12 @@ from bottega.gateway.jobs.conversion import answered_provenance
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
-from bottega.gateway.jobs.storage import Storage, digest
+from bottega.gateway.jobs.storage import NotScheduler, Storage, digest
 from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants import Admittance
+from bottega.rpc.security.tenant_file import Quotas
 from bottega.schedules import keeps_steps
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, Model
@@ -104,10 +107,48 @@ class Admission:
             self._metrics.refused.labels(error.reason_name).inc()
             raise
 
+    async def prepare(self, spec: GenerationSpec, request: JobRequest, access: Access) -> Job | None:
+        """Check a request while another gateway is the scheduler, and return its new job, which is not stored.
+
+        Return None if the scheduler has to admit the request: because its request_id or stored pictures may answer it,
+        or because it would be refused for a reason that may not hold there, such as a worker that is not known here.
+        Raises InvalidRequest and TooLarge.
+        """
+        try:
+            request = await _fingerprinted(spec, request)
+            if await self._before(request) is not None:
+                return None
+            return await self._new_job(spec, request, access, None)
+        except (InvalidRequest, TooLarge) as error:
+            self._metrics.refused.labels(error.reason_name).inc()
+            raise
+        except (BottegaError, NotScheduler):
+            return None
+
+    def reserve(self, job: Job) -> None:
+        """Reserve a place in the queue for a job that another gateway stores.
+
+        Raises Draining, QueueFull, DeadlineUnmeetable and StorageUnavailable.
+        """
+        self._refuse_if_draining()
+        self._controller.queue.reserve(job)
+        try:
+            self._check_deadline(job)
+            self._storage.check_writable()
+        except BottegaError:
+            self._controller.queue.remove(job)
+            raise
+
+    def quotas_of(self, job: Job) -> Quotas:
+        """Return the quotas that the store checks when it adds a job."""
+        return self._controller.quotas.of_store(job.request.tenant)
+
+    def count_acknowledged(self) -> None:
+        """Count a job that was stored here while another gateway is the scheduler."""
+        self._metrics.acknowledged.inc()
+
     async def _admit(self, spec: GenerationSpec, request: JobRequest, access: Access) -> tuple[Job, bool]:
-        packed = await _packed(spec)
-        request = dataclasses.replace(request, fingerprint=await digest(packed), size_bytes=len(packed))
-        del packed
+        request = await _fingerprinted(spec, request)
         while True:
             before = await self._before(request)
             if before is not None and self._attach(request, before):
@@ -299,8 +340,7 @@ class Admission:
             with self._storage.pinned(answer):  # another request may delete the job whose pictures these are
                 if not await self._storage.renew_images(answer, tenant=job.request.tenant, job_id=job.job_id):
                     return False
-                quotas = self._controller.quotas.of_store(job.request.tenant)
-                if await self._jobs.add(job, replaces=replaces, quotas=quotas) is not job:
+                if await self._jobs.add(job, replaces=replaces, quotas=self.quotas_of(job)) is not job:
                     return False
             self._metrics.acknowledged.inc()
             self._controller.submit(job)
@@ -387,8 +427,10 @@ def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:
     return ModelNotFound(text, metadata=error.metadata)
 
 
-async def _packed(spec: GenerationSpec) -> bytes:
-    """Return a spec serialized deterministically: equal specs give equal bytes."""
+async def _fingerprinted(spec: GenerationSpec, request: JobRequest) -> JobRequest:
+    """Return a request with the size and the hash of its spec. Equal specs have equal hashes."""
     if has_images(spec):
-        return await asyncio.to_thread(spec.SerializeToString, deterministic=True)
-    return spec.SerializeToString(deterministic=True)
+        packed = await asyncio.to_thread(spec.SerializeToString, deterministic=True)
+    else:
+        packed = spec.SerializeToString(deterministic=True)
+    return dataclasses.replace(request, fingerprint=await digest(packed), size_bytes=len(packed))

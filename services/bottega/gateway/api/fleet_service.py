@@ -15,11 +15,11 @@ from bottega.addons.interface.store_link import MAX_SERVICES, rank_stores
 from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.errors import DeadlinePassed, Draining, Forbidden, InvalidRequest, MethodNotServed, Violation
+from bottega.gateway.api.reservations import Reservations
 from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet.join_limits import PendingJoins
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.scheduling.demand import FleetDemand
-from bottega.gateway.scheduling.queue import JobQueue
+from bottega.gateway.scheduling.controller import JobController
 from bottega.process.memory import resident_bytes
 from bottega.rpc.address import host_of, is_any_host, split
 from bottega.rpc.interceptor.call_limits import full
@@ -46,14 +46,14 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         activity: Returns the gateway's counters.
         scheduler: Returns the lease of the gateway that schedules; None if there is only one gateway.
         at_scheduler: Lists at the gateway that schedules; None if that is this one, or another does not answer.
+        reservations: Places in the queue for jobs that other gateways store.
     """
 
     def __init__(
         self,
         *,
         fleet: Fleet,
-        queue: JobQueue,
-        demand: FleetDemand,
+        controller: JobController,
         this: fleet_pb2.Registration,
         activity: Callable[[], fleet_pb2.Activity],
         clock: Clock,
@@ -61,14 +61,16 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         at_scheduler: Callable[
             [fleet_pb2.ListMembersRequest, _Context], Awaitable[fleet_pb2.ListMembersResponse | None]
         ],
+        reservations: Reservations,
     ) -> None:
         self._fleet = fleet
-        self._queue = queue
-        self._demand = demand
+        self._queue = controller.queue
+        self._demand = controller.demand
         self._this = this
         self._activity = activity
         self._scheduler = scheduler
         self._at_scheduler = at_scheduler
+        self._reservations = reservations
         self._clock = clock
         self._began = clock.monotonic()
         self._pending = PendingJoins()
@@ -127,6 +129,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             del answer.demand[:]
             answer.demand.extend(scheduler.demand)
         return answer
+
+    async def AdmitJobs(self, request: fleet_pb2.AdmitJobsRequest, context: _Context) -> fleet_pb2.AdmitJobsResponse:
+        """Reserve places for jobs that another gateway is about to store, and queue those that it has stored."""
+        return await self._reservations.admit(request)
 
     def _targets(self, member: Member) -> Sequence[fleet_pb2.PoolTarget]:
         """Return a scaler's targets, if this gateway schedules: only its queue has the jobs that wait."""
@@ -200,6 +206,10 @@ class FleetNotServedHere(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListMembersRequest, context: _Context
     ) -> fleet_pb2.ListMembersResponse:
         """Refuse a list."""
+        raise _elsewhere()
+
+    async def AdmitJobs(self, request: fleet_pb2.AdmitJobsRequest, context: _Context) -> fleet_pb2.AdmitJobsResponse:
+        """Refuse jobs."""
         raise _elsewhere()
 
 

@@ -1,10 +1,10 @@
 """The APIs of a gateway that shares its jobs with others: calls about live jobs are answered by the scheduler.
 
 Every gateway accepts every call. One that is not the scheduler answers reads of ended jobs from the database and the
-object store. It passes other calls on to the scheduler, with the caller's identity and deadline, so that quotas, the
-bounds of the queue and request_ids hold over all gateways. While there is no scheduler, calls wait for the next one. A
-call whose scheduler dies is repeated at the next one, unless that could make a second job: a request without a
-request_id, which may have been accepted. Watches go on with the job's current state.
+object store, and admits submitted jobs by itself (api/following.py). It passes other calls on to the scheduler, with
+the caller's identity and deadline. While there is no scheduler, calls wait for the next one. A call whose scheduler
+dies is repeated at the next one, unless that could make a second job: a request without a request_id, which may have
+been accepted. Watches go on with the job's current state.
 
 No caller sees a job go back to an earlier state: the scheduler tells of the end or the deletion of a job only once the
 database has it, and each read here sees what is committed. What the database says of a live job is not used, because
@@ -19,8 +19,10 @@ from typing import Any
 
 import grpc
 
+from bottega.addons.interface.views import Access
 from bottega.errors import DataLoss, StorageUnavailable
-from bottega.gateway.api.image_service import ImageService
+from bottega.gateway.api.following import FollowerAdmission
+from bottega.gateway.api.image_service import ImageService, submitted
 from bottega.gateway.api.scheduler_calls import InterruptedCall, SchedulerCalls
 from bottega.gateway.api.watching import job_to_wire
 from bottega.gateway.api.webhook_service import WebhookService
@@ -28,6 +30,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import LIVE
 from bottega.gateway.scheduler_role import LeaseHolder
+from bottega.rpc.security.caller import caller
 from bottega.rpc.status import from_job_error
 from bottega.v1 import image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 
@@ -43,10 +46,14 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
         local: The service of this gateway, which answers while this one is the scheduler.
         calls: Calls the scheduler.
         jobs: The jobs of this gateway, which `local` reads.
+        admission: Admits jobs while another gateway is the scheduler.
     """
 
-    def __init__(self, local: ImageService, calls: SchedulerCalls, jobs: JobRepository) -> None:
+    def __init__(
+        self, local: ImageService, calls: SchedulerCalls, jobs: JobRepository, admission: FollowerAdmission
+    ) -> None:
         self._local = local
+        self._admission = admission
         self._calls = calls
         self._jobs = jobs
 
@@ -61,7 +68,11 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
         return await self._local.ListAdapters(request, context)
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
-        """Accept a request at the scheduler."""
+        """Accept a request: here if the scheduler has a place for it, else at the scheduler."""
+        if self._reads_here(context):
+            received = self._local.received(request, context)
+            if (job := await self._admission.submit(request.spec, received, Access.of(caller()))) is not None:
+                return submitted(job)
         answer: image_pb2.SubmitJobResponse
         answer = await self._unary("SubmitJob", request, context, repeatable=bool(request.request_id))
         return answer

@@ -106,7 +106,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Draw a request and stream its events. If the caller leaves, a job without request_id is cancelled."""
         goes_on, preview = bool(request.request_id), request.preview
         caller_s = None if goes_on else self._caller_s(context)
-        received = self._received(request, context, caller_s=caller_s, preview=preview)
+        received = self.received(request, context, caller_s=caller_s, preview=preview)
         job, new = await self._admission.admit(request.spec, received, Access.of(caller()))
         del request  # the job has what it needs of it; with images it is large
         _bind(job)
@@ -159,9 +159,8 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """Accept a request as a job that outlives the call. The call's deadline does not bound the job."""
-        job, _ = await self._admission.admit(request.spec, self._received(request, context), Access.of(caller()))
-        _bind(job)
-        return image_pb2.SubmitJobResponse(job=job_to_wire(job))
+        job, _ = await self._admission.admit(request.spec, self.received(request, context), Access.of(caller()))
+        return submitted(job)
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
         """Return the current state of a job."""
@@ -275,7 +274,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             self._listings.popitem(last=False)
         return listing
 
-    def _received(
+    def received(
         self,
         request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest,
         context: _Context,
@@ -283,6 +282,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         caller_s: float | None = None,
         preview: bool = False,
     ) -> JobRequest:
+        """Return what a call gives beside the spec. `caller_s`: seconds for which its caller waits; None for ever."""
         tenant = caller().tenant
         return JobRequest(
             request_id=request.request_id,
@@ -371,6 +371,12 @@ def _log_id(request_id: str) -> str:
 
 def _bind(job: Job) -> None:
     logs.bind(job_id=job.job_id, request_id=job.log_id)
+
+
+def submitted(job: Job) -> image_pb2.SubmitJobResponse:
+    """Return the answer to a caller whose job is stored."""
+    _bind(job)
+    return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
 
 def _unix_s(timestamp: Timestamp) -> float:

@@ -179,7 +179,7 @@ class ImageSources:
                 if not _may_fit(job.bare, spec):
                     continue
                 kept = next(image.latents for image in job.images if image.digest == image_digest and image.latents)
-                if await self._storage.images.renew(kept):
+                if await self._storage.renew_kept(kept):
                     _log.info("an edit uses the kept latents of its image", extra={"drawn_by": job.job_id})
                     return kept
         except (StorageUnavailable, DataLoss) as error:

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, Draining, StorageUnavailable, Unavailable
+from bottega.errors import BottegaError, Draining, JobCancelled, StorageUnavailable, Unavailable
 from bottega.gateway.jobs.store import StaleGeneration
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.rpc.channel import Channels, Target
@@ -188,6 +188,14 @@ class SchedulerCalls:
                 return answer
         return None
 
+    async def admit_jobs(
+        self, scheduler: LeaseHolder, request: fleet_pb2.AdmitJobsRequest
+    ) -> fleet_pb2.AdmitJobsResponse:
+        """Tell a scheduler of jobs that this gateway stores. Raises BottegaError and InterruptedCall."""
+        async with self._forward(scheduler, "AdmitJobs", request, None, stub_of=self._members_of) as call:
+            answer: fleet_pb2.AdmitJobsResponse = await call
+            return answer
+
     def channel(self, address: str) -> grpc.aio.Channel:
         """Return a channel to another gateway, which stays open until `close`."""
         channel = self._channels_by_address.get(address)
@@ -215,12 +223,15 @@ class SchedulerCalls:
 
     @contextlib.asynccontextmanager
     async def _forward(
-        self, scheduler: LeaseHolder, method: str, request: Any, context: _Context, *, stub_of: StubOf
+        self, scheduler: LeaseHolder, method: str, request: Any, context: _Context | None, *, stub_of: StubOf
     ) -> AsyncIterator[Any]:
-        """Yield a call to another gateway. Errors in the block are those of the other gateway, or InterruptedCall."""
-        call = getattr(stub_of(scheduler), method)(
-            request, timeout=context.time_remaining(), metadata=self._metadata(context)
-        )
+        """Yield a call to another gateway. Errors in the block are those of the other gateway, or InterruptedCall.
+
+        Without a context, it is a call of this gateway itself.
+        """
+        timeout_s = _WAIT_S if context is None else context.time_remaining()
+        metadata = None if context is None else self._metadata(context)
+        call = getattr(stub_of(scheduler), method)(request, timeout=timeout_s, metadata=metadata)
         del request  # with images it is large
         forwarded = _ForwardedCall(scheduler=scheduler, call=call, is_stream=isinstance(call, grpc.aio.UnaryStreamCall))
         self._forwarded.append(forwarded)
@@ -228,7 +239,8 @@ class SchedulerCalls:
             yield call
         except grpc.aio.AioRpcError as error:
             typed = from_rpc_error(error)
-            if isinstance(typed, Unavailable) and not was_answered(error):
+            # A gateway that ends cancels the calls that have reached it.
+            if isinstance(typed, (Unavailable, JobCancelled)) and not was_answered(error):
                 raise InterruptedCall(typed, refused=False) from None
             if _is_for_another(typed):
                 raise InterruptedCall(typed, refused=True) from None

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 from bottega.clocks import Clock
 from bottega.errors import (
@@ -43,6 +44,9 @@ from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_FAILED, JOB_STATE_QUEUED
+
+if TYPE_CHECKING:
+    from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 
 # Seconds that a caller waits for a starting gateway to read its jobs.
 _READY_S = 5.0
@@ -151,11 +155,7 @@ class JobRepository:
             quotas: Quotas of its tenant that the store checks; see JobStore.add.
         """
         await self._wait_readable()
-        steady = self.storage.steady()
-        new = record_of(job, steady=steady) if job.outcome is None else answered_record_of(job, steady=steady)
-        if len(new.spec) > _MAX_SPEC_BYTES:
-            metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
-            raise TooLarge("the request without its images is too large", metadata=metadata)
+        new = self.new_record(job)
         self._adding[job.job_id] = job
         try:
             record = await self._store.add(
@@ -178,6 +178,56 @@ class JobRepository:
             job.finish(job.outcome)
             self._on_end()
         return job
+
+    def new_record(self, job: Job) -> JobRecord:
+        """Return the record of a job that is not stored yet. Raises TooLarge."""
+        steady = self.storage.steady()
+        new = record_of(job, steady=steady) if job.outcome is None else answered_record_of(job, steady=steady)
+        if len(new.spec) > _MAX_SPEC_BYTES:
+            metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
+            raise TooLarge("the request without its images is too large", metadata=metadata)
+        return new
+
+    async def add_for(
+        self, new: JobRecord, inputs: bytes, *, lease: tuple[int, str], quotas: Quotas = UNBOUNDED
+    ) -> JobRecord:
+        """Store a new job for another gateway, while that is the scheduler; see PostgresJobStore.add."""
+        store = cast("PostgresJobStore", self._store)
+        return await store.add(new, inputs=inputs, event_of=self._event_of, quotas=quotas, lease=lease)
+
+    def expect(self, record: JobRecord) -> Job:
+        """Return the job of a record that another gateway is storing. All who read the record get this job."""
+        job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
+        self._adding[job.job_id] = job
+        return job
+
+    def expect_no_more(self, job: Job) -> None:
+        """Forget a job that another gateway has not stored."""
+        self._adding.pop(job.job_id, None)
+
+    async def take_stored(self, job: Job, *, sequence: int, has_inputs: bool) -> bool:
+        """Make an expected job, which another gateway has stored, one of this gateway's. The caller has to queue it.
+
+        Return False if it was taken meanwhile.
+        """
+        if has_inputs and (inputs := await self._store.inputs(job.job_id)):
+            job.spec = GenerationSpec.FromString(inputs)
+        if self._adding.pop(job.job_id, None) is not job:
+            return False
+        job.sequence = sequence
+        job.mark_durable()
+        self._remember(job)
+        return True
+
+    async def find_stored(self, job_id: str) -> JobRecord | None:
+        """Return the record of a job of any tenant that has not ended, or None."""
+        record = await self._store.get(job_id)
+        return record if record is not None and record.live else None
+
+    async def discover(self, job_id: str) -> None:
+        """Queue a job that another gateway has stored, if it is live and not known here."""
+        if job_id not in self._live and (record := await self.find_stored(job_id)) is not None:
+            await self._known(record)
 
     def save(self, job: Job) -> None:
         """Write the changeable fields of a live job in the background: attempt, deadline and decisions."""

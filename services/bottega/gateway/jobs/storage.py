@@ -82,6 +82,10 @@ def create_job_store(
     return PostgresJobStore(database, clock=clock, on_commit=on_commit)
 
 
+class NotScheduler(Exception):
+    """A call that needs the list of stored images, while another gateway is the scheduler and keeps it."""
+
+
 class Storage:
     """The disk of a gateway. Call `open` first, then `start`; close it last.
 
@@ -96,6 +100,7 @@ class Storage:
         steady: Clock that all gateways of a job store share; None if the store has one gateway.
 
     Attributes:
+        follows: Whether another gateway is the scheduler, so that no list of images is kept here.
         trouble: The error for callers while nothing can be written; None while the disk works.
         changed: Set whenever `trouble` begins or ends; its only reader clears it.
         steady: Clock by which jobs expire. It ignores changes of the machine's clock, and continues where it was before
@@ -117,6 +122,7 @@ class Storage:
         self.folder = folder
         self.jobs = jobs
         self.images = images
+        self.follows = False
         self.trouble: BottegaError | None = None
         self.changed = asyncio.Event()
         self._max_jobs = max_jobs
@@ -294,15 +300,25 @@ class Storage:
     async def renew_images(self, images: Sequence[StoredImage], *, tenant: str = "", job_id: str = "") -> bool:
         """Restart the lifetime of images and their kept latents. Return False if one of them is missing or damaged.
 
+        Raises NotScheduler if there are images and another gateway is the scheduler.
+
         Args:
             images: The images.
             tenant: The tenant that owns them.
             job_id: The new job that will have them; empty while nothing is decided.
         """
         contents = [digest for image in images for digest in image.contents]
+        if contents and self.follows:
+            raise NotScheduler
         if not all(map(self.images.holds, contents)):
             return False
         return all([await self.images.renew(digest, owner=tenant, job=job_id) for digest in contents])
+
+    async def renew_kept(self, name: str) -> bool:
+        """Restart the lifetime of kept latents; as `renew_images`."""
+        if self.follows:
+            raise NotScheduler
+        return await self.images.renew(name)
 
     def pinned(self, images: Sequence[StoredImage]) -> contextlib.AbstractContextManager[None]:
         """Protect images and their kept latents from deletion in the block, even if another job is deleted."""

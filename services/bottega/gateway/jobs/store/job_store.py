@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+from pydantic import ConfigDict
+
 from bottega.errors import StorageUnavailable
 from bottega.gateway.jobs.store.outbox import Outbox, OutboxEvent
 from bottega.gateway.jobs.store.quotas import TenantUsage
@@ -81,6 +83,8 @@ class JobRecord:
 
     Fields that JobRequest has as well are documented there.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     job_id: str
     fingerprint: str

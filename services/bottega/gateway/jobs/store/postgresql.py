@@ -144,14 +144,20 @@ class PostgresJobStore:
         replaces: str = "",
         event_of: EventOf = no_event,
         quotas: Quotas = UNBOUNDED,
+        lease: tuple[int, str] | None = None,
     ) -> JobRecord:
-        """Insert a job. Jobs of a tenant with quotas are inserted one after the other, whatever their gateway."""
+        """Insert a job. Jobs of a tenant with quotas are inserted one after the other, whatever their gateway.
+
+        A gateway that is not the scheduler names the scheduler's `lease`, by generation and address: if another gateway
+        has taken it meanwhile, that raises StaleGeneration, and nothing is written.
+        """
         bounded = is_bounded(quotas)
         turn = self._turn(record.tenant) if bounded else contextlib.nullcontext()
         async with turn:
             for _ in range(_MAX_CLAIMS):
                 with contextlib.suppress(sql.ClaimedMeanwhile):
-                    async with self._write(alone_for=record.tenant if bounded else None) as connection:
+                    alone_for = record.tenant if bounded else None
+                    async with self._write(alone_for=alone_for, lease=lease) as connection:
                         return await sql.add(
                             connection, record, inputs, replaces=replaces, event_of=event_of, quotas=quotas
                         )
@@ -336,22 +342,26 @@ class PostgresJobStore:
             await connection.execute("UPDATE probes SET number = number + 1")
 
     @contextlib.asynccontextmanager
-    async def _write(self, *, alone_for: str | None = None) -> AsyncIterator[Connection]:
+    async def _write(
+        self, *, alone_for: str | None = None, lease: tuple[int, str] | None = None
+    ) -> AsyncIterator[Connection]:
         """Begin a transaction, and check in it that the gateway may still write.
 
         Args:
             alone_for: Tenant for whom no other such transaction of any gateway goes on at the same time.
+            lease: Generation and address of another gateway, for which this one writes while it is the scheduler.
         """
-        if not self._writable:
+        if not (self._readable if lease else self._writable):
             raise _not_open()
+        fence = lease or self._fence
         began = time.perf_counter()
         async with self._database.transaction() as connection:
             turn, values = ("1", ()) if alone_for is None else lock_call(f"quotas of {alone_for}")
-            if self._fence is not None:
+            if fence is not None:
                 # The lock lets the holder extend its lease, but makes a take-over wait for this transaction.
                 query = f"SELECT {turn} FROM scheduler_lease WHERE (generation, address) = (%s, %s) FOR KEY SHARE"
-                if not await rows_of(connection, query, (*values, *self._fence)):
-                    raise StaleGeneration(self._generation)
+                if not await rows_of(connection, query, (*values, *fence)):
+                    raise StaleGeneration(fence[0])
             elif alone_for is not None:
                 await connection.execute(f"SELECT {turn}".encode(), values)
             yield connection

@@ -100,6 +100,26 @@ async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> No
         assert await new.update("j1", completed(1, ended_wall=2.0))
 
 
+async def test_a_follower_adds_jobs_only_while_the_lease_is_the_one_it_knows(url: str) -> None:
+    async with _opened(url) as scheduler:
+        await _create_lease(url)
+        _execute(url, _lease(7))
+        scheduler.fence(7, "a:1")
+        follower = _store(url)
+        await follower.follow()
+        try:
+            added = await follower.add(record("j1"), lease=(7, "a:1"))
+            assert await scheduler.get("j1") == added
+            for lease in ((6, "a:1"), (7, "b:1"), (8, "a:1")):
+                with pytest.raises(StaleGeneration):
+                    await follower.add(record("j2"), lease=lease)
+            with pytest.raises(StorageUnavailable):
+                await follower.update("j1", running(1))  # only the scheduler changes jobs
+            assert await scheduler.page(size=9) == [added]
+        finally:
+            await follower.close()
+
+
 async def test_a_take_over_waits_for_a_write_that_has_begun(url: str) -> None:
     async with _opened(url) as store:
         await store.add(record("j1"))

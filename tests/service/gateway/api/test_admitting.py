@@ -1,0 +1,231 @@
+"""A gateway that is not the scheduler checks and stores submitted jobs by itself; the scheduler queues them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from bottega.errors import InvalidRequest, QueueFull, QuotaExceeded, RequestIdReused, StorageUnavailable
+from bottega.gateway.api.image_service import ImageService
+from bottega.rpc.security.tenant_file import Quotas
+from bottega.v1 import fleet_pb2, image_pb2
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.postgresql import new_database
+from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.tenants import add_tenant, calling
+from tests.support.waiting import eventually
+
+
+@contextlib.asynccontextmanager
+async def _pair(
+    pictures: str, *, follower_url: str = "{}", hold_at: int | None = None, **config: Any
+) -> AsyncIterator[tuple[Running, Running, ScriptedWorker, str]]:
+    """The scheduler and a follower, a worker that has joined both, and the URL of their database."""
+    with new_database() as url:
+        async with (
+            running_gateway(jobs=url, name="first", objects=pictures, **config) as scheduler,
+            running_gateway(jobs=follower_url.format(url), name="second", objects=pictures, **config) as follower,
+        ):
+            worker = ScriptedWorker("w1", f"{scheduler.fleet_address},{follower.fleet_address}")
+            worker.script.hold_at = hold_at
+            await worker.start(join_timeout_s=30)
+            follower.workers.append(worker)
+            await eventually(lambda: follower.gateway._jobs.readable)
+            for house in (scheduler, follower):
+                await eventually(lambda house=house: _knows_a_worker(house))  # type: ignore[misc]
+            yield scheduler, follower, worker, url
+
+
+async def _knows_a_worker(house: Running) -> bool:
+    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=20)).members
+    return any(member.registration.models for member in members)
+
+
+@pytest.fixture
+def at_scheduler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Prompts of the submissions that were admitted by the scheduler, each with its request_id."""
+    prompts: list[str] = []
+    submit = ImageService.SubmitJob
+
+    async def counted(self: ImageService, request: image_pb2.SubmitJobRequest, context: Any) -> Any:
+        prompts.append(request.request_id)
+        return await submit(self, request, context)
+
+    monkeypatch.setattr(ImageService, "SubmitJob", counted)
+    return prompts
+
+
+async def test_a_follower_admits_jobs_that_the_scheduler_draws(pictures: str, at_scheduler: list[str]) -> None:
+    async with _pair(pictures) as (scheduler, follower, worker, _):
+        jobs = await asyncio.gather(*(follower.submit(f"job-{number}", prompt="a star") for number in range(20)))
+        assert at_scheduler == []
+        for job in jobs:
+            assert (await scheduler.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert sorted(job for job, _ in worker.begun) == sorted(job.job_id for job in jobs)
+        again = await follower.submit("job-3", prompt="a star")
+        assert again.job_id == jobs[3].job_id
+        await refusal(lambda: follower.submit("job-3", prompt="a moon"), RequestIdReused)
+        assert len(at_scheduler) == 2
+
+
+async def test_input_images_are_decoded_where_they_come_in(pictures: str, at_scheduler: list[str]) -> None:
+    async with _pair(pictures, codec_processes=1) as (scheduler, follower, worker, _):
+        await refusal(lambda: follower.submit(prompt="a star", image=b"no image", strength=0.5), InvalidRequest)
+        image = _png()
+        job = await follower.submit("edit", prompt="a star", image=image, strength=0.5)
+        assert at_scheduler == []
+        assert (await scheduler.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert [order.spec.image for order in worker.requests] == [image]
+
+
+async def test_a_request_id_at_two_gateways_at_once_is_one_job(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", math.inf)
+    async with _pair(pictures, hold_at=1) as (scheduler, follower, worker, _):
+        houses = [scheduler, follower] * 5
+        for number in range(5):
+            answers = await asyncio.gather(*(house.submit(f"job-{number}", prompt="a star") for house in houses))
+            assert len({answer.job_id for answer in answers}) == 1
+        assert len(await scheduler.listed()) == 5
+        assert await _queued(scheduler) == 4
+        await eventually(lambda: not scheduler.gateway._reservations._places)
+        assert not scheduler.gateway._controller.queue._reserved
+        worker.script.release.set()
+
+
+async def test_the_queue_of_the_scheduler_bounds_the_jobs_of_all_gateways(
+    pictures: str, at_scheduler: list[str]
+) -> None:
+    async with _pair(pictures, hold_at=1, max_queued=4) as (scheduler, follower, worker, _):
+        await scheduler.submit(prompt="it runs")
+        await eventually(lambda: bool(worker.begun))
+        answers = await asyncio.gather(
+            *(house.submit(f"{number}", prompt="a star") for number, house in enumerate([scheduler, follower] * 5)),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(answer, image_pb2.Job) for answer in answers) == 4
+        refused = await refusal(lambda: follower.submit(prompt="one more"), QueueFull)
+        assert refused.retry_after_s is not None
+        assert await _queued(scheduler) == 4
+        worker.script.release.set()
+
+
+@pytest.mark.parametrize("quota", ["queued", "per_minute", "per_day"])
+async def test_quotas_hold_for_jobs_of_both_gateways(quota: str, tmp_path: Path, pictures: str) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    key = add_tenant(tenants, "shop", quotas=Quotas(**{quota: 3}))
+    async with (
+        _pair(pictures, tenants=str(tenants), hold_at=1, max_queued=1000) as (scheduler, follower, worker, _),
+        calling(scheduler, key) as there,
+        calling(follower, key) as here,
+    ):
+        if quota == "queued":
+            await there.submit(prompt="it runs")
+            await eventually(lambda: bool(worker.begun))
+        burst = (here.submit(prompt="a star") for _ in range(8))
+        answers = await asyncio.gather(*burst, return_exceptions=True)
+        accepted = sum(isinstance(answer, image_pb2.Job) for answer in answers)
+        assert 1 <= accepted <= 3
+        for house in [there, here][: 3 - accepted]:
+            await house.submit(prompt="a star")
+        for house in (there, here):
+            refused = await refusal(lambda house=house: house.submit(prompt="one more"), QuotaExceeded)  # type: ignore[misc]
+            assert refused.metadata["quota"] == quota
+        worker.script.release.set()
+
+
+async def test_a_scheduler_that_is_replaced_loses_no_job_of_a_follower(pictures: str) -> None:
+    """The follower stores jobs for the first lease, or not at all, and becomes the scheduler itself."""
+    async with _pair(pictures, hold_at=1) as (scheduler, follower, worker, _):
+        accepted: list[str] = []
+
+        async def submit(caller: int) -> None:
+            accepted.extend(
+                [(await follower.submit(f"{caller}-{number}", prompt="a star")).job_id for number in range(8)]
+            )
+
+        submitting = asyncio.gather(*map(submit, range(4)))
+        await eventually(lambda: _queued_or_more(scheduler, 4))
+        await scheduler.stop_early()
+        await submitting
+        worker.script.release.set()
+        assert len(set(accepted)) == 32
+        for job_id in accepted:
+            assert (await follower.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_stored_job_whose_gateway_says_nothing_is_found(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", 0.1)
+    async with _pair(pictures) as (scheduler, follower, worker, _):
+        admit = follower.gateway._calls.admit_jobs
+
+        async def only_reserve(lease: Any, request: fleet_pb2.AdmitJobsRequest) -> fleet_pb2.AdmitJobsResponse:
+            return await admit(lease, fleet_pb2.AdmitJobsRequest(new_jobs=request.new_jobs))
+
+        monkeypatch.setattr(follower.gateway._calls, "admit_jobs", only_reserve)
+        job_id = (await follower.submit(prompt="a star")).job_id
+        assert (await scheduler.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert [job for job, _ in worker.begun] == [job_id]
+
+
+async def test_jobs_that_are_not_stored_give_their_places_back(
+    pictures: str, monkeypatch: pytest.MonkeyPatch, at_scheduler: list[str]
+) -> None:
+    """The follower cannot write: it refuses a job, and then leaves all to the scheduler for a while."""
+    monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", 0.1)
+    monkeypatch.setattr("bottega.gateway.api.reservations._LOOK_S", 0.05)
+    monkeypatch.setattr("bottega.gateway.api.reservations._MAX_LOOKS", 3)
+    read_only = "{}&options=-c%20default_transaction_read_only%3Don"
+    async with _pair(pictures, follower_url=read_only, hold_at=1, max_queued=2) as (scheduler, follower, worker, _):
+        await refusal(lambda: follower.submit("first", prompt="a star"), StorageUnavailable)
+        await eventually(lambda: not scheduler.gateway._reservations._places)
+        accepted = [(await follower.submit(f"job-{number}", prompt="a star")).job_id for number in range(3)]
+        assert len(at_scheduler) == 3
+        worker.script.release.set()
+        assert sorted(await scheduler.listed()) == sorted(accepted)
+
+
+@pytest.mark.parametrize("request_id", ["", "known"])
+async def test_a_job_that_is_stored_after_all_runs_only_if_its_caller_can_find_it(
+    request_id: str, pictures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.api.reservations._LOOK_S", 0.05)
+    async with _pair(pictures) as (scheduler, follower, _, _):
+        add = follower.gateway._storage.jobs.add
+
+        async def add_and_fail(*arguments: Any, **options: Any) -> Any:
+            await add(*arguments, **options)
+            raise StorageUnavailable("the answer of the database was lost", metadata={"cause": "EIO"})
+
+        monkeypatch.setattr(follower.gateway._storage.jobs, "add", add_and_fail)
+        await refusal(lambda: follower.submit(request_id, prompt="a star"), StorageUnavailable)
+        await eventually(lambda: _all_ended(scheduler))
+        (job_id,) = await scheduler.listed()
+        expected = image_pb2.JOB_STATE_COMPLETED if request_id else image_pb2.JOB_STATE_CANCELLED
+        assert (await scheduler.job(job_id)).state == expected
+
+
+async def _all_ended(house: Running) -> bool:
+    jobs = (await house.images.ListJobs(image_pb2.ListJobsRequest(), timeout=20)).jobs
+    return bool(jobs) and all(job.HasField("end_time") for job in jobs)
+
+
+async def _queued(house: Running) -> int:
+    return (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=20)).queued
+
+
+async def _queued_or_more(house: Running, number: int) -> bool:
+    return await _queued(house) >= number
+
+
+def _png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "teal").save(file, "PNG")
+    return file.getvalue()
