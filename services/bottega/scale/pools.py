@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -58,6 +58,8 @@ class Pool:
     rules: ScaleConfig
     target: int | None = None
     """Number that the gateway asked for last; None before it was heard, when the minimum runs."""
+    idle: frozenset[str] = frozenset()
+    """Names of services that have nothing to do, by the last message of the gateway."""
     _instances: dict[str, _Instance] = field(init=False)
     """By unit, in the order of the configuration."""
 
@@ -69,12 +71,15 @@ class Pool:
         """Names of all units."""
         return tuple(self._instances)
 
-    def plan(self, states: Mapping[str, UnitState], now: float) -> Actions:
+    def plan(
+        self, states: Mapping[str, UnitState], now: float, *, is_idle: Callable[[str], bool] = lambda unit: False
+    ) -> Actions:
         """Note the states of all units, and return what to start and stop.
 
         Args:
             states: By unit. A unit that is missing is as it was.
             now: Time on a monotonic clock.
+            is_idle: Returns whether a unit that is ready has nothing to do; asked only if one has to stop.
         """
         failed = tuple(
             unit
@@ -90,15 +95,22 @@ class Pool:
             if instance.state is UnitState.STOPPED and instance.retry_at <= now
         ]
         start = tuple(startable[: max(0, wanted - len(up))])
-        # Those that serve nothing yet go first, then the last of the list.
-        order = sorted(up, key=lambda unit: (self._instances[unit].state is UnitState.READY, -up.index(unit)))
-        stop = tuple(order[: max(0, len(up) - wanted)])
+        stop = tuple(self._dispensable(up, is_idle)[: len(up) - wanted]) if len(up) > wanted else ()
         for unit in start:
             instance = self._instances[unit]
             instance.state, instance.starting_since, instance.was_ready = UnitState.STARTING, now, False
         for unit in (*stop, *failed):
             self._instances[unit].state, self._instances[unit].starting_since = UnitState.STOPPING, None
         return Actions(start=start, stop=(*stop, *failed), failed=failed)
+
+    def _dispensable(self, up: Sequence[str], is_idle: Callable[[str], bool]) -> Sequence[str]:
+        """Return units in the order in which they stop: those that serve nothing yet, idle ones, the last ones."""
+
+        def order(unit: str) -> tuple[bool, bool, int]:
+            ready = self._instances[unit].state is UnitState.READY
+            return ready, ready and not is_idle(unit), -up.index(unit)
+
+        return sorted(up, key=order)
 
     def message(self, now: float) -> fleet_pb2.Pool:
         """Return the report to the gateway."""

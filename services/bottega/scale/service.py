@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import socket
 import time
 from collections.abc import Sequence
 
+import yaml
 from prometheus_client import Counter
 
 from bottega import kinds
@@ -15,7 +18,7 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.fleet_membership import FleetMembership, registration_of
 from bottega.rpc.server import Server
-from bottega.scale.config import ScaleConfig, check_configuration, check_instances
+from bottega.scale.config import PoolConfig, ScaleConfig, check_configuration, check_instances
 from bottega.scale.pools import Pool
 from bottega.scale.units import Units
 from bottega.v1 import fleet_pb2
@@ -78,9 +81,11 @@ class Scaler:
         return fleet_pb2.Load(pools=[pool.message(now) for pool in self._pools])
 
     def _note_targets(self, targets: Sequence[fleet_pb2.PoolTarget]) -> None:
-        counts = {(target.kind, target.model): target.count for target in targets}
+        known = {(target.kind, target.model): target for target in targets}
         for pool in self._pools:
-            count = counts.get((pool.config.kind, pool.config.model), pool.target)
+            target = known.get((pool.config.kind, pool.config.model))
+            count = pool.target if target is None else target.count
+            pool.idle = pool.idle if target is None else frozenset(target.idle)
             if count != pool.target:
                 facts = {"kind": pool.config.kind, "model": pool.config.model, "count": count, "before": pool.target}
                 _log.info("the gateway asks for another number of services", extra=facts)
@@ -107,7 +112,8 @@ class Scaler:
             return
         trouble, before = "", self._load()
         for pool in self._pools:
-            actions, labels = pool.plan(states, time.monotonic()), (pool.config.kind, pool.config.model)
+            actions = pool.plan(states, time.monotonic(), is_idle=functools.partial(self._is_idle, pool))
+            labels = pool.config.kind, pool.config.model
             for unit in actions.failed:
                 self._failed_starts.labels(*labels).inc()
                 _log.warning("a service did not start; it is tried again after a pause", extra={"unit": unit})
@@ -124,6 +130,22 @@ class Scaler:
         self._note_trouble(trouble)
         if self._membership is not None and self._load().pools != before.pools:
             self._membership.report_soon()
+
+    def _is_idle(self, pool: Pool, unit: str) -> bool:
+        """Return whether the gateway named the service of a unit as one that has nothing to do."""
+        return bool(pool.idle.intersection(self._names(pool.config, unit)))
+
+    def _names(self, pool: PoolConfig, unit: str) -> Sequence[str]:
+        """Return the names that the service of a unit may have in the fleet: its configured one, or the default.
+
+        A name that comes from a certificate alone is not known here.
+        """
+        (instance,) = [name for name in pool.instances if pool.unit(name) == unit]
+        pid, configured = self._units.pids.get(unit, 0), None
+        with contextlib.suppress(OSError, yaml.YAMLError):
+            values = yaml.safe_load(self._config.file_of(pool, instance).read_text(encoding="utf-8"))
+            configured = values.get("name") if isinstance(values, dict) else None
+        return [str(configured)] if configured else [f"{pool.kind}-{pid}", f"{pool.kind}-{socket.gethostname()}-{pid}"]
 
     def _note_trouble(self, text: str) -> None:
         """Log that the manager refuses calls, once for each reason."""

@@ -25,6 +25,10 @@ _log = logging.getLogger(__name__)
 class Units(Protocol):
     """Starts and stops units. No method waits until a unit has started or stopped."""
 
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process IDs of the units, as `states` has seen them last; 0 for a unit that does not run."""
+
     async def states(self, units: Sequence[str]) -> Mapping[str, UnitState]:
         """Return the states of units. Raise Unavailable if they cannot be read now."""
 
@@ -57,9 +61,10 @@ class SystemdUnits:
 
     def __init__(self, command: str = _SYSTEMCTL) -> None:
         self._command = command
+        self.pids: dict[str, int] = {}
 
     async def states(self, units: Sequence[str]) -> Mapping[str, UnitState]:
-        properties = "--property=Id,LoadState,ActiveState,SubState,Job"
+        properties = "--property=Id,LoadState,ActiveState,SubState,Job,MainPID"
         text = await self._call("show", properties, "--", *units, what="systemctl show")
         found: dict[str, UnitState] = {}
         for block in text.split("\n\n"):
@@ -67,6 +72,8 @@ class SystemdUnits:
             unit = fields.get("Id", "")
             if fields.get("LoadState") == "not-found":
                 raise ConfigError(f"the unit {unit} is not installed on this host: see deploy/README.md")
+            if unit:
+                self.pids[unit] = int(fields.get("MainPID") or 0)
             if fields.get("SubState") == "auto-restart":
                 found[unit] = UnitState.RESTARTING
             elif fields.get("ActiveState") in ("inactive", "failed") and fields.get("Job"):
@@ -122,8 +129,10 @@ class ProcessUnits:
         self._logs = logs
         self._running: dict[str, tuple[ServiceProcess, asyncio.Task[None]]] = {}
         self._stopping: set[str] = set()
+        self.pids: dict[str, int] = {}
 
     async def states(self, units: Sequence[str]) -> Mapping[str, UnitState]:
+        self.pids = {unit: process.pid or 0 for unit, (process, _) in self._running.items()}
         return {unit: self._state(unit) for unit in units}
 
     async def start(self, unit: str) -> None:

@@ -55,6 +55,25 @@ def test_instances_start_in_order_and_the_last_ones_stop() -> None:
     assert host.look().stop == (unit("b"),)
 
 
+def test_one_that_has_nothing_to_do_stops_before_one_that_works() -> None:
+    host = Host()
+    host.pool.target = 4
+    host.look()
+    host.set(UnitState.READY, "a", "b", "c")
+    host.pool.target = 1
+    asked: list[str] = []
+
+    def is_idle(one: str) -> bool:
+        asked.append(one)
+        return one == unit("b")
+
+    stopped = host.pool.plan(host.states, host.now, is_idle=is_idle).stop
+    assert stopped == (unit("d"), unit("b"), unit("c")), "d serves nothing yet"
+    asked.clear()
+    host.pool.plan(dict.fromkeys(host.pool.units, UnitState.STOPPED), host.now, is_idle=is_idle)
+    assert not asked
+
+
 def test_a_unit_that_stops_is_not_started_before_it_has_stopped() -> None:
     host = Host(minimum=0)
     host.pool.target = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -10,8 +11,13 @@ import pytest
 
 from bottega.client.suite.plan import ProcessPlan
 from bottega.errors import ConfigError, Unavailable
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
+from bottega.scale.config import PoolConfig, ScaleConfig
 from bottega.scale.pools import UnitState
+from bottega.scale.service import Scaler
 from bottega.scale.units import ProcessUnits, SystemdUnits
+from bottega.v1.fleet_pb2 import PoolTarget
 from tests.support.waiting import eventually
 
 A, B = "bottega-worker@a.service", "bottega-worker@b.service"
@@ -28,6 +34,24 @@ stop) [ ! -e refuse ] || { echo 'Failed to stop: Access denied' >&2; exit 4; }
       printf 'LoadState=loaded\\nActiveState=deactivating\\nSubState=stop\\n' >"$1" ;;
 esac
 """
+
+
+async def test_a_unit_is_idle_if_the_gateway_says_so_of_its_service(systemd: Path, tmp_path: Path) -> None:
+    (systemd / A).write_text("LoadState=loaded\nActiveState=active\nMainPID=41\n")
+    (systemd / B).write_text("LoadState=loaded\nActiveState=active\nMainPID=42\n")
+    workers = tmp_path / "workers"
+    workers.mkdir()
+    (workers / "a.yaml").write_text("name: first\n")
+    (workers / "b.yaml").write_text("model: m\n")
+    units = SystemdUnits(str(systemd / "systemctl"))
+    await units.states([A, B])
+    assert units.pids == {A: 41, B: 42}
+    config = ScaleConfig(folder=str(tmp_path), pools=(PoolConfig(model="m", instances=("a", "b")),))
+    scaler = Scaler(config, Server("scale", ServerConfig()), units)
+    (pool,) = scaler._pools
+    for name, idle in (("first", A), (f"worker-{socket.gethostname()}-42", B), ("worker-elsewhere-42", None)):
+        scaler._note_targets([PoolTarget(kind="worker", model="m", count=1, idle=[name])])
+        assert [unit for unit in (A, B) if scaler._is_idle(pool, unit)] == ([idle] if idle else [])
 
 
 @pytest.fixture

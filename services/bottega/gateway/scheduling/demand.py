@@ -42,6 +42,8 @@ _UNKNOWN_JOB_S = 1.0
 _LATE_SHARE = 0.25
 # Updates, one a second, within which a scaler reports that its services have changed.
 _LAGGING_UPDATES = 10
+# Services without work that a scaler is told.
+_MAX_IDLE = 256
 # Share of the work that services may have together, up to which some of them may be stopped.
 _IDLE_SHARE = 0.75
 
@@ -231,8 +233,9 @@ class FleetDemand:
             for each in self._forecasts(name, state, work, pools):
                 desired = each.bounded(self._target(state, each, now))
                 demand.append(_message(name, each, desired, work.work))
-                for (member, _), share in zip(each.pools, each.share_out(desired), strict=True):
-                    targets[member].append(PoolTarget(kind=each.kind, model=name, count=share))
+                for (member, pool), share in zip(each.pools, each.share_out(desired), strict=True):
+                    idle = self._idle(each.kind, name) if share < pool.ready else ()
+                    targets[member].append(PoolTarget(kind=each.kind, model=name, count=share, idle=idle))
         self.demand = tuple(demand)
         for member, of_member in targets.items():
             if self._targets.get(member) != of_member:
@@ -310,6 +313,17 @@ class FleetDemand:
             pools=pools,
             fixed=state.fixed(stage, len(present), pools),
         )
+
+    def _idle(self, kind: str, model: str) -> Sequence[str]:
+        """Return the names of a model's workers or ControlNet servers that have nothing to do."""
+        idle: list[Member] = []
+        if kind == kinds.CONTROLNET:
+            servers = self._controlnet_servers(model)
+            idle = [server for server in servers if not any(net.sessions for net in server.load.hosted)]
+        elif kind == kinds.WORKER:
+            busy = {worker for worker, link in self._dispatcher.connections.items() if link.jobs}
+            idle = [one for one in self._fleet.serving(model) if one not in busy and not one.load.running]
+        return sorted(member.name for member in idle if not member.load.draining)[:_MAX_IDLE]
 
     def _pools(self) -> Mapping[tuple[str, str], _Pools]:
         """Return the pools of all scalers, by kind and model."""

@@ -90,6 +90,28 @@ async def test_a_restart_of_the_gateway_stops_no_running_worker() -> None:
     await shop.stop()
 
 
+async def test_a_scaler_with_too_many_workers_is_told_which_have_nothing_to_do() -> None:
+    shop = Shop()
+    shop.controller.demand.begin(grace_s=0)
+    member = scaler(shop, "host", pool(minimum=1, ready=3))
+    workers = [shop.worker(name) for name in ("w1", "w2", "w3")]
+    forecast(shop)
+    (target,) = shop.controller.demand.targets(member)
+    assert (target.count, list(target.idle)) == (3, []), "as many as run"
+    (job,) = submit(shop, 1)
+    (busy,) = [worker for worker, link in shop.controller._dispatcher.connections.items() if link.jobs]
+    for _ in range(130):
+        shop.time.now += 0.5
+        for each in (member, *workers):
+            shop.fleet.report_unchanged(each)
+        forecast(shop)
+    (target,) = shop.controller.demand.targets(member)
+    assert target.count == 1
+    assert list(target.idle) == sorted({"w1", "w2", "w3"} - {busy.name})
+    assert job.live
+    await shop.stop()
+
+
 async def test_a_scaler_that_joins_before_its_workers_keeps_them() -> None:
     shop = Shop()
     shop.controller.demand.begin(grace_s=0)
