@@ -14,7 +14,7 @@ LORAS = "loras"
 CACHE = "cache"
 ACTIVATIONS = "activations"
 SCALE = "scale"
-# Workers that compute only one stage, for workers that do not: the text encoders, or the VAE's decoder.
+# Workers with one stage (the text encoders, or the VAE's decoder), asked by workers that lack it.
 ENCODE = "encode"
 DECODE = "decode"
 STAGES = (ENCODE, DECODE)

@@ -107,7 +107,13 @@ class Shop:
     """A job controller of the model "m" and everything that it looks at. Made in a running event loop."""
 
     def __init__(
-        self, *, max_attempts: int = 3, hold_s: float = 3, addons: Sequence[AddOn] = (), max_members: int = 256
+        self,
+        *,
+        max_attempts: int = 3,
+        hold_s: float = 3,
+        addons: Sequence[AddOn] = (),
+        max_members: int = 256,
+        model_grace_s: float = 30.0,
     ) -> None:
         self.time = FakeTime()
         self.clients: dict[str, FakeClient] = {}
@@ -118,6 +124,7 @@ class Shop:
         self._hold_s = hold_s
         self._addons = addons
         self._max_members = max_members
+        self._model_grace_s = model_grace_s
         self.open()
 
     def open(self) -> None:
@@ -126,7 +133,10 @@ class Shop:
         self.registry = CollectorRegistry()
         metrics, of_addons = GatewayMetrics(self.registry), AddOnMetrics(self.registry)
         self.fleet = Fleet(
-            lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(self._max_members), clock=clock
+            lease_s=1.5,
+            model_grace_s=self._model_grace_s,
+            bounds=controlnet_hosts.bounds(self._max_members),
+            clock=clock,
         )
         self.storage = memory_storage(clock, self.shelf)
         self.log = JobRepository(storage=self.storage, clock=clock)

@@ -230,7 +230,7 @@ class EngineConfig:
         if len(set(self.roles)) < len(self.roles):
             raise ValueError("roles must be without duplicates")
         if "denoise" not in self.roles and len(self.roles) > 1:
-            raise ValueError("roles: without denoise a worker has one role, encode or decode, so that each is scaled")
+            raise ValueError("roles: a worker without denoise must have exactly one role: [encode] or [decode]")
         if self.peer.address and len(self.roles) < 3:
             raise ValueError("roles and peer.address: the workers of a pair need all roles; set one of them only")
 

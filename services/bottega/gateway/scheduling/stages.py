@@ -18,6 +18,11 @@ from bottega.errors import NoWorker
 
 # Seconds for which a verdict on the jobs of a model is used again.
 _FRESH_S = 0.5
+# Seconds after which a verdict that nobody asked for says nothing about the time since then. While a job waits, it is
+# asked for once a second.
+_FORGOTTEN_S = 3.0
+# Number of stages and models of which the last worker is known, the newest ones.
+_MAX_SEEN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class _Verdict:
     """Why none can; empty if one can."""
     since: float = 0.0
     """Time since which none can."""
+    starting: bool = False
+    """Whether a worker that may help is starting."""
 
 
 _NO_VERDICT = _Verdict(at=-math.inf)
@@ -41,7 +48,8 @@ class StageRoles(AddOn):
     Args:
         fleet: The connected services.
         clock: Clock of the gateway.
-        grace_s: Seconds for which jobs wait for a stage that no worker computes.
+        grace_s: Shortest time in seconds for which jobs wait for a stage that no worker computes. They wait longer for
+            workers that are slow to start (`FleetView.grace_s`).
     """
 
     def __init__(self, fleet: FleetView, clock: Clock, *, grace_s: float) -> None:
@@ -49,6 +57,8 @@ class StageRoles(AddOn):
         self._clock = clock
         self._grace_s = grace_s
         self._verdicts: dict[tuple[str, bool], _Verdict] = {}
+        # The worker that last computed each stage of each model, by stage and name of the model.
+        self._seen: dict[tuple[str, str], Member] = {}
 
     def costs(self, job: AddOnJob) -> JobCosts:
         """Return which workers may get a job. They are the same for jobs of a model with equal needs."""
@@ -60,11 +70,32 @@ class StageRoles(AddOn):
         key, now = (job.bare.model, needs_encoders(job)), self._clock.monotonic()
         known = self._verdicts.get(key, _NO_VERDICT)
         if now - known.at >= _FRESH_S:  # it is asked for each waiting job, once a second
-            reason = self._reason(*key)
-            known = self._verdicts[key] = _Verdict(at=now, reason=reason, since=known.since if known.reason else now)
-        if not known.reason or now - known.since < self._grace_s:
+            goes_on = known.reason and now - known.at < _FORGOTTEN_S
+            since = known.since if goes_on else now
+            known = _Verdict(at=now, reason=self._reason(*key), since=since, starting=self._is_any_starting())
+            self._verdicts[key] = known
+        if not known.reason or known.starting or now - known.since < self._model_grace_s(key[0]):
             return None
         return NoWorker(f"no worker of model {key[0]} can draw the job: {known.reason}", retry_after_s=self._grace_s)
+
+    def member_changed(self, member: Member, *, lost: bool = False) -> None:
+        """Note which worker computes a stage of a model. One that has left may come back."""
+        if member.kind in kinds.STAGES:
+            for model in member.registration.models:
+                self._seen.pop((member.kind, model.name), None)
+                self._seen[member.kind, model.name] = member  # the newest last
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+
+    def _is_any_starting(self) -> bool:
+        """Return whether a worker of any role starts. It names its model when its engine is ready."""
+        starts = (worker.is_starting for kind in (kinds.WORKER, *kinds.STAGES) for worker in self._fleet.services(kind))
+        return any(starts)
+
+    def _model_grace_s(self, model: str) -> float:
+        """Return for how many seconds jobs of a model wait for its stages: twice as long as their workers start."""
+        seen = (self._seen.get((stage, model)) for stage in kinds.STAGES)
+        return max((self._fleet.grace_s(member) for member in seen if member is not None), default=self._grace_s)
 
     def _reason(self, model: str, needs: bool) -> str:
         """Return why no worker of a model can get jobs; empty if one can, or if there is none."""
@@ -100,5 +131,5 @@ class StageRoles(AddOn):
 
 
 def needs_encoders(job: AddOnJob) -> bool:
-    """Return whether a job needs the text encoders in its worker: it changes them, or compares prompts for an edit."""
+    """Return whether a job has LoRAs, embeddings or a mask, which need text encoders in its own worker."""
     return bool(job.bare.loras) or job.request.mask_digest != ""

@@ -45,7 +45,7 @@ def eligible(roles: StageRoles, job: Job, *workers: Member) -> set[str]:
 
 @pytest.fixture
 def shop() -> Shop:
-    return Shop()
+    return Shop(model_grace_s=GRACE_S)
 
 
 @pytest.fixture
@@ -81,27 +81,67 @@ async def test_jobs_that_change_text_encoders_go_to_workers_that_have_them(shop:
     await shop.stop()
 
 
+def wait(shop: Shop, roles: StageRoles, job: Job, seconds: float) -> NoWorker | None:
+    """Let a job wait, which is asked about once a second, and return the first error."""
+    end = shop.time.now + seconds
+    while shop.time.now < end:
+        shop.time.now = min(end, shop.time.now + 1.0)
+        if (error := roles.unavailable(job)) is not None:
+            return error
+    return None
+
+
 async def test_a_job_that_no_worker_may_get_fails_after_the_grace(shop: Shop, roles: StageRoles) -> None:
     member(shop, "part", uses=[kinds.ENCODE])
     job, with_lora = sample_job(shop.time), lora_job(shop)
     assert roles.unavailable(job) is None
-    shop.time.now += GRACE_S - 0.5
-    assert roles.unavailable(job) is None
-    shop.time.now += 1.0
-    error = roles.unavailable(job)
+    assert wait(shop, roles, job, GRACE_S - 0.5) is None
+    error = wait(shop, roles, job, 1.0)
     assert isinstance(error, NoWorker)
     assert error.message == (
         "no worker of model m can draw the job: part lacks the role encode, and no worker with only this role serves "
         "its model now"
     )
     member(shop, "enc", kinds.ENCODE)
-    shop.time.now += 1.0
-    assert roles.unavailable(job) is None
-    roles.unavailable(with_lora)
-    shop.time.now += GRACE_S + 1
-    error = roles.unavailable(with_lora)
+    assert wait(shop, roles, job, 1.0) is None
+    error = wait(shop, roles, with_lora, GRACE_S + 2)
     assert error is not None
     assert "LoRAs, embeddings and masks need a worker with the role encode, which part lacks" in error.message
+    await shop.stop()
+
+
+async def test_each_outage_of_a_role_has_its_own_grace(shop: Shop, roles: StageRoles) -> None:
+    member(shop, "part", uses=[kinds.DECODE])
+    job = sample_job(shop.time)
+    assert wait(shop, roles, job, GRACE_S - 1) is None
+    decoder = member(shop, "dec", kinds.DECODE)
+    shop.time.now += 10 * GRACE_S  # nobody asks while no job waits
+    shop.fleet.leave(decoder, decoder.stream)
+    assert wait(shop, roles, job, GRACE_S - 1) is None
+    assert wait(shop, roles, job, 2.0) is not None
+    await shop.stop()
+
+
+async def test_jobs_wait_for_a_role_that_is_starting(shop: Shop, roles: StageRoles) -> None:
+    member(shop, "part", uses=[kinds.DECODE])
+    said = fleet_pb2.Registration(kind=kinds.DECODE, name="dec", address="127.0.0.1:9")
+    starting = shop.fleet.join(controlnet_hosts.again(said))
+    job = sample_job(shop.time)
+    assert wait(shop, roles, job, 20 * GRACE_S) is None
+    shop.fleet.leave(starting, starting.stream)
+    assert wait(shop, roles, job, 1.0) is not None, "a worker that ends in its start does not begin a new grace"
+    await shop.stop()
+
+
+async def test_jobs_wait_twice_as_long_as_a_role_takes_to_start(shop: Shop, roles: StageRoles) -> None:
+    member(shop, "part", uses=[kinds.DECODE])
+    decoder = member(shop, "dec", kinds.DECODE)
+    shop.fleet.report(decoder, fleet_pb2.Load(start_s=100))
+    roles.member_changed(decoder)
+    shop.fleet.leave(decoder, decoder.stream)
+    job = sample_job(shop.time)
+    assert wait(shop, roles, job, 199) is None
+    assert wait(shop, roles, job, 3) is not None
     await shop.stop()
 
 
