@@ -286,6 +286,7 @@ def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSe
         memory_budget_bytes=config.budget_bytes,
         disk_budget_bytes=config.disk_bytes,
         shared_budget_bytes=config.objects_bytes,
+        shared_address=config.objects,
         template_budget_bytes=config.template_mib << 20,
         min_free_bytes=config.min_free_bytes,
         max_waiting_bytes=config.waiting_bytes,

@@ -14,11 +14,13 @@ import pytest
 from bottega.activations.store.store import ActivationStore
 from bottega.activations.store.template_objects import OBJECT_NAMES
 from bottega.addons.interface.store_link import rank_stores
+from bottega.clocks import Clock
 from bottega.errors import BottegaError, StorageUnavailable
 from bottega.storage import BlobFiles
 from bottega.storage.objects import ObjectStore, s3_location
 from bottega.storage.s3 import S3Objects
 from bottega.v1 import activations_pb2 as pb
+from tests.fakes.fake_time import FakeTime
 from tests.support import s3
 from tests.support.stored_templates import (
     SECTION_BYTES,
@@ -72,8 +74,10 @@ def _in_folder(folder: Path) -> tuple[BlobFiles, BlobFiles]:
 
 
 @contextlib.contextmanager
-def _store(folder: Path, objects: tuple[ObjectStore, ObjectStore], **changed: object) -> Iterator[ActivationStore]:
-    store = ActivationStore(settings_of(folder, **changed), objects=objects)
+def _store(
+    folder: Path, objects: tuple[ObjectStore, ObjectStore], clock: Clock | None = None, **changed: object
+) -> Iterator[ActivationStore]:
+    store = ActivationStore(settings_of(folder, **changed), objects=objects, clock=clock)
     store.start()
     try:
         yield store
@@ -184,6 +188,48 @@ def test_a_dropped_template_is_deleted_in_the_bucket_and_at_other_stores(server:
         assert server.keys(bucket) == []
 
 
+def test_a_template_dropped_while_a_store_is_down_does_not_come_back(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with _store(tmp_path / "one", _in_folder(shared)) as one:
+        with _store(tmp_path / "two", _in_folder(shared)) as two:
+            for name in "ab":
+                record(two, name)
+            assert two.flush(WAIT_S)
+        _refresh(one)
+        assert one.drop(recording_of("a")) == 1
+    with _store(tmp_path / "two", _in_folder(shared)) as two:
+        assert two.flush(WAIT_S)
+        assert not answer(two, "a").recording
+        assert _serves(two, "b")
+    assert len(list((shared / "templates").glob("??/*"))) == 1
+    assert len(list((shared / "sections").glob("??/*"))) == 4
+
+
+def test_recordings_are_written_to_an_object_store_with_another_address(tmp_path: Path) -> None:
+    with _store(tmp_path / "one", _in_folder(tmp_path / "old"), shared_address="s3://old") as store:
+        record(store, "a")
+    with _store(tmp_path / "one", _in_folder(tmp_path / "new"), shared_address="s3://new") as store:
+        assert store.flush(WAIT_S)
+        assert _serves(store, "a")
+    assert len(list((tmp_path / "new" / "templates").glob("??/*"))) == 1
+
+
+def test_a_template_that_is_dropped_goes_though_another_store_recorded_it_too(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with _store(tmp_path / "one", _in_folder(shared)) as one, _store(tmp_path / "two", _in_folder(shared)) as two:
+        for store in (one, two):
+            _refresh(store)
+            send_sections(store, "a", range(2))
+        record(one, "a", 0)
+        assert one.flush(WAIT_S)
+        record(two, "a", 0, recording="0" * 32)
+        _refresh(two)
+        assert one.drop(recording_of("a")) == 1
+        _refresh(two)
+        assert not answer(two, "a").recording
+    assert not list(shared.glob("*/??/*"))
+
+
 def test_stores_that_record_the_same_at_once_agree_on_one(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with _store(tmp_path / "one", _in_folder(shared)) as one, _store(tmp_path / "two", _in_folder(shared)) as two:
@@ -246,13 +292,14 @@ def test_an_upload_that_was_cut_off_is_invisible_and_swept_when_old(tmp_path: Pa
 
 
 def test_the_bucket_evicts_what_was_not_used_for_longest_but_pinned(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    with _store(tmp_path / "one", _in_folder(shared), shared_budget_bytes=10 * SECTION_BYTES) as store:
+    shared, fake = tmp_path / "shared", FakeTime()
+    with _store(*(tmp_path / "one", _in_folder(shared), fake.clock()), shared_budget_bytes=10 * SECTION_BYTES) as store:
         for name in "ab":
             record(store, name)
         store.pin(recording_of("a"), True)
         assert store.flush(WAIT_S)
         _age(shared, _HALF_HOUR_S)
+        fake.now += _HALF_HOUR_S
         _refresh(store)
         record(store, "c")
         assert store.flush(WAIT_S)
@@ -262,6 +309,23 @@ def test_the_bucket_evicts_what_was_not_used_for_longest_but_pinned(tmp_path: Pa
         assert store.flush(WAIT_S)
         assert _outcomes(store)["no_room"] > 0, "the others are pinned or new"
         assert _serves(store, "d"), "it is on the disk"
+
+
+def test_a_template_used_now_outlives_one_used_twenty_minutes_ago(tmp_path: Path) -> None:
+    shared, fake = tmp_path / "shared", FakeTime()
+    with _store(*(tmp_path / "one", _in_folder(shared), fake.clock()), shared_budget_bytes=10 * SECTION_BYTES) as store:
+        for name, idle_s in (("hot", _HALF_HOUR_S), ("cold", 1200.0)):
+            record(store, name)
+            assert store.flush(WAIT_S)
+            for path in shared.glob("*/??/*"):
+                os.utime(path, (path.stat().st_mtime - idle_s,) * 2)
+            fake.now += idle_s
+        _refresh(store)
+        assert _serves(store, "hot")
+        assert store.flush(WAIT_S)
+        record(store, "new")
+        assert store.flush(WAIT_S)
+        assert {template.id for template in store.templates(10)} == {recording_of("hot"), recording_of("new")}
 
 
 def test_a_used_template_is_marked_as_used(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ class ActivationStoreSettings:
     """Bytes of disk space that stay free for other programs. At most 5 % of the disk counts."""
     shared_budget_bytes: int = 1 << 40
     """Upper bound on the bytes of all recordings in the object store, of all activation stores."""
+    shared_address: str = ""
+    """Address of the object store. When it changes, recordings are written to the new one."""
     max_templates: int = 10_000
     max_loads: int = 2
     """Number of parallel loads into memory."""

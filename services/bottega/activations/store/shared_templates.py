@@ -13,14 +13,15 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TypeVar
 
-from bottega.activations.records import SectionKey, SectionRecord, TemplateRecord
+from bottega.activations.store.publisher import TemplatePublisher
 from bottega.activations.store.sealed_parts import memory_file
 from bottega.activations.store.settings import SharedOutcome, SharedStatistics
-from bottega.activations.store.template_objects import KnownTemplate, Manifest, TemplateObjects, manifest_of
+from bottega.activations.store.template_objects import KnownTemplate, Manifest, TemplateObjects
 from bottega.activations.store.template_table import TemplateTable
 from bottega.clocks import SteadyClock
 from bottega.errors import StorageUnavailable
@@ -31,8 +32,6 @@ from bottega.v1 import activations_pb2 as pb
 _TRANSFERS = 8
 _REFRESH_S = 60.0
 _SWEEP_S = 3600.0
-# A template in use is marked as used so often, which is a small write.
-_TOUCH_S = 3600.0
 # After a failure, files are not read for so long, so that reading from the disk does not wait for the object store.
 _PAUSE_S = 5.0
 # Upper bound on the wait of one call to the thread, which may be uploading a recording.
@@ -56,7 +55,7 @@ class SharedTemplates:
         table: The templates that this store has.
         local: The files on the disk.
         adopt: Adds a template with its file of image latent and noise; see TemplateInsertion.adopt.
-        drop: Deletes a recording from the disk, by its ID.
+        file: Where the recordings that were published are noted; see TemplatePublisher, as for `address` and `drop`.
         lose: Removes the sections that use a file which is neither on the disk nor in the object store.
         retry_s: Seconds between two tries to write.
     """
@@ -67,6 +66,8 @@ class SharedTemplates:
         *,
         table: TemplateTable,
         local: BlobFiles,
+        file: Path,
+        address: str,
         adopt: Callable[[Manifest, bytes], bool],
         drop: Callable[[str], object],
         lose: Callable[[str], None],
@@ -78,17 +79,14 @@ class SharedTemplates:
         self._table = table
         self._local = local
         self._adopt = adopt
-        self._drop = drop
-        self._lose = lose
+        self._publisher = TemplatePublisher(
+            objects, table=table, local=local, file=file, address=address, drop=drop, lose=lose, count=self._count
+        )
         self._counts = Counter(dict.fromkeys(SharedOutcome, 0))
         self._now = now
         self._thread = SerialThread("shared-templates", tick=self._tick, tick_s=retry_s)
         self._lock = threading.Lock()
         self._bringing: dict[str, Future[None]] = {}
-        self._published: dict[str, tuple[Mapping[SectionKey, SectionRecord], bool]] = {}
-        """Sections and pins of templates, by recording, as they are in the object store."""
-        self._too_large: set[str] = set()
-        """IDs of recordings for which there was no room."""
         self._listed = False
         self._refresh_at = self._sweep_at = 0.0
         self._paused_until = 0.0
@@ -277,6 +275,7 @@ class SharedTemplates:
                 return
             if self._adopt(manifest, data):
                 self._count(SharedOutcome.BROUGHT)
+                self.publish_soon()  # it is noted as published
         except StorageUnavailable as error:
             self._fail(error)
 
@@ -308,7 +307,8 @@ class SharedTemplates:
         try:
             if self._now() >= self._refresh_at or self.trouble:
                 self._refresh()
-            self._publish_all()
+            if self._listed:
+                self._publisher.publish_all()
             if self._now() >= self._sweep_at:
                 self._sweep_at = self._now() + _SWEEP_S
                 self._count(SharedOutcome.ORPHANED, self.objects.sweep())
@@ -318,61 +318,10 @@ class SharedTemplates:
             self._recover()
 
     def _refresh(self) -> None:
-        for known in self.objects.refresh():
-            self._drop(known.header.recording)  # another store has deleted it
+        self.objects.refresh()
         self._listed = True
         self._refresh_at = self._now() + _REFRESH_S
-        self._too_large.clear()
-        there = {known.header.recording for known in self.objects.all()}
-        self._published = {recording: state for recording, state in self._published.items() if recording in there}
-
-    def _publish_all(self) -> None:
-        if not self._listed:
-            return
-        for template in self._table.newest():
-            known = self.objects.find(template.key)
-            if known is not None and known.header.recording != template.recording:
-                continue  # another store has recorded it at the same time; either recording is good
-            state = (template.sections, template.use.pinned)
-            same = self._published.get(template.recording)
-            if known is None or same is None or same[0] is not state[0] or same[1] != state[1]:
-                self._publish(template, known)
-            elif template.use.used_s > known.written_s + _TOUCH_S:
-                self.objects.touch(manifest_of(template))
-
-    def _publish(self, template: TemplateRecord, known: KnownTemplate | None) -> None:
-        """Write a template to the object store, unless it is there already, or there is no room."""
-        if template.recording in self._too_large:
-            return
-        state, manifest = (template.sections, template.use.pinned), manifest_of(template)
-        if known is None or known.name != manifest.name:
-            evicted = self.objects.make_room(manifest.size_bytes - (known.size_bytes if known is not None else 0))
-            if evicted is None:
-                self._refuse(template.recording)
-                return
-            self._count(SharedOutcome.EVICTED, len(evicted))
-            for gone in evicted:
-                self._drop(gone.header.recording)  # otherwise it would be written again
-            if not self.objects.publish(manifest, self._read_local):
-                return
-            self._count(SharedOutcome.STORED)
-        self._published[template.recording] = state
-
-    def _refuse(self, recording: str) -> None:
-        self._too_large.add(recording)
-        if not self._counts[SharedOutcome.NO_ROOM]:
-            text = "objects_bytes is used by pinned and new recordings; further ones stay on this store's disk alone"
-            _log.warning(text)
-        self._count(SharedOutcome.NO_ROOM)
-
-    def _read_local(self, digest: str) -> bytes | None:
-        size_bytes = self._local.size(digest)
-        data = None
-        if size_bytes is not None:
-            data = self._local.read(digest, digest=bytes.fromhex(digest), size_bytes=size_bytes)
-        if data is None:
-            self._lose(digest)
-        return data
+        self._publisher.try_refused()
 
     def _count(self, outcome: SharedOutcome, number: int = 1) -> None:
         with self._lock:

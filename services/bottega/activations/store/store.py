@@ -6,12 +6,11 @@ latent and noise from disk. `service.py` converts between the store and gRPC.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 
 from bottega.activations.profiles import profile_folder
-from bottega.activations.records import TemplateRecord, TemplateReply, activation_disk, layout_part, read_layout
+from bottega.activations.records import TemplateRecord, TemplateReply, activation_disk
 from bottega.activations.store.answers import DrawnCache, TemplateLoader, add_profile, template_answer
 from bottega.activations.store.checks import (
     check_header,
@@ -20,9 +19,8 @@ from bottega.activations.store.checks import (
     check_recording,
     checked_section_key,
 )
-from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
+from bottega.activations.store.insertion import TemplateInsertion
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings, SectionIntake
-from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStatistics, ActivationStoreSettings, DropReason
 from bottega.activations.store.shared_templates import SharedTemplates
 from bottega.activations.store.template_objects import Manifest, TemplateObjects
@@ -32,7 +30,7 @@ from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import StoreCounts
 from bottega.caching import CacheLease, FilesByPath, Tier, TieredCache
 from bottega.clocks import Clock, SteadyClock
-from bottega.errors import StorageUnavailable, Unavailable
+from bottega.errors import Unavailable
 from bottega.process import open_files
 from bottega.storage import BlobFiles
 from bottega.storage.objects import ObjectStore
@@ -98,6 +96,7 @@ class ActivationStore:
             settings,
             table=self._table,
             recordings=self._recordings,
+            now=self._now,
             disk=disk,
             insertion=self._insertion,
             counts=self._counts,
@@ -185,43 +184,7 @@ class ActivationStore:
 
         A section of an existing template replaces the one with the same key. Raise ValueError for a malformed header.
         """
-        key = checked_section_key(header)
-        template = self._table.get(header.key)
-        pending = None if template is not None else self._recordings.begin_section(header.key, header.recording, link)
-        if pending is None and (template is None or template.recording != header.recording):
-            # With NOT_GRANTED, the worker would discard what it has just recorded.
-            early = template is None and self._recordings.is_being_written(header.key, header.recording, link)
-            refused = DropReason.EARLY if early else DropReason.NOT_GRANTED
-            self._counts.drop(refused)
-            return refused
-        reason = self._writer.reserve(layout.size_bytes)
-        if reason is not None:
-            self._counts.drop(reason)
-            return reason
-        try:
-            file = SectionFile(layout, header.key)
-        except BaseException as error:
-            self._drop_section(layout, DropReason.TROUBLE)
-            if not isinstance(error, StorageUnavailable):
-                raise
-            return DropReason.TROUBLE
-        incoming = functools.partial(
-            IncomingSection,
-            key=header.key,
-            section=key,
-            layout=read_layout(layout_part(layout)),
-            map=header.map,
-            prompt=header.prompt,
-            pending=pending,
-            number=template.number if template is not None else 0,
-        )
-        return SectionIntake(
-            file,
-            pending=pending,
-            now=self._now,
-            on_whole=lambda descriptor: self._writer.write(incoming(descriptor=descriptor)),
-            on_drop=lambda why: self._drop_section(layout, why),
-        )
+        return self._writer.begin_section(header, checked_section_key(header), layout, link)
 
     @property
     def record_idle_s(self) -> float:
@@ -376,10 +339,6 @@ class ActivationStore:
         there = self._table.get(question.key) or (self._shared is not None and self._shared.has(question.key))
         return bool(wanted and not there and self._recordings.grant(question.key, link))
 
-    def _drop_section(self, layout: SectionLayout, reason: DropReason) -> None:
-        self._writer.unreserve(layout.size_bytes)
-        self._counts.drop(reason)
-
     def _missing(self, digest: str) -> Unavailable:
         self._lose(digest)
         return _gone()
@@ -405,6 +364,8 @@ class ActivationStore:
             TemplateObjects(manifests=manifests, files=files, budget_bytes=budget_bytes, now=self._now),
             table=self._table,
             local=local,
+            file=self._settings.folder / "published.json",
+            address=self._settings.shared_address,
             adopt=self._adopt,
             drop=lambda recording: self._writer.drop(recording),
             lose=lambda digest: self._writer.lose(digest),

@@ -45,8 +45,8 @@ _VERSION = 1
 _TRANSFERS = 8
 # A store may upload the files of a recording for hours before it writes the manifest.
 _ORPHAN_S = 6 * 3600.0
-# Younger recordings are not evicted, because other stores have not listed them yet.
-_SETTLED_S = 600.0
+SETTLED_S = 600.0
+"""Younger recordings are not evicted, because other stores have not listed them yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +168,6 @@ class TemplateObjects:
         """Drop the transfers that have not begun."""
         self._transfers.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all known recordings."""
-        return sum(known.size_bytes for known in self.all())
-
     def all(self) -> list[KnownTemplate]:
         """Return all known recordings."""
         with self._lock:
@@ -190,8 +185,12 @@ class TemplateObjects:
             found = [self._known[tag] for tag in self._by_source.get(source, ())]
         return sorted(found, key=lambda known: -known.written_s)
 
-    def refresh(self) -> list[KnownTemplate]:
-        """List the manifests, and read the new ones. Return the recordings that are gone since the last call."""
+    def exists(self, key: str) -> bool:
+        """Return whether a template has a manifest now, even one that this version cannot read."""
+        return _tag(key) in self._tags or any(True for _ in self._manifests.objects(_tag(key)))
+
+    def refresh(self) -> None:
+        """List the manifests, and read the new ones."""
         youngest: dict[str, StoredObject] = {}
         for found in self._manifests.objects():
             other = youngest.setdefault(found.name[:64], found)
@@ -201,17 +200,14 @@ class TemplateObjects:
         before = {known.name: known for known in self.all()}
         new = [found for found in youngest.values() if found.name not in before]
         read = {known.name: known for known in self._transfers.map(self._read_listed, new) if known is not None}
-        gone = []
         for tag, known in list(self._known.items()):
             # One that was replaced during a long listing may be in none of its pages.
             if tag not in youngest and not any(True for _ in self._manifests.objects(tag)):
-                gone.append(known)
                 self._forget(known)
         for found in youngest.values():
             listed = read.get(found.name) or before.get(found.name)
             if listed is not None:
                 self._keep(listed, written_s=self._now() - found.age_s)
-        return gone
 
     def read(self, known: KnownTemplate) -> Manifest | None:
         """Return the manifest of a recording; None if it is gone or damaged."""
@@ -284,9 +280,9 @@ class TemplateObjects:
         """
         if size_bytes <= 0:
             return []
-        excess = self.used_bytes + size_bytes - self.budget_bytes
+        excess = sum(known.size_bytes for known in self.all()) + size_bytes - self.budget_bytes
         gone = []
-        settled_s = self._now() - _SETTLED_S
+        settled_s = self._now() - SETTLED_S
         for known in sorted(self.all(), key=lambda known: known.written_s):
             if excess <= 0:
                 break
@@ -333,6 +329,7 @@ class TemplateObjects:
     def _forget(self, known: KnownTemplate) -> None:
         with self._lock:
             self._unlink(self._known.pop(known.name[:64], None))
+            self._tags -= {known.name[:64]}
 
     def _unlink(self, known: KnownTemplate | None) -> None:
         """Remove a recording from the lookup by source. Requires the lock."""

@@ -6,21 +6,25 @@ read-only until there is space. The bytes of waiting sections are bounded.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
+from bottega.activations.records import SectionKey, layout_part, read_layout
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
-from bottega.activations.store.recordings import PendingRecording, PendingRecordings
+from bottega.activations.store.recordings import PendingRecording, PendingRecordings, SectionIntake
+from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.template_objects import Manifest
 from bottega.activations.store.template_table import TemplateTable, files_of
-from bottega.addons.edits.wire import DrawnTensors
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges, StoreCounts
+from bottega.clocks import SteadyClock
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.process import open_files
-from bottega.v1.activations_pb2 import RecordingHeader
+from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader
 
 # Extra queue space for ends of recordings, half a MiB each, so that a full queue of sections loses no template.
 _SPARE_BYTES = 64 << 20
@@ -43,6 +47,7 @@ class ActivationWriter(BlobWriter):
         *,
         table: TemplateTable,
         recordings: PendingRecordings,
+        now: SteadyClock,
         disk: BlobDisk,
         insertion: TemplateInsertion,
         counts: StoreCounts[DropReason],
@@ -52,6 +57,7 @@ class ActivationWriter(BlobWriter):
         self._settings = settings
         self._table = table
         self._recordings = recordings
+        self._now = now
         self._insertion = insertion
         self._counts = counts
         self._on_recorded = on_recorded
@@ -87,9 +93,46 @@ class ActivationWriter(BlobWriter):
             self._waiting -= 1
             self._waiting_bytes -= size_bytes
 
-    def write(self, incoming: IncomingSection) -> None:
-        """Queue a section for which space was reserved. The writer closes its descriptor."""
-        self._thread.post(lambda: self._write(incoming))
+    def begin_section(
+        self, header: SectionHeader, key: SectionKey, layout: SectionLayout, link: Hashable
+    ) -> SectionIntake | DropReason:
+        """Return an object that receives the chunks of a section, or why it is dropped; see ActivationStore."""
+        template = self._table.get(header.key)
+        pending = None if template is not None else self._recordings.begin_section(header.key, header.recording, link)
+        if pending is None and (template is None or template.recording != header.recording):
+            # With NOT_GRANTED, the worker would discard what it has just recorded.
+            early = template is None and self._recordings.is_being_written(header.key, header.recording, link)
+            refused = DropReason.EARLY if early else DropReason.NOT_GRANTED
+            self._counts.drop(refused)
+            return refused
+        reason = self.reserve(layout.size_bytes)
+        if reason is not None:
+            self._counts.drop(reason)
+            return reason
+        try:
+            file = SectionFile(layout, header.key)
+        except BaseException as error:
+            self._drop_section(layout, DropReason.TROUBLE)
+            if not isinstance(error, StorageUnavailable):
+                raise
+            return DropReason.TROUBLE
+        incoming = functools.partial(
+            IncomingSection,
+            key=header.key,
+            section=key,
+            layout=read_layout(layout_part(layout)),
+            map=header.map,
+            prompt=header.prompt,
+            pending=pending,
+            number=template.number if template is not None else 0,
+        )
+        return SectionIntake(
+            file,
+            pending=pending,
+            now=self._now,
+            on_whole=lambda descriptor: self._thread.post(lambda: self._write(incoming(descriptor=descriptor))),
+            on_drop=lambda why: self._drop_section(layout, why),
+        )
 
     def complete(self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None) -> None:
         """Queue the end of a recording, which makes a template of its sections. Space was reserved for `drawn`."""
@@ -175,6 +218,10 @@ class ActivationWriter(BlobWriter):
         except (StorageUnavailable, DataLoss) as error:
             self._fail(error)
             return False
+
+    def _drop_section(self, layout: SectionLayout, reason: DropReason) -> None:
+        self.unreserve(layout.size_bytes)
+        self._counts.drop(reason)
 
     def _note(self, reason: DropReason | None) -> None:
         if reason is not None:
