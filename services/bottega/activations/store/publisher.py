@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class TemplatePublisher:
-    """Brings the object store up to date with the templates of this store. It is used by one thread.
+    """Brings the object store up to date with the templates of this store, in one thread.
 
     Args:
         objects: The recordings in the object store.
@@ -37,7 +39,6 @@ class TemplatePublisher:
         address: Address of the object store. IDs that were stored for another one do not count.
         drop: Deletes a recording from the disk, by its ID.
         lose: Removes the sections that use a file which cannot be read.
-        count: Counts an outcome.
     """
 
     def __init__(
@@ -50,7 +51,6 @@ class TemplatePublisher:
         address: str,
         drop: Callable[[str], object],
         lose: Callable[[str], None],
-        count: Callable[[SharedOutcome, int], None],
     ) -> None:
         self._objects = objects
         self._table = table
@@ -59,7 +59,8 @@ class TemplatePublisher:
         self._address = address
         self._drop = drop
         self._lose = lose
-        self._count = count
+        self._lock = threading.Lock()
+        self._counts = Counter(dict.fromkeys(SharedOutcome, 0))
         self._states: dict[str, tuple[Mapping[SectionKey, SectionRecord], bool]] = {}
         """Sections and pins of templates, by recording, as they are in the object store."""
         self._published: set[str] | None = None
@@ -67,7 +68,16 @@ class TemplatePublisher:
         self._is_saved = True
         self._too_large: set[str] = set()
         """IDs of recordings for which there was no room."""
-        self._has_refused = False
+
+    def outcomes(self) -> dict[str, int]:
+        """Return the counts of all outcomes of work with the object store. Any thread may call it."""
+        with self._lock:
+            return {outcome.value: number for outcome, number in self._counts.items()}
+
+    def count(self, outcome: SharedOutcome, number: int = 1) -> None:
+        """Count an outcome. Any thread may call it."""
+        with self._lock:
+            self._counts[outcome] += number
 
     def try_refused(self) -> None:
         """Try recordings again for which there was no room."""
@@ -106,10 +116,10 @@ class TemplatePublisher:
             if evicted is None:
                 self._refuse(template.recording)
                 return
-            self._count(SharedOutcome.EVICTED, len(evicted))
+            self.count(SharedOutcome.EVICTED, len(evicted))
             if not self._objects.publish(manifest, self._read_local):
                 return
-            self._count(SharedOutcome.STORED, 1)
+            self.count(SharedOutcome.STORED)
             self._note(template)
             self._save()
         self._note(template)
@@ -117,12 +127,11 @@ class TemplatePublisher:
 
     def _refuse(self, recording: str) -> None:
         self._too_large.add(recording)
-        if not self._has_refused:
-            self._has_refused = True
+        if not self._counts[SharedOutcome.NO_ROOM]:
             _log.warning(
                 "objects_bytes is full of pinned recordings and ones younger than 10 min; new ones stay on this disk"
             )
-        self._count(SharedOutcome.NO_ROOM, 1)
+        self.count(SharedOutcome.NO_ROOM)
 
     def _read_local(self, digest: str) -> bytes | None:
         size_bytes = self._local.size(digest)

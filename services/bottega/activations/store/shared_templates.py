@@ -12,10 +12,8 @@ import contextlib
 import functools
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import TypeVar
 
 from bottega.activations.store.publisher import TemplatePublisher
@@ -55,8 +53,6 @@ class SharedTemplates:
         table: The templates that this store has.
         local: The files on the disk.
         adopt: Adds a template with its file of image latent and noise; see TemplateInsertion.adopt.
-        file: Where the recordings that were published are noted; see TemplatePublisher, as for `address` and `drop`.
-        lose: Removes the sections that use a file which is neither on the disk nor in the object store.
         retry_s: Seconds between two tries to write.
     """
 
@@ -64,13 +60,10 @@ class SharedTemplates:
         self,
         objects: TemplateObjects,
         *,
+        publisher: TemplatePublisher,
         table: TemplateTable,
         local: BlobFiles,
-        file: Path,
-        address: str,
         adopt: Callable[[Manifest, bytes], bool],
-        drop: Callable[[str], object],
-        lose: Callable[[str], None],
         now: SteadyClock,
         retry_s: float,
     ) -> None:
@@ -79,10 +72,7 @@ class SharedTemplates:
         self._table = table
         self._local = local
         self._adopt = adopt
-        self._publisher = TemplatePublisher(
-            objects, table=table, local=local, file=file, address=address, drop=drop, lose=lose, count=self._count
-        )
-        self._counts = Counter(dict.fromkeys(SharedOutcome, 0))
+        self._publisher = publisher
         self._now = now
         self._thread = SerialThread("shared-templates", tick=self._tick, tick_s=retry_s)
         self._lock = threading.Lock()
@@ -156,14 +146,12 @@ class SharedTemplates:
     def statistics(self) -> SharedStatistics:
         """Return the current statistics."""
         known = self.objects.all()
-        with self._lock:
-            outcomes = {outcome.value: self._counts[outcome] for outcome in SharedOutcome}
         return SharedStatistics(
             templates=len(known),
             alone=sum(self._table.get(each.header.key) is None for each in known),
             size_bytes=sum(each.size_bytes for each in known),
             budget_bytes=self.objects.budget_bytes,
-            outcomes=outcomes,
+            outcomes=self._publisher.outcomes(),
             trouble=self.trouble,
         )
 
@@ -269,12 +257,12 @@ class SharedTemplates:
             manifest = self.objects.read(known)
             data = self._drawn(manifest) if manifest is not None else None
             if manifest is None or data is None:
-                self._count(SharedOutcome.MISSING)
+                self._publisher.count(SharedOutcome.MISSING)
                 self.objects.discard(known)
                 self._refresh_at = 0.0  # another store may have replaced it
                 return
             if self._adopt(manifest, data):
-                self._count(SharedOutcome.BROUGHT)
+                self._publisher.count(SharedOutcome.BROUGHT)
                 self.publish_soon()  # it is noted as published
         except StorageUnavailable as error:
             self._fail(error)
@@ -292,7 +280,7 @@ class SharedTemplates:
             self._fail(error)
             raise
         self._recover()
-        self._count(SharedOutcome.READ if data is not None else SharedOutcome.MISSING)
+        self._publisher.count(SharedOutcome.READ if data is not None else SharedOutcome.MISSING)
         return data
 
     def _keep(self, digest: str, data: bytes) -> None:
@@ -311,7 +299,7 @@ class SharedTemplates:
                 self._publisher.publish_all()
             if self._now() >= self._sweep_at:
                 self._sweep_at = self._now() + _SWEEP_S
-                self._count(SharedOutcome.ORPHANED, self.objects.sweep())
+                self._publisher.count(SharedOutcome.ORPHANED, self.objects.sweep())
         except StorageUnavailable as error:
             self._fail(error)
         else:
@@ -323,12 +311,8 @@ class SharedTemplates:
         self._refresh_at = self._now() + _REFRESH_S
         self._publisher.try_refused()
 
-    def _count(self, outcome: SharedOutcome, number: int = 1) -> None:
-        with self._lock:
-            self._counts[outcome] += number
-
     def _fail(self, error: StorageUnavailable) -> None:
-        self._count(SharedOutcome.FAILED)
+        self._publisher.count(SharedOutcome.FAILED)
         self._paused_until = self._now() + _PAUSE_S
         with self._lock:
             first, self.trouble = not self.trouble, error.message

@@ -20,6 +20,7 @@ from bottega.activations.store.checks import (
     checked_section_key,
 )
 from bottega.activations.store.insertion import TemplateInsertion
+from bottega.activations.store.publisher import TemplatePublisher
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings, SectionIntake
 from bottega.activations.store.settings import ActivationStatistics, ActivationStoreSettings, DropReason
 from bottega.activations.store.shared_templates import SharedTemplates
@@ -359,18 +360,27 @@ class ActivationStore:
 
     def _share(self, objects: tuple[ObjectStore, ObjectStore], local: BlobFiles) -> SharedTemplates:
         manifests, files = objects
-        budget_bytes = self._settings.shared_budget_bytes
-        return SharedTemplates(
-            TemplateObjects(manifests=manifests, files=files, budget_bytes=budget_bytes, now=self._now),
+        settings = self._settings
+        shared = TemplateObjects(
+            manifests=manifests, files=files, budget_bytes=settings.shared_budget_bytes, now=self._now
+        )
+        publisher = TemplatePublisher(
+            shared,
             table=self._table,
             local=local,
-            file=self._settings.folder / "published.json",
-            address=self._settings.shared_address,
-            adopt=self._adopt,
+            file=settings.folder / "published.json",
+            address=settings.shared_address,
             drop=lambda recording: self._writer.drop(recording),
             lose=lambda digest: self._writer.lose(digest),
+        )
+        return SharedTemplates(
+            shared,
+            publisher=publisher,
+            table=self._table,
+            local=local,
+            adopt=self._adopt,
             now=self._now,
-            retry_s=self._settings.retry_s,
+            retry_s=settings.retry_s,
         )
 
     def _forget(self, pending: PendingRecording) -> None:
