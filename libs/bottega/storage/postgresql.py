@@ -296,9 +296,14 @@ async def lock(connection: Connection, name: str) -> None:
     await connection.execute(f"SELECT {call}".encode(), values)
 
 
-def lock_call(name: str) -> tuple[str, tuple[int, str]]:
-    """Return an expression of SQL that takes the lock as `lock` does, and its parameters."""
-    return "pg_advisory_xact_lock(%s, hashtext(%s))", (_LOCK_KEY, name)
+def lock_call(name: str, *, waits_long: bool = False) -> tuple[str, tuple[int, str]]:
+    """Return expressions of SQL that take the lock as `lock` does, and their parameters.
+
+    Args:
+        waits_long: Whether only the bound on a statement limits the wait, and those of the rest of the transaction.
+    """
+    unlimited = "set_config('lock_timeout', '0', true), " if waits_long else ""
+    return f"{unlimited}pg_advisory_xact_lock(%s, hashtext(%s))", (_LOCK_KEY, name)
 
 
 async def rows_of(connection: Connection, query: str, parameters: Params = ()) -> list[tuple[Any, ...]]:

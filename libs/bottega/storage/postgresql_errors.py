@@ -62,6 +62,19 @@ def translated(place: str, *, starting: bool = False) -> Iterator[None]:
         raise _typed(error, place, starting=starting) from cause
 
 
+@contextlib.contextmanager
+def busy_if_locked(text: str) -> Iterator[None]:
+    """Raise StorageUnavailable with the cause BUSY if a statement in the block waits for a lock for too long.
+
+    Args:
+        text: What the lock is held for.
+    """
+    try:
+        yield
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+        raise os_errors.unavailable(text, cause=os_errors.BUSY) from error
+
+
 def _typed(error: psycopg.Error, place: str, *, starting: bool) -> BottegaError:
     """Return the error to raise; only a ConfigError, which callers never see, names the database."""
     text = first_line(error)

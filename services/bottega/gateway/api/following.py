@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 from bottega.addons.interface.views import Access, JobRequest
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, Draining, StorageUnavailable
+from bottega.errors import BottegaError, Draining, MethodNotServed, StorageUnavailable
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.reservations import MAX_JOBS, packed
 from bottega.gateway.api.scheduler_calls import InterruptedCall, SchedulerCalls
 from bottega.gateway.jobs.conversion import inputs_of
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.store import JobRecord, StaleGeneration
+from bottega.gateway.jobs.store import JobRecord, NotAdded, StaleGeneration
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.rpc.status import from_job_error
 from bottega.storage import os_errors
@@ -52,7 +52,7 @@ class _Notice:
 
 
 class _SchedulerLine:
-    """Notices to one scheduler. One call is under way at a time, and the next one has all notices that came meanwhile.
+    """Sends admission messages to one scheduler in batches, at most one call at a time.
 
     Args:
         scheduler: The scheduler.
@@ -82,14 +82,15 @@ class _SchedulerLine:
 
         If neither happens in some seconds, the scheduler looks for the job in the database.
         """
-        ends = asyncio.get_running_loop().time() + _TELL_S
-        while self._role.other == self.scheduler and asyncio.get_running_loop().time() < ends:
-            try:
-                await self._send(message)
-            except (InterruptedCall, BottegaError):
-                await asyncio.sleep(_RETRY_S)
-            else:
-                return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TELL_S):
+                while self._role.other == self.scheduler:
+                    try:
+                        await self._send(message)
+                    except (InterruptedCall, BottegaError):
+                        await asyncio.sleep(_RETRY_S)
+                    else:
+                        return
 
     async def close(self) -> None:
         """End the call that is under way."""
@@ -130,10 +131,12 @@ class _SchedulerLine:
             raise
         except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
             for notice in notices:
-                notice.answered.set_exception(error)
+                if not notice.answered.done():  # nobody waits for it any more
+                    notice.answered.set_exception(error)
         else:
             for notice, refusal in zip(notices, results, strict=True):
-                notice.answered.set_result(from_job_error(refusal) if refusal and refusal.code else None)
+                if not notice.answered.done():
+                    notice.answered.set_result(from_job_error(refusal) if refusal and refusal.code else None)
 
 
 class FollowerAdmission:
@@ -180,7 +183,7 @@ class FollowerAdmission:
             await self._line.close()
 
     async def _store(self, job: Job) -> bool:
-        """Store a job for the scheduler, or the next one if that ends meanwhile. Return False if it has to do that."""
+        """Return False if nothing was stored and the scheduler must admit the request."""
         record, inputs = self._jobs.new_record(job), await inputs_of(job)
         new = packed(record)
         while (scheduler := self._role.other) is not None:
@@ -190,9 +193,16 @@ class FollowerAdmission:
                 if isinstance(refusal, Draining):
                     raise InterruptedCall(refusal, refused=True)
             except InterruptedCall as interruption:
-                await self._calls.retry(interruption, repeatable=True)
+                try:
+                    await self._calls.retry(interruption, repeatable=True)
+                except BottegaError:
+                    self._storing.start(line.tell(_dropped(job)))
+                    raise
                 continue
-            except BottegaError:  # a scheduler of an older version has no such method
+            except MethodNotServed:  # a scheduler of an older version
+                return False
+            except BottegaError:  # it may have reserved a place, but too late
+                await line.tell(_dropped(job))
                 return False
             if isinstance(refusal, StorageUnavailable):
                 return False
@@ -203,24 +213,25 @@ class FollowerAdmission:
         return False
 
     async def _store_reserved(self, job: Job, record: JobRecord, inputs: bytes, line: _SchedulerLine) -> bool:
-        dropped = fleet_pb2.AdmitJobsRequest(dropped=[job.job_id])
         try:
             quotas = self._admission.quotas_of(job)
             stored = await self._jobs.add_for(record, inputs, lease=line.lease, quotas=quotas)
         except StaleGeneration:
             raise
-        except StorageUnavailable as error:
-            self._paused_until = asyncio.get_running_loop().time() + _PAUSE_S
-            if error.metadata.get("cause") in (os_errors.BUSY, os_errors.NOT_OPEN):  # it was not tried
-                self._storing.start(line.tell(dropped))
-                return False
+        except NotAdded as error:
+            if error.metadata.get("cause") != os_errors.BUSY:
+                self._pause()
+            await line.tell(_dropped(job))
+            return False
+        except StorageUnavailable:
+            self._pause()
             self._storing.start(line.tell(fleet_pb2.AdmitJobsRequest(doubtful=[job.job_id])))
             raise
         except BottegaError:
-            self._storing.start(line.tell(dropped))
+            self._storing.start(line.tell(_dropped(job)))
             raise
         if stored.job_id != job.job_id:  # another gateway has stored a job with this request_id
-            await line.tell(dropped)
+            await line.tell(_dropped(job))
             return False
         told = fleet_pb2.StoredJob(job_id=job.job_id, sequence=stored.sequence, has_inputs=bool(inputs))
         await line.tell(fleet_pb2.AdmitJobsRequest(stored=[told]))
@@ -228,7 +239,14 @@ class FollowerAdmission:
         self._admission.count_acknowledged()
         return True
 
+    def _pause(self) -> None:
+        self._paused_until = asyncio.get_running_loop().time() + _PAUSE_S
+
     def _line_to(self, scheduler: LeaseHolder) -> _SchedulerLine:
         if self._line is None or self._line.scheduler != scheduler:
             self._line = _SchedulerLine(scheduler, self._calls, self._role)
         return self._line
+
+
+def _dropped(job: Job) -> fleet_pb2.AdmitJobsRequest:
+    return fleet_pb2.AdmitJobsRequest(dropped=[job.job_id])

@@ -38,7 +38,7 @@ from bottega.gateway.jobs.conversion import (
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.page_tokens import PageTokens
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import Change, EndTime, EventOf, JobFilter, JobRecord, TenantUsage, no_event
+from bottega.gateway.jobs.store import Change, EndTime, EventOf, JobFilter, JobRecord, NotAdded, TenantUsage, no_event
 from bottega.gateway.jobs.values import JobOutcome
 from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import os_errors
@@ -162,7 +162,8 @@ class JobRepository:
                 new, inputs=await inputs_of(job), replaces=replaces, event_of=self._event_of, quotas=quotas
             )
         except (StorageUnavailable, DataLoss) as error:
-            if error.metadata.get("cause") != os_errors.BUSY:  # if the cause is BUSY, the write was not tried
+            # If the cause is BUSY, the write was not tried.
+            if not isinstance(error, NotAdded) and error.metadata.get("cause") != os_errors.BUSY:
                 self._doubtful.add(job.job_id)
             self.storage.report_failure(error)
             raise
@@ -196,7 +197,7 @@ class JobRepository:
         return await store.add(new, inputs=inputs, event_of=self._event_of, quotas=quotas, lease=lease)
 
     def expect(self, record: JobRecord) -> Job:
-        """Return the job of a record that another gateway is storing. All who read the record get this job."""
+        """Create the job of a record that another gateway is about to store; reads return this object."""
         job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
         self._adding[job.job_id] = job
         return job
@@ -287,11 +288,12 @@ class JobRepository:
             raise
 
     def check_changeable(self, job: Job) -> None:
-        """Raise StorageUnavailable if the job is read-only, because it was read from a store that cannot be written."""
+        """Raise StorageUnavailable if the job is read-only: its store cannot be written, or still stores it."""
         if job.live and self._live.get(job.job_id) is not job:
-            raise job.detached or StorageUnavailable(
-                "the job cannot be changed now, because the disk cannot be written", retry_after_s=1.0
-            )
+            text = "the job cannot be changed now, because the disk cannot be written"
+            if self._adding.get(job.job_id) is job:
+                text = "the job is still being stored by another gateway; retry"
+            raise job.detached or StorageUnavailable(text, retry_after_s=1.0)
 
     async def wait_finished(self, job: Job) -> None:
         """Wait until the decided end of a job is published. Raises StorageUnavailable if that takes too long."""

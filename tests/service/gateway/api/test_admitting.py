@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from bottega.errors import InvalidRequest, QueueFull, QuotaExceeded, RequestIdReused, StorageUnavailable
+from bottega.errors import DeadlinePassed, InvalidRequest, QueueFull, QuotaExceeded, RequestIdReused, StorageUnavailable
 from bottega.gateway.api.image_service import ImageService
 from bottega.rpc.security.tenant_file import Quotas
+from bottega.storage import os_errors
+from bottega.storage.postgresql import _SETTINGS, PostgresDatabase, lock
 from bottega.v1 import fleet_pb2, image_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.postgresql import new_database
@@ -178,18 +180,66 @@ async def test_a_stored_job_whose_gateway_says_nothing_is_found(pictures: str, m
 async def test_jobs_that_are_not_stored_give_their_places_back(
     pictures: str, monkeypatch: pytest.MonkeyPatch, at_scheduler: list[str]
 ) -> None:
-    """The follower cannot write: it refuses a job, and then leaves all to the scheduler for a while."""
-    monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", 0.1)
-    monkeypatch.setattr("bottega.gateway.api.reservations._LOOK_S", 0.05)
-    monkeypatch.setattr("bottega.gateway.api.reservations._MAX_LOOKS", 3)
+    """The follower cannot write: it leaves all jobs to the scheduler."""
+    monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", math.inf)
     read_only = "{}&options=-c%20default_transaction_read_only%3Don"
     async with _pair(pictures, follower_url=read_only, hold_at=1, max_queued=2) as (scheduler, follower, worker, _):
-        await refusal(lambda: follower.submit("first", prompt="a star"), StorageUnavailable)
-        await eventually(lambda: not scheduler.gateway._reservations._places)
         accepted = [(await follower.submit(f"job-{number}", prompt="a star")).job_id for number in range(3)]
+        assert not scheduler.gateway._reservations._places
         assert len(at_scheduler) == 3
         worker.script.release.set()
         assert sorted(await scheduler.listed()) == sorted(accepted)
+
+
+async def test_a_reservation_that_is_answered_too_late_holds_no_place(
+    tmp_path: Path, pictures: str, monkeypatch: pytest.MonkeyPatch, at_scheduler: list[str]
+) -> None:
+    monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", math.inf)
+    tenants = tmp_path / "tenants.yaml"
+    key = add_tenant(tenants, "shop", quotas=Quotas(queued=1))
+    async with (
+        _pair(pictures, tenants=str(tenants)) as (scheduler, follower, _, _),
+        calling(follower, key) as here,
+    ):
+        admit = follower.gateway._calls.admit_jobs
+
+        async def late(lease: Any, request: fleet_pb2.AdmitJobsRequest) -> fleet_pb2.AdmitJobsResponse:
+            answer = await admit(lease, request)
+            if request.new_jobs:
+                raise DeadlinePassed("no answer came in time")
+            return answer
+
+        monkeypatch.setattr(follower.gateway._calls, "admit_jobs", late)
+        await here.submit("late", prompt="a star")
+        assert at_scheduler == ["late"]
+        assert not scheduler.gateway._reservations._places
+
+
+async def test_a_tenant_whose_quota_is_locked_holds_up_no_other(
+    tmp_path: Path, pictures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_SETTINGS, "statement_timeout", "500ms")
+    monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", math.inf)
+    tenants = tmp_path / "tenants.yaml"
+    keys = [add_tenant(tenants, "shop", quotas=Quotas(per_day=9)), add_tenant(tenants, "other")]
+    async with (
+        _pair(pictures, tenants=str(tenants)) as (scheduler, follower, _, url),
+        calling(follower, keys[0]) as shop,
+        calling(follower, keys[1]) as other,
+    ):
+        patient = {"idle_in_transaction_session_timeout": "0"}
+        database = PostgresDatabase(url, application="bottega test", settings=patient)
+        await database.open()
+        async with database.transaction(limit_s=60.0) as connection:
+            await lock(connection, "quotas of shop")
+            refused = await refusal(lambda: shop.submit(prompt="a star"), StorageUnavailable)
+            assert refused.metadata["cause"] == os_errors.BUSY
+            await other.submit(prompt="a star")
+            for house in (scheduler, follower):
+                assert house.gateway._storage.trouble is None
+                assert not house.gateway._reservations._places
+        await database.close()
+        await shop.submit(prompt="a star")
 
 
 @pytest.mark.parametrize("request_id", ["", "known"])

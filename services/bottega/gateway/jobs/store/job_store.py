@@ -241,6 +241,10 @@ class StaleGeneration(StorageUnavailable):
         )
 
 
+class NotAdded(StorageUnavailable):
+    """A job was not added to the store, and certainly will not be: its transaction ended before the commit began."""
+
+
 class JobStore(Protocol):
     """A store of jobs, which outlive the gateway process.
 
@@ -339,8 +343,7 @@ class JobStore(Protocol):
 
         Returns:
             Digests of the job's images and kept latents that no other job of its tenant has. None if there is and was
-            no
-            such job, or if it has not ended.
+            no such job, or if it has not ended.
         """
 
     async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:

@@ -24,6 +24,7 @@ from bottega.gateway.jobs.store.job_store import (
     EventOf,
     JobFilter,
     JobRecord,
+    NotAdded,
     RemovedJobs,
     StaleGeneration,
     no_event,
@@ -35,6 +36,7 @@ from bottega.gateway.jobs.store.quotas import TenantUsage, is_bounded
 from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import os_errors
 from bottega.storage.postgresql import Connection, PostgresDatabase, lock_call, rows_of
+from bottega.storage.postgresql_errors import busy_if_locked
 
 # Upper bound on the wait of a job for other jobs of a tenant that has quotas.
 _TURN_S = 10.0
@@ -44,6 +46,7 @@ _MAX_CLAIMS = 5
 _COUNTED_S = 30.0
 # Share of `max_jobs` by which there may be too many, so that a full store does not count after each new job.
 _BEYOND_SHARE = 0.01
+_MANY = "many jobs of the tenant are being stored"
 
 
 class PostgresJobStore:
@@ -71,9 +74,9 @@ class PostgresJobStore:
         self._generation = 0
         self._fence: tuple[int, str] | None = None
         self._clock = clock
-        # `forget` counts all jobs again above this sequence number, from this time on, or for other bounds.
         # Only those in use, by tenant.
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
+        # `forget` counts all jobs again above this sequence number, from this time on, or for other bounds.
         self._room_until, self._counts_from, self._counted_bounds = 0, 0.0, (0, 0)
         self.outbox = PostgresOutbox(write=self._write, read=self._read)
 
@@ -149,28 +152,40 @@ class PostgresJobStore:
         """Insert a job. Jobs of a tenant with quotas are inserted one after the other, whatever their gateway.
 
         A gateway that is not the scheduler names the scheduler's `lease`, by generation and address: if another gateway
-        has taken it meanwhile, that raises StaleGeneration, and nothing is written.
+        has taken it meanwhile, that raises StaleGeneration, and nothing is written. Raises NotAdded if the job is
+        certainly not stored.
         """
-        bounded = is_bounded(quotas)
-        turn = self._turn(record.tenant) if bounded else contextlib.nullcontext()
-        async with turn:
-            for _ in range(_MAX_CLAIMS):
-                with contextlib.suppress(sql.ClaimedMeanwhile):
-                    alone_for = record.tenant if bounded else None
-                    async with self._write(alone_for=alone_for, lease=lease) as connection:
-                        return await sql.add(
-                            connection, record, inputs, replaces=replaces, event_of=event_of, quotas=quotas
-                        )
-        raise os_errors.unavailable("other calls use the same request_id", cause=os_errors.BUSY)
+        alone_for = record.tenant if is_bounded(quotas) else None
+        commits = False
+        try:
+            async with self._turn(alone_for):
+                for _ in range(_MAX_CLAIMS):
+                    with contextlib.suppress(sql.ClaimedMeanwhile):
+                        async with self._write(alone_for=alone_for, lease=lease) as connection:
+                            added = await sql.add(
+                                connection, record, inputs, replaces=replaces, event_of=event_of, quotas=quotas
+                            )
+                            commits = True
+                        return added
+            raise os_errors.unavailable("other calls use the same request_id", cause=os_errors.BUSY)
+        except StorageUnavailable as error:
+            if commits or isinstance(error, StaleGeneration):
+                raise
+            raise NotAdded(error.message, metadata=error.metadata, retry_after_s=error.retry_after_s) from (
+                error.__cause__
+            )
 
     @contextlib.asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[None]:
-        """Let the block of one caller run at a time, so that jobs of one tenant do not hold all connections."""
+    async def _turn(self, tenant: str | None) -> AsyncIterator[None]:
+        """Let the blocks of a tenant run one at a time, so that jobs of one tenant do not hold all connections."""
+        if tenant is None:
+            yield
+            return
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         try:
             await asyncio.wait_for(turn.acquire(), _TURN_S)
         except TimeoutError:
-            raise os_errors.unavailable("many jobs of the tenant are being stored", cause=os_errors.BUSY) from None
+            raise os_errors.unavailable(_MANY, cause=os_errors.BUSY) from None
         try:
             yield
         finally:
@@ -348,7 +363,7 @@ class PostgresJobStore:
         """Begin a transaction, and check in it that the gateway may still write.
 
         Args:
-            alone_for: Tenant for whom no other such transaction of any gateway goes on at the same time.
+            alone_for: Tenant whose quota lock the transaction takes.
             lease: Generation and address of another gateway, for which this one writes while it is the scheduler.
         """
         if not (self._readable if lease else self._writable):
@@ -356,14 +371,17 @@ class PostgresJobStore:
         fence = lease or self._fence
         began = time.perf_counter()
         async with self._database.transaction() as connection:
-            turn, values = ("1", ()) if alone_for is None else lock_call(f"quotas of {alone_for}")
+            turn, values = ("1", ()) if alone_for is None else lock_call(f"quotas of {alone_for}", waits_long=True)
+            query = f"SELECT {turn}"
             if fence is not None:
                 # The lock lets the holder extend its lease, but makes a take-over wait for this transaction.
-                query = f"SELECT {turn} FROM scheduler_lease WHERE (generation, address) = (%s, %s) FOR KEY SHARE"
-                if not await rows_of(connection, query, (*values, *fence)):
+                query += " FROM scheduler_lease WHERE (generation, address) = (%s, %s) FOR KEY SHARE"
+            if fence is not None or alone_for is not None:
+                waiting = contextlib.nullcontext() if alone_for is None else busy_if_locked(_MANY)
+                with waiting:
+                    rows = await rows_of(connection, query, (*values, *(fence or ())))
+                if fence is not None and not rows:
                     raise StaleGeneration(fence[0])
-            elif alone_for is not None:
-                await connection.execute(f"SELECT {turn}".encode(), values)
             yield connection
         self._on_commit(time.perf_counter() - began)
 
