@@ -231,6 +231,10 @@ class EngineConfig:
             raise ValueError("roles must be without duplicates")
         if "denoise" not in self.roles and len(self.roles) > 1:
             raise ValueError("roles: a worker without denoise must have exactly one role: [encode] or [decode]")
+        if "denoise" not in self.roles and isinstance(self.accelerations, tuple):
+            raise ValueError(
+                f"accelerations: a worker with the role {self.roles[0]} tries none; remove the key, or set it to off"
+            )
         if self.peer.address and len(self.roles) < 3:
             raise ValueError("roles and peer.address: the workers of a pair need all roles; set one of them only")
 

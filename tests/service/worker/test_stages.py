@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,23 +14,27 @@ import torch
 
 from bottega import kinds
 from bottega.device.heartbeat import Heartbeat
+from bottega.device_links.tensor_messages import TensorMessage
 from bottega.engine.addon import EngineAddOnContext
 from bottega.engine.engine import Engine
 from bottega.engine.events import JobAdvanced, JobCheckpointed
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import LoraSpec, ResolvedSpec
-from bottega.errors import InternalError, TooLarge, Unavailable, WorkerLost
+from bottega.errors import BottegaError, InternalError, PeerDead, Poisoned, TooLarge, Unavailable
+from bottega.fair_order import Share
 from bottega.miniature import WEIGHTS
 from bottega.model.model import Model, load_model
 from bottega.model.vae import VaeSettings
+from bottega.process import FramedPipe, open_pair
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.config import EngineConfig, PeerLinksConfig
 from bottega.worker.stages import client
-from bottega.worker.stages.addons import stage_addons
+from bottega.worker.stages.addons import RemoteDecoders, stage_addons
+from bottega.worker.stages.client import StageClient, StageLink
 from bottega.worker.stages.messages import refused_message
-from bottega.worker.stages.server import StageLinks
+from bottega.worker.stages.server import StageLinks, StageLoop, StageQueue, StageTask
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
@@ -52,13 +57,17 @@ def loaded(*roles: str, vae: VaeSettings | None = None) -> Model:
 
 
 class StageWorker:
-    """A worker with one role: its links, and a thread that computes while nobody holds the `gate`."""
+    """A worker with one role: its links, and a thread that computes while nobody holds the `gate`.
+
+    While `hold` is set, the request that it computes takes until its connection ends.
+    """
 
     def __init__(self, role: str, model: Model, socket: Path) -> None:
         links = PeerLinksConfig(listen="", socket=str(socket))
         config = EngineConfig(model="miniature", roles=(role,), links=links)  # type: ignore[arg-type]
         self.links = StageLinks(config, model)
         self.gate = threading.Lock()
+        self.hold = threading.Event()
         self.computed = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -69,9 +78,14 @@ class StageWorker:
             with self.gate:
                 if (task := self.links.tasks.next(0.02)) is None:
                     continue
+                task.link.report_begun(task.number)
+                while self.hold.is_set() and task.link.connection.is_open:
+                    time.sleep(0.002)
+                if not task.link.connection.is_open:
+                    continue
                 try:
                     answer = task.compute()
-                except TooLarge as error:
+                except BottegaError as error:
                     answer = refused_message(task.number, error)
                 self.computed += 1
                 task.link.connection.send(answer)
@@ -217,24 +231,142 @@ def test_checkpoints_of_one_resume_at_the_other(parted: Parted, whole: ManualEng
         assert (resumed.pixels[0] == wanted.pixels[0]).all()
 
 
+def decode_client(parted: Parted) -> StageClient:
+    (decoders,) = [addon for addon in parted.addons if addon.kind == kinds.DECODE]
+    assert isinstance(decoders, RemoteDecoders)
+    return decoders.client
+
+
+def lose(link: StageLink) -> None:
+    """End a connection as the death of the stage worker does."""
+    assert link._connection is not None
+    assert link._connection.link is not None
+    link._connection.link.end(PeerDead("killed"))
+
+
+def asked_links(client: StageClient) -> list[StageLink]:
+    return [link for link in client._links.values() if client.pending(link)]
+
+
+def begin_decoding(parted: Parted, *orders: EngineOrder) -> list[Drawing]:
+    """Draw until one decoder computes an image of these jobs, and the others wait."""
+    drawn = [parted.engine.submit(order) for order in orders]
+    client = decode_client(parted)
+    for _ in range(1000):
+        parted.engine.turn()
+        if len(client._calls) == len(orders) and any(call.begun for call in client._calls.values()):
+            return drawn
+    raise AssertionError("nothing is decoded")
+
+
 def test_a_lost_decoder_is_replaced_by_another_one(parted: Parted, whole: ManualEngine) -> None:
     wanted = whole.submit(EngineOrder(key="l", spec=SPEC))
     whole.run()
+    client = decode_client(parted)
     for name in ("dec-1", "dec-2"):
-        parted.workers[name].gate.acquire()
-    drawn = parted.engine.submit(EngineOrder(key="l", spec=SPEC))
-    (decoders,) = [addon for addon in parted.addons if addon.kind == kinds.DECODE]
-    links = decoders.client._links  # type: ignore[attr-defined]
-    while not any(decoders.client.pending(link) for link in links.values()):  # type: ignore[attr-defined]
-        parted.engine.turn()
-    (asked,) = [name for name, link in links.items() if decoders.client.pending(link)]  # type: ignore[attr-defined]
-    for handler in parted.workers[asked].links.handlers:
-        handler.connection.link.end(WorkerLost("killed"))  # type: ignore[union-attr, arg-type]
-    parted.workers["dec-2" if asked == "dec-1" else "dec-1"].gate.release()
+        parted.workers[name].hold.set()
+    (drawn,) = begin_decoding(parted, EngineOrder(key="l", spec=SPEC))
+    (link,) = asked_links(client)
+    asked = link.store.name
+    lose(link)
+    parted.workers["dec-2" if asked == "dec-1" else "dec-1"].hold.clear()
     parted.engine.run()
     assert (drawn.pixels[0] == wanted.pixels[0]).all()
     assert parted.workers[asked].computed == 0
-    parted.workers[asked].gate.release()
+    assert client.lost == 1
+    assert client.answered == 1
+
+
+def test_only_the_job_that_kills_decoders_is_poisoned(parted: Parted) -> None:
+    parted.set_services("enc", "dec-1")
+    decoder, client = parted.workers["dec-1"], decode_client(parted)
+    decoder.hold.set()
+    orders = [EngineOrder(key=key, spec=replace(SPEC, seed=key)) for key in range(3)]
+    drawn = begin_decoding(parted, *orders)
+    (killer,) = [number for number, call in client._calls.items() if call.begun]
+    (link,) = asked_links(client)
+    for death in (1, 2):
+        lose(link)
+        wait_until(lambda death=death: client.lost == death, "the loss is known")  # type: ignore[misc]
+        if death == 1:
+            wait_until(lambda: client._calls[killer].begun, "it is computed again")
+    decoder.hold.clear()
+    parted.engine.run()
+    errors = [drawing.error for drawing in drawn if not drawing.pixels]
+    assert [type(error) for error in errors] == [Poisoned]
+    assert "2 workers with the role decode died while they computed this job" in errors[0].message
+    assert client.answered == 2
+    assert client.lost == 2
+
+
+class AskingLink:
+    """The connection of a worker whose requests are all wanted."""
+
+    def __init__(self) -> None:
+        self.connection = self
+        self.sent: list[TensorMessage] = []
+
+    def take(self, number: int) -> bool:
+        return True
+
+    def report_begun(self, number: int) -> None: ...
+
+    def send(self, message: TensorMessage) -> None:
+        self.sent.append(message)
+
+
+def task(number: int, tenant: str = "", compute: Callable[[], TensorMessage] | None = None) -> StageTask:
+    share = Share(tenant=tenant)
+    return StageTask(link=AskingLink(), number=number, share=share, compute=compute or pytest.fail)  # type: ignore[arg-type]
+
+
+def test_a_stage_worker_serves_tenants_in_turns() -> None:
+    tasks = StageQueue()
+    for number in range(4):
+        tasks.put(task(number, "many"))
+    served = []
+    for turn in range(6):
+        if turn == 1:
+            tasks.put(task(10, "few"))
+            tasks.put(task(11, "few"))
+        found = tasks.next(0)
+        assert found is not None
+        served.append(found.number)
+        tasks.charge(found.share, 1.0)
+    assert served == [0, 10, 1, 11, 2, 3]
+    assert tasks.next(0) is None
+
+
+def test_a_stage_worker_that_fails_all_requests_ends(parted: Parted) -> None:
+    def fail() -> TensorMessage:
+        raise RuntimeError("broken")
+
+    here, there = (FramedPipe(end) for end in open_pair())
+    loop = StageLoop(here, parted.workers["enc"].links, Heartbeat(), max_quiet_s=0)
+    for number in range(2):
+        loop._compute(task(number, compute=fail))
+    loop._compute(task(2, compute=lambda: refused_message(2, TooLarge("sound"))))
+    failing = [task(number, compute=fail) for number in range(3)]
+    for one in failing[:2]:
+        loop._compute(one)
+    with pytest.raises(RuntimeError, match="3 requests in a row have failed"):
+        loop._compute(failing[2])
+    assert all(isinstance(one.link, AskingLink) and one.link.sent for one in failing), "each is answered"
+    here.close()
+    there.close()
+
+
+def test_an_internal_error_of_a_decoder_is_tried_at_another_one(
+    parted: Parted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int, latent: torch.Tensor) -> TensorMessage:
+        raise InternalError("the engine failed")
+
+    monkeypatch.setattr(parted.workers["dec-1"].links, "decode", fail)
+    for key in range(3):
+        assert parted.draw(EngineOrder(key=key, spec=SPEC)).pixels
+    monkeypatch.setattr(parted.workers["dec-2"].links, "decode", fail)
+    assert isinstance(parted.draw(EngineOrder(key=3, spec=SPEC)).error, InternalError)
 
 
 def test_images_of_two_jobs_are_decoded_at_the_same_time(parted: Parted) -> None:

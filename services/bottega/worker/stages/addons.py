@@ -43,7 +43,7 @@ def stage_addons(kinds_elsewhere: Sequence[str], context: EngineAddOnContext) ->
 
 
 def terms_of(model: Model) -> dict[str, str]:
-    """Return the properties that workers which compute stages of the same picture have in common."""
+    """Return what a worker and its stage workers must have in common: the weights and their data type."""
     return {"model_hash": model.digest, "dtype": model.dtype_name}
 
 
@@ -78,7 +78,7 @@ class RemoteEncoding(_StageAddOn):
         spec = order.spec
         if spec.loras or spec.embeddings or spec.edit is not None:
             raise InternalError("a job with LoRAs, embeddings or a mask came to a worker without text encoders")
-        return RemoteConditions(self, self.client.call(lambda number: encode_message(number, spec)))
+        return RemoteConditions(self, self.client.call(lambda number: encode_message(number, spec, order.share)))
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
         self.client.wait([part.call for part in parts if isinstance(part, RemoteConditions)], timeout_s)
@@ -155,7 +155,7 @@ class RemoteDecoding:
         self.job = job
         self.request = request
         latent = request.latent
-        self.call = client.call(lambda number: decode_message(number, latent))
+        self.call = client.call(lambda number: decode_message(number, latent, job.order.share))
         self.elsewhere, self.paused, self.area = True, False, 0
         self.spans: Sequence[Span] = ()
         self._client = client

@@ -1,7 +1,9 @@
 """The requests of an engine to the workers that compute one stage for it, over connections that reopen when lost.
 
 Each request goes to the connected stage worker with the fewest of them. If the connection is lost, the request goes to
-another one, or to the same one again. The engine's thread makes requests, and the connections' threads answer them.
+another one, or to the same one again. Only the request that was being computed may be the reason of the loss.
+
+The engine's thread makes requests, and the connections' threads answer them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ from dataclasses import dataclass, field
 
 from bottega.addons.interface.store_link import StoreLink, renew_links
 from bottega.device_links.tensor_messages import TensorMessage
-from bottega.errors import BottegaError, DeadlineExceeded, LinkClosed, LinkError, QueueFull, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    DeadlineExceeded,
+    InternalError,
+    LinkClosed,
+    LinkError,
+    PeerDead,
+    Poisoned,
+    QueueFull,
+    Unavailable,
+)
 from bottega.transport import Connection, Incoming, Limits, LinkClientSettings, LinkCounters, OfferSource, kind_of
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.stages.messages import (
@@ -22,6 +34,7 @@ from bottega.worker.stages.messages import (
     EncodedPrompts,
     StageMessageKind,
     cancel_message,
+    read_begun,
     read_conditions_answer,
     read_pixels,
     read_refused,
@@ -30,8 +43,11 @@ from bottega.worker.stages.messages import (
 # Seconds for which a request waits for a stage worker to be connected. The gateway gives no job to a worker while no
 # stage worker is in the fleet, so one has left just now.
 _PROVIDER_S = 10.0
-# Stage workers that may be lost with a request, so that it cannot break all of them.
+# Stage workers that may be lost while they compute a request, or refuse it, so that it cannot break all of them. The
+# gateway gives up a job after as many deaths of workers that ran it alone.
 _MAX_LOSSES = 2
+# Stage workers that may be lost before they report that they compute a request. Most likely another one was the reason.
+_MAX_MOVES = 16
 # Seconds without progress after which a stage worker with requests counts as lost, even if it answers pings. It beats
 # between two layers of a network, and its own front replaces an engine that hangs after `hang_s` of 30 s.
 _STALL_S = 60.0
@@ -58,8 +74,14 @@ class StageCall:
     """The connection that lost or refused it last."""
     waits_since_s: float = 0.0
     """Time on a monotonic clock since which it waits for a connection."""
+    begun: bool = False
+    """Whether the stage worker has begun to compute it."""
+    deaths: int = 0
+    """Number of stage workers that died while they computed it."""
     losses: int = 0
-    """Number of stage workers that were lost with it."""
+    """Number of stage workers that were lost while they computed it, or refused it."""
+    moves: int = 0
+    """Number of stage workers that were lost before they computed it."""
     answer: Answer | None = None
     error: BottegaError | None = None
     worker: str = ""
@@ -130,6 +152,8 @@ class StageLink(StoreLink):
                 case StageMessageKind.PIXELS:
                     decoded = read_pixels(layout, parts)
                     self._owner.on_answer(self, decoded.number, decoded)
+                case StageMessageKind.BEGUN:
+                    self._owner.on_begun(self, read_begun(layout, parts))
                 case StageMessageKind.REFUSED:
                     self._owner.on_failure(self, *read_refused(layout, parts))
                 case kind:
@@ -173,9 +197,9 @@ class StageClient:
         self._calls: dict[int, StageCall] = {}  # those that are not done
         self._numbers = itertools.count(1)
         self.answered = 0
-        """Number of requests that were answered."""
+        """Number of requests that were answered with a result."""
         self.lost = 0
-        """Number of times that a stage worker was lost with a request."""
+        """Number of times that a stage worker was lost while it computed a request, or refused one."""
 
     @property
     def linked(self) -> int:
@@ -247,7 +271,15 @@ class StageClient:
             if call is not None and call.link is link:
                 del self._calls[number]
                 call.answer, call.worker = answer, link.store.name
-                self._note_done()
+                self.answered += 1
+                self._changed.notify_all()
+
+    def on_begun(self, link: StageLink, number: int) -> None:
+        """Record that a stage worker computes a request now."""
+        with self._changed:
+            call = self._calls.get(number)
+            if call is not None and call.link is link:
+                call.begun = True
 
     def on_failure(self, link: StageLink, number: int, error: BottegaError) -> None:
         """Record that a stage worker refused a request. Another one may serve it, unless its inputs are the reason."""
@@ -255,7 +287,7 @@ class StageClient:
             call = self._calls.get(number)
             if call is None or call.link is not link:
                 return
-            if isinstance(error, (Unavailable, LinkError, QueueFull)):
+            if isinstance(error, (Unavailable, LinkError, QueueFull, InternalError)):
                 self._lose(call, error)
                 self._send_waiting()
             else:
@@ -269,9 +301,11 @@ class StageClient:
         with self._changed:
             for call in [call for call in self._calls.values() if call.link is link]:
                 if isinstance(cause, LinkClosed):
-                    call.link, call.waits_since_s = None, time.monotonic()
-                else:
+                    self._release(call)
+                elif call.begun:
                     self._lose(call, cause)
+                else:
+                    self._move(call, cause)
             self._send_waiting()
 
     # Called under the lock.
@@ -292,20 +326,33 @@ class StageClient:
                 return
             call.link = None
 
+    def _release(self, call: StageCall) -> None:
+        call.refused_by, call.link, call.waits_since_s, call.begun = call.link, None, time.monotonic(), False
+
     def _lose(self, call: StageCall, error: BottegaError) -> None:
-        call.refused_by, call.link, call.waits_since_s = call.link, None, time.monotonic()
+        self._release(call)
         call.losses += 1
+        call.deaths += isinstance(error, PeerDead)
         self.lost += 1
-        if call.losses >= _MAX_LOSSES:
+        if call.deaths >= _MAX_LOSSES:
+            self._fail(
+                call, Poisoned(f"{call.deaths} workers with the role {self.kind} died while they computed this job")
+            )
+        elif call.losses >= _MAX_LOSSES:
             lost = f"{call.losses} workers with the role {self.kind} were lost with the job, or refused it"
-            self._fail(call, WorkerLost(f"{lost}: {error.message}"))
+            is_internal = isinstance(error, InternalError)
+            self._fail(call, error if is_internal else Unavailable(f"{lost}: {error.message}"))
+        self._changed.notify_all()
+
+    def _move(self, call: StageCall, error: BottegaError) -> None:
+        self._release(call)
+        call.moves += 1
+        if call.moves >= _MAX_MOVES:
+            lost = f"{call.moves} workers with the role {self.kind} were lost before they computed the job"
+            self._fail(call, Unavailable(f"{lost}: {error.message}"))
         self._changed.notify_all()
 
     def _fail(self, call: StageCall, error: BottegaError) -> None:
         self._calls.pop(call.number, None)
         call.error = error
-        self._note_done()
-
-    def _note_done(self) -> None:
-        self.answered += 1
         self._changed.notify_all()

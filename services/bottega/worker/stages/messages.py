@@ -6,6 +6,9 @@ copy, and raises ValueError if it breaks a rule. Requests have numbers.
     worker -> stage worker    encode: prompts of a job             conditions, or refused
                               decode: a finished latent            pixels, or refused
                               cancel: no answer is needed          -
+
+The stage worker sends `begun` when it begins to compute a request, so that the worker knows which one it computed if it
+dies.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from bottega.engine.encode import Conditions, all_finite
 from bottega.engine.events import CutText
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError
+from bottega.fair_order import Share
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, condition_parts, read_conditions
 from bottega.model.vae import DecodedAs
@@ -33,6 +37,7 @@ from bottega.rpc.status import from_job_error, job_error_from_json, job_error_to
 from bottega.transport import Layout, Part
 
 _MAX_NUMBER = 2**53
+_MAX_TENANT_CHARACTERS = 256
 # A request's text has at most 4 MiB.
 _MAX_HEADER_BYTES = 8 << 20
 _SUMMARY, _IMAGE = "summary", "image"
@@ -46,6 +51,7 @@ class StageMessageKind(StrEnum):
     DECODE = "decode"
     PIXELS = "pixels"
     CANCEL = "cancel"
+    BEGUN = "begun"
     REFUSED = "refused"
 
 
@@ -56,10 +62,19 @@ _Side = Annotated[int, Field(ge=1, le=rules.MAX_SIDE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """The tenant of a job, and its weight. See `Share`."""
+
+    tenant: Annotated[str, Field(max_length=_MAX_TENANT_CHARACTERS)]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeRequest:
     """The part of a spec that its conditions depend on. See `ResolvedSpec`."""
 
     number: _Number
+    share: _Share
     prompt: str
     prompts: Annotated[tuple[str, ...], Field(max_length=rules.MAX_IMAGES)]
     prompt_2: str | None
@@ -78,7 +93,7 @@ class EncodeRequest:
         return ResolvedSpec(**facts, sampler=model.defaults.sampler)
 
 
-_OF_SPEC = tuple(name for name in EncodeRequest.__dataclass_fields__ if name != "number")
+_OF_SPEC = tuple(name for name in EncodeRequest.__dataclass_fields__ if name not in {"number", "share"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +117,12 @@ class _ConditionsHeader:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NumberHeader:
     number: _Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecodeHeader:
+    number: _Number
+    share: _Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +172,16 @@ class EncodedPrompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeRequest:
+    """A finished latent that a stage worker decodes."""
+
+    number: int
+    share: _Share
+    latent: Tensor
+    """[1, channels, height, width], on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodedPixels:
     """The answer of a stage worker to a request to decode."""
 
@@ -165,13 +196,14 @@ class DecodedPixels:
 
 HeaderT = TypeVar("HeaderT")
 _ENCODE, _CONDITIONS, _PIXELS = TypeAdapter(EncodeRequest), TypeAdapter(_ConditionsHeader), TypeAdapter(_PixelsHeader)
-_NUMBER, _REFUSED = TypeAdapter(_NumberHeader), TypeAdapter(_RefusedHeader)
+_NUMBER, _REFUSED, _DECODE = TypeAdapter(_NumberHeader), TypeAdapter(_RefusedHeader), TypeAdapter(_DecodeHeader)
 
 
-def encode_message(number: int, spec: ResolvedSpec) -> TensorMessage:
+def encode_message(number: int, spec: ResolvedSpec, share: Share) -> TensorMessage:
     """Return the request to encode the prompts of a spec."""
     facts = {name: getattr(spec, name) for name in _OF_SPEC}
-    return _message(StageMessageKind.ENCODE, _ENCODE.dump_json(EncodeRequest(number=number, **facts)))
+    request = EncodeRequest(number=number, share=_share(share), **facts)
+    return _message(StageMessageKind.ENCODE, _ENCODE.dump_json(request))
 
 
 def read_encode(layout: Layout, parts: Sequence[Part]) -> EncodeRequest:
@@ -229,21 +261,22 @@ def read_conditions_answer(layout: Layout, parts: Sequence[Part]) -> EncodedProm
     return EncodedPrompts(number=header.number, seconds=header.seconds, images=images)
 
 
-def decode_message(number: int, latent: Tensor) -> TensorMessage:
+def decode_message(number: int, latent: Tensor, share: Share) -> TensorMessage:
     """Return the request to decode a latent [1, channels, height, width] of the backbone."""
-    return _message(StageMessageKind.DECODE, _NUMBER.dump_json(_NumberHeader(number=number)), {"latent": latent})
+    header = _DecodeHeader(number=number, share=_share(share))
+    return _message(StageMessageKind.DECODE, _DECODE.dump_json(header), {"latent": latent})
 
 
-def read_decode(layout: Layout, parts: Sequence[Part], model: Model) -> tuple[int, Tensor]:
-    """Parse a request to decode into its number and a copy of the latent on the host."""
-    header, tensors = _read(_NUMBER, StageMessageKind.DECODE, layout, parts)
+def read_decode(layout: Layout, parts: Sequence[Part], model: Model) -> DecodeRequest:
+    """Parse a request to decode, of which the latent is copied to the host."""
+    header, tensors = _read(_DECODE, StageMessageKind.DECODE, layout, parts)
     latent = tensors.get("latent")
     if latent is None or latent.dtype != model.dtype or latent.dim() != 4:
         raise ValueError("a request to decode must have a latent of four dimensions in the model's element type")
     count, channels, height, width = latent.shape
     if (count, channels) != (1, model.latent_channels) or height < 1 or width < 1:
         raise ValueError(f"a latent must have the shape [1, {model.latent_channels}, height, width]")
-    return header.number, latent.cpu().clone()
+    return DecodeRequest(number=header.number, share=header.share, latent=latent.cpu().clone())
 
 
 def pixels_message(decoded: DecodedPixels) -> TensorMessage:
@@ -277,6 +310,16 @@ def read_cancel(layout: Layout, parts: Sequence[Part]) -> int:
     return _read(_NUMBER, StageMessageKind.CANCEL, layout, parts)[0].number
 
 
+def begun_message(number: int) -> TensorMessage:
+    """Return the message that the computation of a request begins."""
+    return _message(StageMessageKind.BEGUN, _NUMBER.dump_json(_NumberHeader(number=number)))
+
+
+def read_begun(layout: Layout, parts: Sequence[Part]) -> int:
+    """Parse the message that the computation of a request begins into the number of the request."""
+    return _read(_NUMBER, StageMessageKind.BEGUN, layout, parts)[0].number
+
+
 def refused_message(number: int, error: BottegaError) -> TensorMessage:
     """Return the answer that a request cannot be served."""
     header = _RefusedHeader(number=number, error=job_error_to_json(error).decode())
@@ -287,6 +330,10 @@ def read_refused(layout: Layout, parts: Sequence[Part]) -> tuple[int, BottegaErr
     """Parse a refusal into the number of the request and the error."""
     header, _ = _read(_REFUSED, StageMessageKind.REFUSED, layout, parts)
     return header.number, from_job_error(job_error_from_json(header.error.encode()))
+
+
+def _share(share: Share) -> _Share:
+    return _Share(tenant=share.tenant, weight=share.weight)
 
 
 def _halves(conditions: Conditions) -> dict[Half, Embeds]:

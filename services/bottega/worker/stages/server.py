@@ -1,6 +1,6 @@
 """The engine process of a worker that computes only one stage: text encoders, or the VAE's decoder, for other workers.
 
-The main thread computes one request after the other, in the order in which they came, and sends heartbeats between two
+The main thread computes one request after the other, by the shares of their tenants, and sends heartbeats between two
 blocks of a network. Each connection has threads of its own. It exchanges the messages of a worker's engine process with
 the front process.
 """
@@ -8,9 +8,9 @@ the front process.
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +23,9 @@ from bottega.device_links.tensor_messages import TensorMessage
 from bottega.engine.encode import encode_all_prompts
 from bottega.engine.errors import to_job_failure
 from bottega.engine.limits import EngineLimits, max_pixels
-from bottega.errors import BottegaError, Draining, QueueFull, TooLarge
+from bottega.engine.spec import ResolvedSpec
+from bottega.errors import BottegaError, Draining, InternalError, QueueFull, TooLarge
+from bottega.fair_order import FairOrder, Share
 from bottega.model.model import Model
 from bottega.model.vae import check_decodable, decode_image
 from bottega.process import FramedPipe
@@ -33,6 +35,7 @@ from bottega.transport import (
     Connection,
     Incoming,
     Limits,
+    Link,
     LinkHandler,
     LinkServer,
     LinkServerSettings,
@@ -43,8 +46,10 @@ from bottega.v1.fleet_pb2 import RunningAttempt
 from bottega.worker.config import EngineConfig
 from bottega.worker.stages.messages import (
     DecodedPixels,
+    DecodeRequest,
     EncodeRequest,
     StageMessageKind,
+    begun_message,
     conditions_message,
     pixels_message,
     read_cancel,
@@ -64,6 +69,11 @@ _REST_BEAT_S = 2.0
 _WEIGHT = 0.2
 # Side of the latent that is decoded at the start, so that the first request does not wait for one-time work.
 _WARM_UP_SIDE = 16
+# Requests in a row that fail with an internal error, after which the process ends: a fresh one may be sound, while this
+# one would fail all jobs, because it answers soonest. A job fails after two of them.
+_MAX_FAILURES = 3
+# Longest time in seconds that a computation waits for the message that it begins, which takes a fraction of a ms.
+_SENT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,34 +82,53 @@ class StageTask:
 
     link: StageWorkerLink
     number: int
+    share: Share
     compute: Callable[[], TensorMessage]
     """Returns the answer. Called by the main thread."""
 
 
 class StageQueue:
-    """The requests of all connections, in the order in which they came. Any thread may call it."""
+    """The requests of all connections. Tenants get their shares, and each one's requests are in order of arrival.
+
+    Any thread may call it.
+    """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[StageTask] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._tasks: dict[str, deque[StageTask]] = {}  # by tenant; none is empty
+        self._order = FairOrder()
 
     def put(self, task: StageTask) -> None:
         """Add a request."""
-        self._tasks.put(task)
+        with self._changed:
+            self._tasks.setdefault(task.share.tenant, deque()).append(task)
+            self._changed.notify_all()
 
     def next(self, timeout_s: float) -> StageTask | None:
         """Remove and return the next request that is still wanted; None if none comes in time."""
-        while True:
-            try:
-                task = self._tasks.get(timeout=timeout_s)
-            except queue.Empty:
-                return None
-            if task.link.take(task.number):
-                return task
+        with self._changed:
+            if not self._tasks:
+                self._order.idle()
+                self._changed.wait_for(lambda: self._tasks, timeout_s)
+            while self._tasks:
+                tenant = min(self._tasks, key=self._order.next_tag)
+                task = self._tasks[tenant].popleft()
+                if not self._tasks[tenant]:
+                    del self._tasks[tenant]
+                if task.link.take(task.number):
+                    self._order.served(self._order.next_tag(tenant))
+                    return task
+        return None
+
+    def charge(self, share: Share, seconds: float) -> None:
+        """Charge a tenant for a request that was computed."""
+        with self._changed:
+            self._order.charge(share.tenant, cost=seconds, weight=share.weight)
 
     @property
     def is_empty(self) -> bool:
         """Whether no request waits."""
-        return self._tasks.empty()
+        return not self._tasks
 
 
 class StageWorkerLink(LinkHandler):
@@ -126,10 +155,10 @@ class StageWorkerLink(LinkHandler):
                 self.take(read_cancel(layout, parts))
             elif kind is StageMessageKind.ENCODE and self._server.kind == kinds.ENCODE:
                 request = read_encode(layout, parts)
-                self._add(request.number, lambda: self._server.encode(request))
+                self._add(request, lambda: self._server.encode(request))
             elif kind is StageMessageKind.DECODE and self._server.kind == kinds.DECODE:
-                number, latent = read_decode(layout, parts, model)
-                self._add(number, lambda: self._server.decode(number, latent))
+                finished = read_decode(layout, parts, model)
+                self._add(finished, lambda: self._server.decode(finished.number, finished.latent))
             else:
                 raise ValueError(f"a worker must not send {kind} messages to one with the role {self._server.kind}")
 
@@ -145,7 +174,24 @@ class StageWorkerLink(LinkHandler):
             self._waiting.discard(number)
             return is_there
 
-    def _add(self, number: int, compute: Callable[[], TensorMessage]) -> None:
+    def report_begun(self, number: int) -> None:
+        """Tell the worker that the computation of a request begins, and wait until the message is on its way.
+
+        If the computation ends this process, the worker knows which request it was.
+        """
+        sent = threading.Event()
+
+        def send(link: Link) -> None:
+            try:
+                self.connection.send_now(link, begun_message(number))
+            finally:
+                sent.set()
+
+        if self.connection.post(send):
+            sent.wait(_SENT_S)
+
+    def _add(self, request: EncodeRequest | DecodeRequest, compute: Callable[[], TensorMessage]) -> None:
+        number = request.number
         with self._changing:
             if number in self._waiting:
                 raise ValueError(f"request {number} was sent twice")
@@ -159,7 +205,8 @@ class StageWorkerLink(LinkHandler):
             self.take(number)
             self.connection.send(refused_message(number, Draining("the worker is stopping")))
         else:
-            self._server.tasks.put(StageTask(link=self, number=number, compute=compute))
+            share = Share(tenant=request.share.tenant, weight=request.share.weight)
+            self._server.tasks.put(StageTask(link=self, number=number, share=share, compute=compute))
 
 
 class StageLinks(LinkServer[StageWorkerLink]):
@@ -230,21 +277,15 @@ class StageLinks(LinkServer[StageWorkerLink]):
             side = _WARM_UP_SIDE
             self.decode(0, torch.zeros(1, model.latent_channels, side, side, dtype=model.dtype))
             return
-        request = EncodeRequest(
-            number=0,
+        spec = ResolvedSpec(
             prompt="",
-            prompts=(),
-            prompt_2=None,
-            negative_prompt="",
-            negative_prompt_2=None,
-            weighted=False,
-            clip_skip=None,
             guidance_scale=model.defaults.guidance_scale,
             width=model.defaults.width,
             height=model.defaults.height,
-            num_images=1,
+            sampler=model.defaults.sampler,
         )
-        self.encode(request)
+        encode_all_prompts(model, spec)
+        model.runtime.synchronize()
 
 
 class StageLoop:
@@ -260,13 +301,18 @@ class StageLoop:
         self._max_quiet_s = max_quiet_s
         self._memory = DeviceMemoryMeter(links.model.runtime, links.model.memory)
         self._turns = 0
+        self._failures = 0
         self._busy = False
         self._request_s = 0.0
         self._beaten_s = time.monotonic()
         heartbeat.subscribe(self._alive)
 
     def run(self) -> None:
-        """Serve until the pipe closes, which ends the process."""
+        """Serve until the pipe closes, which ends the process.
+
+        Raises:
+            RuntimeError: The device has failed, or several requests in a row, so that a fresh process should serve.
+        """
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         while True:
             task = self._links.tasks.next(max(_IDLE_BEAT_S, min(_REST_BEAT_S, self._max_quiet_s)))
@@ -277,16 +323,31 @@ class StageLoop:
 
     def _compute(self, task: StageTask) -> None:
         self._busy, began_s = True, time.monotonic()
+        task.link.report_begun(task.number)
+        failure: BottegaError | None = None
         try:
             answer = task.compute()
         except Exception as error:  # noqa: BLE001 - the boundary of a request: its failure is not the others'
-            answer = refused_message(task.number, to_job_failure(error))
+            failure = to_job_failure(error)
+            answer = refused_message(task.number, failure)
         self._busy = False
         self._turns += 1
         self._links.progress += 1
         took_s = time.monotonic() - began_s
         self._request_s += (took_s - self._request_s) * (_WEIGHT if self._request_s else 1.0)
+        self._links.tasks.charge(task.share, took_s)
         task.link.connection.send(answer)
+        self._check_health(failure)
+
+    def _check_health(self, failure: BottegaError | None) -> None:
+        """Raise if this process should compute no more requests."""
+        if not isinstance(failure, InternalError):
+            self._failures = 0
+            return
+        self._failures += 1
+        self._links.model.runtime.synchronize()  # raises again if the device has failed
+        if self._failures >= _MAX_FAILURES:
+            raise RuntimeError(f"{self._failures} requests in a row have failed")
 
     def _listen(self) -> None:
         while (frame := self._channel.recv()) is not None:
