@@ -24,6 +24,13 @@ def test_a_pair_with_fixed_rows_is_refused_with_the_reason() -> None:
         EngineConfig(fixed_rows=4, peer=PeerConfig(address="127.0.0.1:1"))
 
 
+def test_a_worker_with_one_stage_refuses_named_accelerations() -> None:
+    with pytest.raises(ValueError, match="a worker with the role decode tries none; remove the key, or set it to off"):
+        EngineConfig(roles=("decode",), accelerations=("channels_last.vae",))
+    with pytest.raises(ValueError, match=r"must have exactly one role: \[encode\] or \[decode\]"):
+        EngineConfig(roles=("encode", "decode"))
+
+
 @pytest.mark.parametrize(
     ("write", "sentence"),
     [

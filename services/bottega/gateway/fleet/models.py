@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median_high
 
@@ -178,12 +178,18 @@ def check_models(registration: fleet_pb2.Registration, others: Iterable[Member])
             )
 
 
-def merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
-    """Merge a model of several workers into one that can do what each of them can."""
+def merge_workers(models: list[image_pb2.Model], decoders: Sequence[image_pb2.Model] = ()) -> image_pb2.Model:
+    """Merge a model of several workers into one that can do what each of them can.
+
+    Args:
+        models: The model as each worker registered it; at least one.
+        decoders: The models of workers with the role decode, which limit the size of pictures.
+    """
     whole = image_pb2.Model()
     whole.CopyFrom(models[0])
     whole.workers = len(models)
-    whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
+    sizes = [*models, *(model for model in decoders if model.model_hash == whole.model_hash)]
+    whole.max_pixels = min((model.max_pixels for model in sizes if model.max_pixels), default=0)
     whole.edits_refused_because = next(filter(None, (model.edits_refused_because for model in models)), "")
     for choice in whole.sampler_choices:
         same = [other for model in models for other in model.sampler_choices if _named(other) == _named(choice)]

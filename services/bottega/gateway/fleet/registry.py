@@ -372,7 +372,8 @@ class Fleet:
         whole = self._merged_models.get(name)
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
-            whole = self._merged_models[name] = merge_workers(served or [self.last_seen(name)])
+            decoders = [model for member in self.services(kinds.DECODE) for model in member.registration.models]
+            whole = self._merged_models[name] = merge_workers(served or [self.last_seen(name)], decoders)
             whole.workers = len(served)
         return whole
 

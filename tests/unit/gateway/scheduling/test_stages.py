@@ -21,9 +21,15 @@ GRACE_S = 5.0
 
 
 def member(
-    shop: Shop, name: str, kind: str = kinds.WORKER, *, uses: Sequence[str] = (), model_hash: str = "hash of m"
+    shop: Shop,
+    name: str,
+    kind: str = kinds.WORKER,
+    *,
+    uses: Sequence[str] = (),
+    model_hash: str = "hash of m",
+    max_pixels: int = 0,
 ) -> Member:
-    model = image_pb2.Model(name="m", model_hash=model_hash, dtype="float32", vae_scale_factor=4)
+    model = image_pb2.Model(name="m", model_hash=model_hash, dtype="float32", vae_scale_factor=4, max_pixels=max_pixels)
     address = f"127.0.0.1:{9000 + len(shop.fleet.members())}"
     said = fleet_pb2.Registration(kind=kind, name=name, address=address, models=[model], uses=uses)
     joined = shop.fleet.join(controlnet_hosts.again(said))
@@ -142,6 +148,17 @@ async def test_jobs_wait_twice_as_long_as_a_role_takes_to_start(shop: Shop, role
     job = sample_job(shop.time)
     assert wait(shop, roles, job, 199) is None
     assert wait(shop, roles, job, 3) is not None
+    await shop.stop()
+
+
+async def test_a_model_takes_no_larger_pictures_than_its_decoders(shop: Shop) -> None:
+    member(shop, "part", uses=[kinds.DECODE], max_pixels=4096)
+    small = member(shop, "small", kinds.DECODE, max_pixels=1024)
+    member(shop, "large", kinds.DECODE, max_pixels=8192)
+    member(shop, "other", kinds.DECODE, model_hash="another", max_pixels=64)
+    assert shop.fleet.resolve("m").max_pixels == 1024
+    shop.fleet.leave(small, small.stream)
+    assert shop.fleet.resolve("m").max_pixels == 4096
     await shop.stop()
 
 
