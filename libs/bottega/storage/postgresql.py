@@ -50,6 +50,7 @@ _SILENT_S = 2.5
 # The bound on a whole transaction, on this side: a frozen server or a cut network answers nothing.
 _TRANSACTION_S = 10.0
 _MIGRATION_S = 600.0
+_GRANT = 'GRANT SELECT, INSERT ON bottega_migrations TO "USER"'
 _LISTEN_RETRY_S = 0.5
 # Seconds between two checks of the connection that listens.
 _LISTEN_CHECK_S = 10.0
@@ -186,9 +187,10 @@ class PostgresDatabase:
         Raises:
             ConfigError: If the schema is from a version that is too new for this program, or rights are missing.
         """
-        if await self._applied(component, migrations) == len(migrations):
-            return
-        try:
+        create = 'GRANT CREATE ON SCHEMA public TO "USER"'
+        with self.rights(f"{create}; if another user has made bottega_migrations, also {_GRANT}"):
+            if await self._applied(component, migrations) == len(migrations):
+                return
             async with self.transaction(limit_s=_MIGRATION_S) as connection:
                 await connection.execute(f"SET LOCAL statement_timeout = '{_MIGRATION_S}s'")
                 await lock(connection, "migrations")
@@ -202,16 +204,28 @@ class PostgresDatabase:
                     await connection.execute(
                         "INSERT INTO bottega_migrations VALUES (%s, %s, %s)", (component, version, migration.oldest)
                     )
+
+    async def has_schema(self, component: str, migrations: Sequence[Migration]) -> bool:
+        """Return whether the database has tables of the component.
+
+        Raises:
+            ConfigError: If the schema is from a version that is too new for this program, or rights are missing.
+        """
+        with self.rights('GRANT SELECT ON bottega_migrations TO "USER"'):
+            return await self._applied(component, migrations) > 0
+
+    @contextlib.contextmanager
+    def rights(self, remedy: str) -> Iterator[None]:
+        """Raise ConfigError with a remedy if the database's user lacks rights for the statements in the block."""
+        try:
+            yield
         except StorageUnavailable as error:
             if error.metadata.get("cause") != psycopg.errors.InsufficientPrivilege.__name__:
                 raise
-            raise ConfigError(
-                f"the database {self.place}: its user may not create tables: GRANT CREATE ON SCHEMA public to it"
-            ) from error
-
-    async def has_schema(self, component: str, migrations: Sequence[Migration]) -> bool:
-        """Return whether the database has tables of the component. Raises ConfigError if they are too new."""
-        return await self._applied(component, migrations) > 0
+            why = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            user = conninfo.conninfo_to_dict(self._conninfo).get("user") or "USER"
+            remedy = remedy.replace("USER", str(user))
+            raise ConfigError(f"the database {self.place}: {why}; let its owner run {remedy}") from error
 
     async def listen(self, channel: str) -> AsyncGenerator[str]:
         """Yield the payloads of notifications, and "" after each connection, because some may have been missed before.

@@ -318,8 +318,9 @@ class Gateway:
         self._periodic.start_grace()
 
     async def _keep_health(self) -> None:
-        """Set the health to SERVING while the disk can be written, the scheduler be reached, and the checks run.
+        """Set the health to SERVING while the gateway can store jobs, reach the scheduler and check keys.
 
+        Its periodic checks have to run, too.
         When the disk can be written again, look for jobs that may have been stored when a write failed.
         """
         while True:
@@ -327,7 +328,8 @@ class Gateway:
             if writable and self._storage.changed.is_set():
                 self._controller.scheduler.schedule_all()
             self._storage.changed.clear()
-            await self.server.set_serving(writable and self._periodic.healthy and self._calls.reaches_scheduler)
+            healthy = self._periodic.healthy and self._calls.reaches_scheduler and self._terms.valid
+            await self.server.set_serving(writable and healthy)
             if writable:
                 await self._resolve_doubtful()
             with contextlib.suppress(TimeoutError):
@@ -350,7 +352,7 @@ def _authenticator(config: GatewayConfig, clock: Clock) -> KnownTenants | None:
         return TenantAuthenticator(Path(config.tenants), clock)
     from bottega.gateway.tenants.database import DatabaseTenants  # it needs psycopg, which is an extra
 
-    return DatabaseTenants(config.tenants, application=f"{APPLICATION}{config.name}")
+    return DatabaseTenants(config.tenants, application=f"{APPLICATION}{config.name}", clock=clock)
 
 
 def _addons(context: AddOnContext) -> list[AddOn]:

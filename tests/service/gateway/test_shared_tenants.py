@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 
-from bottega.errors import ConfigError, QuotaExceeded
+from bottega.errors import ConfigError, QuotaExceeded, Unavailable
+from bottega.gateway.jobs.store.postgresql_schema import COMPONENT, MIGRATIONS
 from bottega.gateway.tenants import database
 from bottega.rpc.security.tenant_file import Quotas, Tenant, read_tenants
 from bottega.rpc.security.tenant_table import change_table, read_table
+from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1 import image_pb2
 from tests.support.postgresql import PASSWORD, new_database, running_server, shared_server
 from tests.support.running_gateway import Running, refusal, running_gateway
@@ -115,6 +117,69 @@ async def test_tenants_stay_valid_while_the_database_is_away(monkeypatch: pytest
             await asyncio.to_thread(server.start)
             new = await _command("rotate", "shop", "--file", url)
             await eventually(lambda: _is_known(house, new))
+
+
+async def test_calls_are_refused_once_the_tenants_were_not_read_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    monkeypatch.setattr(database, "_LOOK_S", 0.05)
+    with running_server() as server:
+        url = server.url(server.new_database()).replace(f":{PASSWORD}@", "@")
+        key = await _command("add", "shop", "--file", url)
+        async with running_gateway(tenants=url) as house:
+            await asyncio.to_thread(server.stop)
+            await eventually(lambda: not house.gateway._terms._readable)  # type: ignore[attr-defined]
+            monkeypatch.setattr(database, "_VALID_S", 0.0)
+            async with calling(house, key) as shop:
+                listing = image_pb2.ListJobsRequest()
+                refused = await refusal(lambda: shop.images.ListJobs(listing, timeout=20), Unavailable)
+                assert "still valid" in refused.message
+            await eventually(lambda: "calls of tenants are refused" in caplog.text)
+            await eventually(lambda: house.gateway.server._serving is False)
+            monkeypatch.setattr(database, "_VALID_S", 60.0)
+            await asyncio.to_thread(server.start)
+            await eventually(lambda: _is_known(house, key))
+            await eventually(lambda: house.gateway.server._serving is True)
+
+
+async def test_each_user_of_a_database_is_told_what_to_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    with running_server() as server:
+        name = server.new_database()
+        for user in ("keeper", "jobs", "gateway"):
+            server.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{PASSWORD}'")
+        urls = {user: server.url(name, user=user, port=server.port) for user in ("keeper", "jobs", "gateway")}
+
+        async def granted(text: str) -> None:
+            await asyncio.to_thread(server.execute, text, name)
+
+        async def add() -> str:
+            return await _command("add", "shop", "--file", urls["keeper"])
+
+        async def make_tables() -> None:
+            jobs = PostgresDatabase(urls["jobs"], application="bottega test")
+            try:
+                await jobs.open()
+                await jobs.migrate(COMPONENT, MIGRATIONS)
+            finally:
+                await jobs.close()
+
+        with pytest.raises(AssertionError, match=r'GRANT CREATE ON SCHEMA public TO "keeper"'):
+            await add()
+        await granted("GRANT CREATE ON SCHEMA public TO keeper, jobs")
+        key = await add()
+        with pytest.raises(ConfigError, match=r'GRANT SELECT, INSERT ON bottega_migrations TO "jobs"'):
+            await make_tables()
+        await granted("GRANT SELECT, INSERT ON bottega_migrations TO jobs")
+        await make_tables()
+        for table in ("bottega_migrations", "tenants"):
+            with pytest.raises(ConfigError, match=f'GRANT SELECT ON {table} TO "gateway"'):
+                async with running_gateway(tenants=urls["gateway"]):
+                    pass
+            await granted(f"GRANT SELECT ON {table} TO gateway")
+        async with running_gateway(tenants=urls["gateway"]) as house:
+            assert await _is_known(house, key)
 
 
 @pytest.mark.parametrize("own", ["", "a file"])

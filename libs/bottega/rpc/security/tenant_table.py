@@ -1,7 +1,8 @@
 """Tenants in a PostgreSQL database, which all gateways read that have its URL as `tenants`.
 
-`bottega tenants` writes the table. A gateway only reads it: its user needs SELECT on it, and CREATE and INSERT are for
-those who manage tenants, because a writer can create keys. Each row has a tenant as the file of tenants has it.
+`bottega tenants` writes the table. A gateway only reads it: its user needs SELECT on it and on bottega_migrations.
+Other rights are for those who manage tenants, because a writer can create keys. Each row has a tenant as the file of
+tenants has it.
 """
 
 from __future__ import annotations
@@ -73,11 +74,12 @@ class TenantTable:
         return tenants
 
     async def has_tenants(self) -> bool:
-        """Return whether there are tenants in the database."""
+        """Return whether there are tenants in the database. Raises ConfigError if its user may not read them."""
         await self.database.open()
         if not await self.database.has_schema(_COMPONENT, _MIGRATIONS):
             return False
-        return bool(await self.database.fetch("SELECT 1 FROM tenants LIMIT 1"))
+        with self.database.rights('GRANT SELECT ON tenants TO "USER"'):
+            return bool(await self.database.fetch("SELECT 1 FROM tenants LIMIT 1"))
 
 
 def read_table(url: str) -> tuple[Tenant, ...]:
@@ -86,7 +88,8 @@ def read_table(url: str) -> tuple[Tenant, ...]:
     async def read(database: PostgresDatabase) -> tuple[Tenant, ...]:
         if not await database.has_schema(_COMPONENT, _MIGRATIONS):
             return ()
-        return _tenants(await database.fetch(_ALL), database.place)
+        with database.rights('GRANT SELECT ON tenants TO "USER"'):
+            return _tenants(await database.fetch(_ALL), database.place)
 
     return _run(url, read)
 
@@ -101,18 +104,19 @@ def change_table(url: str, change: Callable[[tuple[Tenant, ...]], tuple[Tenant, 
 
     async def write(database: PostgresDatabase) -> None:
         await database.migrate(_COMPONENT, _MIGRATIONS)
-        async with database.transaction() as connection:
-            await lock(connection, "tenants")
-            before = _tenants(await rows_of(connection, _ALL), database.place)
-            after = change(before)
-            documents = [dataclasses.asdict(tenant) for tenant in after]
-            parsed_tenants({"tenants": documents}, source="the new tenants")  # dataclasses.replace checks nothing
-            for tenant, document in zip(after, documents, strict=True):
-                if tenant not in before:
-                    await connection.execute(_WRITE, (tenant.name, json.dumps(document)))
-            removed = {tenant.name for tenant in before} - {tenant.name for tenant in after}
-            await connection.execute("DELETE FROM tenants WHERE name = ANY(%s)", (sorted(removed),))
-            await connection.execute("SELECT pg_notify(%s, '')", (CHANNEL,))
+        with database.rights('GRANT SELECT, INSERT, UPDATE, DELETE ON tenants TO "USER"'):
+            async with database.transaction() as connection:
+                await lock(connection, "tenants")
+                before = _tenants(await rows_of(connection, _ALL), database.place)
+                after = change(before)
+                documents = [dataclasses.asdict(tenant) for tenant in after]
+                parsed_tenants({"tenants": documents}, source="the new tenants")  # dataclasses.replace checks nothing
+                for tenant, document in zip(after, documents, strict=True):
+                    if tenant not in before:
+                        await connection.execute(_WRITE, (tenant.name, json.dumps(document)))
+                removed = {tenant.name for tenant in before} - {tenant.name for tenant in after}
+                await connection.execute("DELETE FROM tenants WHERE name = ANY(%s)", (sorted(removed),))
+                await connection.execute("SELECT pg_notify(%s, '')", (CHANNEL,))
 
     _run(url, write)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bottega.clocks import Clock
-from bottega.errors import ConfigError, Unauthenticated
+from bottega.errors import ConfigError, Unauthenticated, Unavailable
 from bottega.gateway.jobs.store.quotas import MINUTE_S, TenantUsage, check_quotas
 from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role, caller_in
@@ -33,6 +33,8 @@ _NO_KEY = (
 # One text for every reason, so that guessing reveals nothing about existing keys.
 _WRONG_KEY = "the API key is not valid: it is unknown to this gateway, was replaced, or its tenant is disabled"
 _WRONG_TENANT = "the certificate's tenant is unknown to this gateway, or disabled: see bottega tenants list"
+_OUTDATED = "the gateway cannot read its tenants, so it does not know which API keys are still valid; retry"
+_OUTDATED_RETRY_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,11 @@ class TenantTerms:
         """Return the quotas of a tenant."""
         del tenant
         return UNBOUNDED
+
+    @property
+    def valid(self) -> bool:
+        """Whether the tenants were read recently enough to tell which keys are valid."""
+        return True
 
     async def start(self) -> None:
         """Begin to follow changes of the tenants."""
@@ -108,7 +115,9 @@ class KnownTenants(TenantTerms):
         self._known = _known_of(tenants)
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """Return the caller that the certificate names, else the tenant of the API key. Raises Unauthenticated.
+        """Return the caller that the certificate names, else the tenant of the API key.
+
+        Raises Unauthenticated, and Unavailable while it is not known which keys are valid.
 
         The certificate of a door for HTTP names no caller: the key of the door's own caller comes with the call.
         """
@@ -116,6 +125,8 @@ class KnownTenants(TenantTerms):
         named = caller_in(identities)
         if named is not None and named.role not in (Role.TENANT, Role.HTTP):
             return named
+        if not self.valid:
+            raise Unavailable(_OUTDATED, retry_after_s=_OUTDATED_RETRY_S)
         if named is not None and named.role is Role.TENANT:
             if named.tenant not in self._known.callers:
                 raise Unauthenticated(_WRONG_TENANT)
