@@ -33,6 +33,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
 
     prefetched: names, request by request; each is loaded once that is answered, which is when `answers` is set.
     broken: why names cannot be loaded. budget_bytes: memory for ControlNets; 0 is not said.
+    load_s: seconds of a load; 0 loads before the answer.
     added: what was to be hosted, by name and folder; failure: what that is answered with instead.
     """
 
@@ -48,6 +49,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self.draining = False
         self.broken: dict[str, str] = {}
         self.budget_bytes = 0
+        self.load_s = 0.0
         self._gateway = gateway
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
@@ -85,12 +87,19 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self.prefetched.append(list(request.names))
         await self.answers.wait()
         accepted = [name for name in request.names if name in self.nets]
-        for name in accepted:
+        if self.load_s:
+            asyncio.get_running_loop().call_later(self.load_s, self._load_all, accepted)
+        else:
+            self._load_all(accepted)
+        return controlnet_pb2.PrefetchResponse(accepted=accepted)
+
+    def _load_all(self, names: Sequence[str]) -> None:
+        for name in names:
             self.nets[name].state = ON_DISK if name in self.broken else LOADED
             self.nets[name].load_error = self.broken.get(name, "")
+            self.nets[name].failed_loads += name in self.broken
         if self.membership is not None:
             self.membership.report_soon()
-        return controlnet_pb2.PrefetchResponse(accepted=accepted)
 
     async def ListControlNets(
         self, request: controlnet_pb2.ListControlNetsRequest, context: object

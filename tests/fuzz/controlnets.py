@@ -60,6 +60,7 @@ def _names() -> Iterator[Case]:
     unneeded = controlnet_pb2.PrefetchRequest(unneeded=[NET, "nobody"])
     yield case_of("Prefetch", "unneeded names", unneeded)
     yield case_of("Prefetch", "copies", controlnet_pb2.PrefetchRequest(names=[NET], copies=True))
+    yield case_of("Prefetch", "retry", controlnet_pb2.PrefetchRequest(names=[NET], retry=True))
     for name in BAD_NAMES:
         request = controlnet_pb2.PrefetchRequest(unneeded=[NET, name])
         yield case_of("Prefetch", f"unneeded name {shown(name)}", request, INVALID, "unneeded[1]")

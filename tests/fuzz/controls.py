@@ -82,6 +82,7 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
     yield case("everything wrong with ControlNets", INVALID, "spec.width", *named, width=0, controlnets=wrong)
 
 
+_COUNTS = ("size_bytes", "popularity", "sessions", "failed_loads")
 _PASS: dict[str, Any] = {"latent_height": 1, "latent_width": 2**31 - 1, "rows": 1, "seconds": 1e-9}
 _BAD_PASSES: dict[str, tuple[float, ...]] = {
     "latent_height": (-1,),
@@ -104,7 +105,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "1024": [net(f"n{number}") for number in range(1024)],
         "a union among the": [net(control_modes=64)],
         "a bare": [Hosted(kind=kinds.CONTROLNET, name="lines")],
-        "unloadable": [net(load_error="x" * 512, copied=True)],
+        "unloadable": [net(load_error="x" * 512, failed_loads=2**31 - 1, copied=True)],
         "pinned": [net(pinned=True, load_s=1e308, forward_times=[ForwardTime(**_PASS)] * 64)],
         "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
     }
@@ -117,7 +118,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "too long a base": [net(base="x" * 129)],
         "too long a reason": [net(load_error="x" * 513)],
         **{f"called {shown(name)}": [net(name)] for name in BAD_NAMES},
-        **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
+        **{f"of negative {field}": [net(**{field: -1})] for field in _COUNTS},
         **{f"of {modes} modes": [net(control_modes=modes)] for modes in (-1, 65)},
         **{f"in state {state}": [net(state=state)] for state in (5, 99, -1)},
         **{f"loaded in {shown(seconds)} s": [net(load_s=seconds)] for seconds in (-1.0, INF, NAN)},

@@ -128,8 +128,13 @@ class LoadCache(Generic[ValueT]):
                 self._changed.notify()
         lease.values.cancel()
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Announce values that queued requests will lease, so that they are loaded early. Unknown names are ignored."""
+    def expect(self, names: Iterable[str], *, retry: bool = False) -> None:
+        """Announce values that queued requests will lease, so that they are loaded early. Unknown names are ignored.
+
+        Args:
+            names: Names of the values.
+            retry: Whether values whose last load failed are loaded again.
+        """
         items = []
         for name in names:
             try:
@@ -137,7 +142,7 @@ class LoadCache(Generic[ValueT]):
             except BottegaError:
                 continue
         with self._changed:
-            self._plan.expect(items)
+            self._plan.expect(items, retry=retry)
             self._changed.notify()
 
     def pin(self, names: Iterable[str]) -> None:
@@ -161,6 +166,11 @@ class LoadCache(Generic[ValueT]):
     def load_error(self, name: str) -> str:
         """Return why the last load of a value failed; empty if it did not."""
         return self._errors.get(name, "")
+
+    def failed_loads(self, name: str) -> int:
+        """Return the number of loads of a value that failed."""
+        with self._changed:
+            return self._plan.failed_loads(name)
 
     def close(self) -> None:
         """Stop loading, and fail the leases that wait for a load."""

@@ -125,6 +125,8 @@ class _KnownItem:
     """Number of claims after which the item no longer counts as expected."""
     broken: bool = False
     """Whether the last load of the item failed."""
+    failed_loads: int = 0
+    """Number of its loads that failed."""
     unneeded: bool = False
     """Whether the item was dropped, so that it is not loaded again only because it was popular."""
 
@@ -197,15 +199,20 @@ class LoadPlan:
             self._waiting.remove(claim)
         self._grant()
 
-    def expect(self, items: Iterable[CacheItem]) -> None:
+    def expect(self, items: Iterable[CacheItem], *, retry: bool = False) -> None:
         """Announce items that queued requests will claim.
 
         They are loaded early, while no claim waits.
+
+        Args:
+            items: The most wanted ones first.
+            retry: Whether items whose last load failed are loaded again.
         """
         for item in items:
             if item.size_bytes <= self._budget_bytes:
                 known = self._remember(item)
                 known.expected_until, known.unneeded = self._claims + _PATIENCE, False
+                known.broken = known.broken and not retry
 
     def pin(self, items: Iterable[CacheItem]) -> None:
         """Count these items, and no others, as always expected: they are loaded early, and evicted last."""
@@ -246,8 +253,13 @@ class LoadPlan:
         """Record that the load failed. The caller releases its claims, because it is retried only for a new claim."""
         del self._present[name]
         self._known[name].broken = True
+        self._known[name].failed_loads += 1
         self._loading = None
         self.counts.failures += 1
+
+    def failed_loads(self, name: str) -> int:
+        """Return the number of loads of an item that failed."""
+        return self._known[name].failed_loads if name in self._known else 0
 
     def _remember(self, item: CacheItem) -> _KnownItem:
         known = self._known.setdefault(item.name, _KnownItem(size_bytes=item.size_bytes))

@@ -66,9 +66,10 @@ class ControlNetEngineClient(
         """Return the number of forward passes in the heartbeat of an engine with work; None for other events."""
         return event.beat.turns if event.HasField("beat") and event.beat.busy else None
 
-    def prefetch(self, names: Sequence[str], *, unneeded: Sequence[str] = ()) -> None:
+    def prefetch(self, names: Sequence[str], *, unneeded: Sequence[str] = (), retry: bool = False) -> None:
         """Tell the engine which ControlNets it will need soon, and which not. Raises Unavailable without an engine."""
-        self.send(pb.ControlNetEngineCommand(prefetch=pb.ControlNetEnginePrefetch(names=names, unneeded=unneeded)))
+        prefetch = pb.ControlNetEnginePrefetch(names=names, unneeded=unneeded, retry=retry)
+        self.send(pb.ControlNetEngineCommand(prefetch=prefetch))
 
     def pin(self, names: Iterable[str]) -> None:
         """Tell the engine to keep these ControlNets, and no others, in memory. Raises Unavailable if there is none."""

@@ -131,7 +131,7 @@ class ControlNetEngineLoop:
                     self._disk.submit(self._host, command.host)  # hashing a ControlNet takes seconds
                 case "prefetch":
                     self._registry.drop(command.prefetch.unneeded)
-                    self._registry.prefetch(command.prefetch.names)
+                    self._registry.prefetch(command.prefetch.names, retry=command.prefetch.retry)
                 case "pin":
                     self._registry.pin(command.pin.names)
                 case "open_link":

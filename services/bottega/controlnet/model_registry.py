@@ -134,10 +134,15 @@ class ModelRegistry:
             versions.append(model.key(dtype))
         return self.cache.borrow(versions)
 
-    def prefetch(self, names: Sequence[str]) -> None:
-        """Load ControlNets now, because sessions will need them soon."""
+    def prefetch(self, names: Sequence[str], *, retry: bool = False) -> None:
+        """Load ControlNets now, because sessions will need them soon.
+
+        Args:
+            names: The most wanted ones first.
+            retry: Whether those whose last load failed are loaded again.
+        """
         models = [model for name in names if (model := self._models.get(name))]
-        self.cache.expect([model.key(self._expected_dtype(model)) for model in models])
+        self.cache.expect([model.key(self._expected_dtype(model)) for model in models], retry=retry)
 
     def drop(self, names: Sequence[str]) -> None:
         """Evict ControlNets that are neither used nor pinned, because no session will need them soon."""
@@ -200,6 +205,7 @@ class ModelRegistry:
             load_s=float(f"{self.cache.load_s(model.key(self._expected_dtype(model))):.2g}"),
             pinned=name in self._pinned,
             load_error=next(filter(None, map(self.cache.load_error, keys)), "")[: rules.MAX_REASON_CHARACTERS],
+            failed_loads=sum(map(self.cache.failed_loads, keys)),
         )
 
     def _expected_dtype(self, model: _RegisteredModel) -> torch.dtype:

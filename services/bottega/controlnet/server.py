@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ class ControlNetServer:
         metrics: ControlNetMetrics,
         server: StartingServer,
     ) -> None:
-        self.name = config.name or f"controlnet-{os.getpid()}"
+        self.name = config.name or f"{kinds.CONTROLNET}-{socket.gethostname()}-{os.getpid()}"
         self.budget_bytes = config.engine.budget_bytes
         self.root = str(catalogue.root or "")
         self._config = config
@@ -134,26 +135,38 @@ class ControlNetServer:
             raise EngineStarting("the ControlNet server is starting its engine", retry_after_s=_STARTING_S)
         return await self._engine.open_link(request, caller=caller)
 
-    def prefetch(self, names: list[str], *, unneeded: Sequence[str] = (), copies: bool = False) -> list[str]:
+    def prefetch(
+        self, names: list[str], *, unneeded: Sequence[str] = (), copies: bool = False, retry: bool = False
+    ) -> list[str]:
         """Start to load the hosted ones of these ControlNets, and return their names. Raises Unavailable.
 
         Args:
             names: The most wanted ones first.
             unneeded: Names of those to evict, unless they are used or pinned.
-            copies: Whether they are loaded because other servers have too much to do with them.
+            copies: Whether the scheduler wants replicas of hot ControlNets, which it evicts again when they are idle.
+                Otherwise the ControlNets are replicas no more.
+            retry: Whether those whose last load failed are loaded again.
         """
         hosted = {net.name for net in self._beat.controlnets}
         accepted = [name for name in dict.fromkeys(names) if name in hosted]
-        if copies:
-            in_memory = {net.name for net in self._beat.controlnets if net.state in _IN_MEMORY}
-            self._copies.update(dict.fromkeys(set(accepted) - in_memory, False))
         if accepted and not self._draining:
             self._start_engine()
             if self._first_hosting.done():
-                self._engine.prefetch(accepted, unneeded=unneeded)
+                self._engine.prefetch(accepted, unneeded=unneeded, retry=retry)
+                self._mark(accepted, copies=copies)
         elif unneeded and self._engine_wanted and self._first_hosting.done() and not self._draining:
             self._engine.prefetch([], unneeded=unneeded)
         return accepted
+
+    def _mark(self, names: Sequence[str], *, copies: bool) -> None:
+        """Remember which of the ControlNets are replicas, and report that."""
+        in_memory = {net.name for net in self._beat.controlnets if net.state in _IN_MEMORY}
+        if copies:
+            self._copies.update(dict.fromkeys(set(names) - in_memory, False))
+        elif not self._copies.keys().isdisjoint(names):
+            self._copies = {name: loaded for name, loaded in self._copies.items() if name not in names}
+            self._hosted = self._with_profiles(self._beat)
+            self._report()
 
     async def pin(self, name: str, *, pinned: bool) -> Hosted:
         """Pin or unpin a ControlNet. The pin is stored.
@@ -309,6 +322,7 @@ class ControlNetServer:
         await self._leave()
         self._beat = ControlNetEngineBeat()
         self._hosted = []
+        self._copies = {}
 
     async def _host_all(self) -> None:
         """Make a new engine host the catalogue, then join the fleet and report the ControlNets that are not hosted."""
@@ -388,8 +402,8 @@ class ControlNetServer:
             del net.profiles[:]
             net.profiles.extend(self._profiles.of(net.digest))
             in_memory = net.state in _IN_MEMORY
-            if self._copies.get(net.name) and not in_memory:
-                del self._copies[net.name]  # it was evicted
+            if not in_memory and (self._copies.get(net.name) or net.load_error):
+                self._copies.pop(net.name, None)  # it was evicted, or cannot be loaded
             elif net.name in self._copies:
                 self._copies[net.name] = in_memory
             net.copied = self._copies.get(net.name, False)

@@ -31,7 +31,8 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
         """Load ControlNets before they are needed."""
         rules.refuse(list(_check_names(request)))
         names, unneeded = list(request.names), list(request.unneeded)
-        return pb.PrefetchResponse(accepted=self._server.prefetch(names, unneeded=unneeded, copies=request.copies))
+        accepted = self._server.prefetch(names, unneeded=unneeded, copies=request.copies, retry=request.retry)
+        return pb.PrefetchResponse(accepted=accepted)
 
     async def ListControlNets(
         self, _request: pb.ListControlNetsRequest, _context: _Context

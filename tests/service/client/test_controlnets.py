@@ -130,7 +130,7 @@ async def test_a_controlnet_is_loaded_by_as_many_servers_as_asked_for(fleet: Run
     assert (result.exit_code, result.stdout) == (0, "edges is loaded at s1\n"), "it has the most memory to spare"
     result = await run_at(fleet, "controlnets", "warm", "edges", "--servers", "2")
     assert (result.exit_code, result.stdout) == (0, "edges is loaded at s1, s3\n")
-    assert [server.prefetched for server in servers] == [[["edges"]], [], [["edges"]]]
+    assert [server.prefetched for server in servers] == [[["edges"], ["edges"]], [], [["edges"]]]
     result = await run_at(fleet, "controlnets", "warm", "edges", "--servers", "4")
     assert result.exit_code != 0
     assert "edges is hosted by 3 ControlNet servers, not by 4" in result.stderr
@@ -159,6 +159,24 @@ async def test_a_load_that_cannot_succeed_ends_the_wait_with_its_reason(fleet: R
     result = await run_at(fleet, "controlnets", "warm", "edges")
     assert result.exit_code != 0
     assert "edges cannot be loaded by s2: its weights are damaged" in " ".join(result.output.split())
+
+
+async def test_another_server_is_asked_for_one_that_cannot_load(fleet: Running) -> None:
+    broken = await fleet.controlnets("s1", hosted("edges", state=ON_DISK))
+    broken.broken = {"edges": "its weights are damaged"}
+    await fleet.controlnets("s2", hosted("edges", state=ON_DISK))
+    result = await run_at(fleet, "controlnets", "warm", "edges")
+    assert (result.exit_code, result.stdout) == (0, "edges is loaded at s2\n"), result.output
+    assert broken.prefetched == [["edges"]]
+    result = await run_at(fleet, "controlnets", "warm", "edges", "--servers", "2")
+    assert "edges cannot be loaded by s1: its weights are damaged" in " ".join(result.output.split())
+
+
+async def test_the_reason_of_an_earlier_load_does_not_end_the_wait(fleet: Running) -> None:
+    server = await fleet.controlnets("s1", hosted("edges", state=ON_DISK, load_error="damaged", failed_loads=1))
+    server.load_s = 0.5
+    result = await run_at(fleet, "controlnets", "warm", "edges")
+    assert (result.exit_code, result.stdout) == (0, "edges is loaded at s1\n"), result.output
 
 
 async def test_a_controlnet_is_pinned_at_every_server_or_at_one(fleet: Running) -> None:

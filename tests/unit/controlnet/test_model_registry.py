@@ -91,8 +91,13 @@ def test_a_load_that_fails_is_reported_with_its_reason_until_one_succeeds(
         wait_until(lambda: bool(found.report({})[0].load_error), "the load has failed")
         assert found.report({})[0].state == hosted_pb2.HOSTED_STATE_ON_DISK
         weights.write_bytes(intact)
+        found.prefetch(["canny"])
+        assert found.report({})[0].failed_loads == 1
+        found.prefetch(["canny"], retry=True)
+        wait_until(lambda: found.report({})[0].state == hosted_pb2.HOSTED_STATE_LOADED, "it is loaded again")
+        assert not found.report({})[0].load_error
         with borrowed(found, base, torch.bfloat16):
-            assert not found.report({})[0].load_error
+            assert found.report({})[0].failed_loads == 1
 
 
 def test_a_server_of_one_element_type_refuses_workers_of_another(folder: Path, base: ControlLayout) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from bottega.process import EngineTimeouts
 from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.fleet_pb2 import Activity
-from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK, Hosted
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, HOSTED_STATE_ON_DISK, Hosted, HostedState
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.fakes.listening import FakeListening
 from tests.support.waiting import eventually
@@ -74,6 +74,9 @@ class Engine(ControlNetEngineClient):
 
     def drain(self) -> None:
         self.drains += 1
+
+    def prefetch(self, names: Sequence[str], *, unneeded: Sequence[str] = (), retry: bool = False) -> None:
+        """Ignore it: tests report what is loaded."""
 
     def renew(self) -> None:
         """Another process, in place of the one that is gone."""
@@ -176,6 +179,33 @@ async def test_the_fleet_is_told_which_controlnets_are_left_out_and_why(tmp_path
     engine.refused.clear()  # somebody has mended it meanwhile
     await _serve(server, engine)
     assert [item.name for item in server.load().left_out] == ["pose.safetensors"]
+
+
+async def test_a_replica_that_somebody_else_asks_for_is_one_no_more(tmp_path: Path) -> None:
+    engine = Engine()
+    server = _server(engine, tmp_path)
+    await _serve(server, engine)
+
+    async def report(state: HostedState.ValueType, **facts: Any) -> None:
+        net = Hosted(kind=kinds.CONTROLNET, name="edges", state=state, **facts)
+        await server.on_engine_event(ControlNetEngineEvent(beat=ControlNetEngineBeat(controlnets=[net])))
+
+    def copied() -> bool:
+        return server.hosted[0].copied
+
+    await report(HOSTED_STATE_ON_DISK)
+    server.prefetch(["edges"], copies=True)
+    await report(HOSTED_STATE_LOADED)
+    assert copied()
+    server.prefetch(["edges"], copies=True)
+    assert copied()
+    server.prefetch(["edges"])
+    assert not copied()
+    await report(HOSTED_STATE_ON_DISK)
+    server.prefetch(["edges"], copies=True)
+    await report(HOSTED_STATE_ON_DISK, load_error="damaged", failed_loads=1)
+    await report(HOSTED_STATE_LOADED)  # for a job
+    assert not copied()
 
 
 async def test_an_engine_on_demand_is_started_by_the_first_link_and_what_it_hosts_is_told(

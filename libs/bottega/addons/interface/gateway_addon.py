@@ -296,6 +296,9 @@ class AddOn:
 
     # Life of the gateway and of the services.
 
+    def start(self) -> None:
+        """Begin background work, because this gateway schedules jobs from now on."""
+
     def member_changed(self, member: Member, *, lost: bool = False) -> None:
         """Handle a new report of a service, or its disconnection; it may still reconnect.
 

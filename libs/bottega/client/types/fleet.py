@@ -86,6 +86,8 @@ class HostedItem:
     """Whether a ControlNet is kept in memory."""
     load_error: str = ""
     """Why the last load of a ControlNet failed; empty if it did not."""
+    failed_loads: int = 0
+    """Number of loads of a ControlNet that failed since the service began."""
     copied: bool = False
     """Whether a ControlNet is in memory because other servers had too much to do with it."""
 
@@ -363,5 +365,6 @@ def _hosted(item: hosted_pb2.Hosted) -> HostedItem:
         load_s=item.load_s,
         pinned=item.pinned,
         load_error=item.load_error,
+        failed_loads=item.failed_loads,
         copied=item.copied,
     )

@@ -203,7 +203,7 @@ def _can_be_hosted(item: Hosted) -> bool:
         )
         and math.isfinite(item.scale)
         and max(len(item.digest), len(item.base)) <= _MAX_CHARACTERS
-        and min(item.size_bytes, item.popularity, item.sessions) >= 0
+        and min(item.size_bytes, item.popularity, item.sessions, item.failed_loads) >= 0
         and item.state in HostedState.values()
         and 0 <= item.control_modes <= MAX_MODES
         and 0 <= item.load_s < math.inf

@@ -170,6 +170,8 @@ class JobController:
     def start(self) -> None:
         """Start the background tasks."""
         self._finding.start(self._submit_found())
+        for addon in self._addons:
+            addon.start()
 
     async def drain(self) -> None:
         """Accept no new jobs, and wait until the running ones have ended. Waiting jobs stay stored for the next start.

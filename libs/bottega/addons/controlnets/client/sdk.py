@@ -71,6 +71,16 @@ async def import_root(servers: Sequence[FleetMember]) -> str:
     return roots.pop()
 
 
+async def _ask_to_load(server: FleetMember, name: str) -> str:
+    """Ask a server to load a ControlNet, also if a load has failed before. Return why that is impossible, or ""."""
+    try:
+        async with _SERVERS.open(server) as stub:
+            await stub.Prefetch(controlnet_pb2.PrefetchRequest(names=[name], retry=True), timeout=_LIST_S)
+    except BottegaError as error:
+        return error.message
+    return ""
+
+
 _IN_MEMORY = {Readiness.LOADED: 0, Readiness.LOADING: 1}
 
 
@@ -83,8 +93,9 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def _is_broken(net: HostedItem) -> bool:
-    return bool(net.load_error) and net.readiness not in _IN_MEMORY
+def _has_failed(net: HostedItem, failed_before: int) -> bool:
+    """Return whether a load has failed since the service reported `failed_before` failed loads."""
+    return bool(net.load_error) and net.readiness not in _IN_MEMORY and net.failed_loads != failed_before
 
 
 def _spare_bytes(server: FleetMember) -> int:
@@ -156,7 +167,8 @@ class AsyncControlNetMethods(AsyncGatewayClient):
     async def warm_controlnet(self, name: str, *, servers: int = 1, timeout_s: float = _WARM_S) -> tuple[str, ...]:
         """Make servers load a ControlNet, wait until they have, and return the names of those that have it in memory.
 
-        It stays there until other ControlNets need the memory; see pin_controlnet().
+        It stays there until other ControlNets need the memory; see pin_controlnet(). If a server cannot load it, the
+        next one is asked.
 
         Args:
             name: Name of the ControlNet.
@@ -168,7 +180,7 @@ class AsyncControlNetMethods(AsyncGatewayClient):
             ControlNetNotFound: No server hosts the ControlNet.
             NoControlNet: Fewer servers host it.
             TooLarge: Fewer servers have memory for it.
-            ControlNetUnusable: A server cannot load it.
+            ControlNetUnusable: Too few servers can load it.
         """
         hosts = hosts_of(await self.fleet(), name)
         if len(hosts) < servers:
@@ -178,20 +190,25 @@ class AsyncControlNetMethods(AsyncGatewayClient):
             raise _too_large(name, small)
         hosts = [host for host in hosts if host not in small]
         hosts.sort(key=lambda host: (_IN_MEMORY.get(host[1].readiness, 2), -_spare_bytes(host[0]), host[0].name))
-        chosen = {member.name for member, _ in hosts[:servers]}
-        for member, net in hosts[:servers]:
-            if net.readiness is not Readiness.LOADED:
-                async with _SERVERS.open(member) as stub:
-                    await stub.Prefetch(controlnet_pb2.PrefetchRequest(names=[name]), timeout=_LIST_S)
+        failed_before: dict[str, int] = {}  # failed loads of the servers that were asked, by name
+        broken: dict[str, str] = {}
         until = time.monotonic() + timeout_s
         while True:
+            while hosts and len(failed_before) - len(broken) < servers:
+                member, net = hosts.pop(0)
+                failed_before[member.name] = net.failed_loads
+                if why := await _ask_to_load(member, name):
+                    broken[member.name] = why
             found = hosts_of(await self.fleet(), name)
-            loaded = {member.name for member, net in found if net.readiness is Readiness.LOADED} & chosen
-            if loaded == chosen or time.monotonic() >= until:
+            asked = {member.name: net for member, net in found if member.name in failed_before}
+            loaded = {server for server, net in asked.items() if net.readiness is Readiness.LOADED}
+            if len(loaded) >= servers or time.monotonic() >= until:
                 return tuple(sorted(loaded))
-            broken = {member.name: net.load_error for member, net in found if _is_broken(net)}
-            if loaded | broken.keys() >= chosen:
-                why = "; ".join(f"{server}: {broken[server]}" for server in sorted(chosen - loaded))
+            for server, net in asked.items():
+                if _has_failed(net, failed_before[server]):
+                    broken[server] = net.load_error
+            if not hosts and loaded | broken.keys() >= failed_before.keys():
+                why = "; ".join(f"{server}: {broken[server]}" for server in sorted(broken))
                 raise ControlNetUnusable(f"{name} cannot be loaded by {why}")
             await asyncio.sleep(_LOOK_S)
 

@@ -234,6 +234,10 @@ class ControlNetAddOn(AddOn):
             self._fleet.back_off(job.worker)
         return True
 
+    def start(self) -> None:
+        """Look for copies that an earlier scheduler has made."""
+        self._replicas.start()
+
     def member_changed(self, member: Member, *, lost: bool = False) -> None:
         """Update the ControlNets that a server or a worker hosts. A lost one hosts none."""
         if lost:
@@ -245,6 +249,7 @@ class ControlNetAddOn(AddOn):
             self._loads.forget(member)
         else:
             self._hosts.update(member)
+            self._replicas.member_changed(member)
 
     async def close(self) -> None:
         self._replicas.close()

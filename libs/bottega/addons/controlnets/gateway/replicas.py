@@ -11,6 +11,7 @@ from bottega import kinds
 from bottega.addons.controlnets.gateway.server_loads import Copy, ServerLoads
 from bottega.addons.interface.gateway_addon import FleetView
 from bottega.addons.interface.prefetch import ServicePrefetcher
+from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.planning import Shape
 
@@ -42,8 +43,8 @@ class ReplicaPolicy:
 
     A ControlNet whose steps wait long at all its servers for `_EXCESS_S` gets one more server that has memory for it,
     or a quarter more if many have it. Such a copy is given up after `_IDLE_S` without a session, also if the scheduler
-    before this one has made it: the servers report which ones they are. Copies that jobs or operators have made are
-    left alone.
+    before this one has made it: the servers report which ones they are. Copies that jobs or operators have made, or
+    asked for since, are left alone.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class ReplicaPolicy:
             since = self._idle_since.get(key)
             if since is None:
                 continue
-            if copy.pinned:
+            if copy.pinned or (copy.loaded and not copy.copied):
                 del self._idle_since[key]
             elif copy.sessions:
                 self._idle_since[key] = now
@@ -137,6 +138,17 @@ class Replicas:
         self._shape: Shape = (0, 0)
         self._turn_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._started = False
+
+    def start(self) -> None:
+        """Look at the copies of an earlier scheduler, now and when their servers join."""
+        self._started = True
+        self._look_after(_SOON_S)
+
+    def member_changed(self, member: Member) -> None:
+        """Look at the copies soon if a service reports some."""
+        if self._started and self._timer is None and any(net.copied for net in member.load.hosted):
+            self._look_after(_LOOK_S)
 
     def attempt_begins(self, shape: Shape, turn_s: float | None) -> None:
         """Look at the copies soon, because a job with ControlNets has got a worker.
@@ -168,8 +180,8 @@ class Replicas:
         }
         copies = self._loads.copies(list(servers.values()), self._shape, self._policy.copied)
         for change in self._policy.decide(copies, self._turn_s, now):
-            does = "loads a hot ControlNet" if change.load else "evicts a copy of a ControlNet"
-            _log.info("a server %s", does, extra={"member": change.server, "controlnet": change.name})
+            text = "load a replica of a hot ControlNet" if change.load else "evict a replica of a ControlNet"
+            _log.info("asking a server to %s", text, extra={"member": change.server, "controlnet": change.name})
             (self._copier if change.load else self._evictor).request(servers[change.server], [change.name])
         if self._policy.pending or self._loads.assigned:
             self._look_after(_LOOK_S)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bottega.addons.controlnets.gateway import replicas as replicas_module
 from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first
 from bottega.addons.controlnets.gateway.replicas import ReplicaPolicy
 from bottega.addons.controlnets.gateway.server_loads import Copy, ServerLoads
@@ -503,7 +504,7 @@ async def test_a_hot_controlnet_is_loaded_by_another_server_and_given_up_when_id
         free.registration.address: [["edges"]]
     }
     shop.fleet.report(hot, load(net("edges")))
-    shop.fleet.report(free, load(net("edges", size_bytes=2 << 30), budget_bytes=4 << 30))
+    shop.fleet.report(free, load(net("edges", size_bytes=2 << 30, copied=True), budget_bytes=4 << 30))
     replicas.look()
     shop.time.now += 61.0
     replicas.look()
@@ -516,12 +517,12 @@ async def test_a_copy_that_is_used_or_pinned_or_that_a_job_has_made_stays(shop: 
     policy = ReplicaPolicy()
 
     def copies(**facts: Any) -> dict[str, list[Copy]]:
-        defaults: dict[str, Any] = {"loaded": True, "fits": True, "sessions": 0, "pinned": False}
-        first = Copy(**{**defaults, "candidate": _candidate("s1", sessions=20), "sessions": 20})
+        defaults: dict[str, Any] = {"loaded": True, "fits": True, "sessions": 0, "pinned": False, "copied": True}
+        first = Copy(**{**defaults, "candidate": _candidate("s1", sessions=20), "sessions": 20, "copied": False})
         return {"edges": [first, Copy(**{**defaults, "candidate": _candidate("s2"), **facts})]}
 
-    assert not policy.decide(copies(), 0.25, 0.0)
-    assert not policy.decide(copies(), 0.25, 100.0), "not made because of the load"
+    assert not policy.decide(copies(copied=False), 0.25, 0.0)
+    assert not policy.decide(copies(copied=False), 0.25, 100.0), "not made because of the load"
     policy.decide(copies(loaded=False), 0.25, 200.0)
     (made,) = policy.decide(copies(loaded=False), 0.25, 204.0)
     assert (made.server, made.load) == ("s2", True)
@@ -532,7 +533,11 @@ async def test_a_copy_that_is_used_or_pinned_or_that_a_job_has_made_stays(shop: 
     policy.decide(copies(loaded=False), 0.25, 400.0)
     assert policy.decide(copies(loaded=False), 0.25, 404.0)
     assert not policy.decide(copies(pinned=True), 0.25, 500.0)
-    assert not policy.decide(copies(), 0.25, 600.0)
+    assert not policy.decide(copies(copied=False), 0.25, 600.0)
+    policy.decide(copies(loaded=False), 0.25, 700.0)
+    assert policy.decide(copies(loaded=False), 0.25, 704.0)
+    assert not policy.decide(copies(copied=False), 0.25, 705.0), "somebody else has asked for it"
+    assert not policy.decide(copies(copied=False), 0.25, 800.0)
 
 
 def test_a_controlnet_that_many_servers_have_gets_several_more_at_once() -> None:
@@ -565,6 +570,20 @@ def test_a_copy_that_an_earlier_scheduler_made_is_given_up_when_idle() -> None:
         policy = ReplicaPolicy()
         assert not [*policy.decide(copies(**kept), 0.25, 0.0), *policy.decide(copies(**kept), 0.25, 61.0)]
         assert not policy.pending
+
+
+async def test_a_new_scheduler_gives_up_copies_without_a_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "_SOON_S", 0.0)
+    monkeypatch.setattr(replicas_module, "_LOOK_S", 0.0)
+    _server(shop, net("edges"), name="s1")
+    _server(shop, net("edges", copied=True), name="s2")
+    await asyncio.sleep(0.01)
+    assert not shop.controlnets._replicas._policy.pending, "another gateway is the scheduler"
+    shop.controlnets.start()
+    await eventually(lambda: shop.controlnets._replicas._policy.pending)
+    shop.time.now += 61.0
+    await eventually(lambda: [server.prefetched for server in shop.evictors.values()] == [[["edges"]]])
+    await shop.controlnets.close()
 
 
 async def test_the_second_half_of_a_pair_gets_a_server_of_its_own_where_that_is_sooner(shop: Shop) -> None:
