@@ -238,7 +238,8 @@ class SchedulerLease:
         ((generation, name, address, fleet_address, objects, key, asks, end, left),) = await self._database.fetch(_LOOK)
         left_s = float(left) if left <= _LONGEST * self._lease_s else 0.0
         may_take = not self._released and asyncio.get_running_loop().time() >= self._may_take_at
-        asked = asks and may_take and objects == self._objects and await self._can_store()
+        # The lease of a dead scheduler is taken at once, without a probe of the pictures that would take time.
+        asked = asks and left_s > 0 and may_take and objects == self._objects and await self._can_store()
         if may_take and (left_s <= 0 or asked):
             terms = {
                 "asked": asked,
@@ -288,7 +289,7 @@ class SchedulerLease:
             return False
         try:
             await asyncio.wait_for(self._storage.images.probe(), _PROBE_S)
-        except (StorageUnavailable, TimeoutError):
+        except (BottegaError, TimeoutError):
             return False
         return True
 

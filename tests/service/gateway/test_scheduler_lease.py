@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 
-from bottega.errors import ConfigError
+from bottega.errors import ConfigError, DataLoss
+from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import SchedulerRole
 from bottega.storage.postgresql import PostgresDatabase
@@ -40,9 +43,18 @@ def url() -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _gateway(url: str, name: str, *, lease_s: float = _LEASE_S) -> AsyncIterator[Gateway]:
+async def _gateway(
+    url: str, name: str, *, lease_s: float = _LEASE_S, probe: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[Gateway]:
     database, role = PostgresDatabase(url, application=f"lease of {name}", max_connections=1), SchedulerRole()
-    lease = SchedulerLease(database, role, name=name, objects=_PICTURES, lease_s=lease_s)
+    storage = SimpleNamespace(images=SimpleNamespace(probe=probe), images_failed_s=0.0)
+    lease = SchedulerLease(
+        *(database, role),
+        name=name,
+        objects=_PICTURES,
+        lease_s=lease_s,
+        storage=cast("Storage", storage) if probe else None,
+    )
     lease.address = f"{name}:8470"
     await lease.start()
     try:
@@ -85,6 +97,41 @@ async def test_a_follower_takes_the_lease_of_a_gateway_that_died(url: str) -> No
         await eventually(lambda: second.role.held)
         assert second.role.holder is not None
         assert second.role.holder.name == "b"
+
+
+async def test_the_lease_of_a_dead_scheduler_that_asked_for_another_is_taken_without_a_probe(url: str) -> None:
+    probed = asyncio.Event()
+
+    async def probe() -> None:
+        probed.set()
+
+    async with _gateway(url, "a") as first:
+        await eventually(lambda: first.role.held)
+    shared_server().execute(
+        "UPDATE scheduler_lease SET asks_for_another = true, expires_at = now()", database=urlsplit(url).path[1:]
+    )
+    async with _gateway(url, "b", probe=probe) as second:
+        await eventually(lambda: second.role.held)
+        assert not probed.is_set()
+
+
+async def test_a_follower_whose_pictures_are_damaged_does_not_take_over(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    probed = asyncio.Event()
+
+    async def probe() -> None:
+        probed.set()
+        raise DataLoss("the bucket is damaged")
+
+    async with _gateway(url, "a", lease_s=3600) as first:
+        await eventually(lambda: first.role.held)
+    shared_server().execute("UPDATE scheduler_lease SET asks_for_another = true", database=urlsplit(url).path[1:])
+    async with _gateway(url, "b", lease_s=3600, probe=probe) as second:
+        await asyncio.wait_for(probed.wait(), 20)
+        await eventually(lambda: second.role.holder is not None)
+        assert not second.role.held
+    assert "reading the scheduler's lease failed" not in caplog.text
 
 
 async def test_a_released_lease_is_taken_without_waiting_for_its_end(url: str) -> None:
