@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import yaml
 from prometheus_client import Counter
@@ -44,6 +45,8 @@ class Scaler:
         self._tasks = BackgroundTasks("scaling", max_tasks=1)
         self._membership: FleetMembership | None = None
         self._trouble = ""
+        self._configured: dict[Path, tuple[int, str]] = {}
+        """When configurations of services changed, in ns, and the names in them."""
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
         self._starts = Counter("bottega_scale_starts", "Services started.", ("kind", "model"), registry=server.registry)
         self._failed_starts = Counter(
@@ -133,19 +136,25 @@ class Scaler:
 
     def _is_idle(self, pool: Pool, unit: str) -> bool:
         """Return whether the gateway named the service of a unit as one that has nothing to do."""
-        return bool(pool.idle.intersection(self._names(pool.config, unit)))
+        return self._name(pool.config, unit) in pool.idle
 
-    def _names(self, pool: PoolConfig, unit: str) -> Sequence[str]:
-        """Return the names that the service of a unit may have in the fleet: its configured one, or the default.
+    def _name(self, pool: PoolConfig, unit: str) -> str:
+        """Return the name of a unit's service in the fleet: its configured one, or the default.
 
         A name that comes from a certificate alone is not known here.
         """
         (instance,) = [name for name in pool.instances if pool.unit(name) == unit]
-        pid, configured = self._units.pids.get(unit, 0), None
-        with contextlib.suppress(OSError, yaml.YAMLError):
-            values = yaml.safe_load(self._config.file_of(pool, instance).read_text(encoding="utf-8"))
-            configured = values.get("name") if isinstance(values, dict) else None
-        return [str(configured)] if configured else [f"{pool.kind}-{pid}", f"{pool.kind}-{socket.gethostname()}-{pid}"]
+        path = self._config.file_of(pool, instance)
+        default = f"{pool.kind}-{socket.gethostname()}-{self._units.pids.get(unit, 0)}"
+        try:
+            changed_ns = path.stat().st_mtime_ns
+            if self._configured.get(path, (0, ""))[0] != changed_ns:
+                values = yaml.safe_load(path.read_text(encoding="utf-8"))
+                name = values.get("name") if isinstance(values, dict) else None
+                self._configured[path] = changed_ns, str(name or "")
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return default
+        return self._configured[path][1] or default
 
     def _note_trouble(self, text: str) -> None:
         """Log that the manager refuses calls, once for each reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -49,9 +50,21 @@ async def test_a_unit_is_idle_if_the_gateway_says_so_of_its_service(systemd: Pat
     config = ScaleConfig(folder=str(tmp_path), pools=(PoolConfig(model="m", instances=("a", "b")),))
     scaler = Scaler(config, Server("scale", ServerConfig()), units)
     (pool,) = scaler._pools
-    for name, idle in (("first", A), (f"worker-{socket.gethostname()}-42", B), ("worker-elsewhere-42", None)):
+    for name, idle in (
+        ("first", A),
+        (f"worker-{socket.gethostname()}-42", B),
+        ("worker-elsewhere-42", None),
+        ("worker-42", None),
+    ):
         scaler._note_targets([PoolTarget(kind="worker", model="m", count=1, idle=[name])])
         assert [unit for unit in (A, B) if scaler._is_idle(pool, unit)] == ([idle] if idle else [])
+    (workers / "a.yaml").write_text("name: other\n")
+    os.utime(workers / "a.yaml", ns=(1, 1))
+    scaler._note_targets([PoolTarget(kind="worker", model="m", count=1, idle=["other"])])
+    assert scaler._is_idle(pool, A), "its configuration was changed"
+    (workers / "a.yaml").write_text("name: not read\n")
+    os.utime(workers / "a.yaml", ns=(1, 1))
+    assert scaler._is_idle(pool, A)
 
 
 @pytest.fixture
