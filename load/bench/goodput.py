@@ -11,7 +11,8 @@ Stages and ControlNets cost the operations that PyTorch counts on SDXL-base's ne
   that do all. Goodput is the highest rate at which 95 % of the jobs are in time. Conditioning and latents cross a link.
   All serve one job at a time, first come first served. Where decoding is three times as slow (in float32, or by slower
   memory), and where few steps are drawn without guidance, the other stages weigh more.
-- Replicas: each ControlNet at one server, against the gateway's own ranking and policy of replicas. Each session asks
+- Replicas: each ControlNet at one server, against the gateway's ranking alone, by which jobs also load ControlNets at
+  free servers, and against the ranking with the policy that makes replicas before jobs need them. Each session asks
   its server once in a step, so that no step is shorter than a round of the server's sessions. Goodput is the share of
   jobs in time, where .6 of what the workers can draw comes. There are as many servers as workers: most jobs have two
   ControlNets, each with nearly half the operations of a step.
@@ -36,7 +37,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from load.bench.framework import CORES, Bench, Option, Sheet
-from load.bench.goodput_controlnets import share_in_time
+from load.bench.goodput_controlnets import Side, share_in_time
 from load.bench.sdxl_costs import StageCosts, counted_costs
 from load.replay.trace_shape import LORAS_B
 
@@ -104,15 +105,23 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
         }
         for (mix, devices), found in roles.items():
             _add(sheet, f"roles, {mix.name}, {devices} devices", f"roles_{mix.key}_{devices}", list(found))
-        for (service, devices), found in replicas.items():
-            _add(sheet, f"replicas, service {service}, {devices} workers", f"replicas_{service}_{devices}", list(found))
+        for (service, devices), shares in replicas.items():
+            one, ranking, replicas_too = zip(*shares, strict=True)
+            what, key = f"service {service}, {devices} workers", f"{service}_{devices}"
+            _add(sheet, f"ranking over one server, {what}", f"ranking_{key}", list(zip(one, ranking, strict=True)))
+            _add(
+                sheet,
+                f"replicas over ranking, {what}",
+                f"replicas_{key}",
+                list(zip(ranking, replicas_too, strict=True)),
+            )
 
 
 def _add(sheet: Sheet, what: str, key: str, found: Sequence[tuple[float, float]]) -> None:
     """Add the goodput of both sides and their difference, seed by seed."""
     without, having, gains = ([*side] for side in zip(*((a, b, b - a) for a, b in found), strict=True))
     sheet.row(f"{what}: goodput without, with", f"{_mean(without)}, {_mean(having)}")
-    bar = "above 0" if key.startswith("replicas") else ""
+    bar = "" if key.startswith("roles") else "above 0"
     sheet.figure("    gained", fmean(gains), "{:+.3f}" + f" (+- {_half_width(gains):.3f})", key=f"{key}_gain", bar=bar)
     sheet.values |= {f"{key}_without": fmean(without), f"{key}_with": fmean(having), f"{key}_half": _half_width(gains)}
 
@@ -159,13 +168,9 @@ def _roles(mix: _Mix, devices: int, costs: StageCosts, jobs: int, seed: int) -> 
     return goodput(whole_s), goodput(roles_s)
 
 
-def _replicas(service: str, devices: int, costs: StageCosts, seconds: float, seed: int) -> tuple[float, float]:
-    """Return the share of the jobs that is in time if each ControlNet is at one server, and with replicas."""
-    one, many = (
-        share_in_time(service, devices, costs, length_s=seconds, seed=seed, replicas=replicas)
-        for replicas in (False, True)
-    )
-    return one, many
+def _replicas(service: str, devices: int, costs: StageCosts, seconds: float, seed: int) -> list[float]:
+    """Return the share of the jobs that is in time, for each side."""
+    return [share_in_time(service, devices, costs, length_s=seconds, seed=seed, side=side) for side in Side]
 
 
 def _stages(mix: _Mix, costs: StageCosts, loras: int, chance: random.Random) -> _Stages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import heapq
 import random
 from collections import Counter, deque
@@ -29,6 +30,17 @@ _WARM_UP = 0.5
 _COMPARED = 4
 
 
+class Side(enum.Enum):
+    """How the servers of ControlNets are chosen."""
+
+    ONE_SERVER = 0
+    """Each ControlNet stays at the server that has loaded it first."""
+    RANKING = 1
+    """By the gateway's ranking, by which a job may also let another server load a ControlNet."""
+    REPLICAS = 2
+    """By the ranking, and the gateway's policy makes replicas before jobs need them."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
     number: int
@@ -52,6 +64,8 @@ class _Server:
         self.sessions: Counter[str] = Counter()
         self.count = 0
         self.loaded_s: dict[str, float] = {}
+        self.replicas: set[str] = set()
+        """Its ControlNets that the policy made it load."""
 
     @property
     def idle_nets(self) -> list[str]:
@@ -64,9 +78,7 @@ class _Server:
         return len(self.loaded_s) < _ROOM or bool(self.idle_nets)
 
 
-def share_in_time(
-    service: str, workers: int, costs: StageCosts, *, length_s: float, seed: int, replicas: bool
-) -> float:
+def share_in_time(service: str, workers: int, costs: StageCosts, *, length_s: float, seed: int, side: Side) -> float:
     """Return the share of the jobs that end in time.
 
     Args:
@@ -75,10 +87,10 @@ def share_in_time(
         costs: Seconds of forward passes.
         length_s: Seconds of the run.
         seed: Seed of the jobs.
-        replicas: Whether the gateway ranks servers and makes replicas; otherwise each ControlNet stays at one server.
+        side: How servers are chosen.
     """
     jobs = list(_jobs(service, workers, costs, length_s, seed))
-    _Fleet(workers, costs, replicas=replicas).run(jobs, length_s)
+    _Fleet(workers, costs, side=side).run(jobs, length_s)
     judged = [
         job.ended_s is not None and job.ended_s - job.at_s <= _IN_TIME * job.alone_s
         for job in jobs
@@ -111,14 +123,14 @@ def _jobs(service: str, workers: int, costs: StageCosts, length_s: float, seed: 
 class _Fleet:
     """Workers that each draw one job at a time, and as many servers."""
 
-    def __init__(self, workers: int, costs: StageCosts, *, replicas: bool) -> None:
+    def __init__(self, workers: int, costs: StageCosts, *, side: Side) -> None:
         self._idle = workers
         self._encode_s, _, self._decode_s = costs.stages_s(0, _ROWS)
         self._turn_s, self._forward_s = _ROWS * costs.row_s, _ROWS * costs.controlnet_s
         self._servers = [_Server(number) for number in range(workers)]
         self._by_name = {server.name: server for server in self._servers}
         self._hosts: dict[str, list[_Server]] = {}
-        self._replicas = replicas
+        self._side = side
         self._policy = ReplicaPolicy()
         self._now_s = 0.0
 
@@ -135,7 +147,7 @@ class _Fleet:
                 self._idle -= 1
                 self._begin(waiting[0])
                 running.append(waiting.popleft())
-            if self._replicas and self._now_s % _LOOK_S == 0:
+            if self._side is Side.REPLICAS and self._now_s % _LOOK_S == 0:
                 self._look()
             for job in running:
                 self._advance(job)
@@ -155,7 +167,7 @@ class _Fleet:
             server.count += 1
 
     def _advance(self, job: _Job) -> None:
-        """Let a job make the steps of this tick: no step is shorter than a round of any of its servers' sessions."""
+        """Advance a job by one tick. A step takes at least one forward pass for each session of its busiest server."""
         step_s = max([job.turn_s, *(server.count * self._forward_s for server in job.servers)])
         left_s = min(_TICK_S, self._now_s + _TICK_S - job.begins_s)
         if left_s <= 0.0:
@@ -172,7 +184,7 @@ class _Fleet:
     def _choose(self, job: _Job, name: str) -> _Server:
         """Return the server for a job's ControlNet."""
         hosts = self._hosts.get(name, [])
-        if hosts and not self._replicas:
+        if hosts and self._side is Side.ONE_SERVER:
             return hosts[0]
         compared = [
             *heapq.nsmallest(_COMPARED, (each for each in hosts if each.loaded_s[name] <= self._now_s), key=_by_count),
@@ -210,6 +222,7 @@ class _Fleet:
 
     def _evict(self, server: _Server, name: str) -> None:
         del server.loaded_s[name]
+        server.replicas.discard(name)
         self._hosts[name].remove(server)
 
     def _look(self) -> None:
@@ -219,6 +232,7 @@ class _Fleet:
             server = self._by_name[change.server]
             if change.load:
                 self._load(server, change.name)
+                server.replicas.add(change.name)
             elif change.name in server.loaded_s and not server.sessions[change.name]:
                 self._evict(server, change.name)
 
@@ -233,6 +247,7 @@ class _Fleet:
                 fits=name not in server.loaded_s,
                 sessions=server.sessions[name],
                 pinned=False,
+                copied=name in server.replicas,
             )
             for server in servers
         ]
