@@ -35,7 +35,9 @@ class ActivationsConfig(StoreConfig):
     environment, as for the gateway's `objects`. It needs the package obstore.
     """
     objects_bytes: AtLeastOne = 1 << 40
-    """Upper bound on the bytes of all recordings in `objects`. The least recently used ones are deleted, no pinned."""
+    """Upper bound on the bytes of all recordings in `objects`.
+
+    Beyond it, the least recently used recordings that are not pinned are deleted."""
     min_free_bytes: NotNegative = 1 << 30
     """Bytes of disk space that stay free for other programs. At most 5 % of the disk counts."""
     template_mib: NotNegative = 2662

@@ -284,12 +284,18 @@ class Gateway:
     def _shared(self, config: GatewayConfig, fleet: Fleet) -> SharedScheduling:
         from bottega.gateway.sharing import shared_scheduling  # it needs psycopg, which is an extra
 
+        in_database = config.tenants.startswith(DATABASE_SCHEMES)
+        if config.tenants and not in_database:
+            _log.warning(
+                "every gateway with these jobs needs the same file of tenants; better, put them into the database: "
+                "bottega tenants import FILE --file URL"
+            )
         return shared_scheduling(
             *(config.jobs, self._role),
             name=config.name,
             objects=config.objects,
             storage=self._storage,
-            tenants_elsewhere=not config.tenants.startswith(DATABASE_SCHEMES),
+            tenants_elsewhere=not in_database,
             begin=self._begin,
             follow=self._follow,
             announce=fleet.wake_streams,

@@ -194,6 +194,16 @@ async def test_a_gateway_that_would_not_know_the_tenants_of_its_jobs_does_not_st
             pass
 
 
+async def test_gateways_that_share_jobs_are_warned_of_a_file_of_tenants(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tenants.json"
+    key = await _command("add", "shop", "--file", file)
+    async with running_gateway(jobs=url, tenants=str(file)) as house:
+        assert await _is_known(house, key)
+    assert "bottega tenants import FILE" in caplog.text
+
+
 async def test_a_gateway_does_not_start_without_tenants_in_its_database(url: str) -> None:
     with pytest.raises(ConfigError, match="bottega tenants add NAME"):
         async with running_gateway(tenants=url):
