@@ -165,6 +165,20 @@ async def test_a_killed_scheduler_is_replaced_and_its_jobs_go_on(pair: Pair) -> 
     assert len(pair.worker.begun) == 5  # no attempt began again
 
 
+@pytest.mark.parametrize("moment", ["before", "during"])
+async def test_a_follower_that_stops_around_a_takeover_ends(moment: str, pair: Pair) -> None:
+    pair.worker.script.hold_at = _HELD_AT
+    job_id = await pair.first.submit()
+    await eventually(lambda: _is_running(pair.first, job_id))
+    await pair.first.kill()
+    if moment == "during":
+        await eventually(lambda: pair.second.logged("this gateway is the scheduler") == 1)
+    assert await pair.second.stop() == 0
+    await pair.first.start()
+    pair.worker.script.release.set()
+    assert (await pair.first.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
 async def test_a_job_goes_on_from_its_checkpoint_after_a_host_is_lost(pair: Pair) -> None:
     pair.worker.script.hold_at = 20
     running = await pair.first.submit("running")
