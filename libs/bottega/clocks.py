@@ -137,7 +137,7 @@ class SharedClock:
             self._jumps.append((self._monotonic(), self._ahead_s - before_s))
 
     def jumped_s(self, within_s: float) -> float:
-        """Return the seconds by which the clock jumped ahead in the last `within_s` seconds, in which none passed.
+        """Return by how many seconds the clock was set ahead during the last `within_s` seconds.
 
         The database's clock may have been set, or another server with another clock may be the database now.
         """

@@ -168,8 +168,11 @@ class Gateway:
         self._sharing = self._shared(config, fleet) if config.jobs else None
         self._calls = SchedulerCalls(self._role, self.server.channels, max_message_mib=config.server.max_message_mib)
         self._following = FollowerAdmission(admission=admission, jobs=self._jobs, calls=self._calls, role=self._role)
-        self._reservations = Reservations(controller=self._controller, admission=admission, jobs=self._jobs)
-        public = ForwardingImageService(images, self._calls, self._jobs, self._following) if self._sharing else images
+        self._reservations = Reservations(
+            controller=self._controller, admission=admission, jobs=self._jobs, role=self._role
+        )
+        self._forwarding = ForwardingImageService(images, self._calls, self._jobs, self._following)
+        public = self._forwarding if self._sharing else images
         image_pb2_grpc.add_ImageServiceServicer_to_server(public, self.server.grpc)
         # It refuses calls and names the right port. Without it, gRPC may end an unfinished Join with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
@@ -253,6 +256,7 @@ class Gateway:
         if self._sharing is not None:
             await self._sharing.close()  # first: it may be about to start the other parts
         await self._following.close()
+        await self._forwarding.close()
         await self._reservations.close()
         await self._periodic.stop()
         await self._controller.stop()
@@ -276,7 +280,11 @@ class Gateway:
 
     async def _follow(self, scheduler: LeaseHolder) -> None:
         """Make the jobs readable while another gateway is the scheduler."""
-        await cast("PostgresJobStore", self._storage.jobs).follow()
+        try:
+            await cast("PostgresJobStore", self._storage.jobs).follow()
+        except BottegaError:
+            self._jobs.refuse_reads()
+            raise
         self._jobs.share_page_tokens(scheduler.page_token_key)
         self._storage.follows = not self._role.held
         self._jobs.allow_reads()

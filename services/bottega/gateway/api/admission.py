@@ -26,6 +26,7 @@ from bottega.errors import (
     InvalidRequest,
     ModelNotFound,
     RequestIdReused,
+    StorageUnavailable,
     TooLarge,
     Unavailable,
     Violation,
@@ -112,7 +113,7 @@ class Admission:
 
         Return None if the scheduler has to admit the request: because its request_id or stored pictures may answer it,
         or because it would be refused for a reason that may not hold there, such as a worker that is not known here.
-        Raises InvalidRequest and TooLarge.
+        Raises InvalidRequest, TooLarge and StorageUnavailable.
         """
         try:
             request = await _fingerprinted(spec, request)
@@ -121,6 +122,8 @@ class Admission:
             return await self._new_job(spec, request, access, None)
         except (InvalidRequest, TooLarge) as error:
             self._metrics.refused.labels(error.reason_name).inc()
+            raise
+        except StorageUnavailable:
             raise
         except (BottegaError, NotScheduler):
             return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bottega.addons.interface.views import Access, JobRequest
@@ -36,8 +37,8 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 # Upper bound on the bytes of the records in one call, which may have a little more.
 _MAX_CALL_BYTES = 1 << 20
-# Seconds for which requests are passed on after the database has failed here: the scheduler may reach it.
-_PAUSE_S = 5.0
+PAUSE_S = 5.0
+"""Seconds for which requests are passed on after the database has failed here: the scheduler may reach it."""
 # Seconds for which the scheduler is told something.
 _TELL_S = 5.0
 # Seconds before the scheduler is told again what it did not answer.
@@ -52,7 +53,10 @@ class _Notice:
 
 
 class _SchedulerLine:
-    """Sends admission messages to one scheduler in batches, at most one call at a time.
+    """Sends admission messages to one scheduler in batches, at most one call of each kind at a time.
+
+    One kind asks for places, and the other one tells what became of jobs: it may take longer, because the scheduler
+    reads input images.
 
     Args:
         scheduler: The scheduler.
@@ -64,8 +68,8 @@ class _SchedulerLine:
         self.scheduler = scheduler
         self._calls = calls
         self._role = role
-        self._waiting: deque[_Notice] = deque()
-        self._is_sending = False
+        self._waiting: dict[bool, deque[_Notice]] = {}
+        """Messages to send, by whether they have new jobs. Only of the kinds that are being sent."""
         self._sending = BackgroundTasks("telling the scheduler of jobs")
 
     @property
@@ -98,44 +102,41 @@ class _SchedulerLine:
 
     async def _send(self, message: fleet_pb2.AdmitJobsRequest) -> BottegaError | None:
         answered: asyncio.Future[BottegaError | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Notice(message=message, answered=answered))
-        if not self._is_sending:
-            self._is_sending = True
-            self._sending.start(self._send_all())
+        kind = bool(message.new_jobs)
+        if kind not in self._waiting:
+            self._waiting[kind] = deque()
+            self._sending.start(self._send_all(kind))
+        self._waiting[kind].append(_Notice(message=message, answered=answered))
         return await answered
 
-    async def _send_all(self) -> None:
+    async def _send_all(self, kind: bool) -> None:
+        waiting = self._waiting[kind]
         try:
-            while self._waiting:
-                await self._send_next()
+            while waiting:
+                await self._send_next(waiting)
         finally:
-            self._is_sending = False
-            for notice in self._waiting:  # there are some if this gateway stops
-                notice.answered.cancel()
-            self._waiting.clear()
+            del self._waiting[kind]
+            _fail(waiting, _closed())  # there are some if the line is closed
 
-    async def _send_next(self) -> None:
+    async def _send_next(self, waiting: deque[_Notice]) -> None:
         """Send what waits, as far as it fits into one call."""
         notices: list[_Notice] = []
-        request = fleet_pb2.AdmitJobsRequest()
-        while self._waiting and len(notices) < MAX_JOBS and request.ByteSize() < _MAX_CALL_BYTES:
-            notices.append(self._waiting.popleft())
+        request = fleet_pb2.AdmitJobsRequest(generation=self.scheduler.generation)
+        while waiting and len(notices) < MAX_JOBS and request.ByteSize() < _MAX_CALL_BYTES:
+            notices.append(waiting.popleft())
             request.MergeFrom(notices[-1].message)
         try:
             answer = await self._calls.admit_jobs(self.scheduler, request)
             refusals = iter(answer.refusals)
             results = [next(refusals) if notice.message.new_jobs else None for notice in notices]
         except asyncio.CancelledError:
-            for notice in notices:
-                notice.answered.cancel()
+            _fail(notices, _closed())
             raise
         except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
-            for notice in notices:
-                if not notice.answered.done():  # nobody waits for it any more
-                    notice.answered.set_exception(error)
+            _fail(notices, error)
         else:
             for notice, refusal in zip(notices, results, strict=True):
-                if not notice.answered.done():
+                if not notice.answered.done():  # else nobody waits for it any more
                     notice.answered.set_result(from_job_error(refusal) if refusal and refusal.code else None)
 
 
@@ -170,6 +171,7 @@ class FollowerAdmission:
         try:
             job = await self._admission.prepare(spec, request, access)
         except StorageUnavailable:
+            self._pause()
             return None
         if job is None:
             return None
@@ -177,7 +179,7 @@ class FollowerAdmission:
 
     async def close(self) -> None:
         """Finish what has begun."""
-        await self._storing.join(_PAUSE_S)
+        await self._storing.join(PAUSE_S)
         await self._storing.cancel()
         if self._line is not None:
             await self._line.close()
@@ -210,6 +212,10 @@ class FollowerAdmission:
                 raise refusal
             with contextlib.suppress(StaleGeneration):
                 return await self._store_reserved(job, record, inputs, line)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PAUSE_S):
+                    while self._role.other == scheduler:
+                        await self._role.change()
         return False
 
     async def _store_reserved(self, job: Job, record: JobRecord, inputs: bytes, line: _SchedulerLine) -> bool:
@@ -240,12 +246,24 @@ class FollowerAdmission:
         return True
 
     def _pause(self) -> None:
-        self._paused_until = asyncio.get_running_loop().time() + _PAUSE_S
+        self._paused_until = asyncio.get_running_loop().time() + PAUSE_S
 
     def _line_to(self, scheduler: LeaseHolder) -> _SchedulerLine:
         if self._line is None or self._line.scheduler != scheduler:
+            if self._line is not None:
+                self._storing.start(self._line.close())
             self._line = _SchedulerLine(scheduler, self._calls, self._role)
         return self._line
+
+
+def _fail(notices: Iterable[_Notice], error: Exception) -> None:
+    for notice in notices:
+        if not notice.answered.done():  # else nobody waits for it any more
+            notice.answered.set_exception(error)
+
+
+def _closed() -> InterruptedCall:
+    return InterruptedCall(Draining("another gateway is the scheduler now, or this one stops"), refused=False)
 
 
 def _dropped(job: Job) -> fleet_pb2.AdmitJobsRequest:

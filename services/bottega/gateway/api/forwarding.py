@@ -13,15 +13,17 @@ the scheduler knows its newer state.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 
 from bottega.addons.interface.views import Access
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import DataLoss, StorageUnavailable
-from bottega.gateway.api.following import FollowerAdmission
+from bottega.gateway.api.following import PAUSE_S, FollowerAdmission
 from bottega.gateway.api.image_service import ImageService, submitted
 from bottega.gateway.api.scheduler_calls import InterruptedCall, SchedulerCalls
 from bottega.gateway.api.watching import job_to_wire
@@ -34,9 +36,12 @@ from bottega.rpc.security.caller import caller
 from bottega.rpc.status import from_job_error
 from bottega.v1 import image_pb2, image_pb2_grpc, webhook_pb2, webhook_pb2_grpc
 
+# Seconds after which the scheduler is asked instead of the database. A healthy one takes milliseconds.
+_READ_S = 1.0
 _NO_REQUEST = image_pb2.GenerateRequest()
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Read = TypeVar("_Read")
 
 
 class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
@@ -56,6 +61,8 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
         self._admission = admission
         self._calls = calls
         self._jobs = jobs
+        self._paused_until = 0.0
+        self._reading = BackgroundTasks("reading of jobs from the database")
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
         """List the models that are served now: all services have joined this gateway too."""
@@ -86,11 +93,10 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
         """Return a page of jobs. The scheduler is asked if it could have live ones."""
-        if self._reads_here(context) and not LIVE.intersection(request.states):
-            with contextlib.suppress(StorageUnavailable, DataLoss):
-                page = await self._local.ListJobs(request, context)
-                if all(job.state not in LIVE for job in page.jobs):
-                    return page
+        if not LIVE.intersection(request.states):
+            page = await self._read(context, lambda: self._local.ListJobs(request, context))
+            if page is not None and all(job.state not in LIVE for job in page.jobs):
+                return page
         answer: image_pb2.ListJobsResponse = await self._unary("ListJobs", request, context)
         return answer
 
@@ -177,15 +183,32 @@ class ForwardingImageService(image_pb2_grpc.ImageServiceServicer):
                 yield image_pb2.GenerateResponse(event=answer.event)
 
     def _reads_here(self, context: _Context) -> bool:
-        return self._jobs.readable and self._calls.follows(context)
+        paused = asyncio.get_running_loop().time() < self._paused_until
+        return self._jobs.readable and not paused and self._calls.follows(context)
 
     async def _ended_job(self, job_id: str, context: _Context) -> Job | None:
         """Return a job that has ended, read here; None if the scheduler has to be asked. Raises JobNotFound."""
-        if self._reads_here(context):
-            with contextlib.suppress(StorageUnavailable, DataLoss):
-                job = await self._local.find_job(job_id)
-                return None if job.live else job
+        job = await self._read(context, lambda: self._local.find_job(job_id))
+        return None if job is None or job.live else job
+
+    async def _read(self, context: _Context, read: Callable[[], Coroutine[Any, Any, _Read]]) -> _Read | None:
+        """Return what this gateway reads from the database; None if the scheduler has to be asked.
+
+        A read that takes too long goes on alone, because to cancel it would wait for an answer of the database.
+        """
+        if not self._reads_here(context):
+            return None
+        try:
+            return await asyncio.wait_for(self._reading.run_shielded(read()), _READ_S)
+        except (StorageUnavailable, TimeoutError):
+            self._paused_until = asyncio.get_running_loop().time() + PAUSE_S
+        except DataLoss:  # the scheduler says what it is
+            pass
         return None
+
+    async def close(self) -> None:
+        """End the reads that are under way."""
+        await self._reading.cancel()
 
     async def _unary(self, method: str, request: Any, context: _Context, *, repeatable: bool = True) -> Any:
         return await self._calls.unary(

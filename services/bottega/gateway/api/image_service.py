@@ -282,7 +282,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         caller_s: float | None = None,
         preview: bool = False,
     ) -> JobRequest:
-        """Return what a call gives beside the spec. `caller_s`: seconds for which its caller waits; None for ever."""
+        """Return the JobRequest of a call: all its fields except the spec."""
         tenant = caller().tenant
         return JobRequest(
             request_id=request.request_id,

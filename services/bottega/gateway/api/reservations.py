@@ -17,9 +17,11 @@ because the store checks the lease in the same transaction.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from pydantic import TypeAdapter, ValidationError
@@ -32,6 +34,7 @@ from bottega.gateway.api.validation import check_ids
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobRecord
+from bottega.gateway.scheduler_role import SchedulerRole
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants import Admittance
 from bottega.rpc.status import to_job_error
@@ -47,6 +50,8 @@ _LOOK_S = 1.0
 _SILENT_S = 3.0
 # Looks after which a job is certainly not stored: longer than a gateway and the database try.
 _MAX_LOOKS = 60
+# Jobs whose inputs are read at once: half of the connections to the database.
+_READS = 4
 _RECORD = TypeAdapter(JobRecord)
 _NO_REFUSAL = JobError()
 
@@ -76,12 +81,17 @@ class Reservations:
         controller: Queues the jobs.
         admission: Checks the bounds of the queue.
         jobs: The jobs of this gateway.
+        role: Says whether this gateway is the scheduler.
     """
 
-    def __init__(self, *, controller: JobController, admission: Admission, jobs: JobRepository) -> None:
+    def __init__(
+        self, *, controller: JobController, admission: Admission, jobs: JobRepository, role: SchedulerRole
+    ) -> None:
         self._controller = controller
         self._admission = admission
         self._jobs = jobs
+        self._role = role
+        self._reading = asyncio.Semaphore(_READS)
         self._places: dict[str, _Place] = {}
         self._is_looking = False
         self._looking = BackgroundTasks("looking for jobs that other gateways store")
@@ -97,24 +107,23 @@ class Reservations:
         """
         rules.refuse(list(_violations(request)))
         records = [_record_in(new) for new in request.new_jobs]
-        if not self._jobs.restored:
+        is_for_this = request.generation in (0, self._role.generation) and self._role.held and not self._role.lost
+        if not (self._jobs.restored and is_for_this):
             raise Draining("this gateway is not the scheduler", retry_after_s=1.0)
         for job_id in request.dropped:
             self._leave(job_id)
         for job_id in request.doubtful:
             if (place := self._places.get(job_id)) is not None:
                 place.doubtful, place.reserved_at = True, 0.0
-        for stored in request.stored:
-            if (place := self._places.get(stored.job_id)) is None:
-                await self._jobs.discover(stored.job_id)
-            else:
-                await self._take(place, sequence=stored.sequence, has_inputs=stored.has_inputs)
+        await _all([self._take_stored(stored) for stored in request.stored])
         return fleet_pb2.AdmitJobsResponse(refusals=[await self._reserve(record) for record in records])
 
     async def _reserve(self, record: JobRecord) -> JobError:
+        if self._jobs.is_live(record.job_id):  # a repeated call that comes late
+            return to_job_error(InvalidRequest("new_jobs: the job is stored already"))
         self._leave(record.job_id)  # the call may be repeated
         try:
-            async with self._controller.quotas.admitting(record.tenant) as admittance:
+            async with self._controller.quotas.admitting(record.tenant, asks_store=False) as admittance:
                 job = self._jobs.expect(record)
                 try:
                     self._admission.reserve(job)
@@ -130,9 +139,17 @@ class Reservations:
             self._looking.start(self._look())
         return _NO_REFUSAL
 
+    async def _take_stored(self, stored: fleet_pb2.StoredJob) -> None:
+        if (place := self._places.get(stored.job_id)) is not None:
+            await self._take(place, sequence=stored.sequence, has_inputs=stored.has_inputs)
+            return
+        async with self._reading:
+            await self._jobs.discover(stored.job_id)
+
     async def _take(self, place: _Place, *, sequence: int, has_inputs: bool) -> None:
         job = place.job
-        taken = await self._jobs.take_stored(job, sequence=sequence, has_inputs=has_inputs)
+        async with self._reading if has_inputs else contextlib.nullcontext():
+            taken = await self._jobs.take_stored(job, sequence=sequence, has_inputs=has_inputs)
         self._places.pop(job.job_id, None)
         if not taken:
             return
@@ -152,27 +169,38 @@ class Reservations:
         while self._places:
             await asyncio.sleep(_LOOK_S)
             before = asyncio.get_running_loop().time() - _SILENT_S
+            silent = [place for place in self._places.values() if place.reserved_at < before]
             try:
-                for place in [place for place in self._places.values() if place.reserved_at < before]:
-                    await self._look_for(place)
+                if silent:
+                    await self._look_for(silent)
             except (StorageUnavailable, DataLoss) as error:
                 self._jobs.storage.report_failure(error)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no lost job is found
                 _log.exception("looking for jobs that other gateways store failed; it is tried again")
         self._is_looking = False
 
-    async def _look_for(self, place: _Place) -> None:
-        job_id = place.job.job_id
-        record = await self._jobs.find_stored(job_id)
-        if self._places.get(job_id) is not place:
-            return  # its gateway has answered for it
-        if record is not None:
-            _log.info("a job that another gateway has stored was found", extra={"job_id": job_id})
-            await self._take(place, sequence=record.sequence, has_inputs=True)
-            return
-        place.looks += 1
-        if place.looks >= _MAX_LOOKS:
-            self._leave(job_id)
+    async def _look_for(self, silent: Sequence[_Place]) -> None:
+        stored = {record.job_id: record for record in await self._jobs.find_stored([p.job.job_id for p in silent])}
+        found: list[Coroutine[Any, Any, None]] = []
+        for place in silent:
+            job_id = place.job.job_id
+            if self._places.get(job_id) is not place:
+                continue  # its gateway has answered for it
+            if (record := stored.get(job_id)) is not None:
+                _log.info("a job that another gateway has stored was found", extra={"job_id": job_id})
+                found.append(self._take(place, sequence=record.sequence, has_inputs=True))
+                continue
+            place.looks += 1
+            if place.looks >= _MAX_LOOKS:
+                self._leave(job_id)
+        await _all(found)
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all to their ends, and then raise the first error."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _record_in(new: bytes) -> JobRecord:

@@ -138,6 +138,11 @@ class JobRepository:
         """Allow reads of the store, although no jobs were restored: they may fail, and live jobs are read-only."""
         self._readable.set()
 
+    def refuse_reads(self) -> None:
+        """Let the scheduler answer reads, because the store cannot be read here now."""
+        if not self.restored:
+            self._readable.clear()
+
     async def close(self) -> None:
         """Finish pending writes. Give up if the disk fails."""
         if self.checkpoints is not None:
@@ -220,15 +225,19 @@ class JobRepository:
         self._remember(job)
         return True
 
-    async def find_stored(self, job_id: str) -> JobRecord | None:
-        """Return the record of a job of any tenant that has not ended, or None."""
-        record = await self._store.get(job_id)
-        return record if record is not None and record.live else None
+    async def find_stored(self, job_ids: Sequence[str]) -> list[JobRecord]:
+        """Return the records of those jobs, of any tenant, that are stored and have not ended."""
+        return await cast("PostgresJobStore", self._store).live(job_ids)
+
+    def is_live(self, job_id: str) -> bool:
+        """Return whether this gateway schedules a stored job with this ID."""
+        return job_id in self._live
 
     async def discover(self, job_id: str) -> None:
         """Queue a job that another gateway has stored, if it is live and not known here."""
-        if job_id not in self._live and (record := await self.find_stored(job_id)) is not None:
-            await self._known(record)
+        if job_id not in self._live:
+            for record in await self.find_stored([job_id]):
+                await self._known(record)
 
     def save(self, job: Job) -> None:
         """Write the changeable fields of a live job in the background: attempt, deadline and decisions."""

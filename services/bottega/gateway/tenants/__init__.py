@@ -284,10 +284,13 @@ class QuotaLedger:
         return replace(self._terms.quotas(tenant), queued=0)
 
     @asynccontextmanager
-    async def admitting(self, tenant: str) -> AsyncIterator[Admittance]:
+    async def admitting(self, tenant: str, *, asks_store: bool = True) -> AsyncIterator[Admittance]:
         """Reserve a job in its tenant's quotas while the block runs. Call `Admittance.count` once it is stored.
 
         Raises QuotaExceeded.
+
+        Args:
+            asks_store: Whether to check the quotas that only the store knows, before it does so itself.
         """
         quotas = self._terms.quotas(tenant)
         self._admitting[tenant] += 1
@@ -295,7 +298,7 @@ class QuotaLedger:
             begin=functools.partial(self._begin, tenant, quotas), leave=functools.partial(self._leave, tenant)
         )
         with place.held():
-            await self._check(tenant, quotas)
+            await self._check(tenant, quotas, asks_store=asks_store)
             yield place
 
     def _begin(self, tenant: str, quotas: Quotas) -> None:
@@ -307,14 +310,14 @@ class QuotaLedger:
         if not self._admitting[tenant]:
             del self._admitting[tenant]
 
-    async def _check(self, tenant: str, quotas: Quotas) -> None:
+    async def _check(self, tenant: str, quotas: Quotas, *, asks_store: bool) -> None:
         others, now, recent = self._admitting[tenant] - 1, self._clock.wall(), self._recent(tenant)
         oldest = now + recent[0] - self._clock.monotonic() if recent else None
         known = TenantUsage(waiting=self._waiting(tenant), jobs_in_minute=len(recent), oldest_in_minute=oldest)
         here = replace(quotas, per_day=0, stored_bytes=0)
         retry_s = self._retry_s() if quotas.queued else 0.0
         check_quotas(here, known, now_wall=now, others=others, waiting_retry_s=retry_s)
-        if quotas.per_day or quotas.stored_bytes:
+        if asks_store and (quotas.per_day or quotas.stored_bytes):
             check_quotas(self.of_store(tenant), await self._usage(tenant), now_wall=now, others=others)
 
     def _recent(self, tenant: str) -> deque[float]:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import io
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from PIL import Image
 
 from bottega.errors import DeadlinePassed, InvalidRequest, QueueFull, QuotaExceeded, RequestIdReused, StorageUnavailable
 from bottega.gateway.api.image_service import ImageService
+from bottega.gateway.api.reservations import packed
+from bottega.gateway.api.scheduler_calls import InterruptedCall
+from bottega.gateway.jobs.store import JobRecord, StaleGeneration
 from bottega.rpc.security.tenant_file import Quotas
 from bottega.storage import os_errors
 from bottega.storage.postgresql import _SETTINGS, PostgresDatabase, lock
@@ -166,15 +170,22 @@ async def test_a_scheduler_that_is_replaced_loses_no_job_of_a_follower(pictures:
 async def test_a_stored_job_whose_gateway_says_nothing_is_found(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", 0.1)
     async with _pair(pictures) as (scheduler, follower, worker, _):
-        admit = follower.gateway._calls.admit_jobs
+        admit, live, looks = follower.gateway._calls.admit_jobs, scheduler.gateway._storage.jobs.live, []
+
+        async def looked_for(job_ids: Sequence[str]) -> Any:
+            looks.append(len(job_ids))
+            return await live(job_ids)  # type: ignore[call-arg]
 
         async def only_reserve(lease: Any, request: fleet_pb2.AdmitJobsRequest) -> fleet_pb2.AdmitJobsResponse:
             return await admit(lease, fleet_pb2.AdmitJobsRequest(new_jobs=request.new_jobs))
 
         monkeypatch.setattr(follower.gateway._calls, "admit_jobs", only_reserve)
-        job_id = (await follower.submit(prompt="a star")).job_id
-        assert (await scheduler.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
-        assert [job for job, _ in worker.begun] == [job_id]
+        monkeypatch.setattr(scheduler.gateway._storage.jobs, "live", looked_for)
+        jobs = await asyncio.gather(*(follower.submit(prompt="a star") for _ in range(4)))
+        for job in jobs:
+            assert (await scheduler.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert sorted(job for job, _ in worker.begun) == sorted(job.job_id for job in jobs)
+        assert max(looks) > 1
 
 
 async def test_jobs_that_are_not_stored_give_their_places_back(
@@ -260,6 +271,106 @@ async def test_a_job_that_is_stored_after_all_runs_only_if_its_caller_can_find_i
         (job_id,) = await scheduler.listed()
         expected = image_pb2.JOB_STATE_COMPLETED if request_id else image_pb2.JOB_STATE_CANCELLED
         assert (await scheduler.job(job_id)).state == expected
+
+
+async def test_a_slow_database_of_the_scheduler_holds_up_no_other_job(
+    tmp_path: Path, pictures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    key = add_tenant(tenants, "shop", quotas=Quotas(per_day=9))
+    async with (
+        _pair(pictures, tenants=str(tenants), codec_processes=1, hold_at=1) as (scheduler, follower, worker, _),
+        calling(follower, key) as here,
+    ):
+        store, go_on = scheduler.gateway._storage.jobs, asyncio.Event()
+
+        async def slow(*arguments: Any, **options: Any) -> bytes:
+            await go_on.wait()
+            return b""
+
+        monkeypatch.setattr(store, "usage", slow)
+        monkeypatch.setattr(store, "inputs", slow)
+        edit = asyncio.create_task(here.submit("edit", prompt="a star", image=_png(), strength=0.5))
+        await eventually(lambda: bool(scheduler.gateway._reservations._places))
+        others = await asyncio.gather(*(here.submit(f"job-{number}", prompt="a star") for number in range(3)))
+        assert len({job.job_id for job in others}) == 3
+        go_on.set()
+        await edit
+        worker.script.release.set()
+
+
+async def test_a_database_that_is_lost_here_delays_one_read(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.api.forwarding._READ_S", 0.1)
+    monkeypatch.setattr("bottega.gateway.sharing._FOLLOW_S", 0.2)
+    async with _pair(pictures) as (scheduler, follower, _, _):
+        job_id = (await follower.submit(prompt="a star")).job_id
+        await scheduler.ended(job_id)
+        reads: list[str] = []
+
+        async def lost(job_id: str, **options: Any) -> None:
+            reads.append(job_id)
+            await asyncio.Event().wait()
+
+        async def not_followed() -> None:
+            raise StorageUnavailable("PostgreSQL cannot be reached")
+
+        monkeypatch.setattr(follower.gateway._storage.jobs, "get", lost)
+        for _ in range(3):
+            assert (await follower.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert reads == [job_id]
+        monkeypatch.setattr(follower.gateway._storage.jobs, "follow", not_followed)
+        await eventually(lambda: not follower.gateway._jobs.readable)
+
+
+async def test_a_scheduler_of_another_generation_reserves_nothing(
+    pictures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _pair(pictures) as (_, follower, _, _):
+        role, adds = follower.gateway._role, []
+
+        async def stale(record: Any, **options: Any) -> Any:
+            adds.append(record.job_id)
+            raise StaleGeneration(1)
+
+        monkeypatch.setattr(follower.gateway._storage.jobs, "add", stale)
+        submitting = asyncio.create_task(follower.submit(prompt="a star"))
+        await eventually(lambda: bool(adds))
+        await asyncio.sleep(0.5)
+        assert len(adds) == 1  # it waits until another gateway is the scheduler
+        assert role.other is not None
+        line = follower.gateway._following._line_to(replace(role.other, generation=role.other.generation + 1))
+        with pytest.raises(InterruptedCall):
+            await line.reserve(packed(JobRecord(job_id="x", fingerprint="", spec=b"", created_wall=1.0)))
+        submitting.cancel()
+
+
+async def test_a_call_to_an_earlier_scheduler_ends(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _pair(pictures) as (_, follower, _, _):
+        following, scheduler = follower.gateway._following, follower.gateway._role.other
+        assert scheduler is not None
+
+        async def silent(*arguments: Any) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(follower.gateway._calls, "admit_jobs", silent)
+        asking = asyncio.create_task(following._line_to(scheduler).reserve(b"x"))
+        await asyncio.sleep(0)
+        following._line_to(replace(scheduler, generation=scheduler.generation + 1))
+        with pytest.raises(InterruptedCall):
+            await asking
+
+
+async def test_a_late_repeat_of_a_reservation_starts_no_job_twice(pictures: str) -> None:
+    async with _pair(pictures, hold_at=1) as (scheduler, follower, worker, _):
+        job_id = (await follower.submit(prompt="a star")).job_id
+        record = await scheduler.gateway._storage.jobs.get(job_id)
+        assert record is not None
+        new = packed(replace(record, sequence=0, state=image_pb2.JOB_STATE_QUEUED, decisions=b""))
+        (refused,) = (await scheduler.gateway._reservations.admit(fleet_pb2.AdmitJobsRequest(new_jobs=[new]))).refusals
+        assert refused.code
+        assert not scheduler.gateway._reservations._places
+        worker.script.release.set()
+        assert (await scheduler.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
 
 
 async def _all_ended(house: Running) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from bottega.clocks import SharedClock
@@ -270,9 +270,11 @@ class PostgresJobStore:
             rows = await rows_of(connection, f"SELECT ended_wall, ended_steady FROM jobs {query}")
         return EndTime(wall=rows[0][0], steady=rows[0][1]) if rows else None
 
-    async def live(self) -> list[JobRecord]:
-        """Read all live jobs."""
-        return await self._list(f"SELECT {sql.ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY sequence")
+    async def live(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
+        """Read all live jobs, or those with these IDs."""
+        which = [] if job_ids is None else [list(job_ids)]
+        query = f"SELECT {sql.ALL} FROM jobs WHERE ended_wall IS NULL" + " AND job_id = ANY(%s)" * len(which)
+        return await self._list(f"{query} ORDER BY sequence", *which)
 
     async def contents(self) -> dict[str, set[str]]:
         """Read the owners of all images."""

@@ -35,8 +35,6 @@ APPLICATION_ID = 0x42747467
 _VERSION = 17
 # Deletions that are remembered: as many as jobs by default.
 _MAX_DELETIONS = 10_000
-# Seconds of a day; days are counted since 1970, by UTC.
-
 # Pages of 4 KiB in the log after which a commit copies it into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
 # Upper bound on the log's file after a checkpoint, which large inputs make large.
