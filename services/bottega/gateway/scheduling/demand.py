@@ -21,8 +21,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
-from bottega.gateway.scheduling.worker_plan import LOOK_AHEAD, ResourceRequest, WorkerState
-from bottega.planning import RemainingWork, Shape, best_width
+from bottega.gateway.scheduling.worker_plan import BatchCosts, ResourceRequest, WorkerState
 from bottega.planning.scaling import (
     ArrivalRate,
     Need,
@@ -46,33 +45,6 @@ _LAGGING_UPDATES = 10
 _MAX_IDLE = 256
 # Share of the work that services may have together, up to which some of them may be stopped.
 _IDLE_SHARE = 0.75
-
-
-class BatchCosts:
-    """The seconds that jobs take of a worker's device if its batches have the best size.
-
-    Args:
-        state: A worker of the model; most fleets have one kind of machine.
-    """
-
-    def __init__(self, state: WorkerState) -> None:
-        self._state = state
-        self._step_s: dict[tuple[int, Shape, float], float] = {}
-
-    def seconds(self, request: ResourceRequest) -> float:
-        """Return the seconds of a job's remaining steps, and of its encoding and decoding."""
-        key = request.rows, request.shape, request.share
-        if key not in self._step_s:
-            self._step_s[key] = _step_s(self._state, request)
-        return self._step_s[key] * request.steps * request.slowdown + self._state.fixed_s
-
-
-def _step_s(state: WorkerState, request: ResourceRequest) -> float:
-    """Return a job's share of the seconds of one turn in a batch of the best width."""
-    turn_s, rows = state.turn_seconds(request.shape), state.alone(request)[0]
-    works = [RemainingWork(max(1, request.steps), rows)] * LOOK_AHEAD
-    width = max(1, best_width(works, turn_s, max_rows=state.row_limit))
-    return turn_s(rows * width) / width
 
 
 _Pools = Sequence[tuple[Member, Pool]]
