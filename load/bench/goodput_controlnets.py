@@ -192,7 +192,7 @@ class _Fleet:
         ]
         free = [each for each in self._servers if name not in each.loaded_s and each.has_room]
         compared += [min(free, key=_by_count)] if free else []
-        candidates = [self._candidate(server, name) for server in compared]
+        candidates = [[self._candidate(server, name)] for server in compared]
         first = best_first(
             candidates, name=name, job_id=str(job.number), steps=round(job.steps_left), turn_s=job.turn_s
         )[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -156,9 +156,11 @@ class WorkerCosts:
 NO_COSTS = WorkerCosts()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobCosts:
-    """The costs of a job that are computed only for the first of all jobs with the same key."""
+class JobCosts(NamedTuple):
+    """The costs of a job that are computed only for the first of all jobs with the same key.
+
+    It is a tuple because one is made for each job of a queue in a round.
+    """
 
     key: Hashable
     """Equal for jobs whose costs are equal."""

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, SecondsByWorker, WorkerCosts
+from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, JobCosts, SecondsByWorker, WorkerCosts
 from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.gateway.dispatch.dispatcher import Dispatcher
@@ -99,9 +99,9 @@ class FleetSnapshot:
             members: Workers that may get jobs, by name.
             shares: Shares of the model's tenants.
         """
-        known: dict[tuple[AddOn, Hashable], WorkerCosts] = {}
+        costs_by_key = _CostsByKey(self._addons, members)
         for job in line:
-            costs = self._costs(job, members, known)
+            costs = costs_by_key.of(job)
             if (costs.eligible is None or costs.eligible) and shares.begin(job.request.tenant):
                 none_runs = shares.has_none(job.request.tenant)
                 yield PendingJob(
@@ -150,22 +150,6 @@ class FleetSnapshot:
         steps_left = self._steps_left(job)
         by_share = {share: self._request_for(job, steps_left, share) for share in set(shares.values())}
         return {worker: by_share[share] for worker, share in shares.items()}
-
-    def _costs(
-        self, job: Job, members: Mapping[str, Member], known: dict[tuple[AddOn, Hashable], WorkerCosts]
-    ) -> WorkerCosts:
-        """Return the sum of a job's costs over all add-ons; `known` caches the costs by add-on and cost key."""
-        total = NO_COSTS
-        for addon in self._addons:
-            of_job = addon.costs(job)
-            if of_job is None:
-                continue
-            costs = known.get((addon, of_job.key))
-            if costs is None:
-                costs = known[addon, of_job.key] = of_job.at(members) or NO_COSTS
-            if costs is not NO_COSTS:
-                total = costs if total is NO_COSTS else _sum(total, costs)
-        return total
 
     def _renewed(self, member: Member, cached: _CachedState | None, ours: Sequence[Job]) -> _CachedState:
         """Compute the state of a worker that has changed or is new.
@@ -227,12 +211,47 @@ class FleetSnapshot:
         return tuple(requests), tuple(due_s)
 
 
-def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
+class _CostsByKey:
+    """The costs of jobs in one round, by their add-ons' keys. Most jobs of a queue have the same costs as others.
+
+    Args:
+        addons: The gateway's add-ons.
+        members: Workers that may get jobs, by name.
+    """
+
+    def __init__(self, addons: Sequence[AddOn], members: Mapping[str, Member]) -> None:
+        self._addons = addons
+        self._members = members
+        self._known: dict[tuple[int, Hashable], WorkerCosts] = {}
+        self._sums: dict[tuple[Hashable, ...], WorkerCosts] = {}
+
+    def of(self, job: Job) -> WorkerCosts:
+        """Return the sum of a job's costs over all add-ons."""
+        of_job = [addon.costs(job) for addon in self._addons]
+        keys = tuple([None if costs is None else costs.key for costs in of_job])
+        total = self._sums.get(keys)
+        if total is None:
+            total = self._sums[keys] = self._sum(of_job)
+        return total
+
+    def _sum(self, of_job: Sequence[JobCosts | None]) -> WorkerCosts:
+        total = NO_COSTS
+        for number, asked in enumerate(of_job):
+            if asked is None:
+                continue
+            costs = self._known.get((number, asked.key))
+            if costs is None:
+                costs = self._known[number, asked.key] = asked.at(self._members) or NO_COSTS
+            if costs is not NO_COSTS:
+                total = costs if total is NO_COSTS else _sum(total, costs, self._members)
+        return total
+
+
+def _sum(one: WorkerCosts, other: WorkerCosts, members: Mapping[str, Member]) -> WorkerCosts:
     load_s = one.load_s or other.load_s
     if one.load_s and other.load_s:
         load_s = SecondsByWorker(
-            one.load_s.keys() | other.load_s.keys(),
-            lambda worker: one.load_s.get(worker, 0.0) + other.load_s.get(worker, 0.0),
+            members.keys(), lambda worker: one.load_s.get(worker, 0.0) + other.load_s.get(worker, 0.0)
         )
     limits = [costs.eligible for costs in (one, other) if costs.eligible is not None]
     return WorkerCosts(

@@ -6,6 +6,7 @@ while one of the same model is there. It never gets jobs that change the text en
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -59,11 +60,14 @@ class StageRoles(AddOn):
         self._verdicts: dict[tuple[str, bool], _Verdict] = {}
         # The worker that last computed each stage of each model, by stage and name of the model.
         self._seen: dict[tuple[str, str], Member] = {}
+        # They are asked for each job of a queue in a round.
+        self._job_costs = {
+            needs: JobCosts(key=needs, at=functools.partial(self._costs, needs=needs)) for needs in (False, True)
+        }
 
     def costs(self, job: AddOnJob) -> JobCosts:
         """Return which workers may get a job. They are the same for jobs of a model with equal needs."""
-        needs = needs_encoders(job)
-        return JobCosts(key=needs, at=lambda workers: self._costs(workers, needs=needs))
+        return self._job_costs[needs_encoders(job)]
 
     def unavailable(self, job: AddOnJob) -> NoWorker | None:
         """Return an error if for longer than the grace period no worker could get the job because of its roles."""

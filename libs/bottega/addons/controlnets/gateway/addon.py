@@ -19,7 +19,7 @@ from bottega.adapter_rules import check_controlnets, mode_number, refused_mode
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, nobody_hosts
 from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first, pair_server, seconds_to_load
 from bottega.addons.controlnets.gateway.replicas import Replicas
-from bottega.addons.controlnets.gateway.server_loads import ServerLoads
+from bottega.addons.controlnets.gateway.server_loads import Lineup, ServerLoads
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
     PREFETCHED_JOBS,
@@ -249,6 +249,8 @@ class ControlNetAddOn(AddOn):
             self._loads.forget(member)
         else:
             self._hosts.update(member)
+            if member.kind == kinds.CONTROLNET:
+                self._loads.note_report(member)
             self._replicas.member_changed(member)
 
     async def close(self) -> None:
@@ -268,30 +270,30 @@ class ControlNetAddOn(AddOn):
         versions, shape = dict(job.versions), job.request.shape
         steps = max(1, job.steps.total // job.num_images)
         turn_s = worker.times.seconds(shape, job.rows) if worker is not None else None
+        now, base = self._clock.monotonic(), self._fleet.last_seen(job.bare.model).base
         for name in job.controlnets:
-            hosts = list(self._servers(job, name))
-            servers = {member.name: member for member, _ in hosts}
-            candidates = [
-                self._loads.candidate(member, net, shape=shape, rows=job.rows, ahead_s=ahead_s.get(member.name, 0.0))
-                for member, net in hosts
-            ]
+            lineup = self._loads.lineup(name, base, shape=shape, rows=job.rows)
+            groups, accepts = lineup.groups(ahead_s), functools.partial(self._accepts, lineup, now)
             ranked = best_first(
-                candidates,
+                groups,
                 name=name,
                 job_id=job.job_id,
                 digest=versions.get(name, ""),
                 steps=steps,
                 turn_s=turn_s,
+                accepts=accepts,
             )
             if ranked:
                 ahead_s[ranked[0].server] = ahead_s.get(ranked[0].server, 0.0) + ranked[0].own_s
             versions[name] = ranked[0].digest if ranked else self._digest_at(worker, job, name)
-            chosen = tuple((servers[candidate.server], candidate) for candidate in ranked)
-            hosted = [net for _, net in hosts if net.digest == versions[name]]
-            similarity = _similarity(hosted, worker, job.bare) if worker is not None else None
+            chosen = tuple((lineup.members[candidate.server], candidate) for candidate in ranked)
+            hosted = [group for group in groups if next(iter(group)).digest == versions[name]]
+            found = [candidate for group in hosted if (candidate := next(filter(accepts, group), None)) is not None]
+            similarity = _similarity(found, worker, job.bare) if worker is not None else None
             second = ""
             if len(ranked) > 1 and job.rows > job.num_images:
-                second = pair_server(ranked[0], candidates, name=name, job_id=job.job_id, steps=steps, turn_s=turn_s)
+                choose = functools.partial(pair_server, name=name, job_id=job.job_id, steps=steps, turn_s=turn_s)
+                second = choose(ranked[0], groups, accepts=accepts)
             yield _Choice(
                 name=name,
                 digest=versions[name],
@@ -309,6 +311,11 @@ class ControlNetAddOn(AddOn):
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.kind == kinds.CONTROLNET and not member.draining and member.backed_off_until <= now:
                 yield member, net
+
+    def _accepts(self, lineup: Lineup, now: float, candidate: ServerCandidate) -> bool:
+        """Return whether a server accepts new sessions."""
+        member = lineup.members[candidate.server]
+        return not member.draining and member.backed_off_until <= now
 
     def _workers(self, job: AddOnJob, name: str) -> Iterator[tuple[Member, Hosted]]:
         """Yield the workers of the job's model that can run the ControlNet themselves."""
@@ -369,7 +376,7 @@ def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
     )
 
 
-def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:
+def _similarity(hosted: Sequence[ServerCandidate], worker: Member, spec: GenerationSpec) -> float | None:
     """Return the lowest similarity among profiles for the worker's model with at most the spec's number of steps.
 
     Residuals of adjacent steps may differ more if the request lists its own steps: it has no profile.
@@ -378,9 +385,9 @@ def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) 
         return None
     model_hash = next((model.model_hash for model in worker.models if model.name == spec.model), "")
     found = [
-        profile.similarity
-        for net in hosted
-        for profile in net.profiles
-        if profile.model_hash == model_hash and profile.num_inference_steps <= spec.num_inference_steps
+        similarity
+        for candidate in hosted
+        for profiled_hash, steps, similarity in candidate.profiles
+        if profiled_hash == model_hash and steps <= spec.num_inference_steps
     ]
     return min(found) if model_hash and found else None

@@ -58,17 +58,17 @@ class ControlNetHosts:
     def hosts(self, name: str, base: str) -> Iterator[tuple[Member, Hosted]]:
         """Yield the services that host a ControlNet of this name for a base model."""
         for member, net in self._hosts.get(name, {}).items():
-            if _fits(net.base, base):
+            if fits_base(net.base, base):
                 yield member, net
 
     def version(self, name: str, model: image_pb2.Model) -> str:
         """Return the digest of a ControlNet for jobs of a model; empty if no service hosts it, or versions differ."""
-        digests = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
+        digests = {net.digest for net in self._hosted_for(name, model.name) if fits_base(net.base, model.base)}
         return digests.pop() if len(digests) == 1 else ""
 
     def modes(self, name: str, model: image_pb2.Model) -> int | None:
         """Return a ControlNet's number of control modes, 0 if it is no union; None if unknown or versions differ."""
-        modes = {net.control_modes for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
+        modes = {net.control_modes for net in self._hosted_for(name, model.name) if fits_base(net.base, model.base)}
         return modes.pop() if len(modes) == 1 else None
 
     def modes_of(self, name: str, digest: str) -> int:
@@ -84,7 +84,7 @@ class ControlNetHosts:
         """Return the models that can use each version of a ControlNet, by the version's digest."""
         found: dict[str, list[str]] = {net.digest: [] for net in self._hosts.get(name, {}).values()}
         for model in models:
-            fitting = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
+            fitting = {net.digest for net in self._hosted_for(name, model.name) if fits_base(net.base, model.base)}
             for digest in fitting:
                 found[digest].append(model.name)
         return found
@@ -107,10 +107,10 @@ class ControlNetHosts:
 
     def expected(self, name: str, model: str, base: str) -> bool:
         """Return whether a ControlNet is hosted for jobs of a model, or was hosted within the grace period."""
-        if any(_fits(net.base, base) for net in self._hosted_for(name, model)):
+        if any(fits_base(net.base, base) for net in self._hosted_for(name, model)):
             return True
         now, bases = self._clock.monotonic(), self._expected_until.get(name, {})
-        return any(until > now and _fits(made_for, base) for made_for, until in bases.items())
+        return any(until > now and fits_base(made_for, base) for made_for, until in bases.items())
 
     def is_there(self, name: str) -> bool:
         """Return whether a ControlNet is hosted for any model, or was hosted within the grace period."""
@@ -167,7 +167,7 @@ class ControlNetHosts:
 
     def _refuse_misfit(self, name: str, model: image_pb2.Model) -> None:
         for net in self._hosted_for(name, model.name):
-            if not _fits(net.base, model.base):
+            if not fits_base(net.base, model.base):
                 raise ControlNetUnusable(
                     f"{name} was made for the base model {net.base}, and {model.name} is {model.base}",
                     metadata={"controlnet": name, "made_for": net.base, "model": model.name, "base": model.base},
@@ -196,7 +196,7 @@ def nobody_hosts(names: Iterable[str]) -> NoControlNet:
     )
 
 
-def _fits(made_for: str, base: str) -> bool:
+def fits_base(made_for: str, base: str) -> bool:
     """Return whether a ControlNet may fit a base model.
 
     True if either is unknown: the check is repeated when it is loaded.

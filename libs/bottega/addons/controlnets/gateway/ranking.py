@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from bottega.planning import Shape
@@ -30,6 +31,8 @@ _UNMEASURED_ROW_S = 0.05
 _TURN_FORWARDS = 3.0
 # Share of the other sessions' forward passes that a step waits for, even where all fit into a turn.
 _COLLISIONS = 0.25
+# Cached hashes: those of a job's ControlNet at equally good servers are needed twice, for both halves of its guidance.
+_MAX_TIES = 1024
 
 
 def seconds_to_load(net: Hosted) -> float:
@@ -79,6 +82,13 @@ class ServerCandidate:
     """Seconds of the forward passes in each step of the same job's earlier ControlNets at the server."""
     queued_s: float = 0.0
     """Seconds of the forward passes that wait at the server now."""
+    profiles: tuple[tuple[str, int, float], ...] = ()
+    """Model hash, number of steps and similarity of each of the ControlNet's profiles."""
+
+    @property
+    def facts(self) -> Hashable:
+        """Key of the candidate's group: jobs wait as long at all servers with equal facts."""
+        return self.digest, self.state, self.load_s, self.own_s, self.others_s, self.queued_s, self.profiles
 
     def answer_s(self, turn_s: float | None, share: float = 1.0) -> float:
         """Return the seconds from a step's request to its residuals.
@@ -114,14 +124,29 @@ class ServerCandidate:
         return load_s + self.queued_s + steps * self.answer_s(turn_s, share)
 
 
+Group = Collection[ServerCandidate]
+"""Candidates that differ only in their server; never empty."""
+
+
+def first_of(group: Group) -> ServerCandidate:
+    """Return one candidate of a group."""
+    return next(iter(group))
+
+
+def accepts_all(_: ServerCandidate) -> bool:
+    """Return True for every server."""
+    return True
+
+
 def best_first(
-    candidates: Sequence[ServerCandidate],
+    groups: Sequence[Group],
     *,
     name: str,
     job_id: str,
     digest: str = "",
     steps: int = 1,
     turn_s: float | None = None,
+    accepts: Callable[[ServerCandidate], bool] = accepts_all,
 ) -> list[ServerCandidate]:
     """Return the best servers for a job's ControlNet, best first, all with the same version.
 
@@ -129,18 +154,21 @@ def best_first(
     but all jobs choose the same server to load it, so that not every server loads every ControlNet.
 
     Args:
-        candidates: The servers that host it.
+        groups: The servers that host it.
         name: Name of the ControlNet.
         job_id: ID of the job.
         digest: Version with which the job has begun. Another one is chosen only if no server has it.
         steps: Steps of the job.
         turn_s: Seconds of a turn of its worker; None if unknown.
+        accepts: Returns whether a server accepts sessions now. It is asked for the best servers only.
     """
-    ranks = [(candidate.digest != digest, candidate.expected_s(steps, turn_s)) for candidate in candidates]
-    order = sorted(range(len(candidates)), key=ranks.__getitem__)
+    firsts = [first_of(group) for group in groups]
+    ranks = [(candidate.digest != digest, candidate.expected_s(steps, turn_s)) for candidate in firsts]
+    order = sorted(range(len(groups)), key=ranks.__getitem__)
     ranked = list[ServerCandidate]()
     for _, places in itertools.groupby(order, key=ranks.__getitem__):
-        equal = sorted((candidates[place] for place in places), key=lambda candidate: _tie(candidate, name, job_id))
+        accepting = [candidate for place in places for candidate in groups[place] if accepts(candidate)]
+        equal = sorted(accepting, key=lambda candidate: _tie(candidate, name, job_id))
         ranked += [candidate for candidate in equal if candidate.digest == (ranked or equal)[0].digest]
         if len(ranked) >= MAX_SERVERS:
             break
@@ -149,26 +177,28 @@ def best_first(
 
 def pair_server(
     first: ServerCandidate,
-    candidates: Sequence[ServerCandidate],
+    groups: Sequence[Group],
     *,
     name: str,
     job_id: str,
     steps: int = 1,
     turn_s: float | None = None,
+    accepts: Callable[[ServerCandidate], bool] = accepts_all,
 ) -> str:
     """Return the server for the second half of a guided pair, if another one answers both halves sooner; else "".
 
     Args:
         first: The best of the candidates, which computes the first half.
-        candidates: See best_first, as for the other arguments.
+        groups: See best_first, as for the other arguments.
     """
     with_half = replace(first, ahead_s=first.ahead_s + first.own_s / 2)
     soonest_s, best = with_half.expected_s(steps, turn_s, 0.5), [first]
-    for candidate in candidates:
-        if candidate is not first and candidate.digest == first.digest:
-            expected_s = candidate.expected_s(steps, turn_s, 0.5)
-            if expected_s <= soonest_s:
-                best = [candidate] if expected_s < soonest_s else [*best, candidate]
+    for group in groups:
+        one = first_of(group)
+        if one.digest == first.digest and (expected_s := one.expected_s(steps, turn_s, 0.5)) <= soonest_s:
+            others = [candidate for candidate in group if candidate is not first and accepts(candidate)]
+            if others:
+                best = others if expected_s < soonest_s else best + others
                 soonest_s = expected_s
     second = min(best, key=lambda candidate: _tie(candidate, name, job_id))
     other = second is not first and second.state == hosted_pb2.HOSTED_STATE_LOADED
@@ -178,5 +208,9 @@ def pair_server(
 def _tie(candidate: ServerCandidate, name: str, job_id: str) -> bytes:
     """Return the order of servers that are equally good."""
     on_disk = candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK
-    text = f"{name}\0{candidate.server}\0{'' if on_disk else job_id}"
+    return _tie_hash(f"{name}\0{candidate.server}\0{'' if on_disk else job_id}")
+
+
+@functools.lru_cache(_MAX_TIES)
+def _tie_hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
-from bottega.addons.controlnets.gateway.ranking import SESSION_ROWS, ServerCandidate, forward_s, seconds_to_load
+from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, fits_base
+from bottega.addons.controlnets.gateway.ranking import SESSION_ROWS, Group, ServerCandidate, forward_s, seconds_to_load
 from bottega.addons.interface.views import Member
 from bottega.planning import Shape
 from bottega.v1 import fleet_pb2, hosted_pb2
@@ -16,6 +17,8 @@ from bottega.v1.hosted_pb2 import Hosted
 
 # Cached values of a server, about; callers choose shapes.
 _MAX_CACHED = 4096
+# Lineups that are kept.
+_MAX_LINEUPS = 256
 _NOTHING = (None, None)
 _IN_MEMORY = frozenset({hosted_pb2.HOSTED_STATE_LOADED, hosted_pb2.HOSTED_STATE_LOADING})
 
@@ -35,6 +38,50 @@ class Copy:
     """Whether it was loaded because of its load at other servers."""
 
 
+class Lineup:
+    """The servers that host one ControlNet, grouped by what a job of some shape would find there.
+
+    Attributes:
+        members: The servers, by name.
+        seen: Number of the last change of a server that it contains.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.seen = 0
+        self._groups: dict[Hashable, dict[str, ServerCandidate]] = {}
+        self._facts: dict[str, Hashable] = {}  # by server
+
+    def groups(self, ahead_s: Mapping[str, float]) -> list[Group]:
+        """Return the groups as a job finds them.
+
+        Args:
+            ahead_s: By server, the seconds in each step of the job's earlier ControlNets; see ServerCandidate.
+        """
+        found: list[Group] = []
+        for group in self._groups.values():
+            if ahead_s.keys().isdisjoint(group.keys()):
+                found.append(group.values())
+                continue
+            found += [[replace(group[server], ahead_s=ahead_s[server])] for server in ahead_s.keys() & group.keys()]
+            if others := [candidate for server, candidate in group.items() if server not in ahead_s]:
+                found.append(others)
+        return found
+
+    def put(self, member: Member, candidate: ServerCandidate | None) -> None:
+        """Replace a server's candidate; None removes the server."""
+        name = member.name
+        if self.members.pop(name, None) is not None:
+            facts = self._facts.pop(name)
+            del self._groups[facts][name]
+            if not self._groups[facts]:
+                del self._groups[facts]
+        if candidate is not None:
+            facts = self._facts[name] = candidate.facts
+            self._groups.setdefault(facts, {})[name] = candidate
+            self.members[name] = member
+
+
 class ServerLoads:
     """The loads of ControlNet servers.
 
@@ -50,6 +97,10 @@ class ServerLoads:
         self.assigned: Counter[tuple[str, str]] = Counter()
         self._at: dict[str, Counter[str]] = {}
         self._cached: dict[str, _CachedLoad] = {}  # by server
+        self._servers: dict[str, tuple[Member, fleet_pb2.Load, tuple[Hosted, ...]]] = {}  # with the last report
+        self._changes: dict[str, int] = {}  # by server, numbers of their last changes, the newest last
+        self._count = 0
+        self._lineups: dict[_LineupKey, Lineup] = {}
 
     def assign(self, sessions: Iterable[tuple[str, str]]) -> None:
         """Count the sessions of an attempt, given by server and ControlNet."""
@@ -68,6 +119,36 @@ class ServerLoads:
             if not self._at[server]:
                 del self._at[server]
             self._sessions_changed(server)
+
+    def note_report(self, member: Member) -> None:
+        """Note that a server has reported, or has disconnected. Its ControlNets are updated already."""
+        nets, known = self._hosts.hosted_by(member), self._servers.get(member.name)
+        if known is None or known[0] is not member or known[1] is not member.load or known[2] is not nets:
+            self._servers[member.name] = member, member.load, nets
+            self._note_change(member.name)
+
+    def lineup(self, name: str, base: str, *, shape: Shape, rows: int) -> Lineup:
+        """Return the servers that host a ControlNet. Only those that have changed since the last call are looked at.
+
+        Args:
+            name: Name of the ControlNet.
+            base: The job's base model.
+            shape: Height and width of the job's latents.
+            rows: Batch rows of the job.
+        """
+        key = name, base, shape, rows
+        lineup = self._lineups.pop(key, None) or Lineup()
+        self._lineups[key] = lineup  # the last one used is last
+        if len(self._lineups) > _MAX_LINEUPS:
+            del self._lineups[next(iter(self._lineups))]
+        seen, number = lineup.seen, self._changes.__getitem__
+        for server in itertools.takewhile(lambda server: number(server) > seen, reversed(self._changes)):
+            member = self._servers[server][0]
+            net = self._hosts.at(member, name)
+            fits = net is not None and fits_base(net.base, base)
+            lineup.put(member, self.candidate(member, net, shape=shape, rows=rows) if net and fits else None)
+        lineup.seen = self._count
+        return lineup
 
     def candidate(
         self, member: Member, net: Hosted, *, shape: Shape, rows: int, ahead_s: float = 0.0
@@ -101,6 +182,9 @@ class ServerLoads:
     def forget(self, member: Member) -> None:
         """Drop what is cached of a lost server."""
         self._cached.pop(member.name, None)
+        if self._servers.pop(member.name, None) is not None:
+            self._changes.pop(member.name)
+            self._lineups.clear()
 
     def copies(self, servers: Sequence[Member], shape: Shape, more: Iterable[str] = ()) -> dict[str, list[Copy]]:
         """Return the copies of each ControlNet that a session uses or that was copied, of the version in memory.
@@ -150,6 +234,7 @@ class ServerLoads:
             own_s=own_s,
             others_s=self._others_s(member, shape),
             queued_s=member.load.queued_rows * own_s / rows,
+            profiles=tuple((each.model_hash, each.num_inference_steps, each.similarity) for each in net.profiles),
         )
 
     def _others_s(self, member: Member, shape: Shape) -> float:
@@ -182,6 +267,17 @@ class ServerLoads:
         if cached is not None:
             cached.candidates.clear()
             cached.others_s.clear()
+        if server in self._servers:
+            self._note_change(server)
+
+    def _note_change(self, server: str) -> None:
+        self._count += 1
+        self._changes.pop(server, None)
+        self._changes[server] = self._count
+
+
+_LineupKey = tuple[str, str, Shape, int]
+"""A ControlNet, a base model, and the shape and rows of jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -277,15 +277,13 @@ class LoraSizes:
 
 
 def lora_costs(loras: _LoraSetKey, members: Mapping[str, Member], sizes: LoraSizes) -> Mapping[str, float]:
-    """Return the seconds that workers need to apply a job's set, which may be empty. Missing workers need none.
+    """Return the seconds that workers need to apply a job's set, which may be empty.
 
     With these costs, the scheduler prefers workers that have the set in their weights, then workers that have the LoRAs
     in memory, among those that would finish at the same time.
     """
     if not loras:
-        # Computed for all workers at every look at the queue, and most have no LoRAs.
-        some = ((name, member) for name, member in members.items() if kinds.LORAS in member.hosted)
-        return {name: seconds for name, member in some if (seconds := _restore_s(member))}
+        return SecondsByWorker(members.keys(), lambda worker: _restore_s(members[worker]))
     digests = frozenset(digest for digest, _ in loras)
 
     def seconds_at(worker: str) -> float:

@@ -6,27 +6,27 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from bottega import kinds
 from bottega.addons.controlnets.gateway import replicas as replicas_module
-from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first
+from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first, pair_server
 from bottega.addons.controlnets.gateway.replicas import ReplicaPolicy
 from bottega.addons.controlnets.gateway.server_loads import Copy, ServerLoads
 from bottega.addons.interface.views import Member
 from bottega.errors import NoControlNet, NoWorker, Unavailable, WorkerLost
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
-from bottega.v1 import image_pb2
+from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.hosted_pb2 import ForwardTime, Hosted, ResidualProfile
 from tests.fakes.gateway_rules import FakeServer, Shop
 from tests.samples.controlnet_hosts import LOADED, LOADING, ON_DISK, load, net, server
 from tests.samples.jobs import sample_job
 from tests.support.addon_messages import placements
-from tests.support.processor_speed import on_this_machine
 from tests.support.waiting import eventually
 
 QUEUED, RUNNING = image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING
@@ -262,18 +262,22 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
 
 
 async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop) -> None:
-    shop.worker()
+    for number in range(1, 41):
+        worker = shop.worker(f"w{number}")
     member = _server(shop, net("edges"))
-    shop.submit()
+    shop.fleet.leave(member, member.stream)
     for _ in range(900):
         shop.take(_job(shop, "edges"))
-    shop.fleet.leave(member, member.stream)
-    costs = []
+    asks, rounds = list[float](), list[float]()
     for _ in range(20):
         began = time.thread_time()
+        for job in shop.queue.line("m"):
+            shop.controlnets.worker_costs(job, {"w1": worker})
+        asks.append(time.thread_time() - began)
+        began = time.thread_time()
         shop.controller.scheduler.schedule("m")
-        costs.append(time.thread_time() - began)
-    assert min(costs) < on_this_machine(0.002)
+        rounds.append(time.thread_time() - began)
+    assert min(rounds) < 1.6 * min(asks), "all jobs have the costs of the first one"
 
 
 async def test_a_worker_with_the_weights_at_hand_takes_what_no_server_hosts(shop: Shop) -> None:
@@ -374,7 +378,8 @@ def _candidate(server: str, *, sessions: int = 0, **facts: Any) -> ServerCandida
 def _names(
     *candidates: ServerCandidate, job_id: str = "j", digest: str = "", steps: int = 20, turn_s: float | None = 0.25
 ) -> list[str]:
-    ranked = best_first(candidates, name="edges", job_id=job_id, digest=digest, steps=steps, turn_s=turn_s)
+    groups = [[candidate] for candidate in candidates]
+    ranked = best_first(groups, name="edges", job_id=job_id, digest=digest, steps=steps, turn_s=turn_s)
     return [candidate.server for candidate in ranked]
 
 
@@ -420,7 +425,7 @@ def test_jobs_spread_over_servers_that_are_equally_ready() -> None:
 def test_all_jobs_agree_on_the_server_that_loads_what_nobody_has_loaded() -> None:
     servers = [_candidate(name, state=ON_DISK) for name in "abcd"]
     assert len({_names(*servers, job_id=f"job-{number}")[0] for number in range(100)}) == 1
-    firsts = {best_first(servers, name=f"net-{number}", job_id="j")[0].server for number in range(40)}
+    firsts = {best_first([servers], name=f"net-{number}", job_id="j")[0].server for number in range(40)}
     assert firsts == set("abcd"), "but not every ControlNet is loaded by the same one"
 
 
@@ -470,6 +475,87 @@ async def test_cached_candidates_are_what_a_new_look_finds(shop: Shop) -> None:
                 )
                 assert found.others_s == pytest.approx(expected.others_s)
                 assert replace(found, others_s=0.0) == replace(expected, others_s=0.0)
+
+
+async def test_servers_are_chosen_as_by_a_look_at_all_of_them(shop: Shop) -> None:
+    chance, names = random.Random("lineups"), ("edges", "depth", "pose")
+    worker, jobs = shop.worker(), [_guided_job(shop, *chance.sample(names, 2)) for _ in range(40)]
+    running: list[Callable[[], None]] = []
+    paired = 0
+    for _ in range(500):
+        name = f"s{chance.randrange(1, 13)}"
+        found = [member for member in shop.fleet.services(kinds.CONTROLNET) if member.name == name]
+        match chance.randrange(12) if found else 0:
+            case 0 | 1 | 2:
+                _report_by_chance(shop, name, names, chance)
+            case 3:
+                shop.fleet.leave(found[0], found[0].stream)
+            case 4:
+                found[0].lease_until = 0.0
+                shop.fleet.expire()
+            case 5:
+                shop.fleet.back_off(name, kind=kinds.CONTROLNET)
+            case 6 | 7 if running:
+                running.pop(chance.randrange(len(running)))()
+            case _:
+                release = shop.controlnets.prepare_attempt(chance.choice(jobs), worker, worker_pb2.RunAttemptRequest())
+                assert release is not None
+                running.append(release)
+        shop.time.now += chance.choice([0.0, 0.4])
+        shop.fleet.renew_leases()
+        job = chance.choice(jobs)
+        chosen = [
+            ([member.name for member, _ in choice.servers], choice.pair_server, choice.similarity)
+            for choice in shop.controlnets._choices(job, worker)
+        ]
+        assert chosen == list(_chosen_of_all(shop, job, worker))
+        paired += any(pair for _, pair, _ in chosen)
+    assert paired > 50
+
+
+def _guided_job(shop: Shop, *names: str) -> Job:
+    job = _job(shop, *names)
+    job.rows = 2
+    return job
+
+
+def _report_by_chance(shop: Shop, name: str, names: Sequence[str], chance: random.Random) -> None:
+    """Let a server report, so that sums of the seconds of forward passes are exact."""
+    nets = []
+    for of_net in names:
+        hosted = _random_net(of_net, chance)
+        hosted.forward_times[0].seconds = chance.choice([0.0625, 0.125])
+        hosted.digest, hosted.base = chance.choice(["d", "d", "e"]), chance.choice(["", "", "another base"])
+        if chance.random() < 0.5:
+            similarity = chance.choice([0.5, 0.75])
+            hosted.profiles.append(
+                ResidualProfile(model_hash="hash of m", num_inference_steps=10, similarity=similarity)
+            )
+        nets.append(hosted)
+    member = shop.fleet.join(server(name, port=100 + int(name[1:])))
+    shop.fleet.report(member, load(*nets, draining=chance.random() < 0.1, budget_bytes=chance.choice([0, 1500])))
+
+
+def _chosen_of_all(shop: Shop, job: Job, worker: Member) -> Iterator[tuple[list[str], str, float | None]]:
+    """Yield what `_choices` must choose, from all servers that accept sessions, without anything cached."""
+    addon, ahead_s, steps = shop.controlnets, dict[str, float](), job.steps.total
+    loads, turn_s = ServerLoads(addon._hosts), worker.times.seconds(job.request.shape, job.rows)
+    loads.assign(addon._loads.assigned.elements())
+    versions = dict(job.versions)
+    for name in job.controlnets:
+        hosts, groups = list(addon._servers(job, name)), list[list[ServerCandidate]]()
+        for member, hosted in hosts:
+            ahead = ahead_s.get(member.name, 0.0)
+            groups.append([loads.candidate(member, hosted, shape=job.request.shape, rows=job.rows, ahead_s=ahead)])
+        rules: Any = {"name": name, "job_id": job.job_id, "steps": steps, "turn_s": turn_s}
+        ranked = best_first(groups, digest=versions.get(name, ""), **rules)
+        for first in ranked[:1]:
+            ahead_s[first.server] = ahead_s.get(first.server, 0.0) + first.own_s
+        similar = [
+            profile.similarity for _, of in hosts if ranked and of.digest == ranked[0].digest for profile in of.profiles
+        ]
+        pair = pair_server(ranked[0], groups, **rules) if len(ranked) > 1 else ""
+        yield [candidate.server for candidate in ranked], pair, min(similar, default=None)
 
 
 def _random_net(name: str, chance: random.Random) -> Hosted:
