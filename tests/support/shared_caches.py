@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from bottega.cache.index.postgresql import PostgresIndex, cache_database
 from bottega.cache.records import FILE_NAMES
-from bottega.cache.shared_entries import SharedEntries
+from bottega.cache.shared_entries import READ_REQUEST_S, SharedEntries
 from bottega.cache.shared_records import SharedRecords
 from bottega.cache.store.store import LatentStore
 from bottega.storage.objects import s3_location
@@ -43,6 +43,7 @@ class Group:
             database,
             SharedRecords(database.database, objects=self.objects, name=name, cache=cache),
             S3Objects(s3_location(self.objects), names=FILE_NAMES),
+            reading=S3Objects(s3_location(self.objects), names=FILE_NAMES, request_s=READ_REQUEST_S),
             **{"name": name, "local_bytes": 1 << 20, "min_free_bytes": 0, **changed},
         )
         index.open()

@@ -80,13 +80,21 @@ class S3Objects:
     Args:
         names: Matches an object's whole name. Other objects below the prefix are left alone.
         public_endpoint: URL of S3 as callers reach it, for `url`; empty is the endpoint of the environment.
+        request_s: Upper bound on a request, with one retry within that time; None for the usual bounds.
     """
 
-    def __init__(self, location: S3Location, *, names: re.Pattern[str], public_endpoint: str = "") -> None:
+    def __init__(
+        self,
+        location: S3Location,
+        *,
+        names: re.Pattern[str],
+        public_endpoint: str = "",
+        request_s: float | None = None,
+    ) -> None:
         self._bucket = location.bucket
         self._names = names
         self._endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "the endpoint of AWS")
-        self._store = _connect(location, self._endpoint)
+        self._store = _connect(location, self._endpoint, request_s=request_s)
         self._public = _connect(location, public_endpoint, endpoint=public_endpoint) if public_endpoint else self._store
         # The time of S3 minus the monotonic clock; None until it was measured.
         self._clock_offset: float | None = None
@@ -215,20 +223,20 @@ class S3Objects:
         return unavailable(text.format(bucket=self._bucket, endpoint=self._endpoint, cause=cause), cause=cause)
 
 
-def _connect(location: S3Location, url: str, **changed: Any) -> S3Store:
-    """Return a client of the bucket. It makes no request."""
+def _connect(location: S3Location, url: str, *, request_s: float | None = None, **changed: Any) -> S3Store:
+    """Return a client of the bucket. It makes no request. request_s: see S3Objects."""
     try:
         return S3Store(
             location.bucket,
             prefix=location.prefix or None,
             client_options={
                 "allow_http": url.startswith("http://"),
-                "connect_timeout": timedelta(seconds=_CONNECT_S),
-                "timeout": timedelta(seconds=_REQUEST_S),
+                "connect_timeout": timedelta(seconds=min(_CONNECT_S, request_s or _CONNECT_S)),
+                "timeout": timedelta(seconds=request_s or _REQUEST_S),
             },
             retry_config={
-                "max_retries": _MAX_RETRIES,
-                "retry_timeout": timedelta(seconds=_RETRY_S),
+                "max_retries": _MAX_RETRIES if request_s is None else 1,
+                "retry_timeout": timedelta(seconds=request_s or _RETRY_S),
                 "backoff": {
                     "init_backoff": timedelta(seconds=_FIRST_BACKOFF_S),
                     "max_backoff": timedelta(seconds=_MAX_BACKOFF_S),

@@ -240,15 +240,19 @@ def _store(config: CacheConfig, folder: Path) -> LatentStore:
 
 
 def _shared_entries(config: CacheConfig, folder: Path, database: DatabaseThread, cache: str) -> EntryDisk:
-    from bottega.cache.shared_entries import SharedEntries
+    from bottega.cache.shared_entries import READ_REQUEST_S, SharedEntries
     from bottega.cache.shared_records import SharedRecords
     from bottega.storage.s3 import S3Objects
 
-    objects = S3Objects(s3_location(config.objects), names=FILE_NAMES)
+    objects, reading = (
+        S3Objects(s3_location(config.objects), names=FILE_NAMES, request_s=request_s)
+        for request_s in (None, READ_REQUEST_S)
+    )
     records = SharedRecords(database.database, objects=config.objects, name=config.name, cache=cache)
     database.start(records.open(), _OPEN_S)
     return SharedEntries(
         *(folder, database, records, objects),
+        reading=reading,
         name=config.name,
         local_bytes=config.local_bytes,
         min_free_bytes=config.min_free_bytes,
@@ -297,7 +301,7 @@ def _store_metrics(store: LatentStatistics) -> Iterator[Metric]:
         ("entries", "Images with cached latents.", sum(model.entries for model in store.models)),
         ("latents", "Latents.", sum(model.latents for model in store.models)),
         ("keys", "Combinations of request settings with cached latents.", sum(model.keys for model in store.models)),
-        ("elsewhere", "Entries that belong to other caches since some have joined or left.", store.elsewhere),
+        ("elsewhere", "Entries held here that another cache owns now.", store.elsewhere),
         ("sharing", "Caches that share the entries in the database, this one included; else 1.", store.sharing),
         ("waiting_bytes", "Bytes of recordings that wait to be written.", store.waiting_bytes),
         ("in_trouble", "1 while nothing can be recorded, else 0.", int(bool(store.trouble))),

@@ -30,7 +30,7 @@ from bottega.blobstore import RecordChanges
 from bottega.blobstore.writer import lock_folder
 from bottega.cache.latent import EntryRecord
 from bottega.cache.records import FILE_NAMES, TakeEntries
-from bottega.cache.shared_records import SharedRecords
+from bottega.cache.shared_records import LIFE_S, SharedRecords
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.storage import BlobFiles, os_errors
 from bottega.storage.folders import ProcessLock
@@ -44,11 +44,14 @@ _SIGN_S = 5.0
 _CHANGE_S, _MOVE_S = 20.0, 320.0
 # A job waits for its answer for some ten milliseconds; a later one may still serve it.
 _READ_S = 1.0
+READ_REQUEST_S = 1.0
+"""The bound on a request that reads an object, so that its thread is free soon after the cache gave up."""
 # After a failed read, reads fail at once for so long.
 _AWAY_S = 1.0
-# The bound on writing the files of one entry.
-_WRITE_S = 60.0
-_TRANSFERS = 8
+# The bounds on writing the files of one entry and on removing files.
+_WRITE_S, _REMOVE_S = 60.0, 60.0
+# Reads have threads of their own, so that slow writes do not delay them.
+_READS, _WRITES = 8, 8
 # Entries that are read at once; their embeddings take a few megabytes.
 _PAGE = 1000
 # Bound on the files to be deleted; objects beyond are found by the search for objects without a record.
@@ -66,18 +69,22 @@ class FilesInObjects:
     """Files in an object store, with copies in a folder. Any thread may call it. It raises StorageUnavailable.
 
     Args:
+        reading: The same object store, whose requests end after READ_REQUEST_S, so that threads do not hang in reads
+            for which nobody waits any more.
         local_bytes: Upper bound on the bytes of the copies.
     """
 
-    def __init__(self, objects: ObjectStore, tier: BlobFiles, *, local_bytes: int) -> None:
+    def __init__(self, objects: ObjectStore, tier: BlobFiles, *, reading: ObjectStore, local_bytes: int) -> None:
         self.objects = objects
+        self._reading = reading
         self._tier = tier
         self._local_bytes = local_bytes
         self._lock = threading.Lock()
         self._copies: OrderedDict[str, int] = OrderedDict()
         """Sizes by name, the last used last."""
         self._used_bytes = 0
-        self._threads = ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="objects")
+        self._readers = ThreadPoolExecutor(_READS, thread_name_prefix="object reads")
+        self._writers = ThreadPoolExecutor(_WRITES, thread_name_prefix="object writes")
         self._away_until = 0.0
         self._is_away = False
 
@@ -92,7 +99,8 @@ class FilesInObjects:
 
     def close(self) -> None:
         """Drop transfers that have not begun."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._writers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def read(self, name: str, *, digest: bytes, size_bytes: int) -> bytes | None:
         """Return a file; None if it does not exist or is damaged. After a failure, fail at once for a while."""
@@ -104,11 +112,10 @@ class FilesInObjects:
                 return copy
         if time.monotonic() < self._away_until:
             raise os_errors.unavailable("the object store is away", cause="ETIMEDOUT")
-        reading = self._run(lambda: self.objects.read(name, digest=digest, size_bytes=size_bytes))
+        read = partial(self._reading.read, name, digest=digest, size_bytes=size_bytes)
         try:
-            data = reading.result(_READ_S)
-        except (StorageUnavailable, TimeoutError) as error:
-            reading.cancel()
+            data = _result(self._readers, read, _READ_S)
+        except StorageUnavailable as error:
             self._note_away(error)
             raise os_errors.unavailable("the object store is away", cause="ETIMEDOUT") from error
         if self._is_away:
@@ -120,9 +127,11 @@ class FilesInObjects:
 
     def write(self, files: Mapping[str, bytes]) -> None:
         """Write files at the same time. After an error, some may be written."""
-        writes = [self._run(partial(self.objects.write, name, data)) for name, data in files.items()]
+        writes = [_submit(self._writers, partial(self.objects.write, name, data)) for name, data in files.items()]
         done = wait(writes, _WRITE_S).done
         if len(done) < len(writes):
+            for writing in writes:
+                writing.cancel()
             raise os_errors.unavailable("the object store does not answer", cause="ETIMEDOUT")
         for written in writes:
             written.result()
@@ -131,20 +140,13 @@ class FilesInObjects:
     def remove(self, names: Collection[str]) -> None:
         """Remove files. Ignore those that do not exist."""
         self._forget(names)
-        self._run(lambda: self.objects.remove(names)).result()
+        _result(self._writers, partial(self.objects.remove, names), _REMOVE_S)
 
-    def _run(self, do: Callable[[], ResultT]) -> Future[ResultT]:
-        try:
-            return self._threads.submit(do)
-        except RuntimeError:
-            raise os_errors.unavailable("the storage is closed", cause=os_errors.NOT_OPEN) from None
-
-    def _note_away(self, error: Exception) -> None:
+    def _note_away(self, error: StorageUnavailable) -> None:
         """Log the first failure of an outage."""
         self._away_until = time.monotonic() + _AWAY_S
         if not self._is_away:
-            text = error.message if isinstance(error, BottegaError) else f"it does not answer within {_READ_S:g} s"
-            _log.warning("cached latents cannot be read from the object store", extra={"text": text})
+            _log.warning("cached latents cannot be read from the object store", extra={"text": error.message})
         self._is_away = True
 
     def _keep(self, files: Mapping[str, bytes]) -> None:
@@ -174,12 +176,31 @@ class FilesInObjects:
             self._tier.remove(known)
 
 
+def _submit(threads: ThreadPoolExecutor, do: Callable[[], ResultT]) -> Future[ResultT]:
+    try:
+        return threads.submit(do)
+    except RuntimeError:
+        raise os_errors.unavailable("the storage is closed", cause=os_errors.NOT_OPEN) from None
+
+
+def _result(threads: ThreadPoolExecutor, do: Callable[[], ResultT], timeout_s: float) -> ResultT:
+    """Return the result of a call in another thread, within a time. Raise StorageUnavailable."""
+    running = _submit(threads, do)
+    try:
+        return running.result(timeout_s)
+    except TimeoutError:
+        running.cancel()
+        text = f"the object store does not answer within {timeout_s:g} s"
+        raise os_errors.unavailable(text, cause="ETIMEDOUT") from None
+
+
 class SharedEntries:
     """An EntryDisk whose entries are in PostgreSQL and in an object store, which other caches use as well.
 
     Args:
         folder: The cache's folder.
         database: Started already; the caller closes it after this.
+        reading: The object store for reads; see FilesInObjects.
         name: Name of the cache in the fleet.
         local_bytes: Upper bound on the bytes of copies of files in the folder.
         min_free_bytes: Bytes of disk space that copies leave to other programs.
@@ -192,12 +213,13 @@ class SharedEntries:
         records: SharedRecords,
         objects: ObjectStore,
         *,
+        reading: ObjectStore,
         name: str,
         local_bytes: int,
         min_free_bytes: int,
     ) -> None:
         tier = BlobFiles(folder / "tier", names=FILE_NAMES, min_free_bytes=min_free_bytes)
-        self._files = FilesInObjects(objects, tier, local_bytes=local_bytes)
+        self._files = FilesInObjects(objects, tier, reading=reading, local_bytes=local_bytes)
         self._folder = folder
         self._lock = ProcessLock(folder)
         self._database = database
@@ -207,9 +229,9 @@ class SharedEntries:
         self._garbage: list[str] = []
         self._used_bytes = 0
         self._living: dict[str, int] = {}
-        """Bytes of all living caches by name, as of the last sign of life."""
+        """Bytes of all living caches by name, as of the last renewal of the registration."""
         self._names: set[str] = set()
-        """The living caches for which entries have their owners."""
+        """Living caches at the last `join`, which assigned owners by them."""
         self._has_moved = False
         self._is_lost = False
         self._gives_signs = False
@@ -269,7 +291,7 @@ class SharedEntries:
         self._database.run(self._records.set_profile(model_hash, profile), _CHANGE_S)
 
     def make_room(self) -> None:
-        """Do nothing, because the bucket is not full."""
+        """Do nothing: eviction enforces the budget, not free space."""
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
         self._files.write(files)
@@ -304,7 +326,7 @@ class SharedEntries:
     def renew(self, used_bytes: int) -> bool:
         self._used_bytes = used_bytes
         if self._is_lost:
-            raise DataLoss("the database had no sign of life of this cache for too long; its entries are read again")
+            raise DataLoss(f"this cache did not renew its registration for {LIFE_S:.0f} s; it reads its entries again")
         if not self._has_moved:
             return False
         self._join()

@@ -21,7 +21,7 @@ from bottega.storage import os_errors
 from bottega.storage.postgresql import Connection, Migration, PostgresDatabase, lock, rows_of
 
 LIFE_S = 30.0
-"""Seconds after its last sign of life for which a cache keeps its entries. A restart takes less."""
+"""Seconds after the last renewal of its registration for which a cache keeps its entries. A restart takes less."""
 
 # Caches that are gone for so long are forgotten, with their embeddings.
 _FORGET_S = 3600.0
@@ -132,7 +132,7 @@ class SharedRecords:
             )
 
     async def leave(self) -> None:
-        """Let another cache have this one's name at once. Its entries stay its own for a restart."""
+        """Free the name now. Ownership of entries lasts for 30 s, enough for a restart."""
         query = (
             "UPDATE bottega_caches SET stopped = true WHERE objects = %(objects)s AND name = %(name)s AND id = %(id)s"
         )

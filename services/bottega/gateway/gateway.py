@@ -325,10 +325,9 @@ class Gateway:
 
     async def _restore(self) -> None:
         began = time.perf_counter()
-        jobs = await self._jobs.restore()
-        if self._jobs.checkpoints is not None:
-            await self._jobs.checkpoints.restore(self._jobs.live)
-        self._controller.restore(jobs, seconds=time.perf_counter() - began)
+        jobs, checkpoints = self._jobs.restore(), self._jobs.checkpoints
+        restored = await (jobs if checkpoints is None else checkpoints.restore(jobs, self._jobs.live))
+        self._controller.restore(restored, seconds=time.perf_counter() - began)
         self._periodic.start_grace()
 
     async def _keep_health(self) -> None:

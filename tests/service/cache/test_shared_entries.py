@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from bottega.cache.records import FILE_NAMES
 from bottega.cache.store import writer
 from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError, StorageUnavailable
+from bottega.storage import BlobFiles
 from bottega.storage.objects import s3_location
 from bottega.storage.s3 import S3Objects
 from bottega.v1 import cache_pb2 as pb
@@ -27,6 +30,7 @@ from tests.support.cached_latents import (
     KEY,
     PICTURE_BYTES,
     RECORDED,
+    WAIT_S,
     latent,
     profile,
     question,
@@ -176,7 +180,10 @@ def test_a_cache_that_was_thought_to_be_gone_reads_its_entries_again(
             f" WHERE number = {min(_numbers(group))}",
             group.url_name,
         )
-        wait_until(lambda: any("no sign of life" in getattr(line, "text", "") for line in caplog.records), "a word")
+        wait_until(
+            lambda: any("did not renew its registration" in getattr(line, "text", "") for line in caplog.records),
+            "a word",
+        )
         wait_until(lambda: not one.statistics().trouble, "the end of it")
         assert len(_prompts(one)) == len(SEEDS) - 1, "one was deleted meanwhile"
         assert sum(_serves(one, seed) for seed in SEEDS) == len(SEEDS) - 1
@@ -207,6 +214,22 @@ def test_evicted_latents_are_deleted_and_the_budget_is_one_for_all_caches(group:
         assert sum(figure.bytes for figure in figures) > budget - room(1, 1) * 6 - PICTURE_BYTES
 
 
+def test_an_idle_cache_gives_up_what_another_needs_of_the_budget(group: Group) -> None:
+    budget = room(40, 40)
+    with group.running("one", budget_bytes=budget, batch_share=0.0) as one:
+        _fill(one)
+        full = one.statistics().bytes
+        with group.running("two", budget_bytes=budget, batch_share=0.0) as two:
+            wait_until(lambda: (one.statistics().sharing, two.statistics().sharing) == (2, 2), "each other")
+            names = ("one", "two")
+            own = [seed for seed in range(500) if rank_stores(names, placement_key(KEY, vector(seed)))[0] == "two"]
+            for seed in own[: 2 * len(SEEDS)]:
+                record(two, vector(seed), seed=seed)
+                written(two)
+            wait_until(lambda: one.statistics().bytes + two.statistics().bytes <= budget, "the budget")
+            assert two.statistics().bytes > budget // 4 < full
+
+
 def test_objects_without_a_record_are_deleted_when_they_are_old(
     group: Group, server: s3.S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +246,47 @@ def test_objects_without_a_record_are_deleted_when_they_are_old(
         wait_until(lambda: orphan not in server.keys(bucket), "its deletion")
         assert before - set(server.keys(bucket)) == {orphan}
         assert all(_serves(one, seed) for seed in SEEDS)
+
+
+def test_writes_that_hang_do_not_delay_reads(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    class Hanging(BlobFiles):
+        def write(self, name: str, data: bytes) -> None:
+            assert released.wait(WAIT_S)
+
+    objects, tier = Hanging(tmp_path / "objects", names=FILE_NAMES), BlobFiles(tmp_path / "tier", names=FILE_NAMES)
+    objects.clear()
+    name, data = f"{0:032x}@5", b"data"
+    BlobFiles.write(objects, name, data)
+    files = shared_entries.FilesInObjects(objects, tier, reading=objects, local_bytes=1 << 20)
+    files.open()
+    writing = threading.Thread(target=files.write, args=({f"{number:032x}@5": data for number in range(1, 17)},))
+    writing.start()
+    try:
+        assert files.read(name, digest=hashlib.sha256(data).digest(), size_bytes=len(data)) == data
+        assert writing.is_alive()
+    finally:
+        released.set()
+        writing.join()
+        files.close()
+
+
+def test_a_removal_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_entries, "_REMOVE_S", 0.05)
+    released = threading.Event()
+
+    class Hanging(BlobFiles):
+        def remove(self, names: Iterable[str]) -> None:
+            assert released.wait(WAIT_S)
+
+    objects, tier = Hanging(tmp_path / "objects", names=FILE_NAMES), BlobFiles(tmp_path / "tier", names=FILE_NAMES)
+    files = shared_entries.FilesInObjects(objects, tier, reading=objects, local_bytes=1 << 20)
+    files.open()
+    with pytest.raises(StorageUnavailable, match="does not answer within"):
+        files.remove([f"{0:032x}@5"])
+    released.set()
+    files.close()
 
 
 def test_latents_are_read_from_s3_when_the_copies_are_gone_or_damaged(group: Group) -> None:

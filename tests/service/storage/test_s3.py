@@ -94,6 +94,10 @@ def test_slow_s3_is_waited_for_within_a_deadline(
     store = _store(bucket)
     store.write("ab01", DATA)
     assert _read(store, "ab01") == DATA
+    began = proxy.requests
+    with pytest.raises(StorageUnavailable):
+        _read(_store(bucket, request_s=0.2), "ab01")
+    assert proxy.requests - began <= 2
     monkeypatch.setattr(s3_module, "_REQUEST_S", 0.2)
     monkeypatch.setattr(s3_module, "_MAX_RETRIES", 1)
     began = proxy.requests

@@ -252,7 +252,8 @@ class CacheWriter(BlobWriter):
             gone = self._disk.load_entries(self._table.numbers(), self._take)
             self._contents.forget(self._table.leave(gone))
             self._contents.loaded()
-            self._insertion.make_room()
+        if self._loaded and not self._trouble:
+            self._insertion.make_room()  # other caches may have taken more of the budget
 
     def _write_waiting(self) -> None:
         while batch := self._next_batch():

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -34,10 +34,12 @@ ResultT = TypeVar("ResultT")
 CHECKPOINT_NAMES = re.compile(r"[0-9a-f]{64}-[0-9]{9}-[0-9a-f]{64}")
 """Names of the objects."""
 _TRANSFERS = 8
-# Time for which a new scheduler waits for the checkpoints of its jobs. Later ones count if their jobs still wait then.
-_RESTORE_S = 1.0
-# Checkpoints of jobs that have ended are deleted with their jobs, and by the next sweep if that failed.
-_SWEEP_S = 3600.0
+# Time for which a new scheduler that has read its jobs waits for their checkpoints. Later ones count for jobs that still
+# wait then.
+_RESTORE_S = 0.5
+# Checkpoints of jobs that have ended are deleted with their jobs, and by the next sweep if that failed. The first sweep
+# is early, because a scheduler may live for minutes.
+_FIRST_SWEEP_S, _SWEEP_S = 300.0, 3600.0
 # Another gateway may have written a younger one for a job that this one does not know yet.
 _SETTLED_S = 60.0
 
@@ -65,16 +67,22 @@ class SharedCheckpoints:
         self._threads = ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="checkpoints")
         self._failing = self._closed = False
 
-    async def restore(self, live: Callable[[], Iterable[Job]]) -> None:
-        """Read the checkpoints that another scheduler wrote, and begin to delete those of ended jobs.
+    async def restore(self, reading_jobs: Awaitable[list[Job]], live: Callable[[], Iterable[Job]]) -> list[Job]:
+        """Return the jobs, with the checkpoints that another scheduler wrote, and begin to delete those of ended jobs.
+
+        The objects are listed while the jobs are read.
 
         Args:
-            live: Returns the jobs that have not ended.
+            reading_jobs: Reads the jobs that have not ended.
+            live: Returns the jobs that have not ended, later on.
         """
         await self._tasks.cancel()
-        reading = self._tasks.start(self._read_all(list(live())))
+        listing = self._tasks.start(self._run(lambda: list(self._objects.objects())))
+        jobs = await reading_jobs
+        reading = self._tasks.start(self._read_all(jobs, listing))
         self._tasks.start(self._keep_sweeping(live))
         await asyncio.wait({reading}, timeout=_RESTORE_S)
+        return jobs
 
     def store(self, job: Job) -> None:
         """Write the newest checkpoint of a running job soon. One that comes meanwhile replaces it."""
@@ -128,11 +136,10 @@ class SharedCheckpoints:
         self._objects.remove(names)
         return True
 
-    async def _read_all(self, jobs: Sequence[Job]) -> None:
+    async def _read_all(self, jobs: Iterable[Job], listing: Awaitable[list[StoredObject] | None]) -> None:
         by_tag = {_tag(job.job_id): job for job in jobs}
-        listed = await self._run(lambda: list(self._objects.objects())) if by_tag else None
         found: dict[str, list[StoredObject]] = {}
-        for file in listed or ():
+        for file in await listing or ():
             if file.name[:64] in by_tag:
                 found.setdefault(file.name[:64], []).append(file)
         for tag, files in found.items():
@@ -156,9 +163,10 @@ class SharedCheckpoints:
             )
 
     async def _keep_sweeping(self, live: Callable[[], Iterable[Job]]) -> None:
+        await asyncio.sleep(_FIRST_SWEEP_S)
         while True:
-            await asyncio.sleep(_SWEEP_S)
             await self.sweep(live)
+            await asyncio.sleep(_SWEEP_S)
 
     async def sweep(self, live: Callable[[], Iterable[Job]]) -> None:
         """Delete the checkpoints of jobs that are not live."""

@@ -6,15 +6,18 @@ import logging
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from bottega.gateway.jobs import checkpoints
 from bottega.gateway.jobs.checkpoints import CHECKPOINT_NAMES, SharedCheckpoints
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.storage import BlobFiles
+from bottega.storage.objects import StoredObject
 from tests.samples.jobs import sample_job
 from tests.support.waiting import eventually
 
@@ -43,7 +46,10 @@ class Scheduler:
         await eventually(lambda: self.steps() == [steps_done])
 
     async def restored(self, *jobs: Job) -> None:
-        await self.checkpoints.restore(lambda: jobs)
+        async def read() -> list[Job]:
+            return list(jobs)
+
+        assert await self.checkpoints.restore(read(), lambda: jobs) == list(jobs)
 
 
 def _job(job_id: str = "job-1", *, runs: bool = False) -> Job:
@@ -111,6 +117,43 @@ async def test_a_sweep_leaves_checkpoints_of_live_jobs_and_young_ones(tmp_path: 
     await writer.checkpoints.sweep(lambda: jobs[:1])
     assert writer.steps() == [1, 3]
     await writer.checkpoints.close()
+
+
+async def test_objects_are_listed_while_jobs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    former = Scheduler(tmp_path)
+    await former.note(_job(runs=True), 5)
+    await former.checkpoints.close()
+    scheduler, job, listed = Scheduler(tmp_path), _job(), []
+    objects = scheduler.files.objects
+
+    def listing(start: str = "") -> Iterator[StoredObject]:
+        listed.append(start)
+        return objects(start)
+
+    monkeypatch.setattr(scheduler.files, "objects", listing)
+
+    async def read() -> list[Job]:
+        await eventually(lambda: bool(listed))
+        return [job]
+
+    await scheduler.checkpoints.restore(read(), lambda: [job])
+    assert job.checkpoint == JobCheckpoint(steps_done=5, data=b"5")
+    await scheduler.checkpoints.close()
+
+
+async def test_a_new_scheduler_soon_deletes_checkpoints_of_ended_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checkpoints._FIRST_SWEEP_S <= 600.0, "a scheduler may live for minutes"
+    monkeypatch.setattr(checkpoints, "_FIRST_SWEEP_S", 0.01)
+    monkeypatch.setattr(checkpoints, "_SETTLED_S", -1.0)
+    former = Scheduler(tmp_path)
+    await former.note(_job("ended", runs=True), 5)
+    await former.checkpoints.close()
+    scheduler = Scheduler(tmp_path)
+    await scheduler.restored()
+    await eventually(lambda: scheduler.steps() == [])
+    await scheduler.checkpoints.close()
 
 
 async def test_a_damaged_checkpoint_is_counted_and_the_job_begins_again(tmp_path: Path) -> None:
