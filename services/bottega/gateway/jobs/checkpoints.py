@@ -34,8 +34,8 @@ ResultT = TypeVar("ResultT")
 CHECKPOINT_NAMES = re.compile(r"[0-9a-f]{64}-[0-9]{9}-[0-9a-f]{64}")
 """Names of the objects."""
 _TRANSFERS = 8
-# Time for which a new scheduler that has read its jobs waits for their checkpoints. Later ones count for jobs that still
-# wait then.
+# Time for which a new scheduler that has read its jobs waits for their checkpoints. Later ones count for jobs that
+# still wait then.
 _RESTORE_S = 0.5
 # Checkpoints of jobs that have ended are deleted with their jobs, and by the next sweep if that failed. The first sweep
 # is early, because a scheduler may live for minutes.
