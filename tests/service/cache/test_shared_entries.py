@@ -252,7 +252,7 @@ def test_writes_that_hang_do_not_delay_reads(tmp_path: Path) -> None:
     begun, released = threading.Semaphore(0), threading.Event()
 
     class Hanging(BlobFiles):
-        def write(self, name: str, data: bytes) -> None:
+        def write(self, name: str, data: bytes, *, time: float | None = None) -> None:
             begun.release()
             assert released.wait(WAIT_S)
 
@@ -280,7 +280,7 @@ def test_a_removal_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: py
     released = threading.Event()
 
     class Hanging(BlobFiles):
-        def remove(self, names: Iterable[str]) -> None:
+        def remove(self, names: Iterable[str], *, synced: bool = False) -> None:
             assert released.wait(WAIT_S)
 
     objects, tier = Hanging(tmp_path / "objects", names=FILE_NAMES), BlobFiles(tmp_path / "tier", names=FILE_NAMES)

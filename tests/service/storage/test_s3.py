@@ -37,7 +37,7 @@ def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.F
         yield proxy
 
 
-def _store(bucket: str, **changed: str) -> S3Objects:
+def _store(bucket: str, **changed: Any) -> S3Objects:
     return S3Objects(s3_location(f"s3://{bucket}/here"), names=NAMES, **changed)
 
 
