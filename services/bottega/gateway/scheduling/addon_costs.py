@@ -67,6 +67,7 @@ class AddOnCosts:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._slowdowns: dict[Hashable, float] = {}  # by owner and add-ons, cleared by each measurement
 
     def note(self, job: Job, provenance: Provenance) -> None:
         """Update the estimates with the measured turns of a finished job."""
@@ -86,11 +87,21 @@ class AddOnCosts:
         """Return how many times as long a job's steps take as without add-ons; 1 if nothing is known of them."""
         if not (job.controlnets or job.lora_set):
             return 1.0
+        key = *_owner(job), job.controlnets, len(job.lora_set)
+        slowdown = self._slowdowns.get(key)
+        if slowdown is None:
+            if len(self._slowdowns) >= _MAX_KINDS:
+                self._slowdowns.clear()
+            slowdown = self._slowdowns[key] = self._estimate(job)
+        return slowdown
+
+    def _estimate(self, job: Job) -> float:
         slowdown = 1.0 + sum(self._added(_owner(job), *addons) for addons in _addons(job))
         doublings = round(math.log2(slowdown) * _STEPS_A_DOUBLING) / _STEPS_A_DOUBLING
         return float(min(2.0**doublings, _MAX_SLOWDOWN))
 
     def _note(self, key: Hashable, turns: float, added: float) -> None:
+        self._slowdowns.clear()
         kind = self._kinds.setdefault(key, _Kind())
         self._kinds.move_to_end(key)
         kind.note(self._clock.monotonic(), turns, added)
