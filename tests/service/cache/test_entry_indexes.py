@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
+from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex, postgresql
 from bottega.cache.index.postgresql import PostgresIndex, cache_database
 from bottega.errors import ConfigError, QueueFull, StorageUnavailable
 from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
@@ -292,7 +292,8 @@ def _graphs(server: PostgresServer, database: str) -> int:
     return int(server.execute(query, database)[0][0])
 
 
-def test_a_database_that_is_away_is_reported_and_used_again_when_it_is_back() -> None:
+def test_a_database_that_is_away_is_reported_and_used_again_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgresql, "_SEARCH_S", 5.0)  # a busy machine takes longer over a new connection
     with running_server(vector=True) as server:
         url = server.url(server.new_database())
         index = _opened(url)

@@ -69,7 +69,7 @@ async def test_templates_of_all_workers_are_listed_each_once(gateway: Running) -
     result = await _run(gateway)
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.splitlines()]
-    facts = ["64x48", "30", "3.00", "MiB", "4", "2", "min"]
+    facts = ["64x48", "30", "3.00", "MiB", "4", "90", "s"]
     assert [STAR[:12], *facts, "w1,", "w2;", "75", "%", "of", "the", "image"] in rows
     assert [RING[:12], *facts, "w1;", "in", "use;", "recording"] in rows
     assert ["worker", "w1", "2", "6.00", "MiB", "of", "512", "MiB"] in rows

@@ -75,7 +75,7 @@ def test_a_name_that_is_none_is_refused_with_what_would_be_one(folder: Path, nam
     refused = _run(folder, "issue", name)
     assert refused.exit_code == 2
     assert "not of the form ROLE/NAME" in refused.output
-    assert "gateway, worker, controlnet" in refused.output
+    assert "gateway, worker, encode, decode, controlnet" in refused.output
     assert "local" not in refused.output.partition("Roles")[2]
 
 

@@ -63,10 +63,11 @@ class _CertsGroup(ListGroup):
 def command() -> None:
     """Make certificates for services, tenants and operators.
 
-    A certificate is issued to ROLE/NAME. ROLE is gateway, worker, controlnet, loras, cache, activations, scale or http,
-    and NAME the service's name in the fleet; or ROLE is tenant or operator, and NAME the tenant's or the person's. A
-    service uses the files that `server.tls` in its configuration names, and loads renewed files within a second,
-    without a restart. A client uses those that BOTTEGA_TLS_AUTHORITY, BOTTEGA_TLS_CERTIFICATE and BOTTEGA_TLS_KEY name.
+    A certificate is issued to ROLE/NAME. ROLE is gateway, worker, encode, decode, controlnet, loras, cache,
+    activations, scale or http, and NAME the service's name in the fleet; or ROLE is tenant or operator, and NAME the
+    tenant's or the person's. A service uses the files that `server.tls` in its configuration names, and loads renewed
+    files within a second, without a restart. A client uses those that BOTTEGA_TLS_AUTHORITY, BOTTEGA_TLS_CERTIFICATE
+    and BOTTEGA_TLS_KEY name.
     """
 
 

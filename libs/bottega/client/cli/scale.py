@@ -28,7 +28,7 @@ from bottega.client.types.fleet import FleetStatus
     bottega scale --config scale.yaml
 """)
 def command(address: str, config: Path | None) -> None:
-    """Show how many workers, of all and of one role, and ControlNet servers each model needs.
+    """Show how many workers and ControlNet servers each model needs.
 
     With --config, keep as many running on this host: as units of systemd, or as child processes with
     `manager: processes`. The unit bottega-scale does the same.
