@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from diffusers import AutoencoderKL
 
-from bottega.engine.results import LatentPreview
+from bottega.engine.encode import LatentPreview
 from bottega.model.model import Model
 
 

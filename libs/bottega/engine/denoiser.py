@@ -22,8 +22,10 @@ from bottega.device.heartbeat import Heartbeat
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.forward import Forward, Network, Prediction
+from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.engine.times import ForwardTimes, JoinedTimes
+from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.planning import RowFractions, Shape, StepTimes
 
@@ -203,6 +205,37 @@ class Denoiser:
         shares = [row.activations.share for row in rows if row.activations is not None and row.activations.reads]
         if shares:  # A forward pass that only records says nothing about fractions.
             self.row_fractions.observe(self.step_times, _shape(rows), rows=len(rows), shares=shares, seconds=seconds)
+
+
+def open_denoiser(
+    model: Model,
+    limits: EngineLimits,
+    addons: Sequence[EngineAddOn],
+    heartbeat: Heartbeat,
+    decoded_area: Callable[[int], int],
+) -> Denoiser:
+    """Return a denoiser of a model's backbone, with what add-ons change in it.
+
+    Args:
+        decoded_area: See `Denoiser`.
+    """
+    network = Network(
+        backbone=model.backbone,
+        row_weights=next((addon.row_weights for addon in addons if addon.row_weights is not None), None),
+        residuals=next((addon.residuals for addon in addons if addon.residuals is not None), None),
+        strategies=[addon.strategy for addon in addons if addon.strategy is not None],
+        fixed_rows=limits.fixed_rows,
+        device=model.runtime,
+        operations=model.operations,
+    )
+    return Denoiser(
+        network,
+        addons=addons,
+        memory=model.memory,
+        decoded_area=decoded_area,
+        heartbeat=heartbeat,
+        compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
+    )
 
 
 def _shape(rows: Sequence[Row]) -> Shape:

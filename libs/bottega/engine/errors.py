@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bottega.device.memory_plan import is_out_of_memory
-from bottega.engine.spec import ControlSpec, EmbeddingSpec, LoraSpec
+from bottega.device.memory_plan import MemoryPlan, is_out_of_memory
+from bottega.engine.spec import ControlSpec, EmbeddingSpec, LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 
 _log = logging.getLogger(__name__)
@@ -80,3 +80,11 @@ def prompt_not_finite(dtype: torch.dtype) -> NotFinite:
         f"the text encoders computed values that are not numbers, in {name}: {advice}",
         metadata={"part": "text_encoder"},
     )
+
+
+def named_error(error: Exception, spec: ResolvedSpec, memory: MemoryPlan) -> Exception:
+    """Return the error; if the device ran out of memory, one that names the picture's size as the reason."""
+    if not is_out_of_memory(error):
+        return error
+    _log.error("the device has no memory left for a job", extra={"why": str(error)})
+    return memory.refusal(spec.width, spec.height)

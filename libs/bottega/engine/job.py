@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
 from typing import NamedTuple
@@ -175,14 +175,18 @@ class EngineJob:
         """Number of steps that were finished before the checkpoint."""
         return sum(request.resumed_from - request.begin for request in self.requests)
 
-    def undrawn(self) -> Request | None:
+    def undrawn(self, under_way: Container[Request]) -> Request | None:
         """Return an image whose latent is finished but that has not been reported, or None.
 
         While requests of `extra` run, no image is reported.
+
+        Args:
+            under_way: Images that are being decoded, which are left out.
         """
         if not all(request.done for request in self.extra):
             return None
-        return next((request for request in self.requests if request.done and request.index not in self.drawn), None)
+        left = (request for request in self.requests if request.done and request.index not in self.drawn)
+        return next((request for request in left if request not in under_way), None)
 
     @property
     def finished(self) -> bool:

@@ -10,35 +10,26 @@ one has been enqueued.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from bottega.device.device import HostCopy, PausableWork, Span
 from bottega.engine.checkpoint import JobCopy, write_checkpoint
-from bottega.engine.encode import encode_image, to_latent
+from bottega.engine.encode import LatentPreview
 from bottega.engine.errors import not_finite, vae_not_finite
 from bottega.engine.events import Event, JobAdvanced, JobCheckpointed
 from bottega.engine.job import EngineJob
+from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
+from bottega.engine.waiting import WaitingOrders
 from bottega.model.model import Model
-from bottega.model.vae import DecodedAs, decode_in_pieces
-
-_log = logging.getLogger(__name__)
-
-# Pixels of all colour fields together: a dozen pictures of a small model, or three of SDXL, whose encoder is slow on a
-# CPU. The map has five numbers for each colour, so that more pixels would not change it.
-_PIXELS = 12 * 64 * 64
-_MIN_PICTURES, _MAX_PICTURES = 3, 12
-_MAX_SIDE = 128
-# Patches of one colour on each side: coarse enough to be smooth for the VAE, fine enough to vary inside a picture.
-_PATCHES = 4
+from bottega.model.vae import DecodedAs, check_decodable, decode_in_pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,14 +64,12 @@ class Reporter:
     For each job it has the reports that the device has not finished, of at most two steps.
 
     Args:
-        progress_interval_s: See `EngineLimits`.
-        checkpoint_interval_s: See `EngineLimits`.
+        limits: Limits with the shortest intervals of reports and checkpoints.
     """
 
-    def __init__(self, model: Model, *, progress_interval_s: float, checkpoint_interval_s: float) -> None:
+    def __init__(self, model: Model, limits: EngineLimits) -> None:
         self._model = model
-        self._progress_interval_s = progress_interval_s
-        self._checkpoint_interval_s = checkpoint_interval_s
+        self._limits = limits
         self._preview = LatentPreview.fit(model)
         self._reports: dict[EngineJob, deque[_Advance | _Snapshot]] = {}
 
@@ -92,12 +81,12 @@ class Reporter:
     def note_step(self, job: EngineJob, now_s: float) -> None:
         """Begin a progress report and a checkpoint if they are due, after a step of the job."""
         ended = job.steps_done == job.steps_total
-        if ended or now_s - job.reported_s >= self._progress_interval_s:
+        if ended or now_s - job.reported_s >= self._limits.progress_interval_s:
             job.reported_s = now_s
             shown = job.previewed()
             preview = self._model.runtime.to_host(shown.estimate) if job.order.preview else None
             self._add(job, _Advance(steps_done=job.steps_done, preview_index=shown.index, preview=preview))
-        if not ended and job.checkpoint_due(now_s, self._checkpoint_interval_s):
+        if not ended and job.checkpoint_due(now_s, self._limits.checkpoint_interval_s):
             job.checkpoint_s, job.checkpoint_steps = now_s, job.steps_done
             copy = JobCopy(self._model.runtime, job.state())
             self._add(job, _Snapshot(steps_done=job.steps_done, copy=copy))
@@ -142,55 +131,6 @@ class Reporter:
             raise not_finite(job.order.spec.loras, job.order.spec.controlnets)
         data = write_checkpoint(self._model, job.order.spec, saved)
         return JobCheckpointed(key=job.key, steps_done=snapshot.steps_done, data=data)
-
-
-class LatentPreview:
-    """A linear map from one model's latents to RGB, for small previews.
-
-    Args:
-        weights: [channels + 1, 3], to RGB in [0, 1]; the last row is the offset.
-    """
-
-    def __init__(self, weights: Tensor) -> None:
-        self._weights = weights
-
-    @classmethod
-    @torch.inference_mode()
-    def fit(cls, model: Model) -> LatentPreview:
-        """Fit the map by least squares to random colour fields and their latents.
-
-        Previews are grey if the VAE encodes pictures to NaN or infinity, because text-to-image needs no encoder.
-        """
-        side = min(_MAX_SIDE, model.defaults.width, model.defaults.height)
-        generator = torch.Generator("cpu").manual_seed(0)
-        latents: list[Tensor] = []
-        colours: list[Tensor] = []
-        for _ in range(min(_MAX_PICTURES, max(_MIN_PICTURES, _PIXELS // side**2))):
-            patches = torch.rand(1, 3, _PATCHES, _PATCHES, generator=generator)
-            field = functional.interpolate(patches, size=(side, side), mode="bilinear")
-            pixels = (field[0].permute(1, 2, 0) * 255).round().to(torch.uint8)
-            latent = to_latent(model, encode_image(model, pixels).mean).float().cpu()
-            latents.append(_columns(latent))
-            colours.append(functional.interpolate(field, size=latent.shape[2:], mode="area")[0].flatten(1).T)
-        inputs, wanted = torch.cat(latents), torch.cat(colours)
-        if not bool(torch.isfinite(inputs).all()):
-            _log.warning("the VAE encodes pictures to values that are not numbers; previews are grey")
-            grey = torch.zeros(inputs.shape[1], 3)
-            grey[-1] = 0.5
-            return cls(grey)
-        return cls(torch.linalg.lstsq(inputs, wanted).solution)
-
-    def draw(self, latent: Tensor) -> Tensor:
-        """Return a latent [1, channels, height, width] on the CPU as a small picture, uint8 [height, width, 3]."""
-        height, width = latent.shape[2:]
-        colours = _columns(latent.detach().float()) @ self._weights
-        return (colours.clamp(0, 1) * 255).round().to(torch.uint8).reshape(height, width, 3)
-
-
-def _columns(latent: Tensor) -> Tensor:
-    """Return [1, channels, height, width] as [height * width, channels + 1]; the last column is 1."""
-    flat = latent[0].flatten(1).T
-    return torch.cat([flat, torch.ones(len(flat), 1)], dim=1)
 
 
 _STREAM = "decode"
@@ -312,3 +252,140 @@ class Decoding:
         if not bool(finite.take()):
             raise vae_not_finite("decoded a latent", self._model.decoder.dtype)
         return pixels.take()
+
+
+class Decodings:
+    """The decodings of finished images that are under way: one at a time on the device, and others elsewhere.
+
+    Args:
+        jobs: The jobs whose prompts have been encoded, by key.
+        waiting: The jobs whose prompts and pictures have not.
+        used: Returns how much of the device a tenant has used.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        jobs: Mapping[Hashable, EngineJob],
+        waiting: WaitingOrders,
+        *,
+        used: Callable[[str], float],
+    ) -> None:
+        self._model = model
+        self._jobs = jobs
+        self._waiting = waiting
+        self._used = used
+        self._under_way: dict[Request, ImageDecoding] = {}
+
+    @property
+    def paused(self) -> list[ImageDecoding]:
+        """Those that have layers to enqueue: `run` goes on with them."""
+        return [decoding for decoding in self._under_way.values() if decoding.paused]
+
+    def due(self) -> list[EngineJob]:
+        """Return the jobs with an image that may be decoded now, or go on being decoded.
+
+        The device decodes one image at a time. Without memory for one more image beside those that are being decoded,
+        these are finished first.
+        """
+        if not all(decoding.paused or decoding.elsewhere for decoding in self._under_way.values()):
+            return []
+        return [job for job in self._jobs.values() if self._is_due(job)]
+
+    def next_job(self, may_go_first: Callable[[str], bool]) -> EngineJob | None:
+        """Return the job whose image is decoded next; None if none may be.
+
+        It is the oldest of the tenant that has used the device least. It waits while another tenant that has used less
+        has requests to denoise.
+        """
+        due = self.due()
+        if not due:
+            return None
+        job = min(due, key=lambda job: (self._used(job.order.share.tenant), self._paused(job) is None))
+        return job if may_go_first(job.order.share.tenant) else None
+
+    def run(
+        self,
+        job: EngineJob,
+        *,
+        pause_due: Callable[[], bool],
+        covered: Callable[[tuple[object, ...]], AbstractContextManager[None]],
+    ) -> Span | None:
+        """Decode a finished image of a job, or a part of it if a pause is due, whose time is then returned.
+
+        Args:
+            covered: See `Denoiser.covered`.
+        """
+        decoding = self._paused(job) or self._begin(job)
+        self._under_way[decoding.request] = decoding
+        with covered(("decode", decoding.request.latent.shape, len(decoding.spans))):
+            decoding.enqueue(pause_due)
+        return decoding.spans[-1] if decoding.paused else None
+
+    def take_ready(self) -> ImageDecoding | None:
+        """Remove and return a finished decoding; None if there is none."""
+        decoding = next((decoding for decoding in self._under_way.values() if decoding.ready), None)
+        return None if decoding is None else self._under_way.pop(decoding.request)
+
+    def wait(self) -> bool:
+        """Wait for the oldest decoding, see `ImageDecoding.wait`. Return False if there is none."""
+        decoding = next(iter(self._under_way.values()), None)
+        if decoding is not None:
+            decoding.wait()
+        return decoding is not None
+
+    def forget(self, job: EngineJob) -> None:
+        """Drop the decodings of a job."""
+        for request in job.requests:
+            self._under_way.pop(request, None)
+
+    def area_beside(self, area: int) -> int:
+        """Return how many elements of latents may be decoded beside forwards of latents of this area."""
+        return max(self._area(), self._model.decoded_area(area))
+
+    def _area(self) -> int:
+        """Return the number of elements of latents that are being decoded, or encoded from an image."""
+        scale = self._model.latent_scale
+        specs = [order.order.spec for order in self._waiting if order.encodes_image]
+        encoded = sum(self._model.decoded_area((spec.height // scale) * (spec.width // scale)) for spec in specs)
+        return encoded + sum(decoding.area for decoding in self._under_way.values())
+
+    def _is_due(self, job: EngineJob) -> bool:
+        if self._paused(job) is not None:
+            return True
+        return (request := job.undrawn(self._under_way)) is not None and self._has_room(request)
+
+    def _paused(self, job: EngineJob) -> ImageDecoding | None:
+        return next((decoding for decoding in self.paused if decoding.job is job), None)
+
+    def _has_room(self, request: Request) -> bool:
+        """Return whether there is memory to decode an image beside those that are being decoded."""
+        under_way, area = self._area(), request.latent.shape[-2] * request.latent.shape[-1]
+        return not under_way or self._model.memory.fits_decoding(under_way + self._model.decoded_area(area))
+
+    def _begin(self, job: EngineJob) -> ImageDecoding:
+        request = job.undrawn(self._under_way)
+        assert request is not None, "one of its images is finished"
+        begun = (part.decode(request) for part in job.addons.values())
+        elsewhere = next((decoding for decoding in begun if decoding is not None), None)
+        if elsewhere is not None:
+            return elsewhere
+        check_decodable(self._model, request.latent)
+        return Decoding(self._model, job, request)
+
+
+def decoded_pixels(decoding: ImageDecoding) -> Tensor:
+    """Return the pixels of a finished decoding, uint8 [height, width, 3], and record in its job how they were made.
+
+    Raises:
+        BottegaError: The decoding failed, or an input of the job has NaN or infinity.
+    """
+    job = decoding.job
+    job.check_inputs(to_the_end=True)
+    pixels = decoding.take()
+    job.note_decoding(decoding.how)
+    job.note_elsewhere("decode", decoding.seconds)
+    for span in decoding.spans:
+        job.seconds["decode"] += span.seconds
+        job.spans.add_of_device(f"decode image {decoding.request.index}", "decode", span, {})
+    return pixels

@@ -1,8 +1,8 @@
-"""The times of a forward pass, from events of the device. On a GPU they are known one turn later."""
+"""The times of a forward pass, from events of the device, and of a turn. On a GPU those are known one turn later."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -159,3 +159,51 @@ class ForwardClock:
             encoder=self._encoder,
             load_waits_s=load_waits_s,
         )
+
+
+# A trial of a request's steps may take .3 s, and LoRAs' differences for text encoders 6 s. After this time of the host,
+# or this share of the last step if that is more, they go on in the next turn, so that they hardly delay other steps.
+_MIN_PREPARATION_S = 0.02
+_PREPARATION_SHARE = 0.25
+
+
+class TurnClock:
+    """The time that a turn of the engine has taken so far.
+
+    Args:
+        clock: Monotonic seconds.
+        is_long: See `Batcher.is_long`.
+    """
+
+    def __init__(self, device: Device, clock: Callable[[], float], *, is_long: Callable[[float], bool]) -> None:
+        self._device = device
+        self._clock = clock
+        self._is_long = is_long
+        self._began = device.record()
+        self._began_s = self._step_s = 0.0
+
+    def begin(self) -> None:
+        """Begin a turn."""
+        self._began, self._began_s = self._device.record(), self._clock()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Measure the step of the turn."""
+        began_s = self._clock()
+        yield
+        self._step_s = self._clock() - began_s
+
+    def is_long(self) -> bool:
+        """Return whether this turn would delay a tenant with short turns, who is here or may come, if it went on.
+
+        A GPU that still works on what was enqueued before is not delayed.
+        """
+        turn = Span(begin=self._began, end=self._device.record())
+        return turn.ready and self._is_long(turn.seconds)
+
+    def preparation_is_long(self) -> bool:
+        """Return whether preparing a new job would delay the jobs that run now, if it went on.
+
+        It is the host's time that counts, because a GPU may still be busy with the last step.
+        """
+        return self._clock() - self._began_s > max(_MIN_PREPARATION_S, _PREPARATION_SHARE * self._step_s)

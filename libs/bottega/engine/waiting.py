@@ -23,6 +23,7 @@ from bottega.engine.errors import not_finite, prompt_not_finite, to_job_failure,
 from bottega.engine.events import Event, JobDecided, JobFailed, JobStarted
 from bottega.engine.job import EngineJob, EngineOrder, InputCheck
 from bottega.engine.latent_step import latent_mask
+from bottega.engine.limits import try_steps
 from bottega.engine.parallel.remote_rows import RemoteJob
 from bottega.engine.request import Request
 from bottega.engine.spans import DeviceClock, SpanLog
@@ -145,6 +146,23 @@ class WaitingOrders:
             return
 
 
+class TenantAccounts:
+    """Charges the tenants of jobs for device seconds outside of denoising steps."""
+
+    def __init__(self, batcher: Batcher[Request]) -> None:
+        self._batcher = batcher
+
+    def charge(self, job: EngineJob | WaitingOrder, seconds: float) -> None:
+        """Charge a job's tenant for seconds of the device."""
+        job.device_s += seconds
+        self._batcher.charge(job.order.share, seconds)
+
+    def charge_ended(self, job: EngineJob | WaitingOrder) -> None:
+        """Charge a job's tenant for its `uncharged` work that the device has done."""
+        while job.uncharged and job.uncharged[0].ready:
+            self.charge(job, job.uncharged.pop(0).seconds)
+
+
 # How long an idle engine waits for the data of jobs. It is short because commands are read between turns.
 _PAUSE_S = 0.05
 
@@ -199,6 +217,25 @@ class ReadinessGate:
         if decided != job.decided:
             job.decided = decided
             yield JobDecided(key=job.key, decisions=decided)
+
+
+def open_waiting(
+    model: Model, waiting: WaitingOrder, addons: Sequence[EngineAddOn], now_s: float, clock: DeviceClock
+) -> Generator[None, None, EngineJob]:
+    """Prepare a job's add-ons for its prompt, and open the job, in pieces; see `open_job`.
+
+    Args:
+        addons: The engine's add-ons.
+    """
+    waiting.preparing = True
+    yield from try_steps(waiting.order.spec, model.samplers)
+    for part in waiting.addons.values():
+        yield from part.prepare_prompt()
+    waiting.preparing = False
+    # Nothing may pause between this and the encoding of the prompt, for which add-ons change the text encoders.
+    for addon in addons:
+        addon.before_prompt(waiting.addons.get(addon))
+    return (yield from open_job(model, waiting.order, waiting.addons, now_s, clock))
 
 
 def open_job(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bottega.device.device import Span, run_pieces
 from bottega.engine.acceleration.acceleration import Probe
+from bottega.engine.addon import EngineAddOn
 from bottega.engine.encode import sample_conditions
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
@@ -127,6 +128,20 @@ _STEPS, _STEP = 20, 8
 # Size of the recording of one block of SDXL in bytes, and number of values that are compared.
 _COPIED_BYTES = 16 << 20
 _COMPARED_VALUES = 4096
+
+
+def all_probes(
+    model: Model,
+    predict: Callable[[Sequence[Row]], Prediction],
+    addons: Sequence[EngineAddOn],
+    device_clock: DeviceClock,
+) -> Mapping[str, Probe]:
+    """Return the engine's probes and those of add-ons, by name."""
+    request = sample_job(model, device_clock).requests[0]
+    probes = dict(engine_probes(model, predict, request.rows(), request.latent))
+    for addon in addons:
+        probes.update({name: make(model) for name, make in addon.probes.items()})
+    return probes
 
 
 def engine_probes(

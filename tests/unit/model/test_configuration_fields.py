@@ -43,7 +43,7 @@ from bottega.engine.encode import encode_prompts
 from bottega.engine.forward import Network, stack
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.results import LatentPreview
+from bottega.engine.encode import LatentPreview
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ConfigError, FieldNotServed
 from bottega.model.backbone import UNetBackbone
