@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from bottega.model.vae import decode_image
+from bottega.model.decode import decode_image
 from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.sides import our_runtime

@@ -22,8 +22,25 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from bottega.config import check_device_name
 from bottega.device.device import Device, Event, HostCopy
 from bottega.process.memory import measure_peak_bytes
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the torch device for a configured name: `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    `auto` is the first GPU if there is one, else the CPU. `cuda` is the first GPU, and is returned as `cuda:0`.
+
+    Raises:
+        ValueError: The device is not supported, or does not exist.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if check_device_name(name) == "cuda" else name)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ValueError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
+    return device
 
 
 def open_device(torch_device: torch.device) -> Device:

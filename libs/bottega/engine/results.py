@@ -28,8 +28,9 @@ from bottega.engine.job import EngineJob
 from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.engine.waiting import WaitingOrders
+from bottega.model.decode import check_decodable, decode_in_pieces
 from bottega.model.model import Model
-from bottega.model.vae import DecodedAs, check_decodable, decode_in_pieces
+from bottega.model.vae import DecodedAs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

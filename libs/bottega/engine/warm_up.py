@@ -32,11 +32,11 @@ from bottega.engine.results import Decoding
 from bottega.engine.spans import DeviceClock
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.waiting import open_job
+from bottega.model.decode import decode_image
 from bottega.model.model import Model
 from bottega.model.rows import Half, Row
 from bottega.model.sampler_choices import SamplerChoice
 from bottega.model.schedulers import SamplerKind
-from bottega.model.vae import decode_image
 
 # Side of the small picture's latent: for SDXL, 128 instead of 1024 pixels, and a 64th of the work.
 _SMALL_SIDE = 16

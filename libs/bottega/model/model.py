@@ -21,7 +21,6 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
-from bottega.config import check_device_name
 from bottega.device.device import Device
 from bottega.device.devices import use_device
 from bottega.device.engine_start import StartReporter, silent_reporter
@@ -33,7 +32,16 @@ from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
-from bottega.model.weights import Placement, dtype_name, load_network, load_text_encoder, outline
+from bottega.model.weights import (
+    NOWHERE,
+    Placement,
+    drop_halves,
+    dtype_name,
+    load_network,
+    load_text_encoder,
+    outline,
+    size_bytes,
+)
 from bottega.model_files.digest import KnownDigests, model_digest
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import Preset, read_preset
@@ -49,8 +57,6 @@ _NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": Autoencoder
 
 ROLES = frozenset({"encode", "denoise", "decode"})
 """The stages of a picture: the text encoders, the UNet with the VAE's encoder of pictures, and the VAE's decoder."""
-# Device of parts of which only the structure is loaded.
-_NOWHERE = "meta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +112,12 @@ class Model:
     @property
     def encodes(self) -> bool:
         """Whether the text encoders are loaded. If not, they have no weights, and another process computes them."""
-        return bool(self.text_encoders[0].device.type != _NOWHERE)
+        return bool(self.text_encoders[0].device.type != NOWHERE)
 
     @property
     def decodes(self) -> bool:
         """Whether the VAE's decoder is loaded. If not, it has no weights, and another process decodes."""
-        return bool(self.vae.decoder.conv_in.weight.device.type != _NOWHERE)
+        return bool(self.vae.decoder.conv_in.weight.device.type != NOWHERE)
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
@@ -172,22 +178,6 @@ class Model:
     def dtype_name(self) -> str:
         """float32, float16 or bfloat16."""
         return dtype_name(self.dtype)
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the torch device for a configured name: `auto`, `cpu`, `cuda` or `cuda:N`.
-
-    `auto` is the first GPU if there is one, else the CPU. `cuda` is the first GPU, and is returned as `cuda:0`.
-
-    Raises:
-        ValueError: The device is not supported, or does not exist.
-    """
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device("cuda:0" if check_device_name(name) == "cuda" else name)
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise ValueError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
-    return device
 
 
 def load_model(
@@ -326,11 +316,11 @@ def _load_parts(
             decoder = make_decoder(pipeline.vae, device=target.device, dtype=target.dtype, settings=vae)
         else:
             decoder = VaeDecoder(vae=pipeline.vae, dtype=target.dtype, stock_dtype=target.dtype)
-        _drop_halves(pipeline.vae, roles)
+        drop_halves(pipeline.vae, roles)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        loaded_mib = sum(map(_size_bytes, parts.values())) >> 20
+        loaded_mib = sum(map(size_bytes, parts.values())) >> 20
         raise ValueError(
             f"{target.device} does not have enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
             "use a smaller dtype, or a larger device"
@@ -352,22 +342,8 @@ def _is_needed(part: str, roles: Collection[str], *, is_encoder: bool = False) -
     return "denoise" in roles or (part == "vae" and "decode" in roles)
 
 
-def _drop_halves(vae: AutoencoderKL, roles: Collection[str]) -> None:
-    """Free the weights of the VAE's encoder or decoder if no role needs them."""
-    unused = [] if "denoise" in roles else [vae.encoder, vae.quant_conv]
-    unused += [] if "decode" in roles else [vae.decoder, vae.post_quant_conv]
-    for network in unused:
-        if network is not None:
-            network.to(_NOWHERE)
-
-
 def _reserve(memory: MemoryPlan, parts: Mapping[str, nn.Module]) -> None:
-    memory.reserve("model", sum(map(_size_bytes, parts.values())))
-
-
-def _size_bytes(network: nn.Module) -> int:
-    tensors = (tensor for own in (network.parameters(), network.buffers()) for tensor in own)
-    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != _NOWHERE)
+    memory.reserve("model", sum(map(size_bytes, parts.values())))
 
 
 class _Hashing:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, ModelMixin, UNet2DConditionModel
 from diffusers.models.modeling_utils import no_init_weights
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -37,6 +37,8 @@ from bottega.process.memory import available_bytes
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
+NOWHERE = "meta"
+"""Device of parts of which only the structure is loaded."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Names in headers of safetensors files.
 _FILE_DTYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -224,10 +226,25 @@ def outline(kind: Any, part: PartReport, dtype: torch.dtype) -> Any:
     It tells shapes and settings, and computes nothing but shapes.
     """
     folder = part.files[0].parent
-    with torch.device("meta"):
+    with torch.device(NOWHERE):
         if issubclass(kind, ModelMixin):
             return kind.from_config(kind.load_config(folder, local_files_only=True)).to(dtype).eval()
         return kind(kind.config_class.from_pretrained(folder, local_files_only=True)).to(dtype).eval()
+
+
+def drop_halves(vae: AutoencoderKL, roles: Collection[str]) -> None:
+    """Free the weights of the VAE's encoder or decoder if no role needs them."""
+    unused = [] if "denoise" in roles else [vae.encoder, vae.quant_conv]
+    unused += [] if "decode" in roles else [vae.decoder, vae.post_quant_conv]
+    for network in unused:
+        if network is not None:
+            network.to(NOWHERE)
+
+
+def size_bytes(network: nn.Module) -> int:
+    """Return the bytes of a network's parameters and buffers that are loaded."""
+    tensors = (tensor for own in (network.parameters(), network.buffers()) for tensor in own)
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != NOWHERE)
 
 
 def _read(file: Path, network: ModelMixin, on_read: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:

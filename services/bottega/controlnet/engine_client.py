@@ -28,8 +28,10 @@ from bottega.process import (
 )
 from bottega.rpc.status import from_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
-from bottega.v1.hosted_pb2 import Hosted
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, HOSTED_STATE_LOADING, Hosted
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
+
+_IN_MEMORY = frozenset({HOSTED_STATE_LOADED, HOSTED_STATE_LOADING})
 
 ENGINE_MODULE = "bottega.controlnet.engine"
 
@@ -188,3 +190,32 @@ class ControlNetInspector(ProcessPool):
             ) from None
         if answer.HasField("error"):
             raise from_job_error(answer.error)
+
+
+class CopiedControlNets:
+    """The ControlNets that the engine loaded because other servers have too much to do with them."""
+
+    def __init__(self) -> None:
+        self._in_memory: dict[str, bool] = {}  # by name
+
+    def add(self, names: Iterable[str], hosted: Iterable[Hosted]) -> None:
+        """Add those of these ControlNets that the engine has to load.
+
+        Args:
+            hosted: The ControlNets in the engine's last report.
+        """
+        loaded = {net.name for net in hosted if net.state in _IN_MEMORY}
+        self._in_memory.update(dict.fromkeys(set(names) - loaded, False))
+
+    def keep(self, names: Iterable[str]) -> bool:
+        """Record that these are wanted whatever other servers have to do. Return whether one was a copy."""
+        return any([self._in_memory.pop(name, None) is not None for name in names])
+
+    def update(self, net: Hosted) -> bool:
+        """Record a ControlNet of a new report, and return whether it is such a copy in memory."""
+        in_memory = net.state in _IN_MEMORY
+        if not in_memory and (self._in_memory.get(net.name) or net.load_error):
+            self._in_memory.pop(net.name, None)  # it was evicted, or cannot be loaded
+        elif net.name in self._in_memory:
+            self._in_memory[net.name] = in_memory
+        return self._in_memory.get(net.name, False)

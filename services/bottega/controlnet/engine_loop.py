@@ -21,12 +21,11 @@ from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
-from bottega.device.devices import compute_with, use_device
+from bottega.device.devices import compute_with, pick_device, use_device
 from bottega.device.memory_plan import DeviceMemoryMeter, open_memory_plan
 from bottega.device_links.devices import device_links
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ConfigError, Unavailable
-from bottega.model.model import pick_device
 from bottega.model.weights import AUTO, DTYPES
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request

@@ -17,7 +17,12 @@ from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import ControlNetCatalogue, ProfileStore
 from bottega.controlnet.config import ControlNetConfig
-from bottega.controlnet.engine_client import MAX_HOSTING_S, ControlNetEngineClient, ControlNetInspector
+from bottega.controlnet.engine_client import (
+    MAX_HOSTING_S,
+    ControlNetEngineClient,
+    ControlNetInspector,
+    CopiedControlNets,
+)
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.errors import (
     BottegaError,
@@ -34,17 +39,10 @@ from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, StartingServer, registration_of
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
-from bottega.v1.hosted_pb2 import (
-    HOSTED_STATE_LOADED,
-    HOSTED_STATE_LOADING,
-    HOSTED_STATE_ON_DISK,
-    Hosted,
-    ResidualProfile,
-)
+from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK, Hosted, ResidualProfile
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
-_IN_MEMORY = frozenset({HOSTED_STATE_LOADED, HOSTED_STATE_LOADING})
 
 # Seconds after which a worker asks again for a connection to an engine that is starting.
 _STARTING_S = 0.5
@@ -86,8 +84,7 @@ class ControlNetServer:
         self._start_s = 0.0
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._copies: dict[str, bool] = {}
-        """Names of the ControlNets that were loaded because of other servers' load, and whether they are in memory."""
+        self._copies = CopiedControlNets()
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
         """Done with an error when no engine can be started any more and the process has to exit."""
         self._tasks = BackgroundTasks("watching of the engine")
@@ -160,11 +157,9 @@ class ControlNetServer:
 
     def _mark(self, names: Sequence[str], *, copies: bool) -> None:
         """Remember which of the ControlNets are replicas, and report that."""
-        in_memory = {net.name for net in self._beat.controlnets if net.state in _IN_MEMORY}
         if copies:
-            self._copies.update(dict.fromkeys(set(names) - in_memory, False))
-        elif not self._copies.keys().isdisjoint(names):
-            self._copies = {name: loaded for name, loaded in self._copies.items() if name not in names}
+            self._copies.add(names, self._beat.controlnets)
+        elif self._copies.keep(names):
             self._hosted = self._with_profiles(self._beat)
             self._report()
 
@@ -322,7 +317,7 @@ class ControlNetServer:
         await self._leave()
         self._beat = ControlNetEngineBeat()
         self._hosted = []
-        self._copies = {}
+        self._copies = CopiedControlNets()
 
     async def _host_all(self) -> None:
         """Make a new engine host the catalogue, then join the fleet and report the ControlNets that are not hosted."""
@@ -401,12 +396,7 @@ class ControlNetServer:
         for net in beat.controlnets:
             del net.profiles[:]
             net.profiles.extend(self._profiles.of(net.digest))
-            in_memory = net.state in _IN_MEMORY
-            if not in_memory and (self._copies.get(net.name) or net.load_error):
-                self._copies.pop(net.name, None)  # it was evicted, or cannot be loaded
-            elif net.name in self._copies:
-                self._copies[net.name] = in_memory
-            net.copied = self._copies.get(net.name, False)
+            net.copied = self._copies.update(net)
         return list(beat.controlnets)
 
     def _report(self) -> None:

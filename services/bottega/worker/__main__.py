@@ -34,7 +34,7 @@ from bottega.worker.config import EngineConfig, WorkerConfig, check_model, repor
 from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
-from bottega.worker.worker import Worker, worker_name
+from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
         engine = settings.engine
         model = name_of(engine.model, engine.model_name)
         load = fleet_pb2.Load(left_out=rules.report_left_out(engine.kind, {model: error.message}))
-        registration = registration_of(server, kind=engine.kind, name=worker_name(settings, server))
+        registration = registration_of(server, kind=engine.kind, name=settings.name_in_fleet(server.identity))
         membership = FleetMembership(settings.gateway, registration, load=lambda: load, channels=server.channels)
         membership.start()
         with contextlib.suppress(TimeoutError):  # without a gateway the reason appears only on stderr

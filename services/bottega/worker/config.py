@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from bottega.model_files.folder_check import check_model_folder, folder_of
 from bottega.model_files.report import ModelReport
 from bottega.model_files.single_file import is_single_file
 from bottega.model_files.single_file_check import refusal_of, vae_refusal
+from bottega.rpc.security.caller import Identity
 from bottega.rpc.server_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
@@ -281,6 +284,12 @@ class WorkerConfig(MemberConfig):
     """Upper bound on the total bytes of finished results that are kept."""
     max_attempts: AtLeastOne = 64
     """Upper bound on the number of jobs that the worker runs at the same time."""
+
+    def name_in_fleet(self, identity: Identity | None) -> str:
+        """Return the name from the configuration, the certificate, or the host name and process ID."""
+        # Containers have the same process ids, each in a host of its own.
+        certified = identity.name if identity else ""
+        return self.name or certified or f"{self.engine.kind}-{socket.gethostname()}-{os.getpid()}"
 
 
 def report_on_model(config: EngineConfig) -> ModelReport:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
+from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, Forbidden, ModelMismatch, QueueFull, Unavailable
+from bottega.errors import BottegaError, Draining, Forbidden, ModelMismatch, QueueFull, Unavailable
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error, to_job_error, was_answered
 from bottega.v1 import link_pb2_grpc
@@ -105,18 +106,31 @@ def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
     return error if was_answered(failure) else type(error)(f"the call for a connection failed: {failure.code().name}")
 
 
-def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, model: Model | None) -> None:
-    """Check that another worker may connect to this one to form a pair.
+def check_opener(
+    request: OpenLinkRequest, config: EngineConfig, *, worker: str, model: Model | None, draining: bool
+) -> None:
+    """Check that another worker may connect to this one: to form a pair, or because this one has a role that it lacks.
 
     Args:
         worker: Name of this worker.
         model: Model of this worker; None while it is not loaded.
+        draining: Whether this worker is stopping.
 
     Raises:
+        Draining: This worker has one role, and is stopping.
         Forbidden: The caller is not the configured peer.
         ModelMismatch: The two workers have different models.
         Unavailable: This worker has no peer or no model yet.
     """
+    if config.kind == kinds.WORKER:
+        _check_peer(request, config, worker=worker, model=model)
+    elif draining:
+        raise Draining("the worker is stopping")
+    else:
+        _check_asker(request, config.kind, worker=worker, model=model)
+
+
+def _check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, model: Model | None) -> None:
     peer = request.worker
     if not config.peer.address or peer == worker:
         why = (
@@ -138,18 +152,7 @@ def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, m
         )
 
 
-def check_asker(request: OpenLinkRequest, role: str, *, worker: str, model: Model | None) -> None:
-    """Check that another worker may connect to this one, whose only role is a stage that the other one lacks.
-
-    Args:
-        role: The role of this worker.
-        worker: Name of this worker.
-        model: Model of this worker; None while it is not loaded.
-
-    Raises:
-        ModelMismatch: The two workers have different models.
-        Unavailable: This worker has no model yet.
-    """
+def _check_asker(request: OpenLinkRequest, role: str, *, worker: str, model: Model | None) -> None:
     if model is None:
         raise Unavailable(f"worker {worker} has not loaded its model yet")
     ours = {"model_hash": model.model_hash, "dtype": model.dtype}

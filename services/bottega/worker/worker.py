@@ -11,7 +11,6 @@ import importlib.metadata
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 
 from bottega import kinds, rules
@@ -34,7 +33,7 @@ from bottega.fair_order import Share
 from bottega.manifest import read_services
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, Listening, SchedulerFence, StartingServer, registration_of
+from bottega.rpc.fleet_membership import FleetMembership, SchedulerFence, StartingServer, registration_of
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -45,7 +44,7 @@ from bottega.worker.attempts import Attempt, AttemptCheckpoint, AttemptKey, Atte
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import StartMonitor, WorkerEngineClient, reported_at_once
 from bottega.worker.image_codec import AttemptInputs, ImageCodec
-from bottega.worker.link_resolver import LinkResolver, check_asker, check_peer
+from bottega.worker.link_resolver import LinkResolver, check_opener
 from bottega.worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
@@ -54,13 +53,6 @@ _SWEEP_INTERVAL_S = 1.0
 # The same while no attempt is remembered.
 _REST_SWEEP_INTERVAL_S = 5.0
 _INSTANCE_BYTES = 16
-
-
-def worker_name(config: WorkerConfig, server: Listening) -> str:
-    """Return the worker's name in the fleet: from the configuration, its certificate, or host name and process ID."""
-    certified = server.identity.name if server.identity else ""
-    # Containers have the same process ids, each in a host of its own.
-    return config.name or certified or f"{config.engine.kind}-{socket.gethostname()}-{os.getpid()}"
 
 
 class Worker:
@@ -83,7 +75,7 @@ class Worker:
         server: StartingServer,
         addons: Sequence[FrontAddOn] = (),
     ) -> None:
-        self.name = worker_name(config, server)
+        self.name = config.name_in_fleet(server.identity)
         self.kind = config.engine.kind
         """The kind of service that it is in the fleet."""
         self.checkpoints = CheckpointWatch()
@@ -190,12 +182,7 @@ class Worker:
             Unavailable: This worker has no peer or no engine yet, or it computes for another worker.
             LinksFull: The engine has too many connections.
         """
-        if self.kind == kinds.WORKER:
-            check_peer(request, self._config.engine, worker=self.name, model=self._model)
-        else:
-            if self._draining:
-                raise Draining("the worker is stopping")
-            check_asker(request, self.kind, worker=self.name, model=self._model)
+        check_opener(request, self._config.engine, worker=self.name, model=self._model, draining=self._draining)
         return await self.engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:

@@ -3,74 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bottega.addons.cache.engine.addon import EngineCachedStarts
-from bottega.addons.cache.engine.job_starts import JobCachedStarts
 from bottega.addons.cache.starts import format_start
-from bottega.addons.cache.worker import CacheLinkSettings, LatentStores
 from bottega.addons.loras.engine import UNET
-from bottega.cache.server import CacheLinks
-from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.store import LatentStore
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spans import TracedSpan
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone
 from bottega.model.model import Model
-from bottega.rpc.server_config import LinksConfig
-from bottega.transport import LinkCounters, ServiceOffer
-from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
-from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.fakes.scripted_latents import cached
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import small_model
+from tests.support.cached_desk import Desk, cache_desk
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
-from tests.support.offers import OffersAtOnce
 from tests.support.torch_threads import torch_threads
-from tests.support.waiting import EVENTUALLY_S, wait_until
+from tests.support.waiting import wait_until
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=20, width=32, height=32, seed=5)
 ORDER = EngineOrder(key="first", spec=SPEC)
-
-
-class _Offers(OffersAtOnce):
-    def __init__(self, links: CacheLinks) -> None:
-        super().__init__()
-        self._links = links
-
-    def answer(self, address: str, link_id: str) -> ServiceOffer:
-        return ServiceOffer(offer=self._links.offer("w", link_id, caller=""), service="cache")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
-    store: LatentStore
-    starts: EngineCachedStarts
-    easel: ManualEngine
-
-    def draw(self, order: EngineOrder) -> Drawing:
-        """To the end; the cache has time to answer before the second step."""
-        drawing = self.easel.submit(order)
-        self.easel.turn()
-        if drawing.job is not None:
-            for part in drawing.job.addons.values():
-                asked = part.asked if isinstance(part, JobCachedStarts) else None
-                if asked is not None:
-                    asked.result(EVENTUALLY_S)
-        while not drawing.ended:
-            self.easel.turn()
-        return drawing
-
-    def recorded(self, count: int) -> None:
-        """Returns when so many entries are in the store."""
-        wait_until(lambda: len(self.store.entries(self.starts.model.digest, 10)) == count, "the recording")
 
 
 @pytest.fixture(scope="module")
@@ -81,37 +39,14 @@ def model() -> Iterator[Model]:
 
 @pytest.fixture
 def desk(model: Model, tmp_path: Path) -> Iterator[Desk]:
-    settings = StoreSettings(
-        folder=tmp_path / "cache",
-        budget_bytes=1 << 20,
-        exploration=0.0,
-        row_pictures=1,
-        doorkeeper=False,
-        plain_for_loras=True,
-    )
-    store = LatentStore(settings)
-    store.start()
-    any_length = [CacheLengthClass(max_words=0, thresholds=[CacheThreshold(fraction=0.4, similarity=0.999)])]
-    store.set_profile(CacheProfile(model_hash=model.digest, balanced=any_length, fast=any_length))
-    links = CacheLinks(LinksConfig(socket=str(tmp_path / "links.sock")), store=store)
-    stores = LatentStores(
-        model_name="m",
-        offers=_Offers(links),
-        budget_bytes=1 << 20,
-        settings=CacheLinkSettings(),
-        counters=LinkCounters(),
-    )
-    starts = EngineCachedStarts(model, stores)
     loras = LorasByHand.of({"ink": {UNET: random_layers(model.backbone.unet, 1)}})
-    engine = make_engine(model, EngineLimits(fixed_rows=2, max_wait_turns=0), loras=loras, addons=(starts,))
-    try:
-        starts.set_services([ServiceAddress(name="cache", address="cache")])
-        wait_until(lambda: stores.linked == 1, "the link")
-        yield Desk(store=store, starts=starts, easel=ManualEngine(engine))
-    finally:
-        stores.stop()
-        links.close()
-        store.close()
+
+    def engine(starts: EngineCachedStarts) -> ManualEngine:
+        limits = EngineLimits(fixed_rows=2, max_wait_turns=0)
+        return ManualEngine(make_engine(model, limits, loras=loras, addons=(starts,)))
+
+    with cache_desk(model, tmp_path, engine) as desk:
+        yield desk
 
 
 def at_cache(drawing: Drawing) -> dict[str, TracedSpan]:

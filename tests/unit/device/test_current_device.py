@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bottega.device.devices import use_device
+from bottega.device.devices import pick_device, use_device
 from bottega.miniature import WEIGHTS
-from bottega.model.model import load_model, pick_device
+from bottega.model.model import load_model
 
 
 class ChosenError(Exception):

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from bottega.device.memory_plan import MemoryPlan
+from bottega.engine.encode import LatentPreview
 from bottega.engine.events import ImageDrawn, JobFinished
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.encode import LatentPreview
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import NotFinite, TooLarge
 from bottega.model.model import Model

@@ -9,11 +9,12 @@ import PIL.Image
 import pytest
 import torch
 
+from bottega.device.devices import pick_device
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
-from bottega.model.model import Model, pick_device
+from bottega.model.model import Model
 from bottega.model.schedulers import KARRAS, SamplerKind
 from tests.samples.edits import box_mask, edit_order
 from tests.samples.small_model import small_model

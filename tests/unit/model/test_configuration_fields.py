@@ -39,11 +39,10 @@ from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.addons.edits.engine.masked.work import blocks_of
 from bottega.addons.edits.engine.sparse.maps import SparseMaps
 from bottega.engine.denoiser import Denoiser
-from bottega.engine.encode import encode_prompts
+from bottega.engine.encode import LatentPreview, encode_prompts
 from bottega.engine.forward import Network, stack
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.encode import LatentPreview
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ConfigError, FieldNotServed
 from bottega.model.backbone import UNetBackbone

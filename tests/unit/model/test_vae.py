@@ -11,12 +11,12 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from bottega.device.device import run_pieces
+from bottega.model.decode import decode_image
 from bottega.model.model import Model
 from bottega.model.vae import (
     LEAST_PSNR_DB,
     VaeDecoder,
     VaeSettings,
-    decode_image,
     encode_dtype,
     encode_in_pieces,
     make_decoder,

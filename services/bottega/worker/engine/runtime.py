@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bottega import kinds
-from bottega.device.devices import compute_with
+from bottega.device.devices import compute_with, pick_device
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.heartbeat import Heartbeat
 from bottega.device_links.devices import device_links
@@ -19,7 +19,7 @@ from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.manifest import load_object, read_services
-from bottega.model.model import Model, load_model, pick_device
+from bottega.model.model import Model, load_model
 from bottega.model.vae import VaeSettings
 from bottega.model.weights import pick_dtype
 from bottega.model_files.digest import KnownDigests

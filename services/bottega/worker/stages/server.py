@@ -26,8 +26,8 @@ from bottega.engine.limits import EngineLimits, max_pixels
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, Draining, InternalError, QueueFull, TooLarge
 from bottega.fair_order import FairOrder, Share
+from bottega.model.decode import check_decodable, decode_image
 from bottega.model.model import Model
-from bottega.model.vae import check_decodable, decode_image
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request, link_endpoints
 from bottega.rpc.operation.metrics import link_counts

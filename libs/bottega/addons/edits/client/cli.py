@@ -238,7 +238,7 @@ def list_command(*, limit: int, address: str) -> None:
         if (more := len(overview.templates) - limit) > 0:
             say(f"{more} more, used longer ago: --limit NUMBER")
     else:
-        note(_NOTHING_YET if _records(overview) else _NOTHING_EVER)
+        note(_NOTHING_YET if overview.records else _NOTHING_EVER)
     if overview.holders:
         print_table(holders_table(overview.holders))
         for text in shared_texts(overview.holders):
@@ -302,12 +302,6 @@ def _note_trouble(overview: TemplateOverview) -> None:
         note(f"The templates of the {title} {silent.name} are not listed: {silent.error.message}")
     if not overview.has_store:
         note(_NO_STORE)
-
-
-def _records(overview: TemplateOverview) -> bool:
-    """Return whether any of the workers records edits."""
-    workers = [holder for holder in overview.holders if holder.kind == kinds.WORKER]
-    return not workers or any(worker.memory_budget_bytes for worker in workers)
 
 
 def _places(template: FleetTemplate) -> Iterator[str]:

@@ -105,6 +105,12 @@ class TemplateOverview:
             *(silent.kind for silent in self.silent),
         }
 
+    @property
+    def records(self) -> bool:
+        """Whether any of the workers records edits."""
+        workers = [holder for holder in self.holders if holder.kind == kinds.WORKER]
+        return not workers or any(worker.memory_budget_bytes for worker in workers)
+
     def matching(self, id: str) -> list[FleetTemplate]:
         """Return the templates whose IDs begin so."""
         return [template for template in self.templates if template.id.startswith(id)]
