@@ -200,11 +200,14 @@ class Shop:
             self.controller.restore(await self.log.restore())
             self.periodic.start_grace()
 
-    def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
-        """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
+    def worker(self, name: str = "w1", *, seconds: float = 0.1, asks: Sequence[str] = ()) -> Member:
+        """A worker joins and reports turns whose time doubles with their rows. seconds: of one row.
+
+        asks: stages that others compute for it.
+        """
         model = image_pb2.Model(name="m", model_hash="hash of m", vae_scale_factor=4)
         address = f"127.0.0.1:{len(self.clients) + 1}"
-        said = fleet_pb2.Registration(kind=kinds.WORKER, name=name, address=address, models=[model])
+        said = fleet_pb2.Registration(kind=kinds.WORKER, name=name, address=address, models=[model], uses=asks)
         member = self.fleet.join(controlnet_hosts.again(said))
         self.report(member, seconds=seconds)
         return member

@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bottega import kinds
 from bottega.addons.interface.views import Member
@@ -84,6 +84,8 @@ class _ModelWork:
     work: Work
     workers: int
     """Number of workers that accept jobs."""
+    asking: Mapping[str, int]
+    """How many of them lack a stage, by stage."""
     images: int
     """Images of the jobs that wait."""
     controlnet_jobs: int
@@ -265,26 +267,36 @@ class FleetDemand:
     def _stage_forecast(self, stage: str, model: str, state: _ModelState, work: _ModelWork, pools: _Pools) -> _Forecast:
         """Return the forecast of a model's workers with one role: as many as their requests keep busy.
 
-        A job makes one request to encode, and one to decode each image. Those that wait should be done within `wait_s`.
+        A job makes one request to encode, and one to decode each image, if a worker without the role draws it. Workers
+        with and without the role are expected to draw equally many. Those that wait should be done within `wait_s`.
         """
-        present = [
-            member
-            for member in self._fleet.services(stage)
-            if not member.load.draining and any(served.name == model for served in member.registration.models)
-        ]
+        present = self._stage_workers(stage, model)
         now, is_encode = self._clock.monotonic(), stage == kinds.ENCODE
         waiting = work.work.waiting if is_encode else work.images
         arriving = work.work.arriving if is_encode else state.images.per_s(now)
-        request_s = max((member.load.fixed_s for member in present), default=0.0)
-        busy = request_s * max(arriving, waiting / self._config.wait_s)
+        share = work.asking[stage] / work.workers if work.workers else 1.0
+        busy = share * _request_s(present) * max(arriving, waiting / self._config.wait_s)
+        least = 1 if share else 0
         start_s = max((member.load.start_s for member in present), default=0.0) or self._config.start_s
         return _Forecast(
             kind=stage,
             supply=_supply(len(present), pools, start_s),
-            need=Need(least=math.ceil(busy) or 1, most=math.ceil(busy / _IDLE_SHARE) or 1),
+            need=Need(least=math.ceil(busy) or least, most=math.ceil(busy / _IDLE_SHARE) or least),
             pools=pools,
             fixed=state.fixed(stage, len(present), pools),
         )
+
+    def _stage_workers(self, stage: str, model: str) -> list[Member]:
+        return [
+            member
+            for member in self._fleet.services(stage)
+            if not member.load.draining and any(served.name == model for served in member.registration.models)
+        ]
+
+    def _own(self, state: WorkerState, worker: Member, model: str) -> WorkerState:
+        """Return the state of a worker without the seconds in which others encode and decode for it."""
+        elsewhere_s = sum(_request_s(self._stage_workers(stage, model)) for stage in worker.asks)
+        return replace(state, fixed_s=max(0.0, state.fixed_s - elsewhere_s)) if elsewhere_s else state
 
     def _idle(self, kind: str, model: str) -> Sequence[str]:
         """Return the names of a model's workers or ControlNet servers that have nothing to do."""
@@ -316,7 +328,8 @@ class FleetDemand:
 
     def _work(self, model: str, state: _ModelState, now: float) -> _ModelWork:
         workers = [worker for worker in self._fleet.serving(model) if not worker.load.draining]
-        states = self._snapshot.workers(workers)
+        members = {worker.name: worker for worker in workers}
+        states = [self._own(state, members[state.worker], model) for state in self._snapshot.workers(workers)]
         measured = next((worker for worker in states if not worker.unmeasured), None)
         if measured is not None:
             state.costs = BatchCosts(measured)
@@ -331,14 +344,15 @@ class FleetDemand:
             waiting=jobs,
             waiting_s=sum(count * _seconds(state.costs, request) for request, count in waiting.items())
             or jobs * _UNKNOWN_JOB_S,
-            running_s=tuple(_running_s(state.costs, worker) for worker in states if _is_busy(worker)),
+            running_s=tuple(_running_s(state.costs, worker) for worker in states if worker.running or worker.finishing),
             arriving=state.jobs.per_s(now),
             arriving_s=state.seconds.per_s(now),
         )
         connections = (self._dispatcher.connections.get(worker) for worker in workers)
         running = sum(bool(job.controlnets) for connection in connections if connection for job in connection.jobs)
         jobs = running + min(controlnet_jobs, len(workers))
-        return _ModelWork(work=work, workers=len(workers), images=images, controlnet_jobs=jobs)
+        asking = Counter(stage for worker in workers for stage in worker.asks)
+        return _ModelWork(work=work, workers=len(workers), asking=asking, images=images, controlnet_jobs=jobs)
 
     def _controlnet_servers(self, model: str) -> list[Member]:
         base = self._fleet.last_seen(model).base
@@ -354,8 +368,8 @@ def _seconds(costs: BatchCosts | None, request: ResourceRequest) -> float:
     return _UNKNOWN_JOB_S if costs is None else costs.seconds(request)
 
 
-def _is_busy(worker: WorkerState) -> bool:
-    return bool(worker.running or worker.finishing)
+def _request_s(stage_workers: Sequence[Member]) -> float:
+    return max((member.load.fixed_s for member in stage_workers), default=0.0)
 
 
 def _running_s(costs: BatchCosts | None, worker: WorkerState) -> float:

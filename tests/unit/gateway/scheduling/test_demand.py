@@ -273,15 +273,21 @@ async def test_a_pool_whose_workers_serve_another_model_is_named_once(caplog: py
     await shop.stop()
 
 
-async def test_workers_with_one_role_follow_the_requests_that_jobs_make() -> None:
-    shop = Shop()
-    shop.worker(seconds=1.0)
+def with_stages(shop: Shop) -> Member:
+    """A scaler with workers of one role, which take 0.25 s to encode and 4 s to decode."""
     stages = [Pool(kind=kind, model="m", minimum=1, maximum=9, ready=1) for kind in kinds.STAGES]
     member = scaler(shop, "host", *stages)
     for kind, request_s in zip(kinds.STAGES, (0.25, 4.0), strict=True):
         said = fleet_pb2.Registration(kind=kind, name=kind, address="127.0.0.1:7")
         said.models.add(name="m", model_hash="hash of m")
         shop.fleet.report(shop.fleet.join(controlnet_hosts.again(said)), fleet_pb2.Load(fixed_s=request_s))
+    return member
+
+
+async def test_workers_with_one_role_follow_the_requests_that_jobs_make() -> None:
+    shop = Shop()
+    shop.worker(seconds=1.0, asks=kinds.STAGES)
+    member = with_stages(shop)
     shop.controller.demand.update()
     assert targets(shop, member) == [1, 1]
     submit(shop, 10)
@@ -292,3 +298,32 @@ async def test_workers_with_one_role_follow_the_requests_that_jobs_make() -> Non
     assert (by_kind["decode"].ready, by_kind["decode"].desired) == (1, -(-waiting * 4 // 10)), "10 s are wait_s"
     assert targets(shop, member) == [1, -(-waiting * 4 // 10)]
     await shop.stop()
+
+
+async def test_jobs_of_whole_workers_need_no_workers_with_one_role() -> None:
+    shop = Shop()
+    shop.worker("whole", seconds=1.0)
+    member = with_stages(shop)
+    submit(shop, 40)
+    shop.controller.demand.update()
+    assert targets(shop, member) == [1, 1], "their minimum"
+    shop.worker("denoises", seconds=1.0, asks=kinds.STAGES)
+    waiting = len(list(shop.queue.line("m")))
+    shop.controller.demand.update()
+    assert targets(shop, member) == [1, -(-waiting * 4 // 20)], "half of the images"
+    await shop.stop()
+
+
+async def test_seconds_of_workers_with_one_role_are_no_work_of_those_that_ask_them() -> None:
+    waiting_s: dict[bool, float] = {}
+    for asks in (False, True):
+        shop = Shop()
+        worker = shop.worker(seconds=1.0, asks=kinds.STAGES if asks else ())
+        with_stages(shop)
+        shop.report(worker, seconds=1.0, beside_s=4.25)
+        submit(shop, 10)
+        shop.controller.demand.update()
+        (demand,) = [demand for demand in shop.controller.demand.demand if demand.kind == kinds.WORKER]
+        waiting_s[asks] = demand.waiting_s / demand.waiting
+        await shop.stop()
+    assert waiting_s[False] - waiting_s[True] == pytest.approx(4.25)
