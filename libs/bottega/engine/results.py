@@ -280,7 +280,7 @@ class Decodings:
 
     @property
     def paused(self) -> list[ImageDecoding]:
-        """Those that have layers to enqueue: `run` goes on with them."""
+        """Decodings that have layers to enqueue: `run` goes on with them."""
         return [decoding for decoding in self._under_way.values() if decoding.paused]
 
     def due(self) -> list[EngineJob]:
