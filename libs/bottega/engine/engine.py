@@ -78,7 +78,7 @@ class Engine:
         self._waiting = WaitingOrders(self.addons)
         heartbeat = heartbeat or Heartbeat()
         self.beat = heartbeat.beat
-        self._decodings = Decodings(model, self._jobs, self._waiting, used=lambda tenant: self._batcher.used(tenant))
+        self._decodings = Decodings(model, self._jobs, self._waiting)
         self._denoiser = open_denoiser(model, limits, self.addons, heartbeat, self._decodings.area_beside)
         self.step_times = self._denoiser.step_times
         self.row_fractions = self._denoiser.row_fractions
@@ -337,7 +337,7 @@ class Engine:
     def _decode_next(self) -> Iterator[Event]:
         """Yield the decoded image, and decode the next finished latent, or go on with one."""
         yield from self._collect()
-        job = self._decodings.next_job(self._may_go_first)
+        job = self._decodings.next_job(self._batcher.used, self._may_go_first)
         if job is None:
             return
         try:

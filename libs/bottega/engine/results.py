@@ -261,21 +261,12 @@ class Decodings:
     Args:
         jobs: The jobs whose prompts have been encoded, by key.
         waiting: The jobs whose prompts and pictures have not.
-        used: Returns how much of the device a tenant has used.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        jobs: Mapping[Hashable, EngineJob],
-        waiting: WaitingOrders,
-        *,
-        used: Callable[[str], float],
-    ) -> None:
+    def __init__(self, model: Model, jobs: Mapping[Hashable, EngineJob], waiting: WaitingOrders) -> None:
         self._model = model
         self._jobs = jobs
         self._waiting = waiting
-        self._used = used
         self._under_way: dict[Request, ImageDecoding] = {}
 
     @property
@@ -293,16 +284,20 @@ class Decodings:
             return []
         return [job for job in self._jobs.values() if self._is_due(job)]
 
-    def next_job(self, may_go_first: Callable[[str], bool]) -> EngineJob | None:
+    def next_job(self, used: Callable[[str], float], may_go_first: Callable[[str], bool]) -> EngineJob | None:
         """Return the job whose image is decoded next; None if none may be.
 
         It is the oldest of the tenant that has used the device least. It waits while another tenant that has used less
         has requests to denoise.
+
+        Args:
+            used: Returns how much of the device a tenant has used.
+            may_go_first: Returns whether a tenant may use the device now.
         """
         due = self.due()
         if not due:
             return None
-        job = min(due, key=lambda job: (self._used(job.order.share.tenant), self._paused(job) is None))
+        job = min(due, key=lambda job: (used(job.order.share.tenant), self._paused(job) is None))
         return job if may_go_first(job.order.share.tenant) else None
 
     def run(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from bottega.client import Client
+from bottega.client import Client, Completed, Picture, Progress
 from bottega.errors import NoWorker
 from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.deployed_metrics import scrape
 from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
-from tests.support.stock import Stock, assert_same_image, pixels_of
+from tests.support.stock import Pixels, Stock, assert_same_image, pixels_of
 from tests.support.waiting import wait_until
 from tests.support.worker_pair import OPTIONS as WHOLE_SPEC
 
@@ -28,9 +33,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         roles = {"den": ["denoise"], "enc": ["encode"], "dec": ["decode"]}
         workers: dict[str, Service] = {}
         for name, own in roles.items():
-            config = worker_config(gateway.fleet, name=name, engine={**SMALL_ENGINE, "roles": own})
+            config = worker_config(gateway.fleet, name=name, engine={**SMALL_ENGINE, "max_rows": 2, "roles": own})
             workers[name] = services.start("worker", config)
         yield {"gateway": gateway, **workers}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Pixels:
+    """What stock Diffusers draws."""
+    return Stock().draw(PROMPT, **OPTIONS)
 
 
 @pytest.fixture
@@ -40,9 +51,9 @@ def client(running: dict[str, Service]) -> Iterator[Client]:
         yield client
 
 
-def test_three_workers_draw_the_picture_of_stock_diffusers(client: Client) -> None:
+def test_three_workers_draw_the_picture_of_stock_diffusers(client: Client, wanted: Pixels) -> None:
     picture = client.generate(PROMPT, **OPTIONS)
-    assert_same_image(pixels_of(picture.pil()), Stock().draw(PROMPT, **OPTIONS))
+    assert_same_image(pixels_of(picture.pil()), wanted)
     assert picture.provenance.exact
     fleet = client.fleet()
     assert {member.name: member.kind for member in fleet.members if member.kind != "gateway"} == {
@@ -51,6 +62,41 @@ def test_three_workers_draw_the_picture_of_stock_diffusers(client: Client) -> No
         "dec": "decode",
     }
     assert [model.name for kind in ("encode", "decode") for model in fleet.of_kind(kind)[0].models] == ["miniature"] * 2
+
+
+def engine_pid(service: Service) -> int:
+    """The process that computes for it now."""
+    return [int(event["pid"]) for event in service.events() if event["event"] == "engine ready"][-1]
+
+
+def lost_by(service: Service, stage: str) -> float:
+    """How often a worker lost another one that computed this stage for it."""
+    labels = {"kind": stage, "event": "lost"}
+    families = text_string_to_metric_families(scrape(service.metrics))
+    return sum(
+        sample.value for family in families for sample in family.samples if labels.items() <= sample.labels.items()
+    )
+
+
+def test_a_job_ends_alike_though_its_decoder_is_killed(
+    client: Client, running: dict[str, Service], wanted: Pixels
+) -> None:
+    before = engine_pid(running["dec"])
+    os.kill(before, signal.SIGSTOP)  # so that it cannot decode before it is killed
+    pictures: list[Picture] = []
+    for event in client.stream(PROMPT, **OPTIONS):
+        if (
+            isinstance(event, Progress)
+            and event.steps_done == event.steps_total
+            and engine_pid(running["dec"]) == before
+        ):
+            with contextlib.suppress(ProcessLookupError):  # it is told once more when the job is attempted again
+                os.kill(before, signal.SIGKILL)
+        elif isinstance(event, Completed):
+            pictures += event.images
+    assert_same_image(pixels_of(pictures[0].pil()), wanted)
+    assert engine_pid(running["dec"]) != before, "another engine decodes"
+    wait_until(lambda: lost_by(running["den"], "decode") == 1, "the loss is reported")
 
 
 def test_a_worker_with_one_role_takes_no_attempts(running: dict[str, Service]) -> None:
