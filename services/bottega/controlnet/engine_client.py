@@ -209,7 +209,10 @@ class CopiedControlNets:
 
     def keep(self, names: Iterable[str]) -> bool:
         """Record that these are wanted whatever other servers have to do. Return whether one was a copy."""
-        return any([self._in_memory.pop(name, None) is not None for name in names])
+        copied = self._in_memory.keys() & set(names)
+        for name in copied:
+            del self._in_memory[name]
+        return bool(copied)
 
     def update(self, net: Hosted) -> bool:
         """Record a ControlNet of a new report, and return whether it is such a copy in memory."""
