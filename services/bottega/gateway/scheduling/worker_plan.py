@@ -167,33 +167,6 @@ class WorkerState:
         return next(iter(self.times.entries()), None) is None
 
 
-class BatchCosts:
-    """The seconds that jobs take of a worker's device if its batches have the best size.
-
-    Args:
-        state: A worker of the model; most fleets have one kind of machine.
-    """
-
-    def __init__(self, state: WorkerState) -> None:
-        self._state = state
-        self._step_s: dict[tuple[int, Shape, float], float] = {}
-
-    def seconds(self, request: ResourceRequest) -> float:
-        """Return the seconds of a job's remaining steps, and of its encoding and decoding."""
-        key = request.rows, request.shape, request.share
-        if key not in self._step_s:
-            self._step_s[key] = _step_s(self._state, request)
-        return self._step_s[key] * request.steps * request.slowdown + self._state.fixed_s
-
-
-def _step_s(state: WorkerState, request: ResourceRequest) -> float:
-    """Return a job's share of the seconds of one turn in a batch of the best width."""
-    turn_s, rows = state.turn_seconds(request.shape), state.alone(request)[0]
-    works = [RemainingWork(max(1, request.steps), rows)] * LOOK_AHEAD
-    width = max(1, best_width(works, turn_s, max_rows=state.row_limit))
-    return turn_s(rows * width) / width
-
-
 class WorkerPlan:
     """The plan of a worker in one round of scheduling: its running, assigned and planned jobs.
 
