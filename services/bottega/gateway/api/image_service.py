@@ -282,7 +282,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         caller_s: float | None = None,
         preview: bool = False,
     ) -> JobRequest:
-        """Return the JobRequest of a call: all its fields except the spec."""
+        """Return the JobRequest of a call: all its fields except the spec.
+
+        Args:
+            caller_s: Seconds for which the caller of a stream waits; None if the job does not end with its caller.
+        """
         tenant = caller().tenant
         return JobRequest(
             request_id=request.request_id,

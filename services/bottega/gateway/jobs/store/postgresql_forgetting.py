@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
-from bottega.gateway.jobs.store.quotas import DAY_S, MINUTE_S
+from bottega.gateway.jobs.store.quotas import MINUTE_S
 from bottega.storage.postgresql import Connection, rows_of
 
 _EXPIRED = """
@@ -30,10 +30,6 @@ _OLDEST = """
 _DELETE = """
     DELETE FROM jobs WHERE sequence IN (SELECT sequence FROM jobs WHERE sequence = ANY(%s) FOR UPDATE SKIP LOCKED)
     RETURNING tenant, created_wall
-"""
-_COUNT = """
-    INSERT INTO removed_days VALUES (%s, %s, %s)
-    ON CONFLICT (tenant, day) DO UPDATE SET jobs = removed_days.jobs + excluded.jobs
 """
 # Whether a job belongs to the last minute, by the database's clock, which is that of `created_wall`.
 _RECENT = f"created_wall > extract(epoch FROM clock_timestamp()) - {MINUTE_S}"
@@ -70,18 +66,13 @@ async def forget(connection: Connection, *, ended_before: float, bounds: tuple[i
 
 
 async def count_removed(connection: Connection, jobs: Sequence[tuple[str, float]]) -> None:
-    """Count jobs of the last minute, of today and of yesterday that are removed, for quotas of new jobs.
+    """Count jobs of the last minute that are removed, for quotas of new jobs.
 
     Args:
         jobs: Tenant and time of acceptance of each.
     """
-    days = Counter((tenant, int(created_wall // DAY_S)) for tenant, created_wall in jobs)
-    for (tenant, day), number in sorted(days.items()):  # in the same order everywhere, so that no two wait for another
-        await connection.execute(_COUNT, (tenant, day, number))
-    if days:
+    if jobs:
         await connection.execute(_COUNT_RECENT.encode(), ([job[0] for job in jobs], [job[1] for job in jobs]))
-        newest = max(day for _, day in days)
-        await connection.execute("DELETE FROM removed_days WHERE day < %s", (newest - 1,))
 
 
 async def _dispensable(connection: Connection, *, too_many: int, too_large_bytes: int, limit: int) -> list[int]:

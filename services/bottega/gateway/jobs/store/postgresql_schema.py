@@ -1,12 +1,13 @@
 """The schema of the job store in PostgreSQL.
 
-The tables are those of the SQLite store, with two differences. There are no counters of jobs and bytes, because each
-accepted job would wait for the row of a counter: `forget` and `usage` count by indexes. There are no checksums of rows,
+The tables are those of the SQLite store, with two differences. There are no counters of all jobs and bytes, because
+each change would wait for the row of a counter: `forget` and `usage` count by indexes. There are no checksums of rows,
 because PostgreSQL has checksums of pages, and gateways of two versions, which know different columns, share the rows.
 """
 
 from __future__ import annotations
 
+from bottega.gateway.jobs.store.quotas import DAY_S
 from bottega.storage.postgresql import Migration
 from bottega.v1 import image_pb2
 
@@ -137,8 +138,39 @@ _FIRST = f"""
     INSERT INTO probes VALUES (0);
 """
 
+# Numbers of accepted jobs by day (since 1970, by UTC), including deleted ones; only of the last two days. Each
+# connection has a row of its own, so that no transaction waits for another one. Earlier versions use removed_days.
+_DAYS = f"""
+    CREATE TABLE days (
+        tenant text NOT NULL,
+        day bigint NOT NULL,
+        backend integer NOT NULL,
+        jobs bigint NOT NULL,
+        PRIMARY KEY (tenant, day, backend)
+    ) WITH (fillfactor = 50);
+    CREATE FUNCTION count_job() RETURNS trigger LANGUAGE plpgsql AS $$
+        DECLARE today bigint := floor(NEW.created_wall / {DAY_S});
+        BEGIN
+            UPDATE days SET jobs = jobs + 1 WHERE tenant = NEW.tenant AND day = today AND backend = pg_backend_pid();
+            IF NOT FOUND THEN
+                INSERT INTO days VALUES (NEW.tenant, today, pg_backend_pid(), 1);
+                DELETE FROM days WHERE ctid IN (
+                    SELECT ctid FROM days WHERE tenant = NEW.tenant AND day < today - 1 FOR UPDATE SKIP LOCKED
+                );
+            END IF;
+            RETURN NULL;
+        END
+    $$;
+    CREATE TRIGGER jobs_counted AFTER INSERT ON jobs FOR EACH ROW EXECUTE FUNCTION count_job();
+    INSERT INTO days SELECT tenant, day, 0, sum(jobs) FROM (
+        SELECT tenant, floor(created_wall / {DAY_S})::bigint AS day, count(*) AS jobs FROM jobs GROUP BY 1, 2
+        UNION ALL SELECT tenant, day, jobs FROM removed_days
+    ) AS counts GROUP BY tenant, day;
+"""
+
 MIGRATIONS = (
     Migration(statements=_FIRST),
     # Jobs of the last minute that are not in `jobs` any more: quotas count them with those that are.
     Migration(statements="CREATE TABLE removed_jobs (tenant text NOT NULL, created_wall double precision NOT NULL)"),
+    Migration(statements=_DAYS),
 )

@@ -19,35 +19,24 @@ from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
 ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *VALUES))
 _NAMES = ", ".join(VALUES)
-_VALUES = ", ".join(["%s"] * len(VALUES))
+_VALUES = ", ".join(f"%({name})s" for name in VALUES)
 _INSERT = f"INSERT INTO jobs ({_NAMES}) SELECT {_VALUES}{{within}} ON CONFLICT (job_id) DO NOTHING RETURNING sequence"
-# What quotas limit. PostgreSQL computes only the columns that a statement uses.
-_USAGE = f"""
-    SELECT (SELECT count(*) FROM jobs WHERE tenant = %s AND created_wall >= %s AND created_wall < %s)
-            + coalesce((SELECT jobs FROM removed_days WHERE tenant = %s AND day = %s), 0) AS today,
-        (SELECT coalesce(sum(picture_bytes), 0) FROM jobs WHERE tenant = %s AND picture_bytes > 0) AS stored_bytes,
-        (SELECT count(*) FROM jobs WHERE tenant = %s AND created_wall > %s)
-            + (SELECT count(*) FROM removed_jobs WHERE tenant = %s AND created_wall > %s) AS in_minute,
-        (SELECT min(created_wall) FROM jobs WHERE tenant = %s AND created_wall > %s) AS oldest,
-        (SELECT count(*) FROM jobs WHERE tenant = %s AND state = {JOB_STATE_QUEUED}) AS waiting
-"""
-_WITHIN = {
-    "queued": "usage.waiting < %s",
-    "per_minute": "usage.in_minute < %s",
-    "per_day": "usage.today < %s",
-    "stored_bytes": "usage.stored_bytes < %s",
+# What quotas limit, by quota; the parameters are those of _usage_parameters.
+_USED = {
+    "queued": f"(SELECT count(*) FROM jobs WHERE tenant = %(tenant)s AND state = {JOB_STATE_QUEUED})",
+    "per_minute": "(SELECT count(*) FROM jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s)"
+    " + (SELECT count(*) FROM removed_jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s)",
+    "per_day": "(SELECT coalesce(sum(jobs), 0) FROM days WHERE tenant = %(tenant)s AND day = %(day)s)",
+    "stored_bytes": "(SELECT coalesce(sum(picture_bytes), 0) FROM jobs"
+    " WHERE tenant = %(tenant)s AND picture_bytes > 0)",
 }
+_OLDEST = "(SELECT min(created_wall) FROM jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s)"
 # Takes over the request_id of a job that may be replaced; returns nothing if another job has it.
 _CLAIM = """
     INSERT INTO request_ids VALUES (%s, %s, %s) ON CONFLICT (tenant, request_id)
     DO UPDATE SET sequence = excluded.sequence WHERE request_ids.sequence = %s RETURNING sequence
 """
-# The numbers of jobs by tenant and day: of those in `jobs`, and of all that were accepted.
-_PRESENT = f"SELECT tenant, floor(created_wall / {DAY_S})::bigint AS day, count(*) AS jobs FROM jobs GROUP BY 1, 2"
-_ACCEPTED = f"""
-    SELECT tenant, day, sum(jobs) FROM ({_PRESENT} UNION ALL SELECT tenant, day, jobs FROM removed_days) AS counts
-    GROUP BY tenant, day
-"""
+_ACCEPTED = "SELECT tenant, day, sum(jobs) FROM days GROUP BY tenant, day"
 
 
 class ClaimedMeanwhile(Exception):
@@ -67,12 +56,17 @@ async def add(
         known = known or await of_request(connection, record.request_id, record.tenant)
     if known is not None and not (known.job_id != record.job_id and known.is_replaced_by(record, replaces=replaces)):
         return known
-    within, used = _within(quotas, record)
-    inserted = await rows_of(connection, _INSERT.format(within=within), (*values_of(record), *used))
+    within = _within(quotas)
+    parameters = {
+        **dict(zip(VALUES, values_of(record), strict=True)),
+        **_usage_parameters(record.tenant, record.created_wall),
+        **{f"max_{quota}": getattr(quotas, quota) for quota in _USED},
+    }
+    inserted = await rows_of(connection, _INSERT.format(within=within), parameters)
     if not inserted:
         found = await of_job(connection, record.job_id)
         if found is None and within:
-            usage = await usage_of(connection, record.tenant, now_wall=record.created_wall)
+            usage = await usage_of(connection, record.tenant, now_wall=record.created_wall, quotas=quotas)
             check_quotas(quotas, usage, now_wall=record.created_wall)
         if found is None:  # it was deleted a moment ago
             raise ClaimedMeanwhile
@@ -91,35 +85,36 @@ async def add(
     return added
 
 
-def _within(quotas: Quotas, record: JobRecord) -> tuple[str, tuple[Any, ...]]:
-    """Return a condition that a job is within quotas, with its parameters; empty if there is no bound."""
-    conditions = [condition for quota, condition in _WITHIN.items() if getattr(quotas, quota)]
-    if not conditions:
-        return "", ()
-    bounds = [getattr(quotas, quota) for quota in _WITHIN if getattr(quotas, quota)]
-    where = f" FROM ({_USAGE}) AS usage WHERE {' AND '.join(conditions)}"
-    return where, (*_usage_parameters(record.tenant, record.created_wall), *bounds)
+def _within(quotas: Quotas) -> str:
+    """Return a condition that a job is within quotas; empty if there is no bound."""
+    bounded = [f"{used} < %(max_{quota})s" for quota, used in _USED.items() if getattr(quotas, quota)]
+    return f" WHERE {' AND '.join(bounded)}" if bounded else ""
 
 
-async def usage_of(connection: Connection, tenant: str, *, now_wall: float) -> TenantUsage:
-    """Return the counts of jobs and bytes of a tenant that quotas limit."""
-    ((today, stored_bytes, in_minute, oldest, waiting),) = await rows_of(
-        connection, _USAGE, _usage_parameters(tenant, now_wall)
-    )
+async def usage_of(
+    connection: Connection, tenant: str, *, now_wall: float, quotas: Quotas | None = None
+) -> TenantUsage:
+    """Return the counts of jobs and bytes of a tenant that quotas limit.
+
+    Args:
+        quotas: Only what these limit is counted; None for all.
+    """
+    used = {quota: text for quota, text in _USED.items() if quotas is None or getattr(quotas, quota)}
+    oldest = _OLDEST if "per_minute" in used else "NULL::float8"
+    query = f"SELECT {', '.join([oldest, *used.values()])}"
+    ((oldest_in_minute, *counts),) = await rows_of(connection, query, _usage_parameters(tenant, now_wall))
+    count = dict(zip(used, map(int, counts), strict=True))
     return TenantUsage(
-        jobs_today=int(today),
-        stored_bytes=int(stored_bytes),
-        jobs_in_minute=int(in_minute),
-        oldest_in_minute=oldest,
-        waiting=int(waiting),
+        jobs_today=count.get("per_day", 0),
+        stored_bytes=count.get("stored_bytes", 0),
+        jobs_in_minute=count.get("per_minute", 0),
+        oldest_in_minute=oldest_in_minute,
+        waiting=count.get("queued", 0),
     )
 
 
-def _usage_parameters(tenant: str, now_wall: float) -> tuple[Any, ...]:
-    day = int(now_wall // DAY_S)
-    today = (tenant, float(day * DAY_S), float((day + 1) * DAY_S), tenant, day)
-    minute = (tenant, now_wall - MINUTE_S)
-    return (*today, tenant, *minute, *minute, *minute, tenant)
+def _usage_parameters(tenant: str, now_wall: float) -> dict[str, Any]:
+    return {"tenant": tenant, "day": int(now_wall // DAY_S), "minute": now_wall - MINUTE_S}
 
 
 async def of_job(connection: Connection, job_id: str) -> JobRecord | None:
@@ -196,11 +191,11 @@ async def remember(connection: Connection, removed: RemovedJobs) -> None:
             "INSERT INTO deletions (job_id, tenant, contents, steady) VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
             removed.deletions,
         )
-        present = {(tenant, day): jobs for tenant, day, jobs in await rows_of(connection, _PRESENT)}
+        counted = {(tenant, day): jobs for tenant, day, jobs in await rows_of(connection, _ACCEPTED)}
         await cursor.executemany(
-            "INSERT INTO removed_days VALUES (%s, %s, %s) "
-            "ON CONFLICT (tenant, day) DO UPDATE SET jobs = greatest(removed_days.jobs, excluded.jobs)",
-            [(*key, gone) for key, jobs in removed.accepted.items() if (gone := jobs - present.get(key, 0)) > 0],
+            "INSERT INTO days VALUES (%s, %s, 0, %s) "
+            "ON CONFLICT (tenant, day, backend) DO UPDATE SET jobs = days.jobs + excluded.jobs",
+            [(*key, more) for key, jobs in removed.accepted.items() if (more := jobs - counted.get(key, 0)) > 0],
         )
 
 

@@ -17,6 +17,7 @@ from bottega.gateway.jobs.store import JobRecord, OutboxEvent, StaleGeneration, 
 from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.store.postgresql_outbox import insert_event
 from bottega.gateway.jobs.store.postgresql_schema import MIGRATIONS
+from bottega.gateway.jobs.store.quotas import DAY_S
 from bottega.gateway.jobs.store.rows import VALUES
 from bottega.gateway.scheduler_lease import create_table
 from bottega.rpc.security.tenant_file import Quotas
@@ -155,6 +156,38 @@ async def test_gateways_that_add_jobs_at_once_keep_a_quota_together(url: str) ->
         with pytest.raises(QuotaExceeded):
             await second.add(replace(record("late"), created_wall=now), quotas=quotas)
         await second.add(replace(record("later"), created_wall=now + 61), quotas=quotas)
+
+
+async def test_a_quota_of_a_day_does_not_count_all_jobs_of_the_day(url: str) -> None:
+    quotas, now = Quotas(per_day=5), time.time()
+    async with _opened(url) as first, _opened(url) as second:
+        for number in range(5):
+            added = await (first, second)[number % 2].add(
+                replace(record(f"j{number}"), created_wall=now), quotas=quotas
+            )
+            await first.update(added.job_id, failed(ended_wall=now))
+            await second.delete(added.job_id, steady=now)
+        with pytest.raises(QuotaExceeded):
+            await second.add(replace(record("late"), created_wall=now), quotas=quotas)
+        assert (await first.usage("", now_wall=now)).jobs_today == 5
+        assert len(_execute(url, "SELECT backend FROM days")) <= 8, "a row for each connection"
+        await second.add(replace(record("later"), created_wall=now + 3 * DAY_S), quotas=quotas)
+        assert _execute(url, "SELECT sum(jobs) FROM days") == [(1,)], "earlier days are forgotten"
+
+
+async def test_an_upgrade_counts_the_jobs_of_the_day(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    day = int(now // DAY_S)
+    monkeypatch.setattr(postgresql, "MIGRATIONS", MIGRATIONS[:2])
+    async with _opened(url) as older:
+        for number in range(3):
+            await older.add(replace(record(f"j{number}"), created_wall=now))
+        _execute(url, f"INSERT INTO removed_days VALUES ('', {day}, 4)")
+        monkeypatch.setattr(postgresql, "MIGRATIONS", MIGRATIONS)
+        async with _opened(url) as newer:
+            await older.add(replace(record("old"), created_wall=now))
+            await newer.add(replace(record("new"), created_wall=now))
+            assert (await newer.usage("", now_wall=now)).jobs_today == 9
 
 
 async def test_gateways_whose_clocks_differ_by_an_hour_agree_on_the_time(url: str) -> None:
