@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from bottega.cache.index.postgresql import PostgresIndex, cache_database
 from bottega.cache.records import FILE_NAMES
-from bottega.cache.shared_entries import READ_REQUEST_S, SharedEntries
-from bottega.cache.shared_records import SharedRecords
+from bottega.cache.shared_entries import READ_REQUEST_S, FilesInObjects, SharedEntries
+from bottega.cache.shared_records import OWNER_NAMES, SharedRecords
 from bottega.cache.store.store import LatentStore
+from bottega.storage import BlobFiles
 from bottega.storage.objects import s3_location
 from bottega.storage.s3 import S3Objects
 from tests.support import cached_latents
@@ -34,17 +35,23 @@ class Group:
         """Name of the database."""
         return urlsplit(self.url).path[1:]
 
-    def entries(self, name: str, cache: str = "", **changed: Any) -> tuple[SharedEntries, PostgresIndex]:
+    def entries(self, name: str, cache: str = "", *, local_bytes: int = 1 << 20) -> tuple[SharedEntries, PostgresIndex]:
         """Return the entries of a cache and its index, opened. Close the index last."""
         database, cache = cache_database(self.url), cache or f"folder of {name}"
         index = PostgresIndex(database, cache=cache)
+        folder = self.folder / cache.replace(" ", "-")
+        objects, reading = (
+            S3Objects(s3_location(self.objects), names=FILE_NAMES, request_s=request_s)
+            for request_s in (None, READ_REQUEST_S)
+        )
+        tier = BlobFiles(folder / "tier", names=FILE_NAMES)
         entries = SharedEntries(
-            self.folder / cache.replace(" ", "-"),
+            folder,
             database,
             SharedRecords(database.database, objects=self.objects, name=name, cache=cache),
-            S3Objects(s3_location(self.objects), names=FILE_NAMES),
-            reading=S3Objects(s3_location(self.objects), names=FILE_NAMES, request_s=READ_REQUEST_S),
-            **{"name": name, "local_bytes": 1 << 20, "min_free_bytes": 0, **changed},
+            FilesInObjects(objects, tier, reading=reading, local_bytes=local_bytes),
+            owner=S3Objects(s3_location(f"{self.objects}/owner"), names=OWNER_NAMES),
+            name=name,
         )
         index.open()
         return entries, index

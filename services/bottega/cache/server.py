@@ -7,6 +7,7 @@ stores recordings. A worker that does not read its answers gets only refusals.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import uuid
@@ -37,7 +38,7 @@ from bottega.rpc.operation.metrics import counter_by, counters, gauges
 from bottega.rpc.security.private_files import write_file
 from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.store_server import StoreLinkHandler, StoreServer
-from bottega.storage import folders
+from bottega.storage import BlobFiles, folders
 from bottega.storage.objects import s3_location
 from bottega.transport import Connection, Incoming, Layout, Limits, LinkServerSettings, kind_of
 from bottega.v1 import fleet_pb2
@@ -240,8 +241,8 @@ def _store(config: CacheConfig, folder: Path) -> LatentStore:
 
 
 def _shared_entries(config: CacheConfig, folder: Path, database: DatabaseThread, cache: str) -> EntryDisk:
-    from bottega.cache.shared_entries import READ_REQUEST_S, SharedEntries
-    from bottega.cache.shared_records import SharedRecords
+    from bottega.cache.shared_entries import READ_REQUEST_S, FilesInObjects, SharedEntries
+    from bottega.cache.shared_records import OWNER_NAMES, SharedRecords
     from bottega.storage.s3 import S3Objects
 
     objects, reading = (
@@ -250,13 +251,13 @@ def _shared_entries(config: CacheConfig, folder: Path, database: DatabaseThread,
     )
     records = SharedRecords(database.database, objects=config.objects, name=config.name, cache=cache)
     database.start(records.open(), _OPEN_S)
-    return SharedEntries(
-        *(folder, database, records, objects),
-        reading=reading,
-        name=config.name,
-        local_bytes=config.local_bytes,
-        min_free_bytes=config.min_free_bytes,
-    )
+    tier = BlobFiles(folder / "tier", names=FILE_NAMES, min_free_bytes=config.min_free_bytes)
+    files = FilesInObjects(objects, tier, reading=reading, local_bytes=config.local_bytes)
+    owner = S3Objects(s3_location(f"{config.objects}/owner"), names=OWNER_NAMES)
+    entries = SharedEntries(folder, database, records, files, owner=owner, name=config.name)
+    with contextlib.suppress(StorageUnavailable):  # it is checked again before something is written
+        entries.check_owner()
+    return entries
 
 
 def cache_id(folder: Path) -> str:

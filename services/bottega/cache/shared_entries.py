@@ -1,6 +1,7 @@
 """The entries of a cache that shares them with others: records in PostgreSQL, files in S3, copies of files on disk.
 
     s3://bucket/prefix/ab/<entry>@<step>    files, named as in a folder
+    s3://bucket/prefix/owner/ab/<ID>        ID of the database that has the records
     tier/                                   copies of files, the least recently used of which are deleted
 
 An object is written before the record that names it, and deleted after that. A cache that is killed in between leaves
@@ -29,9 +30,9 @@ from bottega.addons.interface.store_link import rank_stores
 from bottega.blobstore import RecordChanges
 from bottega.blobstore.writer import lock_folder
 from bottega.cache.latent import EntryRecord
-from bottega.cache.records import FILE_NAMES, TakeEntries
-from bottega.cache.shared_records import LIFE_S, SharedRecords
-from bottega.errors import BottegaError, DataLoss, StorageUnavailable
+from bottega.cache.records import TakeEntries
+from bottega.cache.shared_records import LIFE_S, SharedRecords, claim_objects
+from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.storage import BlobFiles, os_errors
 from bottega.storage.folders import ProcessLock
 from bottega.storage.objects import ObjectStore
@@ -200,10 +201,8 @@ class SharedEntries:
     Args:
         folder: The cache's folder.
         database: Started already; the caller closes it after this.
-        reading: The object store for reads; see FilesInObjects.
+        owner: A store for the ID of the database, whose names match OWNER_NAMES.
         name: Name of the cache in the fleet.
-        local_bytes: Upper bound on the bytes of copies of files in the folder.
-        min_free_bytes: Bytes of disk space that copies leave to other programs.
     """
 
     def __init__(
@@ -211,15 +210,14 @@ class SharedEntries:
         folder: Path,
         database: DatabaseThread,
         records: SharedRecords,
-        objects: ObjectStore,
+        files: FilesInObjects,
         *,
-        reading: ObjectStore,
+        owner: ObjectStore,
         name: str,
-        local_bytes: int,
-        min_free_bytes: int,
     ) -> None:
-        tier = BlobFiles(folder / "tier", names=FILE_NAMES, min_free_bytes=min_free_bytes)
-        self._files = FilesInObjects(objects, tier, reading=reading, local_bytes=local_bytes)
+        self._files = files
+        self._owner = owner
+        self._is_owner = False
         self._folder = folder
         self._lock = ProcessLock(folder)
         self._database = database
@@ -261,6 +259,17 @@ class SharedEntries:
 
     def probe(self) -> None:
         self._files.objects.probe()
+        try:
+            self.check_owner()
+        except ConfigError as error:
+            raise os_errors.unavailable(error.message, cause=os_errors.BUSY) from error
+
+    def check_owner(self) -> None:
+        """Note in the bucket which database the objects belong to; see claim_objects. Raise StorageUnavailable."""
+        if self._is_owner:
+            return
+        claim_objects(self._owner, self._database.run(self._records.owner_id(), _CHANGE_S), self._database.place)
+        self._is_owner = True
 
     def close(self) -> None:
         """Let another cache have this one's name."""
@@ -358,7 +367,7 @@ class SharedEntries:
 
     def _search(self, shard: str) -> None:
         """Delete objects without a record whose names begin so, if that is this cache's turn."""
-        if rank_stores(self._names, shard)[0] != self._name:
+        if not self._is_owner or rank_stores(self._names, shard)[0] != self._name:
             return
         old = (file.name for file in self._files.objects.objects(shard) if file.age_s > _ORPHAN_S)
         removed = 0

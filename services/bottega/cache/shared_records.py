@@ -10,6 +10,7 @@ Import this module only where a database is configured: it needs the extra `post
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 from bottega.addons.interface.store_link import rank_stores
@@ -17,7 +18,9 @@ from bottega.blobstore import RecordChanges, StoredRecord, StoredRow
 from bottega.cache.index.vector_table import forget_vectors
 from bottega.cache.latent import EntryRecord
 from bottega.cache.records import SCHEMA, latent_name, new_rows, picture_name, read_entry
+from bottega.errors import ConfigError
 from bottega.storage import os_errors
+from bottega.storage.objects import ObjectStore
 from bottega.storage.postgresql import Connection, Migration, PostgresDatabase, lock, rows_of
 
 LIFE_S = 30.0
@@ -53,7 +56,10 @@ _MIGRATIONS = (
             objects text NOT NULL, model_hash text NOT NULL, profile bytea NOT NULL, PRIMARY KEY (objects, model_hash))
         """
     ),
+    Migration(statements="CREATE TABLE bottega_cache_objects (objects text PRIMARY KEY, id text NOT NULL)"),
 )
+OWNER_NAMES = re.compile(r"[0-9a-f]{32}")
+"""Names of the objects that name the database."""
 _ENTRIES, _LATENTS = SCHEMA.records, SCHEMA.parts
 _OWN = "bottega_cache_entries.objects = %(objects)s AND bottega_cache_entries.owner = %(name)s"
 
@@ -80,6 +86,16 @@ class SharedRecords:
             await self._database.open()
             await self._database.migrate("records of the approximate cache", _MIGRATIONS)
             self._is_open = True
+
+    async def owner_id(self) -> str:
+        """Return the random ID that this database has for the objects. It tells whose they are."""
+        await self.open()
+        query = (
+            "INSERT INTO bottega_cache_objects VALUES (%(objects)s, replace(gen_random_uuid()::text, '-', ''))"
+            " ON CONFLICT (objects) DO UPDATE SET objects = excluded.objects RETURNING id"
+        )
+        ((found,),) = await self._database.fetch(query, self._me)
+        return str(found)
 
     async def give_sign(self, used_bytes: int) -> dict[str, int]:
         """Note that this cache lives, and return the bytes of all living caches by name.
@@ -270,6 +286,29 @@ class SharedRecords:
             )
             values = {"numbers": numbers, "steps": steps, "frequency": frequency, "used": used, "created": created}
             await connection.execute(query.encode(), self._me | values)
+
+
+def claim_objects(owner: ObjectStore, own: str, place: str) -> None:
+    """Note in the bucket that its objects belong to a database, or raise ConfigError if they belong to another one.
+
+    Caches delete objects that have no record in their database, so two databases with one prefix would lose both.
+
+    Args:
+        owner: A store whose names match OWNER_NAMES.
+        own: ID of the database; see SharedRecords.owner_id.
+        place: Host, port and name of the database.
+    """
+    found = {file.name for file in owner.objects()}
+    if not found:
+        owner.write(own, place.encode())
+        found = {file.name for file in owner.objects()}
+        if found - {own}:  # two databases at once
+            owner.remove([own])
+    if found - {own}:
+        raise ConfigError(
+            f"objects: the prefix belongs to caches of another database than {place}: choose another prefix or, if that"
+            f" database is gone, delete owner/ below it ({', '.join(sorted(found - {own}))})"
+        )
 
 
 async def _insert(connection: Connection, table: str, columns: list[str], rows: list[tuple[object, ...]]) -> None:

@@ -192,6 +192,31 @@ def test_what_a_write_has_left_when_it_was_given_up_is_deleted(monkeypatch: pyte
             index.close()
 
 
+def test_a_vector_is_written_by_one_statement() -> None:
+    server = shared_server(vector=True)
+    with new_database(vector=True) as url:
+        name = urlsplit(url).path[1:]
+        for setting in ("log_statement = 'all'", "log_min_messages = 'log'"):
+            server.execute(f"ALTER DATABASE {name} SET {setting}")
+        index = PostgresIndex(cache_database(url), cache="cache")
+        index.open()
+        try:
+            index.add("key", 1, embedding(0))
+            wait_until(lambda: index.has_graphs, "the graph")
+            for number, seed in ((2, 1), (2, 2)):
+                log = server.folder / "log"
+                before = log.stat().st_size
+                index.add("key", number, embedding(seed))
+                written = log.read_text()[before:].splitlines()
+                assert [line for line in written if "LOG:" in line and "INSERT INTO" not in line] == []
+                assert any("INSERT INTO bottega_cache_vectors" in line for line in written)
+                assert index.search("key", embedding(seed), 1)[0].number == 2
+            assert index.similarity("key", 2, embedding(2)) == pytest.approx(1.0)
+            assert len(index) == 2
+        finally:
+            index.close()
+
+
 async def test_a_database_that_cannot_be_used_is_a_clear_error_without_the_password(tmp_path: Path) -> None:
     server = shared_server(vector=True)
     wrong = {

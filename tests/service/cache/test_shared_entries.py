@@ -150,7 +150,7 @@ def test_what_a_cache_writes_after_it_lost_its_name_or_entries_has_no_effect(gro
             "UPDATE bottega_caches SET id = 'first'; UPDATE bottega_cache_entries SET owner = 'two'", group.url_name
         )
         keys = server.keys(group.objects.split("/")[2])
-        stale.discard(key.rpartition("/")[2] for key in keys)
+        stale.discard(key.rpartition("/")[2] for key in keys if "/owner/" not in key)
         stale.tidy(RecordChanges(gone=set(numbers), gone_parts={(number, 5) for number in numbers}))
         assert set(_numbers(group)) == numbers
         assert server.keys(group.objects.split("/")[2]) == keys
@@ -408,6 +408,25 @@ def test_a_cache_begins_while_the_database_is_away_and_a_read_only_one_is_troubl
             wait_until(lambda: _serves(one, 0), "an answer")
 
 
+def test_objects_of_the_caches_of_another_database_are_left_alone(
+    group: Group, tmp_path: Path, server: s3.S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_entries, "_SEARCH_S", 0.0)
+    monkeypatch.setattr(shared_entries, "_ORPHAN_S", -1.0)
+    with group.running("one") as one:
+        _fill(one)
+    keys = server.keys(group.objects.split("/")[2])
+    with new_database(vector=True) as url:
+        with Group(url=url, objects=group.objects, folder=tmp_path / "other").running("two", measured=False) as two:
+            assert "belongs to caches of another database" in two.statistics().trouble
+            two.flush(WAIT_S)
+        with pytest.raises(ConfigError, match="belongs to caches of another database"):
+            build(config(objects=group.objects, database=url, name="two"), tmp_path / "third")
+    assert server.keys(group.objects.split("/")[2]) == keys
+    with group.running("one") as one:
+        assert not one.statistics().trouble
+
+
 async def test_a_configuration_that_cannot_work_is_a_clear_error(
     tmp_path: Path, server: s3.S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,7 +436,8 @@ async def test_a_configuration_that_cannot_work_is_a_clear_error(
     with pytest.raises(ConfigError, match="set name"):
         check_configured(replace(shared, name=""))
     with new_database(vector=True) as url:
-        later = [*shared_records._MIGRATIONS, replace(shared_records._MIGRATIONS[0], statements="SELECT 1", oldest=2)]
+        known = shared_records._MIGRATIONS
+        later = [*known, replace(known[0], statements="SELECT 1", oldest=len(known) + 1)]
         with monkeypatch.context() as patched:
             patched.setattr(shared_records, "_MIGRATIONS", tuple(later))
             with Group(url=url, objects=f"s3://{server.bucket()}/cache", folder=tmp_path).running("one"):

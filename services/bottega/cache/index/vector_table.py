@@ -19,7 +19,7 @@ from psycopg import sql
 
 from bottega.cache.index.vector_index import Numbers, Vectors
 from bottega.errors import ConfigError, StorageUnavailable
-from bottega.storage.postgresql import Connection, Migration, PostgresDatabase, lock, rows_of
+from bottega.storage.postgresql import Connection, Migration, PostgresDatabase, lock, lock_call, rows_of
 
 _LEAST_VERSION = [0, 8]
 # Rows of one statement.
@@ -72,6 +72,7 @@ class VectorTable:
     def __init__(self, database: PostgresDatabase, *, cache: str) -> None:
         self._database = database
         self._cache = cache
+        self._lock_name = f"vectors of the cache {cache}"
         # In the text of a statement, so that the planner knows that the graph is of this cache.
         self._literal = sql.Literal(cache).as_string()
         self._is_open = False
@@ -131,6 +132,9 @@ class VectorTable:
     async def write(self, key: str, numbers: Numbers, vectors: Vectors) -> None:
         """Write the vectors that are missing or different."""
         await self.open()
+        if len(numbers) == 1:
+            await self._write_one(key, int(numbers[0]), vectors[0])
+            return
         for first in range(0, len(numbers), _ROWS):
             await self._write(key, numbers[first : first + _ROWS].tolist(), vectors[first : first + _ROWS])
 
@@ -176,6 +180,18 @@ class VectorTable:
         _log.info("a graph of the cache's embeddings is built", extra=facts)
         return True
 
+    async def _write_one(self, key: str, number: int, vector: Vectors) -> None:
+        """Write a vector by one statement, because each takes seconds while the server is slow."""
+        call, lock_values = lock_call(self._lock_name)
+        query = (
+            f"INSERT INTO bottega_cache_vectors ({', '.join(_COLUMNS)})"
+            f" SELECT %s, %s, %s, %s, %s, %s::vector FROM (SELECT {call}) AS locked"
+            " ON CONFLICT (cache, key, number) DO UPDATE SET width = excluded.width, checksum = excluded.checksum,"
+            " embedding = excluded.embedding WHERE bottega_cache_vectors.checksum <> excluded.checksum"
+        )
+        row = (self._cache, key, number, len(vector), zlib.crc32(vector.tobytes()), _text(vector))
+        await self._database.fetch(query, row + lock_values)
+
     async def _write(self, key: str, numbers: list[int], vectors: Vectors) -> None:
         where = "FROM bottega_cache_vectors WHERE cache = %s AND key = %s AND number = ANY(%s)"
         checksums = [zlib.crc32(vector.tobytes()) for vector in vectors]
@@ -200,7 +216,7 @@ class VectorTable:
 
     async def _lock(self, connection: Connection) -> None:
         """Keep other writers of this cache's rows out until the end of the transaction."""
-        await lock(connection, f"vectors of the cache {self._cache}")
+        await lock(connection, self._lock_name)
 
     async def _check_extension(self) -> None:
         """Create the extension if it is missing. Raise ConfigError if that is impossible, or if it is too old."""
