@@ -89,7 +89,8 @@ def _admitted() -> Iterator[Case]:
     alone = grpc.StatusCode.UNAVAILABLE  # the gateway shares its jobs with no other
     yield case_of("AdmitJobs", "of all kinds", admission(), alone)
     yield case_of("AdmitJobs", "nothing", fleet_pb2.AdmitJobsRequest(), alone)
-    yield case_of("AdmitJobs", "another generation", fleet_pb2.AdmitJobsRequest(generation=-1), alone)
+    yield case_of("AdmitJobs", "another generation", fleet_pb2.AdmitJobsRequest(generation=9), alone)
+    yield case("a negative generation", "generation", generation=-1)
     for record in (b"", b"\xff", b"{}", b'{"job_id":"x","fingerprint":"","spec":"/w==","created_wall":1}'):
         yield case(f"a job that is {shown(str(record))}", "new_jobs", new_jobs=[record])
     for sequence in (0, -1, -(2**63)):

@@ -321,6 +321,7 @@ async def test_a_stored_job_outlives_the_gateways_that_admit_it(dies: str, pair:
         await pair.first.kill()
         assert await submitting
     alive = pair.first if dies == "follower" else pair.second
+    await eventually(lambda: bool(pair.worker.begun))  # before anyone asks for it
     job_id = await alive.submit("job")  # the same request
     assert (await alive.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
     assert await alive.listed() == [job_id]

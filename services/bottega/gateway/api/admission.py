@@ -8,14 +8,13 @@ are all drawn.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from bottega import rules
-from bottega.addons.interface.gateway_addon import AddOn, PrefetchReason, RequiredModel, Resolution
+from bottega.addons.interface.gateway_addon import AddOn, PrefetchReason, Resolution
 from bottega.addons.interface.views import Access, JobRequest
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import (
@@ -24,7 +23,6 @@ from bottega.errors import (
     DeadlineUnmeetable,
     Draining,
     InvalidRequest,
-    ModelNotFound,
     RequestIdReused,
     StorageUnavailable,
     TooLarge,
@@ -33,7 +31,7 @@ from bottega.errors import (
 )
 from bottega.fair_order import Share
 from bottega.gateway.api import validation
-from bottega.gateway.api.reuse import IdenticalResult, IdenticalResults, ImageSources
+from bottega.gateway.api.reuse import IdenticalResult, IdenticalResults, ImageSources, fingerprinted
 from bottega.gateway.api.validation import ImageInspector, SeenImages
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
@@ -42,7 +40,7 @@ from bottega.gateway.jobs.conversion import answered_provenance
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
-from bottega.gateway.jobs.storage import NotScheduler, Storage, digest
+from bottega.gateway.jobs.storage import NotScheduler, Storage
 from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
@@ -116,16 +114,16 @@ class Admission:
         Raises InvalidRequest, TooLarge and StorageUnavailable.
         """
         try:
-            request = await _fingerprinted(spec, request)
+            request = await fingerprinted(spec, request)
             if await self._before(request) is not None:
                 return None
             return await self._new_job(spec, request, access, None)
         except (InvalidRequest, TooLarge) as error:
             self._metrics.refused.labels(error.reason_name).inc()
             raise
-        except StorageUnavailable:
-            raise
-        except (BottegaError, NotScheduler):
+        except (BottegaError, NotScheduler) as error:
+            if isinstance(error, StorageUnavailable):
+                raise
             return None
 
     def reserve(self, job: Job) -> None:
@@ -151,7 +149,7 @@ class Admission:
         self._metrics.acknowledged.inc()
 
     async def _admit(self, spec: GenerationSpec, request: JobRequest, access: Access) -> tuple[Job, bool]:
-        request = await _fingerprinted(spec, request)
+        request = await fingerprinted(spec, request)
         while True:
             before = await self._before(request)
             if before is not None and self._attach(request, before):
@@ -195,10 +193,10 @@ class Admission:
         violations = self._violations(spec, request)
         meant = before.bare if before else spec
         # Stores resolve the names of LoRAs and ControlNets. They are asked only if the rest of the request is valid.
-        likely = self._model_of(meant, [], access)
+        likely = validation.find_model(meant, [], self._fleet, self._addons, access)
         wrong = violations or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
         resolutions = [] if wrong else await self._resolve(meant, access)
-        model = self._model_of(meant, resolutions, access)
+        model = validation.find_model(meant, resolutions, self._fleet, self._addons, access)
         identical: IdenticalResult | None = None
         if isinstance(model, Model):
             violations += validation.check_model(spec, model, self._addons)
@@ -393,47 +391,6 @@ class Admission:
                 resolutions.append(await addon.resolve(spec, access))
         return resolutions
 
-    def _model_of(
-        self, spec: GenerationSpec, resolutions: Sequence[Resolution], access: Access
-    ) -> Model | BottegaError | None:
-        """Return the model of a request, or the error if no such model is served.
-
-        The spec names the model, or an add-on requires it, or it is the only one served. Return None if an add-on that
-        has not been resolved yet may still require one.
-        """
-        if spec.HasField("model"):
-            return self._found_model(spec.model, None, access)
-        if not resolutions and any(addon.decides_model and addon.is_named(spec) for addon in self._addons):
-            with contextlib.suppress(BottegaError):
-                return self._fleet.resolve(None, access)
-            return None
-        required = next(filter(None, (resolution.required_model for resolution in resolutions)), None)
-        return self._found_model(required.name if required else None, required, access)
-
-    def _found_model(self, name: str | None, required: RequiredModel | None, access: Access) -> Model | BottegaError:
-        try:
-            return self._fleet.resolve(name, access)
-        except ModelNotFound as error:
-            return _not_served(required, error) if required else error.with_traceback(None)
-        except BottegaError as error:
-            # Drop the traceback: its frames would keep the request, which may be large, alive with the error.
-            return error.with_traceback(None)
-
     def _refuse_if_draining(self) -> None:
         if self._controller.draining:
             raise Draining("the gateway is stopping; retry, or use another gateway", retry_after_s=1.0)
-
-
-def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:
-    served = error.metadata["served"].replace(",", ", ") or "none"
-    text = f"{required.needed_by} was made for the base model {required.name}, which no worker serves; served: {served}"
-    return ModelNotFound(text, metadata=error.metadata)
-
-
-async def _fingerprinted(spec: GenerationSpec, request: JobRequest) -> JobRequest:
-    """Return a request with the size and the hash of its spec. Equal specs have equal hashes."""
-    if has_images(spec):
-        packed = await asyncio.to_thread(spec.SerializeToString, deterministic=True)
-    else:
-        packed = spec.SerializeToString(deterministic=True)
-    return dataclasses.replace(request, fingerprint=await digest(packed), size_bytes=len(packed))

@@ -284,8 +284,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     ) -> JobRequest:
         """Return the JobRequest of a call: all its fields except the spec.
 
-        Args:
-            caller_s: Seconds for which the caller of a stream waits; None if the job does not end with its caller.
+        `caller_s`: seconds for which the caller of a stream waits; None if the job does not end with its caller.
         """
         tenant = caller().tenant
         return JobRequest(

@@ -222,6 +222,8 @@ def _violations(request: fleet_pb2.AdmitJobsRequest) -> Sequence[Violation]:
         for name, items in lists.items()
         if len(items) > MAX_JOBS
     ]
+    if request.generation < 0:
+        found.append(Violation(field="generation", description="must be at least 0"))
     if any(stored.sequence < 1 for stored in request.stored):
         found.append(Violation(field="stored.sequence", description="must be at least 1"))
     return [*found, *check_ids("stored.job_id", *(stored.job_id for stored in request.stored))]

@@ -8,6 +8,7 @@ that cannot be read is ignored.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -22,7 +23,7 @@ from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.api.validation import SeenImages
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.specs import result_key, without_images
+from bottega.gateway.jobs.specs import has_images, result_key, without_images
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.rules import computes_part, keeps_data
@@ -212,3 +213,12 @@ def _result_size(spec: GenerationSpec, image_size: ImageSize | None) -> tuple[in
     if image_size is None or not spec.HasField("padding_mask_crop"):
         return 0, 0
     return image_size.width, image_size.height
+
+
+async def fingerprinted(spec: GenerationSpec, request: JobRequest) -> JobRequest:
+    """Return a request with the size and the hash of its spec. Equal specs have equal hashes."""
+    if has_images(spec):
+        packed = await asyncio.to_thread(spec.SerializeToString, deterministic=True)
+    else:
+        packed = spec.SerializeToString(deterministic=True)
+    return dataclasses.replace(request, fingerprint=await digest(packed), size_bytes=len(packed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Sequence, Set
@@ -12,10 +13,20 @@ from typing import Protocol
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
-from bottega.addons.interface.gateway_addon import AddOn
+from bottega.addons.interface.gateway_addon import AddOn, RequiredModel, Resolution
+from bottega.addons.interface.views import Access
 from bottega.codec import ImageSize, MaskOrder
-from bottega.errors import AddressRefused, BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
+from bottega.errors import (
+    AddressRefused,
+    BadImage,
+    BottegaError,
+    FieldNotServed,
+    InvalidRequest,
+    ModelNotFound,
+    Violation,
+)
 from bottega.fair_order import Share
+from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.specs import choice_of, input_images, latent_scale, strength_of
 from bottega.outside_rules import OutsideRules
 from bottega.rpc.security.tenant_file import WEBHOOK_EVENTS
@@ -126,6 +137,42 @@ def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes
         yield _violation("strength", "needs image")
     for addon in addons:
         yield from addon.check(spec)
+
+
+def find_model(
+    spec: GenerationSpec, resolutions: Sequence[Resolution], fleet: Fleet, addons: Sequence[AddOn], access: Access
+) -> image_pb2.Model | BottegaError | None:
+    """Return the model of a request, or the error if no such model is served.
+
+    The spec names the model, or an add-on requires it, or it is the only one served. Return None if an add-on that has
+    not been resolved yet may still require one.
+    """
+    if spec.HasField("model"):
+        return _found_model(fleet, spec.model, None, access)
+    if not resolutions and any(addon.decides_model and addon.is_named(spec) for addon in addons):
+        with contextlib.suppress(BottegaError):
+            return fleet.resolve(None, access)
+        return None
+    required = next(filter(None, (resolution.required_model for resolution in resolutions)), None)
+    return _found_model(fleet, required.name if required else None, required, access)
+
+
+def _found_model(
+    fleet: Fleet, name: str | None, required: RequiredModel | None, access: Access
+) -> image_pb2.Model | BottegaError:
+    try:
+        return fleet.resolve(name, access)
+    except ModelNotFound as error:
+        return _not_served(required, error) if required else error.with_traceback(None)
+    except BottegaError as error:
+        # Drop the traceback: its frames would keep the request, which may be large, alive with the error.
+        return error.with_traceback(None)
+
+
+def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:
+    served = error.metadata["served"].replace(",", ", ") or "none"
+    text = f"{required.needed_by} was made for the base model {required.name}, which no worker serves; served: {served}"
+    return ModelNotFound(text, metadata=error.metadata)
 
 
 def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[AddOn]) -> Iterator[Violation]:
