@@ -156,6 +156,7 @@ def test_a_server_that_freezes_or_dies_in_a_session_is_replaced_by_the_next(
     assert_same_image(drawn.picture, calm)
     assert drawn.servers() == ["near", "far"]
     assert drawn.provenance.exact
+    wait_until(lambda: "layout" in cast.near.hosted(), "the next engine to host what later tests use", within_s=90)
 
 
 def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
