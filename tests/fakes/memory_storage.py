@@ -230,9 +230,10 @@ class MemoryJobStore:
         ]
         return max(ends, key=lambda end: end.steady, default=None)
 
-    async def live(self) -> list[JobRecord]:
+    async def live(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
         self._check()
-        return [record for record in self._shelf.jobs.values() if record.live]
+        live = [record for record in self._shelf.jobs.values() if record.live]
+        return [record for record in live if job_ids is None or record.job_id in job_ids]
 
     async def page(
         self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None

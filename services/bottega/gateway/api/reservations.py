@@ -107,8 +107,8 @@ class Reservations:
         """
         rules.refuse(list(_violations(request)))
         records = [_record_in(new) for new in request.new_jobs]
-        is_for_this = request.generation in (0, self._role.generation) and self._role.held and not self._role.lost
-        if not (self._jobs.restored and is_for_this):
+        is_for_another = self._role.held and request.generation not in (0, self._role.generation)
+        if not self._jobs.restored or self._role.lost or is_for_another:
             raise Draining("this gateway is not the scheduler", retry_after_s=1.0)
         for job_id in request.dropped:
             self._leave(job_id)

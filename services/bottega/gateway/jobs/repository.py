@@ -227,7 +227,7 @@ class JobRepository:
 
     async def find_stored(self, job_ids: Sequence[str]) -> list[JobRecord]:
         """Return the records of those jobs, of any tenant, that are stored and have not ended."""
-        return await cast("PostgresJobStore", self._store).live(job_ids)
+        return await self._store.live(job_ids)
 
     def is_live(self, job_id: str) -> bool:
         """Return whether this gateway schedules a stored job with this ID."""

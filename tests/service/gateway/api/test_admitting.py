@@ -174,7 +174,7 @@ async def test_a_stored_job_whose_gateway_says_nothing_is_found(pictures: str, m
 
         async def looked_for(job_ids: Sequence[str]) -> Any:
             looks.append(len(job_ids))
-            return await live(job_ids)  # type: ignore[call-arg]
+            return await live(job_ids)
 
         async def only_reserve(lease: Any, request: fleet_pb2.AdmitJobsRequest) -> fleet_pb2.AdmitJobsResponse:
             return await admit(lease, fleet_pb2.AdmitJobsRequest(new_jobs=request.new_jobs))

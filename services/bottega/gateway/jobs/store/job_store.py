@@ -380,8 +380,8 @@ class JobStore(Protocol):
     async def last_end(self) -> EndTime | None:
         """Return the latest end of a job on the steady clock, or None if no job has ended."""
 
-    async def live(self) -> list[JobRecord]:
-        """Return all jobs that have not ended, oldest first."""
+    async def live(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
+        """Return all jobs that have not ended, or those with these IDs, oldest first."""
 
     async def contents(self) -> dict[str, set[str]]:
         """Return the tenants that own each stored image and each file of kept latents, by digest."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -196,9 +196,10 @@ class SqliteJobStore:
         """Read the latest end of a job."""
         return await self._find(sqlite_statements.last_end)
 
-    async def live(self) -> list[JobRecord]:
-        """Read all live jobs."""
-        return await self._list(sqlite_statements.live)
+    async def live(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
+        """Read all live jobs, or those with these IDs."""
+        records = await self._list(sqlite_statements.live)
+        return [record for record in records if job_ids is None or record.job_id in job_ids]
 
     async def contents(self) -> dict[str, set[str]]:
         """Read the owners of all images."""
