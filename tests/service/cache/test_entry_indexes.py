@@ -293,7 +293,6 @@ def _graphs(server: PostgresServer, database: str) -> int:
 
 
 def test_a_database_that_is_away_is_reported_and_used_again_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgresql, "_SEARCH_S", 5.0)  # a busy machine takes longer over a new connection
     with running_server(vector=True) as server:
         url = server.url(server.new_database())
         index = _opened(url)
@@ -306,6 +305,7 @@ def test_a_database_that_is_away_is_reported_and_used_again_when_it_is_back(monk
             assert index.remove("key", 3), "it is not found any more, wherever it is stored"
             assert index.sample("key", 5).size == 0
             server.start()
+            monkeypatch.setattr(postgresql, "_SEARCH_S", 5.0)  # a busy machine takes longer over a new connection
 
             def is_back() -> bool:
                 try:

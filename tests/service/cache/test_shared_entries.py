@@ -408,7 +408,7 @@ def test_a_cache_begins_while_the_database_is_away_and_a_read_only_one_is_troubl
             wait_until(lambda: _serves(one, 0), "an answer")
 
 
-def test_objects_of_the_caches_of_another_database_are_left_alone(
+async def test_objects_of_the_caches_of_another_database_are_left_alone(
     group: Group, tmp_path: Path, server: s3.S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_entries, "_SEARCH_S", 0.0)
