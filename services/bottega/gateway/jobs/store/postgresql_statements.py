@@ -30,7 +30,10 @@ _USED = {
     "stored_bytes": "(SELECT coalesce(sum(picture_bytes), 0) FROM jobs"
     " WHERE tenant = %(tenant)s AND picture_bytes > 0)",
 }
-_OLDEST = "(SELECT min(created_wall) FROM jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s)"
+_OLDEST = (
+    "least((SELECT min(created_wall) FROM jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s),"
+    " (SELECT min(created_wall) FROM removed_jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s))"
+)
 # Takes over the request_id of a job that may be replaced; returns nothing if another job has it.
 _CLAIM = """
     INSERT INTO request_ids VALUES (%s, %s, %s) ON CONFLICT (tenant, request_id)

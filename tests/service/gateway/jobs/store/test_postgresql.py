@@ -153,8 +153,9 @@ async def test_gateways_that_add_jobs_at_once_keep_a_quota_together(url: str) ->
         for job in added:  # a tenant that deletes its jobs has no more of them in a minute
             await first.update(job.job_id, failed(ended_wall=now))
             assert await second.delete(job.job_id, steady=now) is not None
-        with pytest.raises(QuotaExceeded):
+        with pytest.raises(QuotaExceeded) as refused:
             await second.add(replace(record("late"), created_wall=now), quotas=quotas)
+        assert refused.value.retry_after_s == pytest.approx(60.0)
         await second.add(replace(record("later"), created_wall=now + 61), quotas=quotas)
 
 
