@@ -203,7 +203,7 @@ class LocalEntries(BlobDisk):
         return own
 
     def set_profile(self, model_hash: str, profile: bytes) -> None:
-        """Do nothing, because the entries are no other cache's."""
+        """Do nothing: no other cache shares these entries."""
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
         self.files.check_room(sum(map(len, files.values())))

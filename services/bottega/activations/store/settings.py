@@ -61,7 +61,7 @@ class SharedOutcome(StrEnum):
     """The outcomes of work with recordings and their files in the object store."""
 
     STORED = "stored"
-    """A recording was written, or marked as used."""
+    """A recording was written, or the time of its last use was updated."""
     BROUGHT = "brought"
     """A recording that this store did not have was brought back."""
     READ = "read"

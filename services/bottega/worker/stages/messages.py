@@ -301,7 +301,7 @@ def read_pixels(layout: Layout, parts: Sequence[Part]) -> DecodedPixels:
 
 
 def cancel_message(number: int) -> TensorMessage:
-    """Return the message that a request needs no answer."""
+    """Return the message that withdraws a request."""
     return _message(StageMessageKind.CANCEL, _NUMBER.dump_json(_NumberHeader(number=number)))
 
 
