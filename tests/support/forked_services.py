@@ -93,7 +93,8 @@ class ForkedService:
     def send_signal(self, number: int) -> None:
         """Send a signal if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the server says so in a moment
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM if it runs."""
