@@ -262,7 +262,7 @@ def cases() -> list[Case]:
         for part, table in tables.items()
         for name, values in table.items()
         for value in values
-    ] + WITH_OTHERS
+    ] + [Case(part=part, name=name, value=value, more=more) for part, name, value, more in WITH_OTHERS]
 
 
 # By file and field, values of what model_index.json and the tokenizers say; ... takes the field away.
@@ -290,78 +290,25 @@ FILES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "tokenizer_2/tokenizer_config.json": {"pad_token": ("<|endoftext|>",), "model_max_length": (20, ...)},
 }
-# Values that need others beside them.
-WITH_OTHERS = [
-    Case(
-        part="unet",
-        name="in_channels",
-        value=8,
-        more={"unet": {"out_channels": 8}, "vae": {"latent_channels": 8}},
-    ),
-    Case(
-        part="unet",
-        name="transformer_layers_per_block",
-        value=[0, [1, 2], [2, 1]],
-        more={"unet": {"reverse_transformer_layers_per_block": [[1, 2, 1], [1, 1, 2], 1]}},
-    ),
-    Case(
-        part="unet",
-        name="reverse_transformer_layers_per_block",
-        value=[[1, 1, 2], 1, 1],
-        more={"unet": {"mid_block_type": None, "transformer_layers_per_block": [1, 1, 1]}},
-    ),
-    Case(
-        part="unet",
-        name="class_embeddings_concat",
-        value=True,
-        more={"unet": {"class_embed_type": "timestep"}},
-    ),
-    Case(
-        part="unet",
-        name="encoder_hid_dim",
-        value=96,
-        more={"unet": {"encoder_hid_dim_type": "text_proj"}},
-    ),
-    Case(
-        part="unet",
-        name="projection_class_embeddings_input_dim",
-        value=64 + 6 * 16,
-        more={"unet": {"addition_time_embed_dim": 16}},
-    ),
-    Case(
-        part="text_encoder",
-        name="hidden_size",
-        value=64,
-        more={"unet": {"cross_attention_dim": 128}},
-    ),
-    Case(
-        part="text_encoder_2",
-        name="projection_dim",
-        value=32,
-        more={"unet": {"projection_class_embeddings_input_dim": 32 + 6 * 32}},
-    ),
-    Case(
-        part="vae",
-        name="latents_mean",
-        value=[0.5, -1.0, 0.25, 2.0],
-        more={"vae": {"latents_std": [0.5, 1.0, 2.0, 4.0]}},
-    ),
-    Case(
-        part="vae",
-        name="latents_mean",
-        value=[0.0] * 8,
-        more={
-            "vae": {"latents_std": [1.0] * 8, "latent_channels": 8},
-            "unet": {"in_channels": 8, "out_channels": 8},
-        },
-    ),
-    Case(
-        part="vae",
-        name="block_out_channels",
-        value=[32, 64, 64],
-        more={"vae": {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}},
-    ),
-]
+# Values that need others beside them, and these, by part.
+_EIGHT_CHANNELS = {"in_channels": 8, "out_channels": 8}
+_LEVELS = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
+_MIRRORED = {"reverse_transformer_layers_per_block": [[1, 2, 1], [1, 1, 2], 1]}
+_WITHOUT_MIDDLE = {"mid_block_type": None, "transformer_layers_per_block": [1, 1, 1]}
+_STATISTICS = {"latents_std": [1.0] * 8, "latent_channels": 8}
+WITH_OTHERS: tuple[tuple[str, str, Any, dict[str, dict[str, Any]]], ...] = (
+    ("unet", "in_channels", 8, {"unet": {"out_channels": 8}, "vae": {"latent_channels": 8}}),
+    ("unet", "transformer_layers_per_block", [0, [1, 2], [2, 1]], {"unet": _MIRRORED}),
+    ("unet", "reverse_transformer_layers_per_block", [[1, 1, 2], 1, 1], {"unet": _WITHOUT_MIDDLE}),
+    ("unet", "class_embeddings_concat", True, {"unet": {"class_embed_type": "timestep"}}),
+    ("unet", "encoder_hid_dim", 96, {"unet": {"encoder_hid_dim_type": "text_proj"}}),
+    ("unet", "projection_class_embeddings_input_dim", 64 + 6 * 16, {"unet": {"addition_time_embed_dim": 16}}),
+    ("text_encoder", "hidden_size", 64, {"unet": {"cross_attention_dim": 128}}),
+    ("text_encoder_2", "projection_dim", 32, {"unet": {"projection_class_embeddings_input_dim": 32 + 6 * 32}}),
+    ("vae", "latents_mean", [0.5, -1.0, 0.25, 2.0], {"vae": {"latents_std": [0.5, 1.0, 2.0, 4.0]}}),
+    ("vae", "latents_mean", [0.0] * 8, {"vae": _STATISTICS, "unet": _EIGHT_CHANNELS}),
+    ("vae", "block_out_channels", [32, 64, 64], {"vae": _LEVELS}),
+)
 
 
 def tiny_configs() -> Configs:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bottega.miniature import WEIGHTS
+from bottega.model_files import weights
 from bottega.model_files.folder_check import check_model_folder
 from tests.samples.wrong_folders import (
     WRONG_FOLDERS,
@@ -24,7 +25,7 @@ from tests.samples.wrong_folders import (
     write_zeros,
 )
 
-# For a folder; it takes some milliseconds on a machine that does nothing else.
+# Processor time for a folder; it takes some milliseconds.
 LIMIT_S = 1.0
 
 
@@ -47,9 +48,9 @@ def test_the_embedded_model_can_be_served() -> None:
 @pytest.mark.parametrize("wrong", WRONG_FOLDERS, ids=lambda wrong: wrong.name)
 def test_a_wrong_folder_is_refused_with_its_sentence(wrong: WrongFolder, tmp_path: Path) -> None:
     given, sentence = wrong.make_at(tmp_path / "model")
-    began_s = time.monotonic()
+    began_s = time.thread_time()
     report = check_model_folder(given)
-    assert time.monotonic() - began_s < LIMIT_S
+    assert time.thread_time() - began_s < LIMIT_S
     assert report.problems == (sentence,)
     assert report.refusal == f"the model {given} cannot be served: {sentence}"
     assert "\n" not in report.refusal
@@ -75,11 +76,6 @@ def _write_one_sided_merges(folder: Path) -> None:
     change_json(path, model=json.loads(path.read_bytes())["model"] | {"merges": [1]})
 
 
-def _fill(folder: Path) -> None:
-    for number in range(4097):
-        (folder / "unet" / str(number)).touch()
-
-
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
@@ -101,7 +97,6 @@ def _fill(folder: Path) -> None:
             _repeat_a_shard,
             f"{_INDEX}: two of its files have tensors of one name; download the part unet again",
         ),
-        (_fill, "the folder unet has over 4096 files; give the folder of a model alone"),
         (
             _add_the_old_name,
             f"{_TEXT}: two tensors are loaded under one name; download the part text_encoder again",
@@ -123,6 +118,16 @@ def test_a_damaged_file_is_named_with_what_to_do(
     split_unet(tmp_path / "model")
     assert check_model_folder(tmp_path / "model").problems == ()
     spoil(tmp_path / "model")
+    assert check_model_folder(tmp_path / "model").problems == (sentence,)
+
+
+def test_a_folder_of_very_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MAX_FILES", 40)
+    link_model(tmp_path / "model")
+    assert check_model_folder(tmp_path / "model").problems == ()
+    for number in range(40):
+        (tmp_path / "model" / "unet" / str(number)).touch()
+    sentence = "the folder unet has over 40 files; give the folder of a model alone"
     assert check_model_folder(tmp_path / "model").problems == (sentence,)
 
 

@@ -10,67 +10,61 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bottega.errors import ConfigError
-from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.importing import import_file, import_for_serving
 from tests.samples.single_files import write_single_file, write_vae_file
-
-
-def test_a_file_is_converted_once(tmp_path: Path) -> None:
-    file = write_single_file(tmp_path / "scenes.safetensors", "sdxl")
-    parts: list[str] = []
-
-    def import_it() -> Path:
-        return asyncio.run(
-            import_for_serving(file, tmp_path / "state", on_part=lambda part, _: parts.append(part))
-        ).folder
-
-    folder = import_it()
-    assert check_model_folder(folder).problems == ()
-    assert sorted(parts) == ["text_encoder", "text_encoder_2", "unet", "vae"]
-    assert import_it() == folder
-    assert len(parts) == 4
-
-    (folder / "loras").mkdir()  # the user's
-    (folder.parent / f".{folder.name}.importing-killed").mkdir()
-    write_single_file(file, "sdxl", seed=1)
-    os.utime(file, ns=(0, 0))
-    changed = import_it()
-    assert [path.name for path in (tmp_path / "state" / "imported").iterdir()] == [changed.name] != [folder.name]
-    assert (changed / "loras").is_dir()
-
 
 _FACTS = dict.fromkeys(("kind", "family", "title", "prediction_type", "prediction_source"), "")
 # Stands in for the interpreter, whose arguments are -m MODULE FILE FOLDER FAMILY PREDICTION_TYPE VAE.
 _QUICK_CONVERSION = f"""#!/bin/sh
-mkdir -p "$4" && cp "$7" "$4/vae"
+mkdir -p "$4" && if [ -n "$7" ]; then cp "$7" "$4/vae"; fi
 echo '{json.dumps({"is_new": True, "prediction_is_guess": False, **_FACTS})}'
 """
 
 
-def test_each_vae_and_version_of_it_gets_a_folder_that_other_imports_keep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_single_file(tmp_path / "scenes.safetensors", "sd15")
-    vaes = [write_vae_file(tmp_path / f"{seed}.safetensors", seed=seed) for seed in range(2)]
-    for vae in vaes:
-        os.utime(vae, ns=(0, 0))
+@pytest.fixture
+def quick_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converter = tmp_path / "converter"
     converter.write_text(_QUICK_CONVERSION)
     converter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(converter))
 
-    def import_it(vae: Path) -> Path:
-        return asyncio.run(import_for_serving(file, tmp_path / "state", vae=vae)).folder
 
-    first, second = map(import_it, vaes)
+def _import(file: Path, state: Path, **options: Any) -> Path:
+    return asyncio.run(import_for_serving(file, state, **options)).folder
+
+
+@pytest.mark.usefixtures("quick_conversions")
+def test_a_file_is_converted_once_and_keeps_its_own_loras_when_it_changes(tmp_path: Path) -> None:
+    state, file = tmp_path / "state", write_single_file(tmp_path / "scenes.safetensors", "sdxl")
+    folder = _import(file, state)
+    (folder / "converted").touch()
+    assert _import(file, state) == folder
+    assert (folder / "converted").exists()
+
+    (folder / "loras").mkdir()  # the user's
+    (folder.parent / f".{folder.name}.importing-killed").mkdir()
+    os.utime(file, ns=(0, 0))
+    changed = _import(file, state)
+    assert [path.name for path in (state / "imported").iterdir()] == [changed.name] != [folder.name]
+    assert (changed / "loras").is_dir()
+
+
+@pytest.mark.usefixtures("quick_conversions")
+def test_each_vae_and_version_of_it_gets_a_folder_that_other_imports_keep(tmp_path: Path) -> None:
+    state, file = tmp_path / "state", write_single_file(tmp_path / "scenes.safetensors", "sd15")
+    vaes = [write_vae_file(tmp_path / f"{seed}.safetensors", seed=seed) for seed in range(2)]
+    for vae in vaes:
+        os.utime(vae, ns=(0, 0))
+    first, second = (_import(file, state, vae=vae) for vae in vaes)
     assert [(folder / "vae").read_bytes() for folder in (first, second)] == [vae.read_bytes() for vae in vaes]
     shutil.copy2(vaes[1], vaes[0])
-    third = import_it(vaes[0])
-    assert set((tmp_path / "state" / "imported").iterdir()) == {second, third}
+    third = _import(file, state, vae=vaes[0])
+    assert set((state / "imported").iterdir()) == {second, third}
     assert (third / "vae").read_bytes() == vaes[1].read_bytes()
 
 

@@ -57,56 +57,6 @@ def test_a_preset_may_name_a_sampler_in_place_of_a_class_that_solves_the_same_eq
     assert 'final_sigmas_type must be "sigma_min" with algorithm_type "deis"' in problem
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "sentence"),
-    [
-        ("EulerDiscrete", {"beta_schedule": "sigmoid"}, 'beta_schedule must be "linear", "scaled_linear" or'),
-        ("EulerDiscrete", {"num_train_timesteps": 0}, "num_train_timesteps must be a whole number from 1 to 100000"),
-        ("EulerDiscrete", {"num_train_timesteps": 10**12}, "num_train_timesteps must be a whole number from 1 to"),
-        ("EulerDiscrete", {"trained_betas": [0.1]}, "trained_betas must have 1000 numbers"),
-        ("EulerDiscrete", {"steps_offset": 1000}, "steps_offset must be below 1000"),
-        ("EulerDiscrete", {"use_karras_sigmas": None}, "use_karras_sigmas must be true or false, not null"),
-        (
-            "EulerDiscrete",
-            {"use_karras_sigmas": True, "use_exponential_sigmas": True},
-            "use_exponential_sigmas must be false with use_karras_sigmas",
-        ),
-        (
-            "EulerDiscrete",
-            {"timestep_type": "continuous", "prediction_type": "v_prediction", "interpolation_type": "log_linear"},
-            'interpolation_type must be "linear" with continuous timesteps',
-        ),
-        (
-            "EulerAncestralDiscrete",
-            {"prediction_type": "sample"},
-            'prediction_type must be "epsilon" or "v_prediction"',
-        ),
-        (
-            "DDIM",
-            {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False},
-            'rescale_betas_zero_snr must be false with prediction_type "epsilon"',
-        ),
-        ("DPMSolverMultistep", {"variance_type": "learned"}, "variance_type must be null"),
-        ("DPMSolverMultistep", {"algorithm_type": "dpmsolver"}, 'final_sigmas_type must be "sigma_min"'),
-        ("DPMSolverMultistep", {"solver_order": 4}, "solver_order must be 1, 2 or 3"),
-        (
-            "DPMSolverMultistep",
-            {"use_flow_sigmas": True, "use_lu_lambdas": True},
-            "use_flow_sigmas must be false with use_lu_lambdas",
-        ),
-    ],
-)
-def test_a_configuration_that_cannot_draw_is_refused_by_its_field(
-    name: str, config: dict[str, Any], sentence: str
-) -> None:
-    (problem,) = problems(f"{name}Scheduler", **config)
-    assert problem.startswith(f"scheduler/scheduler_config.json: {sentence}")
-
-
-def test_what_diffusers_writes_of_dpm_is_read() -> None:
-    assert problems("DPMSolverMultistepScheduler", lambda_min_clipped=-math.inf) == []
-
-
 def test_a_folder_with_an_infinite_number_in_its_scheduler_is_read(tmp_path: Path) -> None:
     folder = with_scheduler(tmp_path / "model", "DPMSolverMultistepScheduler", lambda_min_clipped=-math.inf)
     assert "-Infinity" in (folder / "scheduler" / "scheduler_config.json").read_text()
