@@ -27,7 +27,7 @@ Every backend keeps these promises, and one suite tests all backends (tests/serv
   long as something refers to it.
 - Between hosts, everything after the handshake is sealed in records (backends/records.py), unless the listener is
   configured to trust the network. Within a host, bytes are neither encrypted nor signed.
-  tests/service/transport/test_between_hosts.py tests attacks on records.
+  tests/service/transport/test_sealed.py tests attacks on records.
 - Within a host, links accept processes of one user and root, or of a group that shares them (handshake/binding.py).
   Both ends check this: a socket of another user is never used, even if that user has the token.
 

@@ -115,7 +115,7 @@ def test_a_link_that_is_lost_is_opened_again_with_the_next_epoch(server: EchoSer
     assert linked.epochs == [1, 2]
     assert linked.asked == [("", ""), ("", linked.client.link_id)]
     assert [error.message for error in linked.ended] == ["cut off"]
-    assert len(server.handlers) == 1
+    wait_until(lambda: len(server.handlers) == 1, "the lost one to be forgotten")
 
 
 def test_one_that_is_not_wanted_any_more_is_not_opened_again(linked: Worker) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import threading
@@ -23,17 +22,18 @@ from bottega.errors import (
     LayoutMismatch,
     LeaseExpired,
     LinkClosed,
-    LinkError,
     MessageAborted,
     NoCredit,
     StaleEpoch,
     TooLarge,
 )
 from bottega.transport import Backend, DType, Layout, Limits, Link, TensorSpec, connect
+from tests.fakes.fake_time import FakeTime
 from tests.support.transport_backends import (
     BACKENDS,
     LAYOUT,
     OTHER_LAYOUT,
+    SOON_S,
     check_message,
     content,
     devices_for,
@@ -50,6 +50,7 @@ from tests.support.transport_backends import (
     soon,
     write,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
@@ -176,6 +177,7 @@ def test_without_credit_nothing_moves_and_the_link_lives(ends: tuple[Link, Link]
     assert read(far, LAYOUT) == content(LAYOUT, 3)
     held[0].release()
     assert near.counters.snapshot().no_credit == 2
+    assert near.counters.snapshot().credit_wait_s >= 2 * SOON_S
 
 
 def test_credit_that_any_thread_gives_back_wakes_the_sender(ends: tuple[Link, Link]) -> None:
@@ -187,7 +189,6 @@ def test_credit_that_any_thread_gives_back_wakes_the_sender(ends: tuple[Link, Li
     time.sleep(0.02)
     threading.Thread(target=incoming.release).start()
     assert end() is None
-    assert near.counters.snapshot().credit_wait_s > 0.01
 
 
 def test_a_sender_can_wait_until_all_is_given_back(ends: tuple[Link, Link]) -> None:
@@ -196,8 +197,13 @@ def test_a_sender_can_wait_until_all_is_given_back(ends: tuple[Link, Link]) -> N
     for seed in range(2):
         write(near, LAYOUT, content(LAYOUT, seed))
     read(far, LAYOUT)
-    with pytest.raises(DeadlineExceeded, match="still holds 1"):
-        near.drain(soon())
+
+    def held() -> str:
+        with pytest.raises(DeadlineExceeded) as late:
+            near.drain(soon())
+        return late.value.message
+
+    wait_until(lambda: "still holds 1" in held(), "the credit of one message to come back")
     end = _in_thread(lambda: near.drain(patience()))
     read(far, LAYOUT)
     assert end() is None
@@ -221,15 +227,6 @@ def test_a_message_may_be_given_back_before_it_is_there(ends: tuple[Link, Link])
             far.recv(patience(), LAYOUT).release()
             outgoing.finish()
         check_message(near, far, seed)
-
-
-def test_a_given_back_message_is_looked_at_no_more(ends: tuple[Link, Link]) -> None:
-    write(ends[0], LAYOUT, content(LAYOUT, 1))
-    incoming = received(ends[1])
-    incoming.release()
-    incoming.release()
-    with pytest.raises(LeaseExpired):
-        incoming.view(0)
 
 
 def test_a_message_given_back_while_it_is_looked_at_has_expired(
@@ -310,30 +307,6 @@ def test_a_close_is_told_to_the_peer(ends: tuple[Link, Link]) -> None:
     assert far.counters.snapshot().deaths == {"LinkClosed": 1}
 
 
-def test_what_is_given_back_before_a_close_has_arrived(ends: tuple[Link, Link]) -> None:
-    near, far = ends
-    received: list[list[bytes]] = []
-    end = _in_thread(lambda: received.append(read(far, LAYOUT)))
-    near.send(LAYOUT, content(LAYOUT, 4), patience())
-    near.drain(patience())
-    near.close()
-    assert end() is None
-    assert received == [content(LAYOUT, 4)]
-
-
-@pytest.mark.parametrize("send", [write, lambda link, layout, parts: link.send(layout, parts, patience())])
-def test_what_a_close_overtakes_arrives_right_or_not_at_all(
-    ends: tuple[Link, Link], send: Callable[[Link, Layout, list[bytes]], None]
-) -> None:
-    near, far = ends
-    send(near, LAYOUT, content(LAYOUT, 4))
-    near.close()
-    received = []
-    with contextlib.suppress(LinkError):
-        received.append(read(far, LAYOUT))
-    assert received in ([], [content(LAYOUT, 4)])
-
-
 def test_a_close_in_mid_message_leaves_it_unfinished(ends: tuple[Link, Link]) -> None:
     near, far = ends
     outgoing = near.start_message(LAYOUT, patience())
@@ -350,21 +323,6 @@ def test_a_close_in_mid_message_leaves_it_unfinished(ends: tuple[Link, Link]) ->
     with pytest.raises(IndexError):
         incoming.view(1)
     assert far.counters.snapshot().received.messages == 0
-
-
-def test_a_sender_in_mid_message_is_told_why_the_peer_left(ends: tuple[Link, Link]) -> None:
-    near, far = ends
-    outgoing = near.start_message(LAYOUT, patience())
-    far.close()
-
-    def go_on() -> None:
-        for count in range(1, LAST + 2):
-            outgoing.ready(count)
-            time.sleep(0.01)  # TCP takes a little before it learns that nobody is there
-        near.drain(patience())
-
-    with pytest.raises(LinkClosed):
-        go_on()
 
 
 @pytest.mark.parametrize("end", [0, 1])
@@ -486,17 +444,20 @@ def test_memory_stays_valid_for_as_long_as_somebody_looks_at_it(backend: Backend
     assert tensor.numpy().tobytes() == parts[LAST]
 
 
-def test_what_a_dead_link_brought_expires(backend: Backend, tmp_path: Path) -> None:
-    with linked(backend, tmp_path, limits=LIMITS, lease_s=0.05) as (near, far):
+def test_what_a_dead_link_brought_expires(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime()
+    monkeypatch.setattr("bottega.transport.channel.counters.time", clock)
+    with linked(backend, tmp_path, limits=LIMITS, lease_s=5.0) as (near, far):
         far.send(LAYOUT, content(LAYOUT, 1), patience())
         incoming = received(near)
-        time.sleep(0.1)
+        clock.now += 60
         assert bytes(incoming.view(0)) == content(LAYOUT, 1)[0], "a living link's messages never expire"
         far.close()
         with pytest.raises(LinkClosed):
             near.recv(patience())
+        clock.now += 4
         incoming.view(0)
-        time.sleep(0.1)
+        clock.now += 2
         with pytest.raises(LeaseExpired):
             incoming.view(0)
 
@@ -535,7 +496,9 @@ def test_a_token_opens_one_link_once(backend: Backend, tmp_path: Path) -> None:
     with listening(tmp_path, devices=devices) as listener, ThreadPoolExecutor(1) as pool:
         offer = listener.offer()
         connecting = pool.submit(connect, offer, patience(), backends=(backend,), devices=devices)
-        time.sleep(0.1)
+        pending = listener._pending.get(offer.link_id)
+        assert pending is not None
+        wait_until(lambda: len(pending.connections) == 2, "both connections of the link")
         with pytest.raises(AuthFailed):  # before it was accepted
             connect(offer, patience(), backends=(backend,), devices=devices)
         with listener.accept(offer, patience()) as far, connecting.result() as near:

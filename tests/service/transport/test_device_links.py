@@ -28,7 +28,6 @@ from bottega.device_links.devices import Devices, Ends, open_gloo, pool_opener
 from bottega.device_links.ends import Inflow
 from bottega.device_links.tensor_messages import tensor_at
 from bottega.device_links.tensors import DeviceTensor
-from bottega.engine.parallel.messages import RemoteNoise, noise_message, read_noise
 from bottega.errors import AuthFailed, LinkError, NoCredit, NoSharedMemory, PeerDead
 from bottega.model.rows import Half
 from bottega.transport import (
@@ -43,8 +42,6 @@ from bottega.transport import (
     TensorSpec,
     WholeMessage,
     connect,
-    number_message,
-    read_number,
 )
 from tests.support.host_devices import HostMemory
 from tests.support.transport_backends import (
@@ -120,17 +117,6 @@ def test_residuals_are_written_into_slots_of_the_device_point_by_point(link_ends
         assert read_residuals_head(layout, incoming.part(0)) == (11, True)
         for index, tensor in enumerate(sent, start=1):
             assert torch.equal(tensor_at(layout, _parts(incoming), index), tensor)
-
-
-@pytest.mark.usefixtures("on_device")
-def test_rows_of_a_pair_and_numbers_come_through(link_ends: tuple[Link, Link]) -> None:
-    noise = RemoteNoise(number=3, places=(0, 2), noise=torch.randn(2, 4, 8, 8), waited_s=0.5)
-    with _passed(link_ends, noise_message(noise)) as incoming:
-        read = read_noise(incoming.layout, _parts(incoming))
-        assert (read.number, read.places, read.waited_s) == (3, (0, 2), 0.5)
-        assert torch.equal(read.noise, noise.noise)
-    with _passed(link_ends, number_message("ping", 5)) as incoming:
-        assert read_number(incoming.layout, [incoming.view(0)]) == 5
 
 
 @pytest.mark.usefixtures("on_device")

@@ -8,18 +8,30 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 
 import pytest
 
-from bottega.errors import AuthFailed, LinkError
-from bottega.transport import Backend, DType, Endpoints, Layout, Link, LinkListener, TensorSpec, connect
+from bottega.errors import AuthFailed, DeadlineExceeded, LinkError
+from bottega.transport import (
+    Backend,
+    Deadline,
+    DType,
+    Endpoints,
+    Layout,
+    Link,
+    LinkListener,
+    Offer,
+    TensorSpec,
+    connect,
+)
 from bottega.transport.handshake.messages import CHALLENGE_BYTES, PROOF_BYTES, REQUEST_BYTES, WELCOME_BYTES
-from tests.support.transport_backends import LAYOUT, content, open_link, opened, patience, read, write
+from tests.support.transport_backends import LAYOUT, content, open_link, patience, read, write
 
 # What each way carries before the first record.
 HANDSHAKE = (REQUEST_BYTES + PROOF_BYTES, CHALLENGE_BYTES + WELCOME_BYTES)
+# Where a request says whether what follows is sealed.
+SEALED_AT = 6
 SECRET = Layout.of(TensorSpec(name="secret", dtype=DType.UINT8, shape=(600_000,)))
 
 Change = Callable[[bytes, random.Random], bytes]
@@ -28,10 +40,12 @@ Change = Callable[[bytes, random.Random], bytes]
 class Relay:
     """Passes TCP connections on to `target` on loopback. From the first byte after the handshake on, every piece goes
     through `change`; `seen` has all that passed. ends_after_change: the connection ends behind what was changed.
+    asks_for_seals: what the requests of handshakes are changed to ask for, if not None.
     """
 
     def __init__(self, target: int) -> None:
         self.change: Change = lambda piece, _: piece
+        self.asks_for_seals: bool | None = None
         self.ends_after_change = False
         self.seen = bytearray()
         self._target = target
@@ -69,6 +83,8 @@ class Relay:
             while piece := source.recv(min(64 << 10, handshake) if handshake else 64 << 10):
                 self.seen += piece
                 changed = piece if handshake else self.change(piece, self._chance)
+                if handshake == HANDSHAKE[0] and self.asks_for_seals is not None:
+                    changed = piece[:SEALED_AT] + bytes([self.asks_for_seals]) + piece[SEALED_AT + 1 :]
                 sink.sendall(changed)
                 if self.ends_after_change and changed != piece:
                     break
@@ -97,72 +113,74 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.fixture
-def relayed() -> Iterator[tuple[LinkListener, Relay]]:
+@contextlib.contextmanager
+def relaying(*, seal: bool = True) -> Iterator[tuple[LinkListener, Relay]]:
     with (
-        LinkListener(Endpoints(tcp=("127.0.0.1", 0))) as listener,
+        LinkListener(Endpoints(tcp=("127.0.0.1", 0), seal=seal)) as listener,
         Relay(listener.offer().tcp.port) as relay,  # type: ignore[union-attr]
     ):
         yield listener, relay
 
 
-def _ends(listener: LinkListener, relay: Relay) -> tuple[Link, Link]:
+def _relayed(listener: LinkListener, relay: Relay) -> Offer:
     offer = listener.offer()
     assert offer.tcp is not None
-    return open_link(listener, replace(offer, tcp=replace(offer.tcp, port=relay.port)), Backend.TCP)
+    return replace(offer, tcp=replace(offer.tcp, port=relay.port))
+
+
+@pytest.mark.parametrize("seal", [True, False])
+def test_messages_pass_whole_and_are_read_by_others_only_without_seals(seal: bool) -> None:
+    parts = content(SECRET, 1)
+    with relaying(seal=seal) as (listener, relay):
+        offer = _relayed(listener, relay)
+        near, far = open_link(listener, offer, Backend.TCP)
+        with near, far:
+            for one, other in ((near, far), (far, near)):
+                write(one, SECRET, parts)
+                assert read(other, SECRET) == parts
+    assert len(relay.seen) > 2 * SECRET.size_bytes
+    for secret in (parts[0][1000:1064], b"secret"):  # a piece of it, and its name
+        assert (secret in relay.seen) is not seal
+    assert offer.token not in relay.seen
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_is_changed_on_its_way_ends_the_link_and_never_arrives(kind: str) -> None:
+    with relaying() as (listener, relay):
+        for number in range(8):
+            relay.change, relay.ends_after_change = (lambda piece, _: piece), False
+            near, far = open_link(listener, _relayed(listener, relay), Backend.TCP)
+            with near, far:
+                parts = content(LAYOUT, number)
+                write(near, LAYOUT, parts)
+                assert read(far, LAYOUT) == parts
+                relay.change, relay.ends_after_change = CHANGES[kind], kind == "cut"
+                with pytest.raises(LinkError):
+                    _exchange(near, far, parts)
 
 
 def _exchange(near: Link, far: Link, parts: list[bytes]) -> None:
     for _ in range(2):  # what is missing of the one is looked for in the other
         write(near, LAYOUT, parts)
+    near.close()  # nothing more comes for a record that was made longer
     for _ in range(2):
         assert read(far, LAYOUT) == parts, "something else arrived"
 
 
-def test_messages_pass_whole_and_nobody_in_between_reads_them(relayed: tuple[LinkListener, Relay]) -> None:
-    listener, relay = relayed
-    near, far = _ends(listener, relay)
-    with near, far:
-        parts = content(SECRET, 1)
-        for one, other in ((near, far), (far, near)):
-            write(one, SECRET, parts)
-            assert read(other, SECRET) == parts
-    assert len(relay.seen) > 2 * SECRET.size_bytes
-    assert parts[0][1000:1064] not in relay.seen
-    assert b"secret" not in relay.seen, "nor what it is called"
-
-
-@pytest.mark.parametrize("kind", CHANGES)
-def test_what_is_changed_on_its_way_ends_the_link_and_never_arrives(
-    relayed: tuple[LinkListener, Relay], kind: str
-) -> None:
-    listener, relay = relayed
-    for number in range(20):
-        relay.change = lambda piece, _: piece
-        near, far = _ends(listener, relay)
-        with near, far:
-            parts = content(LAYOUT, number)
-            write(near, LAYOUT, parts)
-            assert read(far, LAYOUT) == parts
-            relay.change, relay.ends_after_change = CHANGES[kind], kind == "cut"
-            with pytest.raises(LinkError):
-                _exchange(near, far, parts)
-
-
-def test_who_asks_a_sealing_listener_for_plain_bytes_is_refused() -> None:
-    with LinkListener(Endpoints(tcp=("127.0.0.1", 0))) as listener:
-        offer = listener.offer()
-        with pytest.raises(AuthFailed, match="refuses the offer"):
-            connect(replace(offer, sealed=False), patience(), backends=(Backend.TCP,))
-
-
-def test_bytes_go_as_they_are_only_where_the_listener_says_so(tmp_path: Path) -> None:
-    plain = Endpoints(tcp=("127.0.0.1", 0), unix_path=tmp_path / "links.sock", seal=False)
-    with LinkListener(plain) as listener:
-        assert not listener.offer().sealed
-        with opened(listener, Backend.TCP) as (near, far):
-            parts = content(LAYOUT, 3)
-            write(near, LAYOUT, parts)
-            assert read(far, LAYOUT) == parts
+@pytest.mark.parametrize(
+    ("seal", "takes_for_sealed", "asks_for_seals"),
+    [
+        pytest.param(True, True, False, id="the request is changed to ask for plain bytes"),
+        pytest.param(False, True, False, id="and the listener would send them plain"),
+        pytest.param(True, False, None, id="the offer is changed to be of plain bytes"),
+        pytest.param(True, False, True, id="and the request is changed to fit the listener"),
+    ],
+)
+def test_no_link_is_talked_out_of_its_seals(seal: bool, takes_for_sealed: bool, asks_for_seals: bool | None) -> None:
+    with relaying(seal=seal) as (listener, relay):
+        relay.asks_for_seals = asks_for_seals
+        offer = _relayed(listener, relay)
         with pytest.raises(AuthFailed):
-            connect(replace(listener.offer(), sealed=True), patience(), backends=(Backend.TCP,))
+            connect(replace(offer, sealed=takes_for_sealed), patience(), backends=(Backend.TCP,))
+        with pytest.raises(DeadlineExceeded):
+            listener.accept(offer, Deadline.after(0.0))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import grp
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -60,29 +58,6 @@ def _without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def _taken_up_by_another(offer: Offer, *, group: int = GROUP) -> str:
     encoded = offer_to_wire(offer).SerializeToString().hex()
     return run_as_another(_CONNECT, encoded, imports=_IMPORTS, group=group)
-
-
-@pytest.mark.parametrize("service", [pytest.param("controlnet", marks=pytest.mark.slow), "loras"])
-def test_a_service_whose_folder_another_user_made_first_says_so_and_does_not_start(
-    public_folder: Path, service: str
-) -> None:
-    squatted = public_folder / f"bottega-{os.geteuid()}"
-    squatted.mkdir()
-    os.chown(squatted, USER, GROUP)
-    left_out = ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR")
-    done = subprocess.run(
-        [sys.executable, "-m", f"bottega.{service}"],
-        env={name: value for name, value in os.environ.items() if name not in left_out}
-        | {"TMPDIR": str(public_folder), "BOTTEGA_STATE": str(public_folder / "state")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert f"bottega.{service}: {squatted} belongs to user {USER}" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(squatted.iterdir())
 
 
 def test_another_user_does_not_reach_the_socket(public_folder: Path) -> None:

@@ -61,11 +61,11 @@ def test_large_pieces_are_several_records(most: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flip", "repeat", "leave out", "swap", "truncate and go on", "other direction"])
-def test_ten_thousand_tampered_streams_are_all_found_out(kind: str) -> None:
+def test_tampered_streams_are_all_found_out(kind: str) -> None:
     chance = random.Random(kind)
     sender, _ = ends()
     wire = [bytes(sender.seal(chance.randbytes(20))) for _ in range(5)]
-    for _ in range(10_000):
+    for _ in range(1000):
         tampered = list(wire)
         at = chance.randrange(4)
         match kind:
