@@ -16,6 +16,7 @@ from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.operation import logs
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, lora_pb2, lora_pb2_grpc
 
 NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
@@ -30,6 +31,7 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
 
     def __init__(self) -> None:
         self.seen_request_id = ""
+        self.waits = False
         self.stream_ended = asyncio.Event()
         self.release = asyncio.Event()
 
@@ -45,6 +47,7 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
             case "hang":
                 await asyncio.sleep(60)
             case "wait":
+                self.waits = True
                 await self.release.wait()
             case "large" | "huge":
                 size = 2 if request.job_id == "huge" else 1
@@ -128,3 +131,17 @@ async def failure(channel: grpc.aio.Channel, job_id: str) -> grpc.aio.AioRpcErro
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub(channel).GetJob(image_pb2.GetJobRequest(job_id=job_id))
     return caught.value
+
+
+async def until(channel: grpc.aio.Channel, *, refused: bool, job_id: str = "") -> errors.BottegaError | None:
+    """Call `GetJob` of that id until it is refused for want of room, or until it is not. Return the last refusal."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await stub(channel).GetJob(image_pb2.GetJobRequest(job_id=job_id))
+                refusal = None
+            except grpc.aio.AioRpcError as error:
+                refusal = from_rpc_error(error)
+            if isinstance(refusal, errors.QueueFull) is refused:
+                return refusal
+            await asyncio.sleep(0.02)

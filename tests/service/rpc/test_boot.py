@@ -65,7 +65,6 @@ def end_stdin(process: Process) -> None:
 
 ENDS: dict[str, Callable[[Process], None]] = {
     "SIGTERM": lambda process: process.send_signal(signal.SIGTERM),
-    "SIGINT": lambda process: process.send_signal(signal.SIGINT),
     "the end of stdin": end_stdin,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -13,7 +12,7 @@ from bottega import errors
 from bottega.rpc.interceptor import call_limits
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2
-from tests.fakes.scripted_images import NAME, failure, narrow_channel, scripted_images, stub
+from tests.fakes.scripted_images import NAME, narrow_channel, scripted_images, stub, until
 
 
 def ask(channel: grpc.aio.Channel, method: str, job_id: str) -> Any:
@@ -22,11 +21,13 @@ def ask(channel: grpc.aio.Channel, method: str, job_id: str) -> Any:
     return call(image_pb2.GetJobRequest(job_id=job_id).SerializeToString())  # WatchJob's request has the same field
 
 
-async def _first(channel: grpc.aio.Channel) -> None:
-    """The first answer of a stream, which has found a place."""
-    call = stub(channel).WatchJob(image_pb2.WatchJobRequest())
-    assert await asyncio.wait_for(call.read(), 5) == image_pb2.WatchJobResponse()
-    call.cancel()
+async def _until(channel: grpc.aio.Channel, kind: type[errors.BottegaError]) -> None:
+    """Ask for streams, which are refused by their handler if they find a place, until one ends with that error."""
+    async with asyncio.timeout(60):
+        while True:
+            if type(await _end_of(ask(channel, "WatchJob", "refuse"))) is kind:
+                return
+            await asyncio.sleep(0.02)
 
 
 async def _end_of(call: Any) -> errors.BottegaError:
@@ -38,17 +39,15 @@ async def _end_of(call: Any) -> errors.BottegaError:
 @pytest.mark.parametrize("size", ["small", "large"])
 async def test_who_does_not_read_gives_its_place_to_others_and_hears_why_when_it_reads(size: str) -> None:
     async with (
-        scripted_images(max_streams=2, peer_share=1.0, answer_wait_s=0.3) as (server, _, channel),
+        scripted_images(max_streams=2, peer_share=1.0, answer_wait_s=1.5) as (server, _, channel),
         narrow_channel(server.address) as narrow,
     ):
         stalled = [ask(narrow, "WatchJob", size) for _ in range(2)]
-        await asyncio.sleep(0.15)
-        assert type(await _end_of(ask(channel, "WatchJob", "refused"))) is errors.QueueFull
-        await asyncio.sleep(0.4)
-        await _first(channel)
+        await _until(channel, errors.QueueFull)
+        await _until(channel, errors.JobNotFound)
         assert not any(call.done() for call in stalled)
         for call in stalled:
-            assert type(await asyncio.wait_for(_end_of(call), 5)) is errors.ReaderStalled
+            assert type(await asyncio.wait_for(_end_of(call), 30)) is errors.ReaderStalled
 
 
 async def test_who_reads_may_wait_for_news_as_long_as_there_is_none() -> None:
@@ -56,23 +55,19 @@ async def test_who_reads_may_wait_for_news_as_long_as_there_is_none() -> None:
         call = stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="wait"))
         assert await call.read() is not grpc.aio.EOF
         asyncio.get_running_loop().call_later(0.5, servicer.release.set)
-        assert await asyncio.wait_for(call.read(), 5) is grpc.aio.EOF
+        assert await asyncio.wait_for(call.read(), 30) is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_who_does_not_read_is_waited_for_less_when_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_limits, "_CONTENDED_S", 0.3)
     async with (
-        scripted_images(max_streams=1, answer_wait_s=60) as (server, _, channel),
+        scripted_images(max_streams=1, answer_wait_s=600) as (server, _, channel),
         narrow_channel(server.address) as narrow,
     ):
         stalled = ask(narrow, "WatchJob", "small")
-        await asyncio.sleep(0.5)
-        began = time.monotonic()
-        assert type(await _end_of(ask(channel, "WatchJob", "refused"))) is errors.QueueFull
-        await asyncio.sleep(0.1)
-        await _first(channel)
-        assert time.monotonic() - began < 5
+        await _until(channel, errors.QueueFull)
+        await _until(channel, errors.JobNotFound)
         stalled.cancel()
 
 
@@ -84,15 +79,14 @@ async def test_large_answers_that_nobody_reads_leave_no_room_for_others_and_give
         streams = ask(narrow, "WatchJob", "large")
         unary = ask(narrow, "GetJob", "large")
         await asyncio.sleep(0.5)  # the stream has been ended by now, and what it had is still held
-        refused = from_rpc_error(await failure(channel, "large"))
-        assert type(refused) is errors.QueueFull
+        refused = await until(channel, refused=True, job_id="large")
+        assert refused is not None
         assert refused.metadata == {"limit": "max_answers_mib"}
         assert refused.retry_after_s
         await stub(channel).GetJob(image_pb2.GetJobRequest())  # a small one has room
         for call in (streams, unary):
             call.cancel()
-        await asyncio.sleep(0.2)
-        await stub(channel).GetJob(image_pb2.GetJobRequest(job_id="large"))
+        await until(channel, refused=False, job_id="large")
 
 
 async def test_an_answer_above_the_whole_budget_goes_where_no_other_waits() -> None:

@@ -51,7 +51,7 @@ async def test_of_a_call_that_has_ended_nothing_waits_for_the_collector(end: str
     async with scripted_images(default_deadline_s=0.3) as (_, _, channel):
         with _collector_off() as kept:
             await ENDS[end](channel)
-            await eventually(lambda: not kept(), within_s=2)
+            await eventually(lambda: not kept())
 
 
 @pytest.mark.parametrize("last", [b"\xff\xff\xff", _REFUSED], ids=["no message", "refused before all was read"])
@@ -61,7 +61,7 @@ async def test_of_a_stream_of_requests_that_was_refused_nothing_waits_for_the_co
         with _collector_off() as kept:
             with pytest.raises(grpc.aio.AioRpcError):
                 _ = [answer async for answer in join(iter([b"", last, b"", b""]))]
-            await eventually(lambda: not kept(), within_s=2)
+            await eventually(lambda: not kept())
 
 
 @contextmanager

@@ -14,10 +14,7 @@ import pytest
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_images import scripted_images, stub
-from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.cut_cable import laid
-from tests.support.running_gateway import running_gateway
-from tests.support.waiting import eventually
 
 QUIET_S = 600.0
 # A ping every 30 s and 10 s for its answer (rpc.channel), and as much again for a machine that has other things to do.
@@ -40,20 +37,6 @@ async def test_a_stream_without_news_lives_for_ten_minutes_and_a_peer_that_vanis
             assert time.monotonic() - began > 1  # it was the ping that nobody answered
         assert cable.carried == 1
         servicer.release.set()
-
-
-async def test_the_gateways_connection_to_an_idle_worker_lives_for_ten_minutes() -> None:
-    async with running_gateway() as house:
-        worker = ScriptedWorker("w1", house.fleet_address)
-        await worker.listen()
-        async with laid(worker.address) as cable:
-            await worker.join(cable.address)
-            house.workers.append(worker)
-            await eventually(lambda: cable.carried > 0)
-            await asyncio.sleep(QUIET_S)
-            assert cable.carried == 1
-            assert (await house.draw("after", prompt="a star")).images
-            assert cable.carried == 1
 
 
 async def _ended_early(call: grpc.aio.UnaryStreamCall[image_pb2.WatchJobRequest, image_pb2.WatchJobResponse]) -> bool:

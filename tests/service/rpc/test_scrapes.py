@@ -18,7 +18,7 @@ from tests.support.crowds import alive, connections
 from tests.support.waiting import eventually
 
 HALF = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
-CROWD = 500
+CROWD = 200
 SCRAPES = 3
 
 
@@ -43,11 +43,10 @@ def _threads() -> set[int | None]:
     return {thread.ident for thread in threading.enumerate() if thread.name.startswith(own)}
 
 
-@pytest.mark.parametrize("says", [b"", HALF], ids=["nothing", "half a request"])
-async def test_half_requests_hold_no_threads_and_a_scrape_is_answered_beside_them(server: Server, says: bytes) -> None:
+async def test_half_requests_hold_no_threads_and_a_scrape_is_answered_beside_them(server: Server) -> None:
     assert "bottega_rpc_in_flight" in await scraped(server)
     threads, files = _threads(), psutil.Process().num_fds()
-    with connections(server.metrics_address, CROWD, says=says) as crowd:
+    with connections(server.metrics_address, CROWD, says=HALF) as crowd:
         for _ in range(SCRAPES):
             assert "bottega_rpc_in_flight" in await scraped(server)
         assert alive(crowd) <= metrics.MAX_CONNECTIONS
@@ -91,12 +90,10 @@ def _read_out(connection: object) -> None:
         return
 
 
-async def test_a_server_that_stops_ends_those_who_have_not_asked_yet() -> None:
+async def test_a_server_that_stops_ends_those_who_have_not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_S", 600.0)
     async with scripted_images() as (server, _, _):
         with connections(server.metrics_address, 10, says=HALF) as crowd:
             await scraped(server)
-            began = time.monotonic()
-            await server.stop()
-            assert time.monotonic() - began < 3
-            await asyncio.sleep(0.1)
-            assert not alive(crowd)
+            await asyncio.wait_for(server.stop(), 60)
+            await eventually(lambda: not alive(crowd))

@@ -21,13 +21,12 @@ from cryptography.x509.oid import NameOID
 from google.protobuf.descriptor import MethodDescriptor
 
 import bottega.v1
-from bottega.errors import ConfigError, Forbidden
+from bottega.errors import ConfigError
 from bottega.rpc.channel import PLAINTEXT, Channels, Target, open_channel
 from bottega.rpc.security.caller import METHOD_ROLES, Role
 from bottega.rpc.security.tls import TlsConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
-from bottega.rpc.status import from_rpc_error
 from tests.support.certificates import Authority
 
 CALLERS = (
@@ -141,12 +140,6 @@ async def test_exactly_the_table_is_allowed(authority: Authority) -> None:
         assert allowed == {name: set(roles) for name, roles in METHOD_ROLES.items()}
 
 
-async def test_without_certificates_nobody_is_asked() -> None:
-    async with serving(TlsConfig()) as server, open_channel(server.address) as channel:
-        outcomes = await asyncio.gather(*(_outcome(channel, name) for name in METHODS))
-        assert set(outcomes) == {"OK"}
-
-
 async def test_health_is_for_everybody_who_gets_in(authority: Authority) -> None:
     async with (
         serving(authority.issue("worker/w1")) as server,
@@ -239,19 +232,6 @@ async def test_a_uri_of_a_certificate_names_its_owner_and_nothing_else_of_it_doe
                 assert await _outcome(channel, "/bottega.v1.TemplateService/ListTemplates") == outcome
 
 
-async def test_what_is_not_for_a_role_is_said_so(authority: Authority) -> None:
-    async with (
-        serving(authority.issue("worker/w1")) as server,
-        authority.channels("tenant/shop").open(_to(server)) as channel,
-    ):
-        call: Any = channel.unary_unary(LIST)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call(b"", timeout=5)
-        error = from_rpc_error(refused.value)
-        assert isinstance(error, Forbidden)
-        assert "tenant shop may not" in error.message
-
-
 async def test_certificates_are_renewed_under_load_without_a_failed_call(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +244,7 @@ async def test_certificates_are_renewed_under_load_without_a_failed_call(
             async with channels.open(_to(server, name="w1")) as channel:
                 outcomes.extend([await _outcome(channel, LIST) for _ in range(5)])
 
-        for _ in range(10):
+        for _ in range(4):
             calling = asyncio.gather(*(call() for _ in range(10)))
             await asyncio.to_thread(authority.issue, "worker/w1")
             await asyncio.to_thread(authority.issue, "gateway/main")
@@ -272,7 +252,7 @@ async def test_certificates_are_renewed_under_load_without_a_failed_call(
         metric = server.registry.get_sample_value("bottega_certificate_expires_timestamp_seconds")
         assert metric is not None
         assert metric > 0
-    assert outcomes == ["OK"] * 500
+    assert outcomes == ["OK"] * 200
 
 
 @pytest.mark.parametrize("config", [{}, {"client_certificates": False}])

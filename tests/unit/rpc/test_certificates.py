@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import ConfigError
-from bottega.rpc.security.caller import Identity, Role, dns_name, identity_from, identity_in
+from bottega.rpc.security.caller import Identity, Role, identity_from, identity_in
 from bottega.rpc.security.certificates import CertificatePair, check_pair, facts_of, new_authority, new_certificate
 from bottega.rpc.security.private_files import read_private, write_file
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
@@ -65,11 +65,6 @@ def test_a_certificate_with_two_identities_names_nobody() -> None:
     assert identity_in(["bottega://worker/a", "bottega://gateway/b"]) is None
     assert identity_in(["bottega://worker/a.b/../c"]) is None
     assert identity_in([]) is None
-
-
-def test_dns_names_are_of_a_name_and_of_its_role() -> None:
-    assert WORKER.dns_names == (dns_name("worker", "gpu-1.rack-2"), dns_name("worker"))
-    assert dns_name("worker") == "worker.bottega"
 
 
 def test_renewed_files_count_and_those_that_cannot_be_used_do_not(

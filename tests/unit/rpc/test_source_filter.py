@@ -6,7 +6,6 @@ import contextlib
 import errno
 import ipaddress
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from bottega.rpc import source_filter
 from bottega.rpc.inbound_connections import connections, let_through
 from bottega.rpc.source_filter import Instruction, SourceFilter, program
+from tests.fakes.fake_time import FakeTime
 from tests.support.waiting import wait_until
 
 BANNED, OTHER = "127.0.0.2", "127.0.0.3"
@@ -35,24 +35,28 @@ def _connects(port: int, source: str) -> bool:
         return False
 
 
-def test_a_banned_host_cannot_connect_until_its_time_is_over_and_others_can(port: int) -> None:
-    banned = SourceFilter(port, banned_s=0.3, probation_s=60.0)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    clock = FakeTime()
+    monkeypatch.setattr(source_filter, "time", clock)
+    return clock
+
+
+def test_a_banned_host_cannot_connect_until_its_time_is_over_and_others_can(port: int, clock: FakeTime) -> None:
+    banned = SourceFilter(port, banned_s=10.0, probation_s=60.0)
     assert _connects(port, BANNED)
-    began = time.monotonic()
     assert banned.ban(BANNED)
+    clock.now += 9
+    banned.lift()
     assert not _connects(port, BANNED)
     assert _connects(port, OTHER)
-
-    def lifted() -> bool:
-        banned.lift()
-        return _connects(port, BANNED)
-
-    wait_until(lifted, "the host to be let in")
-    assert time.monotonic() - began > 0.3
+    clock.now += 2
+    banned.lift()
+    assert _connects(port, BANNED)
 
 
-def test_a_host_whose_ban_is_over_is_not_banned_again_for_some_time(port: int) -> None:
-    banned = SourceFilter(port, banned_s=0.0, probation_s=0.3)
+def test_a_host_whose_ban_is_over_is_not_banned_again_for_some_time(port: int, clock: FakeTime) -> None:
+    banned = SourceFilter(port, banned_s=0.0, probation_s=60.0)
     assert banned.ban(BANNED)
     assert banned.is_due()
     banned.lift()
@@ -60,13 +64,14 @@ def test_a_host_whose_ban_is_over_is_not_banned_again_for_some_time(port: int) -
     assert not banned.ban(BANNED)
     assert banned.ban(OTHER)
     assert _connects(port, BANNED)
-    wait_until(lambda: banned.ban(BANNED), "the host to be banned again")
+    clock.now += 61
+    assert banned.ban(BANNED)
     assert not _connects(port, BANNED)
 
 
-def test_bulk_data_of_a_host_on_probation_is_dropped_until_it_is_let_through() -> None:
+def test_bulk_data_of_a_host_on_probation_is_dropped_until_it_is_let_through(clock: FakeTime) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
-        banned = SourceFilter(listening.getsockname()[1], banned_s=0.0, probation_s=0.2)
+        banned = SourceFilter(listening.getsockname()[1], banned_s=0.0, probation_s=60.0)
         assert banned.ban(BANNED)
         assert not banned.lift()
 
@@ -85,7 +90,8 @@ def test_bulk_data_of_a_host_on_probation_is_dropped_until_it_is_let_through() -
         assert held.host == BANNED
         let_through(held)
         wait_until(lambda: _received_bytes(served) == 6_000, "the client to send it again")
-        wait_until(banned.is_due, "the probation to end")
+        assert not banned.is_due()
+        clock.now += 61
         assert banned.lift() == {BANNED}
         client, served = connection(BANNED)
         client.sendall(bytes(5_000))
