@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from bottega.process.fork_server import ForkedProcess, ForkOrder, ForkServer, _show_command, fork_server
-from tests.support import forked_services
 from tests.support.services import runs
 from tests.support.waiting import EVENTUALLY_S, eventually, wait_until
 
@@ -49,8 +48,6 @@ def main():
     elif sys.argv[1] == "fails":
         atexit.register(print, "an exit function ran")
         raise ValueError("no such thing")
-    elif sys.argv[1] == "says":
-        sys.exit("goodbye")
     print("waits", flush=True)
     signal.pause()
 if __name__ == "__main__":
@@ -87,9 +84,9 @@ class Forking:
             finally:
                 os.close(read_end)
 
-    async def started(self) -> ForkedProcess:
-        """Return a process that waits for signals."""
-        process = await self.start("waits")
+    async def started(self, *more: str) -> ForkedProcess:
+        """Return a process that waits for signals. more: arguments that it does not read."""
+        process = await self.start("waits", *more)
         await eventually(lambda: "waits" in self.printed.read_text())
         return process
 
@@ -150,27 +147,21 @@ async def test_tools_show_the_command_of_a_fork(forking: Forking) -> None:
     process = await forking.started()
     shown = psutil.Process(process.pid)
     assert [word for word in shown.cmdline() if word] == [sys.executable, "-m", "toy", "waits"]
+    long = await forking.started(*[COMMENT] * 200)
+    command = f"{sys.executable} -m toy waits {COMMENT}"
+    assert " ".join(psutil.Process(long.pid).cmdline()).startswith(command), "what is longer than its memory is cut"
     assert shown.name() == Path(sys.executable).name
     assert psutil.Process(forking.process.pid).cmdline()[0] == "a fork server"
     assert shown.ppid() == forking.process.pid
-    process.terminate()
-    await process.wait()
+    for each in (process, long):
+        each.terminate()
+        await each.wait()
 
 
-async def test_a_command_longer_than_its_memory_is_cut(forking: Forking) -> None:
-    process = await forking.start("waits", *[COMMENT] * 200)
-    await eventually(lambda: "waits" in forking.printed.read_text())
-    command = f"{sys.executable} -m toy waits {COMMENT}"
-    assert " ".join(psutil.Process(process.pid).cmdline()).startswith(command)
-    process.terminate()
-    await process.wait()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_fork_that_a_signal_ends_says_so(forking: Forking, number: signal.Signals) -> None:
+async def test_a_fork_that_a_signal_ends_says_so(forking: Forking) -> None:
     first, second = await forking.started(), await forking.started()
-    psutil.Process(first.pid).send_signal(number)
-    assert await first.wait() == -number
+    psutil.Process(first.pid).kill()
+    assert await first.wait() == -signal.SIGKILL
     assert psutil.Process(second.pid).is_running()
     second.terminate()
     assert await second.wait() == -signal.SIGTERM
@@ -182,12 +173,6 @@ async def test_a_fork_that_fails_prints_its_traceback(forking: Forking) -> None:
     *_, error, last_line = forking.printed.read_text().splitlines()
     assert error == "ValueError: no such thing"
     assert last_line == "an exit function ran"
-
-
-async def test_a_fork_that_exits_with_a_message_prints_it(forking: Forking) -> None:
-    process = await forking.start("says")
-    assert await process.wait() == 1
-    assert forking.printed.read_text() == "goodbye\n"
 
 
 async def test_forks_of_a_server_that_dies_are_killed(forking: Forking) -> None:
@@ -271,30 +256,6 @@ async def test_a_server_ends_when_its_parent_does_and_its_forks_go_on(forking: F
     assert await asyncio.to_thread(forking.process.wait, 10) == 0
     await eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
     assert await process.wait() == -signal.SIGKILL  # nobody knows how it ends
-
-
-def test_the_service_of_a_test_is_a_fork_with_the_methods_of_popen(
-    forking: Forking, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forked_services, "_link", forking.server._link)
-    order = replace(forking.order, arguments=("waits",))
-    with forking.printed.open("wb") as output:
-        service = forked_services.ForkedService(order, output)
-    wait_until(lambda: "waits" in forking.printed.read_text(), "it to run")
-    assert service.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        service.wait(0.01)
-    service.terminate()
-    assert service.wait(10) == service.returncode == -signal.SIGTERM
-    service.kill()  # does nothing to a process that has ended
-
-
-def test_a_test_does_not_wait_for_a_server_that_hangs(forking: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_services, "_link", forking.server._link)
-    monkeypatch.setattr(forked_services, "_START_S", 0.1)
-    forking.process.send_signal(signal.SIGSTOP)
-    with forking.printed.open("wb") as output, pytest.raises(TimeoutError):
-        forked_services.ForkedService(forking.order, output)
 
 
 def test_a_process_with_threads_forks_no_server() -> None:

@@ -62,13 +62,6 @@ def test_a_test_that_ends_its_process_fails_and_ends_the_run(tmp_path: Path) -> 
     assert "its process died with 7" in said
 
 
-def test_after_a_failure_that_is_the_last_allowed_nothing_more_runs(tmp_path: Path) -> None:
-    write(tmp_path, one="def test_fails(): assert False\n\ndef test_after(): pass")
-    status, said = run(tmp_path, "-x")
-    assert status == pytest.ExitCode.TESTS_FAILED
-    assert "1 failed in" in said
-
-
 def test_an_interrupted_run_ends_what_tests_started(tmp_path: Path) -> None:
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     write(

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from bottega.adapter_rules import check_controlnets, mode_name, mode_names, mode_number
+from bottega.adapter_rules import check_controlnets, mode_number
 from bottega.addons.controlnets.client.cli_options import ControlArgument, ControlType, merged
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn, ResolvedControlNets
 from bottega.addons.interface.views import ANYTHING
@@ -36,18 +36,6 @@ def test_a_mode_is_known_by_name_and_by_number(mode: str, number: int) -> None:
 @pytest.mark.parametrize("mode", ["", "Depth", "64", "-1", "01", "1.0"])
 def test_nothing_else_is_a_mode(mode: str) -> None:
     assert mode_number(mode) is None
-
-
-@pytest.mark.parametrize(
-    ("count", "names"),
-    [(0, ""), (2, "openpose, depth"), (9, f"{FIRST_NAMES}, 8"), (64, f"{FIRST_NAMES}, 8 to 63")],
-)
-def test_a_list_names_each_mode_once(count: int, names: str) -> None:
-    assert mode_names(count) == names
-
-
-def test_a_number_without_a_name_is_its_own_name() -> None:
-    assert (mode_name(7), mode_name(8)) == ("repaint", "8")
 
 
 def _net(name: str = "union", **fields: Any) -> generation_pb2.ControlNet:

@@ -113,19 +113,6 @@ def test_nothing_is_kept_of_those_whose_work_is_done() -> None:
     assert len(line._order._done_at) <= 2
 
 
-def test_work_that_takes_more_than_it_was_charged_is_corrected() -> None:
-    line, used = Line({}), Counter[str]()
-    for _ in range(2000):
-        line.ask("liar", 0.1)
-        line.ask("honest", 0.1)
-    for _ in range(1000):
-        tenant, _ = line.serve()
-        more = 0.9 if tenant == "liar" else -0.05
-        line.settle(tenant, more)
-        used[tenant] += round(100 * (0.1 + more))
-    assert abs(used["liar"] / used.total() - 0.5) < 0.02
-
-
 def test_a_tenant_that_is_here_counts_however_long_ago_its_last_turn_was() -> None:
     here = {"small", "large"}
     lengths = TurnLengths(here)

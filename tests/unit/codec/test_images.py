@@ -220,8 +220,3 @@ def test_the_same_picture_is_the_same_bytes_in_whatever_order_its_text_comes(
     text = {"bottega": "{}", "parameters": "a star", "a third": "one"}
     forwards, backwards = text, dict(reversed(text.items()))
     assert images.encode(pixels, image_format, 90, forwards) == images.encode(pixels, image_format, 90, backwards)
-
-
-def test_pixels_must_fit_their_size() -> None:
-    with pytest.raises(ValueError, match="2x2"):
-        Pixels(width=2, height=2, data=bytes(11))

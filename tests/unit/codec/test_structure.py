@@ -19,11 +19,9 @@ from tests.samples import hostile_images as hostile
 _SOON_S = 0.5
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "scans of the largest image": (lambda: hostile.scans(3000), "33 JPEG scans or more .*; at most 536870912"),
-    "scans that refine": (lambda: hostile.scans(300, refine=True), "33 JPEG scans or more .*; at most 536870912"),
     "scans of three components": (lambda: hostile.scans(99, components=(1, 2, 3)), "11 JPEG scans or more"),
     "scans of a small image": (lambda: hostile.scans(101, side=64), "101 JPEG scans or more; at most 100"),
     "segments": (lambda: hostile.segments(2_000_000), "more than 1024 JPEG segments; at most 1024"),
-    "segments of an application": (lambda: hostile.segments(2_000_000, 0xE5), "at most 1024"),
     "restart intervals": (lambda: hostile.segments(1_300_000, 0xDD, b"\0\1"), "at most 1024"),
     "EXIF in many parts": (lambda: hostile.exif_segments(500_000, 2), "more than 1024 JPEG segments"),
     "EXIF in large parts": (
@@ -35,13 +33,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         "bytes or more between its JPEG segments; at most 65536",
     ),
     "stray bytes": (lambda: hostile.jpeg_with(bytes(8_000_000)), "between its JPEG segments; at most 65536"),
-    "stray escapes": (lambda: hostile.jpeg_with(b"\xff\0" * 4_000_000), "between its JPEG segments; at most 65536"),
     "arithmetic codes": (hostile.arithmetic, "baseline and progressive are accepted"),
     "damaged texts": (lambda: hostile.compressed_texts(7900), "7900 PNG texts; at most 128"),
-    "damaged international texts": (lambda: hostile.compressed_texts(7900, b"iTXt"), "7900 PNG texts; at most 128"),
     "colour profiles": (lambda: hostile.colour_profiles(7900), "7900 PNG chunks iCCP; at most 1"),
     "unknown chunks": (lambda: hostile.chunks(690_000), "more than 16384 PNG chunks; at most 16384"),
-    "texts": (lambda: hostile.chunks(690_000, b"tEXt"), "more than 16384 PNG chunks"),
     "pixels in tiny chunks": (lambda: hostile.tiny_pixel_chunks(690_000), "more than 16384 PNG chunks"),
     "EXIF of a PNG": (
         lambda: hostile.png_with(hostile.chunk(b"eXIf", hostile.exif(65_535, 2**20 + 1))),
@@ -60,22 +55,16 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 # At the bounds: these are decoded, and nothing that is taken takes longer.
 TAKEN: dict[str, Callable[[], bytes]] = {
     "scans of the largest image": lambda: hostile.scans(32, refine=True),
-    "scans of a large image": lambda: hostile.scans(100, side=2288, refine=True),
     "scans of a small image": lambda: hostile.scans(100, side=64),
     "segments": lambda: hostile.segments(1000),
     "EXIF in many parts": lambda: hostile.exif_segments(1000, 1000),
     "padding": lambda: hostile.jpeg_with(b"\xff" * 65_000),
     "damaged texts": lambda: hostile.compressed_texts(128),
-    "damaged international texts": lambda: hostile.compressed_texts(128, b"iTXt"),
     "a colour profile": lambda: hostile.colour_profiles(1),
     "unknown chunks": lambda: hostile.chunks(16_000),
     "pixels in tiny chunks": lambda: hostile.tiny_pixel_chunks(16_000),
-    "EXIF of a PNG": lambda: hostile.png_with(hostile.chunk(b"eXIf", hostile.exif(65_535, 2**20))),
     "chunks of a WebP": lambda: hostile.webp_with(250),
-    "EXIF of a WebP": lambda: hostile.webp_with(1, b"EXIF", hostile.exif(65_535, 2**20)),
-    "16 bits, filtered": lambda: hostile.png_of(4096, 4096),
     "16 bits, interlaced": lambda: hostile.png_of(4096, 4096, interlaced=True),
-    "the longest line": lambda: hostile.png_of(16_384, 1024, interlaced=True),
 }
 
 
