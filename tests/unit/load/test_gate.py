@@ -52,14 +52,12 @@ def test_a_run_within_its_bounds_passes(slo: Path, capsys: pytest.CaptureFixture
         ({"latencyDistribution": [{"percentage": 50, "latency": 9}, {"percentage": 99, "latency": 51e6}]}, ["p99"]),
         # What ghz writes where no call ended well.
         ({"latencyDistribution": None, "statusCodeDistribution": {"Unavailable": 3000}}, ["errors", "p50", "p99"]),
-        ({"latencyDistribution": [{"percentage": 0, "latency": 0}]}, ["p50", "p99"]),
         ({"statusCodeDistribution": {"OK": 2996, "Unavailable": 4}}, ["errors"]),
         # Refusals are errors where nothing is said of them.
         ({"statusCodeDistribution": {"OK": 2990, "ResourceExhausted": 10}}, ["errors"]),
         ({"rps": 98.9}, ["calls a second"]),
         ({"count": 2999, "statusCodeDistribution": {"OK": 2999}, "options": {"total": 3000}}, ["calls"]),
         ({"endReason": "timeout"}, ["calls"]),
-        ({"endReason": "cancel"}, ["calls"]),
     ],
 )  # fmt: skip
 def test_a_run_outside_of_a_bound_fails_and_says_of_which(
@@ -69,30 +67,6 @@ def test_a_run_outside_of_a_bound_fails_and_says_of_which(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[2].strip() for line in lines if line.startswith("  FAIL")] == failed
     assert json.loads(lines[-1])["gate"] == "fail"
-
-
-def test_a_slow_last_answer_does_not_make_the_rate_too_low(slo: Path) -> None:
-    def of(interval_s: float) -> int:
-        began = [place * interval_s for place in range(60)]
-        details = [
-            {
-                "timestamp": f"2026-02-01T10:{at // 60:02.0f}:{at % 60:09.6f}Z",
-                "latency": 4e9,
-                "error": "",
-                "status": "OK",
-            }
-            for at in (second + 4 for second in began)
-        ]
-        return gate(slo, ghz_report(count=60, rps=0.95, options={"rps": 1}, details=details))
-
-    assert of(1.0) == 0
-    assert of(1.02) == 1
-
-
-def test_the_bound_itself_holds(slo: Path) -> None:
-    at = [{"percentage": 50, "latency": 5_000_000}, {"percentage": 99, "latency": 50_000_000}]
-    codes = {"OK": 2997, "Unavailable": 3}
-    assert gate(slo, ghz_report(latencyDistribution=at, statusCodeDistribution=codes, rps=99.0)) == 0
 
 
 def test_refusals_under_overload_pass_up_to_their_share_and_hide_no_other_error(slo: Path) -> None:
@@ -106,22 +80,11 @@ def test_refusals_under_overload_pass_up_to_their_share_and_hide_no_other_error(
     assert of({**OVERLOADED, "OK": 599, "Internal": 1}) == 1
 
 
-def test_the_most_frequent_errors_are_said(slo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    errors = {"rare": 1, "rpc error: code = Unavailable desc = \x1b[2J gone": 99}
-    assert gate(slo, ghz_report(statusCodeDistribution={"OK": 2900, "Unavailable": 100}, errorDistribution=errors)) == 1
-    said = capsys.readouterr().out
-    assert "99 x 'rpc error: code = Unavailable desc = \\x1b[2J gone'" in said
-    assert said.index("99 x") < said.index("1 x 'rare'")
-
-
 @pytest.mark.parametrize(
     ("report", "said"),
     [
-        ("{", "not readable as JSON"),
-        ("[]", "not a report of ghz"),
         ("{}", "not a report of ghz: KeyError 'options'"),
         ({**ghz_report(), "tags": {}}, "not a report of ghz: KeyError 'profile'"),
-        ({**ghz_report(), "rps": "many"}, "not a report of ghz"),
         (json.dumps(ghz_report(rps=float("nan"))), "rps is no number"),
         (ghz_report("ListJobs"), "no bounds for ListJobs"),
         (ghz_report(profile="step"), "no bounds for GetJob under 'step'"),
@@ -144,10 +107,7 @@ def test_a_method_without_a_report_is_no_pass(slo: Path, capsys: pytest.CaptureF
     ("bounds", "said"),
     [
         ("[steady]\nGetJob = { p98_ms = 5 }", "steady.GetJob.p98_ms is no bound"),
-        ("[steady]\nGetJob = { p50_ms = true }", "steady.GetJob.p50_ms must be a number"),
         ("[steady]\nGetJob = { errors = -1 }", "steady.GetJob.errors must be a number"),
-        ("[steady]\nGetJob = { errors = nan }", "steady.GetJob.errors must be a number"),
-        ("[steady]\nGetJob = 5", "steady.GetJob is no table"),
         ("[steady", "slo.toml"),
         ("steady = 5", "steady is no table"),
         ("[smoke]\nGetJob = {}", "no profile 'steady'; there are smoke"),

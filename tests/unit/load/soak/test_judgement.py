@@ -79,19 +79,18 @@ def test_a_run_in_which_each_request_has_its_picture_and_nothing_grew_is_well(
     assert values["growth_memory"] == pytest.approx(0.009)
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.LATE, Outcome.REFUSED])
-def test_a_request_without_a_picture_is_lost_whatever_it_was_told(
-    outcome: Outcome, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = soaked({7: outcome})
-    assert not run.answered_well
+@pytest.mark.parametrize(
+    ("run", "figure", "value"),
+    [
+        (soaked({7: Outcome.FAILED, 8: Outcome.LATE, 9: Outcome.REFUSED}), "lost", 3),
+        (soaked(completed={"soak-0": 3, "soak-1": 1}), "double", 2),
+        (soaked(grown=0.02), "growth_memory", pytest.approx(0.02)),
+    ],
+    ids=["pictures are lost", "a picture was drawn twice", "memory grew by more than a hundredth"],
+)
+def test_a_run_is_not_well_where(run: Soaked, figure: str, value: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert not judge(run, LENGTH_S)
-    assert said(capsys)["lost"] == 1
-
-
-def test_a_picture_that_was_drawn_twice_is_not_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not judge(soaked(completed={"soak-0": 3, "soak-1": 1}), LENGTH_S)
-    assert said(capsys)["double"] == 2
+    assert said(capsys)[figure] == value
 
 
 def test_a_run_that_asked_for_less_than_was_planned_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,10 +99,3 @@ def test_a_run_that_asked_for_less_than_was_planned_says_nothing(capsys: pytest.
     assert not run.answered_well
     assert not judge(run, LENGTH_S)
     assert "void: 100 of 200 requests went out on time" in capsys.readouterr().out
-
-
-def test_what_grew_by_more_than_a_hundredth_is_not_well(capsys: pytest.CaptureFixture[str]) -> None:
-    run = soaked(grown=0.02)
-    assert run.answered_well
-    assert not judge(run, LENGTH_S)
-    assert said(capsys)["growth_memory"] == pytest.approx(0.02)

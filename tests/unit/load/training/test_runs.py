@@ -45,10 +45,6 @@ def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(training: 
     assert sum(file.stat().st_size for file in (model / "loras").rglob("*") if file.is_file()) < 5e6
 
 
-def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(training: Training) -> None:
-    assert list(train_all(replace(training, minutes=0.0))) == [Outcome(stage="vae", steps=0)]
-
-
 def test_a_stage_that_others_trained_on_is_left_alone_or_refused(training: Training) -> None:
     for number, name in enumerate(("text", "unet", "decoder"), 1):  # the last shares no network with the others
         save_checkpoint(Checkpoint(step=1, number=number, state={}), name, training.folder)
@@ -61,17 +57,6 @@ def test_a_stage_that_others_trained_on_is_left_alone_or_refused(training: Train
     save_checkpoint(Checkpoint(step=2, number=4, state={}), "text", training.folder)
     with pytest.raises(ConfigError, match="text trained on what it left"):
         train("unet", replace(training, steps=3))
-
-
-def test_random_weights_are_refused_where_a_checkpoint_would_take_their_place(training: Training) -> None:
-    train("vision", training)
-
-    with pytest.raises(ConfigError, match=r"training/vision\.pt is there"):
-        train("vision", replace(training, fresh=True))
-    with pytest.raises(ConfigError, match="holds a training"):
-        next(train_all(replace(training, fresh=True)))
-    with pytest.raises(ConfigError, match="decoder cannot begin with random weights"):
-        train("decoder", replace(training, fresh=True))
 
 
 def test_a_model_survives_a_death_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
