@@ -17,15 +17,12 @@ from tests.support.stock import Stock
 from tests.support.waiting import wait_until
 
 LORA_TIMEOUT_S = 8.0
-LORA_SILENCE_S = 2.0
-# All rows of a turn padded to so many: what runs beside a picture changes none of its bits.
 _ENGINE = {
     "model": "miniature",
     "threads": 1,
     "max_rows": 4,
-    "fixed_rows": 4,
     "checkpoint_interval_s": 0.2,
-    "loras": {"timeout_s": LORA_TIMEOUT_S, "silence_s": LORA_SILENCE_S},
+    "loras": {"timeout_s": LORA_TIMEOUT_S, "silence_s": 2.0},
 }
 # To a worker: a LoRA of a megabyte takes seconds.
 _STORE_BYTES_PER_S = 400_000
@@ -46,8 +43,21 @@ class Suite:
         self.store = _start_store(self.services, self.gateway)
         self.wait_for_store()
 
+    def restart_worker(self) -> None:
+        """Another worker in the place of one that was killed."""
+        wait_until(lambda: not self.has_worker(), "the worker to be lost")
+        self.worker = _start_worker(self.services, self.gateway)
+        wait_until(self.has_worker, "the worker to join")
+
+    def has_worker(self) -> bool:
+        return any(model.workers for model in self.client.models())
+
     def wait_for_store(self) -> None:
         wait_until(lambda: self.store.address in _addresses(self.client), "the store to join")
+
+
+def _start_worker(services: Services, gateway: Service) -> Service:
+    return services.start("worker", worker_config(gateway.fleet, name="w1", engine=_ENGINE))
 
 
 def _start_store(services: Services, gateway: Service) -> Service:
@@ -64,12 +74,12 @@ def _addresses(client: Client) -> set[str]:
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     with Services(tmp_path_factory.mktemp("suite")) as services, ThreadPoolExecutor(1) as pool:
         gateway = services.start("gateway", gateway_config())
-        starting = pool.submit(services.start, "worker", worker_config(gateway.fleet, name="w1", engine=_ENGINE))
+        starting = pool.submit(_start_worker, services, gateway)
         store = _start_store(services, gateway)
         worker = starting.result()
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             suite = Suite(gateway=gateway, worker=worker, store=store, client=client, services=services)
-            wait_until(lambda: bool(client.models()), "the worker to join")
+            wait_until(suite.has_worker, "the worker to join")
             suite.wait_for_store()
             yield suite
 

@@ -16,7 +16,6 @@ from bottega.client import (
     CacheProfile,
     Client,
     LengthClass,
-    Lora,
     Picture,
     RetryPolicy,
     SkipProfile,
@@ -24,7 +23,6 @@ from bottega.client import (
 )
 from bottega.errors import CacheEntryGone, NoCache
 from tests.e2e.conftest import Suite
-from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.services import FREE_PORTS, Service
 from tests.support.waiting import wait_until
 
@@ -141,44 +139,6 @@ def test_a_similar_prompt_starts_from_what_was_recorded_and_its_pin_draws_the_sa
     assert exact.pil().tobytes() == noise.pil().tobytes()
     assert _again(client, noise, tmp_path).data == noise.data
     assert client.cache_entry(use.entry).parameters.prompt == _PROMPT
-
-
-def test_of_several_pictures_each_is_drawn_again_alone(
-    client: Client, cache: _Cache, key: dict[str, Any], tmp_path: Path
-) -> None:
-    _record(client, key)
-    pictures = _started(lambda: list(client.generate_many(_SIMILAR, 2, seed=3, fidelity="balanced", **key)))
-    (use,) = pictures[0].provenance.cached_starts
-    assert {picture.index: _again(client, picture, tmp_path).data for picture in pictures} == {
-        picture.index: picture.data for picture in pictures
-    }
-    pins = [parameters_of(tmp_path / f"{each.job_id}-{each.index}.png")[1].get("cache_entry") for each in pictures]
-    assert pins[use.image] == use.entry
-    assert pins[1 - use.image] is None
-
-
-def test_what_is_drawn_otherwise_never_starts_from_it_though_it_names_it(
-    suite: Suite, cache: _Cache, key: dict[str, Any], tmp_path: Path
-) -> None:
-    client = suite.client
-    pin = f"{_record(client, key)}@{_STEP}"
-    parts = {("unet", name): Part(rank=2, alpha=2.0) for name in base_shapes("unet") if name.endswith("to_q")}
-    client.add_lora("cached", save(kohya(parts, seed=4)[0], tmp_path / "cached.safetensors"), base="miniature")
-    client.generate(_SIMILAR, cache_entry=pin, **key)
-    others: list[dict[str, Any]] = [
-        {"negative_prompt": ""},
-        {"guidance_scale": 3.0},
-        {"guidance_rescale": 0.5},
-        {"num_inference_steps": 30},
-        {"width": 72},
-        {"sampler": "dpmpp_2m"},
-        {"sampler": "euler", "use_karras_sigmas": True},
-        {"lora": [Lora("cached")]},
-    ]
-    for other in others:
-        with pytest.raises(CacheEntryGone) as refused:
-            client.generate(_SIMILAR, cache_entry=pin, **key | other)
-        assert refused.value.metadata["entry"] == pin
 
 
 def test_when_the_cache_is_gone_every_picture_is_drawn_and_a_pin_waits_for_its_return(

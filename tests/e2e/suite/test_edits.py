@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bottega.client import Box, Client
 from bottega.engine.spec import ResolvedSpec
 from tests.e2e.conftest import Suite
-from tests.samples.edits import box_mask, ellipse_mask, template
+from tests.samples.edits import ellipse_mask, template
 from tests.samples.hostile_images import saved
 from tests.support.stock import Stock, assert_same_image
 from tests.support.terminal import run
@@ -42,18 +42,6 @@ def test_an_edit_without_keeping_the_unmasked_is_the_picture_of_stock_diffusers(
     drawn = client.generate(SPEC.prompt, image=saved(template()), mask_image=saved(mask), keep_unmasked=False, **DRAWN)
     assert drawn.provenance.exact
     assert_same_image(array(drawn.data), stock.edit(SPEC, template(), mask).pixels)
-
-
-def test_a_cut_edit_without_keeping_the_unmasked_is_the_picture_of_stock_diffusers(
-    client: Client, stock: Stock
-) -> None:
-    image, mask = template(160, 120), box_mask((60, 40, 90, 70), 160, 120)
-    drawn = client.generate(
-        SPEC.prompt, image=saved(image), mask_image=saved(mask), padding_mask_crop=12, keep_unmasked=False, **DRAWN
-    )
-    assert (drawn.width, drawn.height) == (160, 120)
-    theirs = stock.edit(SPEC, image, mask, padding_mask_crop=12).pixels
-    assert_same_image(array(drawn.data), theirs)
 
 
 def test_a_picture_is_edited_in_a_box_by_the_sdk_and_the_same_by_the_command(suite: Suite, tmp_path: Path) -> None:

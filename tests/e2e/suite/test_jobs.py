@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from bottega.client import Client
 from tests.e2e.conftest import Suite
 from tests.support.terminal import run
 
 PROMPT = "a small green circle on a white background"
-QUICK: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 4.0}
 
 
 def test_a_job_from_the_terminal_is_found_followed_and_fetched(suite: Suite, client: Client, tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,15 @@ import pytest
 from bottega.client import Box, Client, parameters_of
 from bottega.client.types.picture import Picture
 from bottega.errors import RecordingNotKept
+from tests.e2e.conftest import Suite
 from tests.samples.edits import box_mask, template
-from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.stock import pixels_of
-from tests.support.waiting import wait_until
 
 PROMPT = "a big green star on a blue background"
 OPTIONS: dict[str, Any] = {"num_inference_steps": 6, "guidance_scale": 4.0}
 IMAGE, BOX = template(), (12, 20, 40, 52)
 # In the default run, and in the slow one.
-EDITS = [12, pytest.param(30, marks=pytest.mark.slow)]
+EDITS = [8, pytest.param(30, marks=pytest.mark.slow)]
 MASK = box_mask(BOX)
 FEATHER = 8
 DRAWN: dict[str, Any] = {**OPTIONS, "width": 64, "height": 64}
@@ -44,53 +41,10 @@ def assert_own_pixels_outside(picture: PIL.Image.Image, image: PIL.Image.Image) 
     assert np.array_equal(ours, own)
 
 
-def test_a_worker_with_fixed_rows_computes_all_and_says_so(client: Client) -> None:
-    for _ in range(2):
-        use = client.edit(IMAGE, MASK, PROMPT, fidelity="balanced", **OPTIONS).provenance.mask
-        assert "fixed_rows" in use.computed_all_because
-        assert (use.recording, use.recorded, use.computed_share) == ("", False, 0.0)
-
-
-@dataclass(slots=True, kw_only=True)
-class UnpaddedSuite:
-    """A suite whose worker pads no rows, so that it may compute masked blocks alone."""
-
-    services: Services
-    gateway: Service
-    client: Client
-
-    def start_worker(self) -> Service:
-        wait_until(
-            lambda: not any(model.workers for model in self.client.models()), "a worker that was killed to be lost"
-        )
-        config = worker_config(self.gateway.fleet, name="w", engine=SMALL_ENGINE)
-        worker = self.services.start("worker", config)
-        wait_until(lambda: any(model.workers for model in self.client.models()), "the worker to join")
-        return worker
-
-
-@pytest.fixture(scope="module")
-def unpadded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnpaddedSuite]:
-    with Services(tmp_path_factory.mktemp("masking")) as services:
-        gateway = services.start("gateway", gateway_config())
-        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            yield UnpaddedSuite(services=services, gateway=gateway, client=client)
-
-
-@pytest.fixture(scope="module")
-def worker(unpadded: UnpaddedSuite) -> Service:
-    return unpadded.start_worker()
-
-
-@pytest.fixture(scope="module")
-def masking(unpadded: UnpaddedSuite, worker: Service) -> Client:
-    return unpadded.client
-
-
-def test_the_first_edit_records_and_the_second_computes_the_masked_part_alone(masking: Client) -> None:
-    first = masking.edit(IMAGE, MASK, PROMPT, seed=5, fidelity="balanced", **OPTIONS)
-    second = masking.edit(IMAGE, MASK, PROMPT, seed=6, fidelity="balanced", **OPTIONS)
-    exact = masking.edit(IMAGE, MASK, PROMPT, seed=6, **OPTIONS)
+def test_the_first_edit_records_and_the_second_computes_the_masked_part_alone(client: Client) -> None:
+    first = client.edit(IMAGE, MASK, PROMPT, seed=5, fidelity="balanced", **OPTIONS)
+    second = client.edit(IMAGE, MASK, PROMPT, seed=6, fidelity="balanced", **OPTIONS)
+    exact = client.edit(IMAGE, MASK, PROMPT, seed=6, **OPTIONS)
     assert first.provenance.mask.recorded
     assert first.provenance.blocks_reused == 0
     assert 0 < second.provenance.blocks_reused == second.provenance.blocks_total
@@ -103,18 +57,6 @@ def test_the_first_edit_records_and_the_second_computes_the_masked_part_alone(ma
     assert [each.provenance.exact for each in (first, second, exact)] == [True, False, True]
     for each in (first, second, exact):
         assert_own_pixels_outside(each.pil(), IMAGE)
-
-
-def test_the_first_edit_of_a_picture_that_was_kept_computes_the_masked_part_alone(masking: Client) -> None:
-    drawn = masking.generate("a small red circle on a blue background", seed=4, keep_for_editing=True, **OPTIONS)
-    edited = masking.edit(drawn, MASK, PROMPT, fidelity="balanced", **OPTIONS)
-    # The embedded model's blocks follow the prompt: another one than the picture's uses the unconditional half alone.
-    assert edited.provenance.blocks_reused == edited.provenance.blocks_total / 2 > 0
-    assert edited.provenance.mask.kept_latents
-    again = masking.edit(drawn, MASK, PROMPT, fidelity="fast", **OPTIONS)
-    assert again.provenance.blocks_reused == again.provenance.blocks_total
-    other = masking.generate("a small red circle on a blue background", seed=5, **OPTIONS)
-    assert masking.edit(other, MASK, PROMPT, fidelity="balanced", **OPTIONS).provenance.blocks_reused == 0
 
 
 def _random_edit(rng: random.Random) -> dict[str, Any]:
@@ -144,18 +86,18 @@ def _drawn_again(client: Client, file: Path, **sources: Any) -> Picture | str:
 
 @pytest.mark.parametrize("edits", EDITS)
 def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(
-    masking: Client, tmp_path: Path, edits: int
+    client: Client, tmp_path: Path, edits: int
 ) -> None:
     rng, outcomes = random.Random(34), Counter[str]()
     for _ in range(edits):
         said = _random_edit(rng)
         sources = {"image": said.pop("image"), "mask_image": said.pop("mask_image")}
-        drawn = masking.generate_many(said.pop("prompt"), **said, **sources, num_inference_steps=4, guidance_scale=4.0)
+        drawn = client.generate_many(said.pop("prompt"), **said, **sources, num_inference_steps=4, guidance_scale=4.0)
         for picture in drawn:
             taken = picture.provenance.mask.recording
             assert picture.provenance.exact == (not taken)
             assert picture.provenance.parameters.recording == (taken or None)
-            again = _drawn_again(masking, picture.save(tmp_path / "drawn.png"), **sources)
+            again = _drawn_again(client, picture.save(tmp_path / "drawn.png"), **sources)
             if isinstance(again, str):
                 assert again == taken != ""
                 outcomes["refused"] += 1
@@ -179,11 +121,8 @@ def _edited(client: Client, picture: Picture, **said: Any) -> Picture:
     return client.edit(picture, KEPT_BOX, "a big green star on a blue background", **options)
 
 
-def test_the_first_edit_reuses_blocks_and_after_the_worker_is_gone_the_latents_are_still_there(
-    unpadded: UnpaddedSuite, worker: Service
-) -> None:
-    """The last one: the worker is another one afterwards."""
-    client = unpadded.client
+def test_the_first_edit_reuses_blocks_and_after_the_worker_is_gone_the_latents_are_still_there(suite: Suite) -> None:
+    client = suite.client
     picture = client.generate("a big red star on a blue background", seed=3, keep_for_editing=True, **DRAWN)
     exact = _edited(client, picture)
     assert exact.provenance.exact
@@ -195,8 +134,8 @@ def test_the_first_edit_reuses_blocks_and_after_the_worker_is_gone_the_latents_a
     assert (mask.recording != "", first.provenance.blocks_reused > 0, first.provenance.exact) == (True, True, False)
     assert _changed(first, picture) < encoded / 2, "nothing was encoded again"
 
-    worker.kill()
-    unpadded.start_worker()
+    suite.worker.kill()
+    suite.restart_worker()
     again = _edited(client, picture, masked_blocks=True)
     assert again.provenance.blocks_reused == 0, "what was recorded has gone with the worker"
     assert _changed(again, picture) < encoded / 2, "the latents have not"

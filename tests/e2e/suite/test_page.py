@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from tests.support.tenants import add_tenant
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, Route
+    from playwright.async_api import Browser
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="there is no Chromium here (Debian: apt install chromium)"),
@@ -341,61 +340,6 @@ async def test_a_job_that_the_page_has_left_is_not_followed(browser: Browser, te
         held.set()
         await page.wait_for_selector(".stage figure img")
     assert left not in asked
-
-
-async def test_a_page_that_attached_again_within_a_step_says_so(browser: Browser, tenants: _Tenants) -> None:
-    script = tenants.worker.script
-    script.hold_at = 2
-    attached: list[str | None] = []
-
-    async def attach(route: Route) -> None:
-        attached.append(await route.request.header_value("last-event-id"))
-        match len(attached):
-            case 1:
-                progress = {"steps_done": 2, "steps_total": 30, "previews": []}
-                events = f"id: steps-2\nevent: job.progress\ndata: {json.dumps(progress)}\n\n"
-                await route.fulfill(content_type="text/event-stream", body=events)
-            case 2:
-                await route.abort()
-            case _:
-                await route.continue_()
-
-    async with opened(browser, tenants.url, may_complain=True) as tab:
-        page = tab.page
-        await page.route("**/events?*", attach)
-        await _sign_in(tab, tenants.ours)
-        await page.get_by_label("Prompt", exact=True).fill("a lasting star")
-        await page.get_by_role("button", name="Draw").click()
-        await page.get_by_text("The connection is interrupted.").wait_for()
-        await page.get_by_text("Step 2 of 30").wait_for()
-        held, script.hold_at, script.release = script.release, None, asyncio.Event()
-        held.set()
-        await page.wait_for_selector(".stage figure img")
-    assert attached == [None, "steps-2", "steps-2"]
-
-
-async def test_a_late_answer_to_no_key_is_dropped_after_signing_in(browser: Browser, tenants: _Tenants) -> None:
-    keyless: list[Route] = []
-
-    async def hold(route: Route) -> None:
-        if await route.request.header_value("authorization"):
-            await route.continue_()
-        else:
-            keyless.append(route)
-
-    async with opened(browser, "about:blank", may_complain=True) as tab:
-        page = tab.page
-        for path in ("models", "loras", "controlnets"):
-            await page.route(f"**/v1/{path}", hold)
-        await page.goto(tenants.url)
-        await eventually(lambda: len(keyless) == 3, "the page to ask for its lists")
-        await page.get_by_role("button", name="API key", exact=True).click()
-        await _sign_in(tab, tenants.ours)
-        for route in keyless:
-            async with page.expect_response(route.request.url):
-                await route.continue_()
-        await page.get_by_label("Prompt", exact=True).fill("nothing is in the way")
-        assert not await page.locator("dialog").is_visible()
 
 
 async def test_previews_come_and_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenants: _Tenants) -> None:

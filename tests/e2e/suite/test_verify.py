@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import PIL.Image
-import pytest
 from PIL.PngImagePlugin import PngInfo
 
 from bottega.client import Client
-from bottega.client.types.picture import Format, Picture
+from bottega.client.types.picture import Picture
 from bottega.content_credentials import PictureSigner
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from tests.e2e.conftest import Suite
@@ -62,12 +61,9 @@ def test_a_genuine_picture_a_changed_one_and_another_one(suite: Suite, client: C
     assert found.exit_code == 2, "a text with a wrong checksum"
 
 
-@pytest.mark.parametrize("image_format", ["jpeg", "webp"])
-def test_a_picture_that_others_have_changed_is_another_one(
-    suite: Suite, client: Client, tmp_path: Path, image_format: Format
-) -> None:
-    picture = client.generate("a ring", seed=3, num_inference_steps=_STEPS, format=image_format)
-    path = picture.save(tmp_path / f"ring.{image_format}")
+def test_a_picture_that_others_have_changed_is_another_one(suite: Suite, client: Client, tmp_path: Path) -> None:
+    picture = client.generate("a ring", seed=3, num_inference_steps=_STEPS, format="jpeg")
+    path = picture.save(tmp_path / "ring.jpeg")
     found = run("verify", str(path), address=suite.gateway.address)
     assert (found.exit_code, "equal:" in found.stdout) == (0, True), found.output
     image = PIL.Image.open(io.BytesIO(picture.data))

@@ -10,7 +10,7 @@ import os
 import sys
 
 CONVERSION = "bottega.worker.conversion"
-ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine", "tests.fakes.accelerated_engine")
+ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine")
 SERVER = "TESTS_WARM_ENGINES"
 """Environment variable with the socket of the server."""
 COLD = {SERVER: ""}
