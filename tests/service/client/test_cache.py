@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import BottegaError, CacheEntryGone, DataLoss, InvalidRequest, Violation
+from bottega.errors import CacheEntryGone, DataLoss, InvalidRequest, Violation
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Techniques
 from tests.fakes.scripted_gateway import ScriptedGateway, completed
@@ -28,16 +28,6 @@ def test_the_switches_and_the_pin_reach_the_gateway(gateway: ScriptedGateway, ad
     ]
 
 
-@pytest.mark.parametrize("entry", [ENTRY, f"{ENTRY}@0", f"{ENTRY}@", "x@10", f"{ENTRY.upper()}@10"])
-def test_what_names_no_cached_latent_is_said_before_anything_is_asked_for(
-    gateway: ScriptedGateway, address: str, entry: str
-) -> None:
-    result = run("generate", "a star", "--cache-entry", entry, address=address)
-    assert result.exit_code == 2
-    assert "32 hex digits, @ and a step" in " ".join(result.stderr.split())
-    assert not gateway.requests
-
-
 def test_it_is_said_what_pictures_started_from_and_what_was_skipped(gateway: ScriptedGateway, address: str) -> None:
     one, two = completed(), completed()
     one.completed.provenance.cached_starts.add(entry=f"{ENTRY}@10", similarity=0.9344, from_step=9, skipped_steps=4)
@@ -53,14 +43,6 @@ def test_it_is_said_what_pictures_started_from_and_what_was_skipped(gateway: Scr
     assert lines[-2:] == [
         f"cache: picture {image} starts from {ENTRY}@2, similarity 0.700; 1 step skipped {how}" for image in (1, 3)
     ]
-
-
-def test_it_is_said_that_an_identical_request_was_not_drawn(gateway: ScriptedGateway, address: str) -> None:
-    done = completed()
-    done.completed.provenance.identical_job = "job-0"
-    gateway.scripts = [[done]]
-    said = run("generate", "a star", address=address).stdout
-    assert "nothing was drawn: this is the stored result of job job-0, an identical request\n" in said
 
 
 def test_a_pin_that_is_gone_is_said_with_what_helps(gateway: ScriptedGateway, address: str) -> None:
@@ -89,59 +71,31 @@ def test_warming_draws_each_prompt_once_and_the_first_one_twice(
     assert {(request.spec.seed, request.spec.num_inference_steps) for request in gateway.requests} == {(0, 20)}
 
 
-def test_warming_again_costs_nothing(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
-    (own_folder / "prompts.txt").write_text(PROMPTS)
-    gateway.scripts = [[_drawn_before()] for _ in range(3)]
-    result = run("cache", "warm", "prompts.txt", address=address)
-    assert result.stdout == "3 prompts: 3 drawn before\n"
-    assert len(gateway.requests) == 3
-
-
-def test_a_prompt_that_cannot_be_drawn_is_named_and_the_others_are(
+def test_what_no_prompt_can_be_drawn_for_ends_it_at_once(
     gateway: ScriptedGateway, address: str, own_folder: Path
 ) -> None:
     (own_folder / "prompts.txt").write_text(PROMPTS)
-    long = InvalidRequest("1 field", violations=[Violation(field="spec.prompt", description="is too long")])
-    gateway.scripts = [[_drawn_before()], [long], [completed()]]
-    result = run("cache", "warm", "prompts.txt", "--at-once", "1", address=address)
-    assert (result.exit_code, result.stdout) == (1, "3 prompts: 1 drawn, 1 drawn before, 1 failed\n")
-    assert "a blue star: is too long\n" in result.stderr
+    wide = InvalidRequest("1 field", violations=[Violation(field="spec.width", description="too wide")])
+    for error, status, said in ((wide, 2, "too wide"), (DataLoss("the job log is damaged"), 1, "log is damaged")):
+        gateway.requests.clear()
+        gateway.scripts = [[_drawn_before()], [error], [error]]
+        result = run("cache", "warm", "prompts.txt", "--at-once", "1", address=address)
+        assert (result.exit_code, said in result.stderr) == (status, True)
+        assert len(gateway.requests) == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
-        (InvalidRequest("1 field", violations=[Violation(field="spec.width", description="too wide")]), 2, "too wide"),
-        (DataLoss("the job log is damaged"), 1, "the job log is damaged"),
-    ],
-)
-def test_what_no_prompt_can_be_drawn_for_ends_it_at_once(
-    gateway: ScriptedGateway, address: str, own_folder: Path, error: BottegaError, status: int, said: str
-) -> None:
-    (own_folder / "prompts.txt").write_text(PROMPTS)
-    gateway.scripts = [[_drawn_before()], [error], [error]]
-    result = run("cache", "warm", "prompts.txt", "--at-once", "1", address=address)
-    assert (result.exit_code, said in result.stderr) == (status, True)
-    assert len(gateway.requests) == 2
-
-
-@pytest.mark.parametrize(
-    ("data", "arguments", "said"),
-    [
+def test_what_would_warm_nothing_is_refused(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    many = b"\n".join(b"%d" % number for number in range(100_001))
+    cases: tuple[tuple[bytes, tuple[str, ...], str], ...] = (
         (b"\xff\xfe", (), "no UTF-8 text"),
         (b" \n\n", (), "it is empty"),
-        (b"a star\n" * 3 + b"\n".join(b"%d" % number for number in range(100_001)), (), "at most 100,000 prompts"),
+        (many, (), "at most 100,000 prompts"),
         (b"a star", ("--no-cache",), "nothing is recorded"),
-        (b"a star", ("--cache-entry", f"{ENTRY}@10"), "nothing is recorded"),
-    ],
-    ids=["no text", "empty", "many", "switched off", "pinned"],
-)
-def test_what_would_warm_nothing_is_refused(
-    gateway: ScriptedGateway, address: str, own_folder: Path, data: bytes, arguments: tuple[str, ...], said: str
-) -> None:
-    (own_folder / "prompts.txt").write_bytes(data)
-    result = run("cache", "warm", "prompts.txt", *arguments, address=address)
-    assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
+    )
+    for data, arguments, said in cases:
+        (own_folder / "prompts.txt").write_bytes(data)
+        result = run("cache", "warm", "prompts.txt", *arguments, address=address)
+        assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
     assert not gateway.requests
 
 

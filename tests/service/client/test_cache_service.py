@@ -14,48 +14,37 @@ from click.testing import Result
 from bottega import errors
 from bottega.addons.cache.client.sdk import ADD_ON
 from bottega.addons.cache.client.types import profile_from
-from bottega.addons.cache.placement import placement_key
-from bottega.addons.interface.store_link import rank_stores
 from bottega.client import AsyncClient
 from bottega.client.addons.addon import CheckResult, Level
-from tests.support.running_cache import KEY, MODEL_HASH, Running, embedding, joined_cache, profile
-from tests.support.running_gateway import Running as RunningGateway
-from tests.support.running_gateway import running_gateway
+from tests.support.running_cache import MODEL_HASH, Running, joined_cache, profile
+from tests.support.running_gateway import Running as House
 from tests.support.terminal import run_at
-from tests.support.waiting import eventually
 
 OTHER = "cd" * 32
 
 
 @pytest.fixture
-async def gateway(own_folder: Path) -> AsyncIterator[RunningGateway]:
-    async with running_gateway() as made:
-        await made.worker()
-        yield made
+async def house(house: House) -> House:
+    await house.worker()
+    return house
 
 
 @pytest.fixture
-async def cache(gateway: RunningGateway, own_folder: Path) -> AsyncIterator[Running]:
-    async with joined_cache(gateway, own_folder / "cache") as made:
+async def cache(house: House, own_folder: Path) -> AsyncIterator[Running]:
+    async with joined_cache(house, own_folder / "cache") as made:
         await made.fill("a red star", "a blue star")
         yield made
 
 
 @pytest.fixture
-async def annex(gateway: RunningGateway, own_folder: Path) -> AsyncIterator[Running]:
-    async with joined_cache(gateway, own_folder / "annex", name="second") as made:
+async def annex(house: House, own_folder: Path) -> AsyncIterator[Running]:
+    async with joined_cache(house, own_folder / "annex", name="second") as made:
         await made.fill("a ring", model_hash=OTHER)
         yield made
 
 
-@pytest.fixture
-async def client(gateway: RunningGateway) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(gateway.address, fleet_address=gateway.fleet_address) as made:
-        yield made
-
-
-async def _run(gateway: RunningGateway, *said: object) -> Result:
-    return await run_at(gateway, "cache", *said)
+async def _run(house: House, *said: object) -> Result:
+    return await run_at(house, "cache", *said)
 
 
 async def _doctor(client: AsyncClient) -> list[CheckResult]:
@@ -79,127 +68,70 @@ async def test_what_several_caches_have_is_one_list(cache: Running, annex: Runni
     assert len(await client.cache_entries()) == 2
 
 
-async def test_entries_that_belong_to_a_cache_that_joined_are_counted(
-    gateway: RunningGateway, cache: Running, own_folder: Path
-) -> None:
-    await cache.fill(*(f"star {number}" for number in range(2, 10)))
-    assert "elsewhere" not in (await _run(gateway, "stats")).stdout
-    async with joined_cache(gateway, own_folder / "third", name="third"):
-        numbers = [0, 1, *range(8)]
-        places = [placement_key(KEY, embedding(number)) for number in numbers]
-        moved = sum(rank_stores(("cache", "third"), place)[0] == "third" for place in places)
-        assert 0 < moved < len(numbers)
-        await eventually(lambda: cache.cache.store.statistics().elsewhere == moved)
-        assert f"{moved} entries belong to other caches" in (await _run(gateway, "stats")).stdout
-
-
-async def test_a_profile_is_set_at_every_cache(cache: Running, annex: Running, client: AsyncClient) -> None:
-    typed = profile_from(profile())
-    assert await client.set_cache_profile(typed) == typed
-    assert await client.cache_profiles() == (typed,)
-    for each in (cache, annex):
-        assert each.cache.store.profiles() == [profile()]
-
-
 async def test_a_cache_that_joins_gets_the_profiles_of_the_others(
-    gateway: RunningGateway, cache: Running, annex: Running, client: AsyncClient
+    house: House, cache: Running, annex: Running, client: AsyncClient
 ) -> None:
     await cache.call("SetCacheProfile", profile=profile())
     await annex.call("SetCacheProfile", profile=profile(OTHER))
     advice = [found.todo for found in await _doctor(client) if "second has no profile" in found.what]
     assert advice == ["Another cache has it: bottega cache profiles --share copies it."]
-    shown = await _run(gateway, "profiles", "--share")
+    shown = await _run(house, "profiles", "--share")
     assert (shown.exit_code, "2 profiles copied" in shown.stderr) == (0, True)
     for each in (cache, annex):
         assert {kept.model_hash for kept in each.cache.store.profiles()} == {MODEL_HASH, OTHER}
-    assert "0 profiles copied" in (await _run(gateway, "profiles", "--share")).stderr
+    assert "0 profiles copied" in (await _run(house, "profiles", "--share")).stderr
 
 
-async def test_all_caches_that_answer_are_cleared_before_the_failure_of_another_is_told(
-    cache: Running, annex: Running, client: AsyncClient
+async def test_the_others_are_shown_while_a_cache_is_lost_which_is_named(
+    house: House, cache: Running, annex: Running, client: AsyncClient
 ) -> None:
-    await annex.server.stop()
-    with pytest.raises(errors.NoCache, match="second"):
-        await client.clear_cache()
-    assert not cache.cache.store.entries("", 9)
-
-
-async def test_a_cache_that_is_gone_may_have_what_others_have_not(
-    cache: Running, annex: Running, client: AsyncClient
-) -> None:
+    await annex.call("SetCacheProfile", profile=profile(OTHER))
+    await cache.call("SetCacheProfile", profile=profile())
     (ring,) = await client.cache_entries(OTHER)
     await annex.server.stop()
     with pytest.raises(errors.NoCache, match="second"):
         await client.cache_entry(ring.entry)
-
-
-async def test_the_others_are_shown_while_a_cache_is_lost_which_is_named(
-    gateway: RunningGateway, cache: Running, annex: Running, client: AsyncClient
-) -> None:
-    await annex.call("SetCacheProfile", profile=profile(OTHER))
-    await cache.call("SetCacheProfile", profile=profile())
-    await annex.server.stop()
     failures = {figures.cache: bool(figures.failure) for figures in await client.cache_stats()}
     assert failures == {"cache": False, "second": True}
     assert [entry.parameters.prompt for entry in await client.cache_entries()] == ["a blue star", "a red star"]
     assert [known.model_hash for known in await client.cache_profiles()] == [MODEL_HASH]
-    shown = await _run(gateway)
+    shown = await _run(house)
     assert (shown.exit_code, "miniature" in shown.stdout) == (0, True)
     assert "The cache second is not shown: approximate cache second does not answer at 127.0.0.1:" in shown.stderr
+    with pytest.raises(errors.NoCache, match="second"):
+        await client.clear_cache()
+    assert not cache.cache.store.entries("", 9), "those that answer are cleared before the failure is told"
     await cache.server.stop()
     with pytest.raises(errors.NoCache, match="does not answer"):
         await client.cache_stats()
-    assert (await _run(gateway)).exit_code == 1
+    assert (await _run(house)).exit_code == 1
 
 
 async def test_the_command_says_what_is_there_shows_one_and_empties_it(
-    gateway: RunningGateway, cache: Running, own_folder: Path
+    house: House, cache: Running, own_folder: Path
 ) -> None:
-    shown = await _run(gateway)
+    shown = await _run(house)
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert ["miniature", "2", "10", "1", "none"] in rows
     assert ["trouble"] not in [row[:1] for row in rows]
     assert "A model without a profile reuses nothing" in shown.stderr
     (newest, _) = cache.cache.store.entries(MODEL_HASH, 2)
-    said = await _run(gateway, "inspect", f"{newest.entry}@10", "-o", "entry.png")
+    said = await _run(house, "inspect", f"{newest.entry}@10", "-o", "entry.png")
     assert said.exit_code == 0, said.output
     for fact in ("a blue star", "20 steps, guidance 0, 64x64, seed 1", "after 2, 4, 6, 8, 10 steps", "0 times"):
         assert fact in said.stdout
     with PIL.Image.open(own_folder / "entry.png") as image:
         assert image.size == (6, 8)
-    assert (await _run(gateway, "inspect", newest.entry)).stdout.splitlines()[-1] == f"{newest.entry}.png"
-    asked = await _run(gateway, "clear")
+    assert (await _run(house, "inspect", newest.entry)).stdout.splitlines()[-1] == f"{newest.entry}.png"
+    asked = await _run(house, "clear")
     assert (asked.exit_code, "Delete all entries of the cache for good?" in asked.stderr) == (1, True)
-    assert (await _run(gateway, "clear", "--yes", "--model", "nobody")).exit_code == 2
+    assert (await _run(house, "clear", "--yes", "--model", "nobody")).exit_code == 2
     # As the table shows the hash of a model that is not served any more.
-    assert (await _run(gateway, "clear", "--yes", "--model", MODEL_HASH[:12])).stdout == "2 entries deleted\n"
-    assert (await _run(gateway, "clear", "--yes", "--model", "miniature")).stdout == "0 entries deleted\n"
-    assert "The cache is empty" in (await _run(gateway, "stats")).stderr
-    gone = await _run(gateway, "inspect", newest.entry)
+    assert (await _run(house, "clear", "--yes", "--model", MODEL_HASH[:12])).stdout == "2 entries deleted\n"
+    assert (await _run(house, "clear", "--yes", "--model", "miniature")).stdout == "0 entries deleted\n"
+    assert "The cache is empty" in (await _run(house, "stats")).stderr
+    gone = await _run(house, "inspect", newest.entry)
     assert (gone.exit_code, "It was evicted or cleared" in gone.stderr) == (1, True)
-
-
-async def test_the_command_lists_profiles(gateway: RunningGateway, cache: Running, client: AsyncClient) -> None:
-    assert "reuses nothing" in (await _run(gateway, "profiles")).stderr
-    await client.set_cache_profile(profile_from(profile(about="200 pairs")))
-    listed = await _run(gateway, "profiles")
-    rows = [line.split() for line in listed.stdout.splitlines() if "miniature" in line]
-    assert rows == [["miniature", fidelity, "any", "-", "-", "-", "-", "0.900"] for fidelity in ("balanced", "fast")]
-    assert "miniature: 200 pairs" in listed.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("inspect", "0f" * 15), "which has 32 hex digits"),
-        (("inspect", "0f" * 16, "-o", "entry.jpg"), "the picture is PNG: name the file entry.png"),
-    ],
-)
-async def test_what_cannot_be_shown_is_said_before_anything_is_asked(
-    gateway: RunningGateway, arguments: tuple[str, ...], said: str
-) -> None:
-    result = await _run(gateway, *arguments)
-    assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
 
 
 async def test_the_doctor_says_for_which_models_nothing_is_reused_and_how_to_change_that(
@@ -214,7 +146,3 @@ async def test_the_doctor_says_for_which_models_nothing_is_reused_and_how_to_cha
     await cache.server.stop()
     (gone,) = await _doctor(client)
     assert (gone.level, "does not answer" in gone.what) == (Level.WARN, True)
-
-
-async def test_the_doctor_has_nothing_to_say_of_a_suite_without_a_cache(client: AsyncClient) -> None:
-    assert await _doctor(client) == []

@@ -12,14 +12,12 @@ import grpc
 import pytest
 
 from bottega.client import AsyncClient
-from bottega.client.transport import calls, credentials
+from bottega.client.transport import calls
 from bottega.errors import InternalError
 from bottega.v1 import image_pb2, image_pb2_grpc
-from bottega.v1.fleet_pb2 import ListMembersResponse, Member
 from tests.fakes.scripted_gateway import ScriptedGateway
 from tests.support.terminal import run
 
-LIST_MEMBERS = "/bottega.v1.FleetService/ListMembers"
 MIB = 1 << 20
 
 
@@ -92,13 +90,6 @@ async def test_an_answer_that_would_become_large_is_refused_before_it_is_parsed(
         assert (done.exit_code, said in re.sub(r"\s+", " ", done.output)) == (1, True), done.output
     finally:
         await server.stop(None)
-
-
-def test_an_answer_with_as_many_fields_as_a_large_fleet_is_read() -> None:
-    parse = credentials._bounded(ListMembersResponse.FromString, LIST_MEMBERS)
-    assert parse is not None
-    raw = ListMembersResponse(members=[Member()] * 100_000).SerializeToString()
-    assert len(parse(raw).members) == 100_000
 
 
 async def _serve(raw: bytes) -> tuple[grpc.aio.Server, str]:

@@ -144,30 +144,18 @@ async def test_of_a_variant_and_of_shards_all_that_is_needed_is_brought(
     assert {path.name for path in folder.iterdir() if path.is_file()} == {"config.json", *needed}
 
 
-async def test_pickles_alone_are_not_brought_and_it_is_said(house: Running, hub: Hub, tmp_path: Path) -> None:
+async def test_what_cannot_be_brought_is_said_and_nothing_is_added(house: Running, hub: Hub, tmp_path: Path) -> None:
     hub.files = {name: FILES[name] for name in ("config.json", "diffusion_pytorch_model.bin")}
-    status, said = await add(house, "depth", "hub:somebody/depth", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path))
-    assert status == 1
-    assert "only pickled weights" in said
-
-
-@pytest.mark.parametrize(
-    ("what", "setting", "expected"),
-    [
-        (["hub:somebody/lines"], {}, "the hub has no somebody/lines"),
-        (["hub:somebody/depth", "--revision", NO_UNICODE], {}, r"somebody/depth has no revision a\udcff"),
-        (["hub:somebody/depth"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub does not answer"),
-    ],
-)
-async def test_what_cannot_be_brought_is_said_and_nothing_is_added(
-    house: Running, hub: Hub, tmp_path: Path, what: list[str], setting: dict[str, str], expected: str
-) -> None:
-    environment = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), **setting}
-    status, said = await add(house, "depth", *what, **environment)
-    assert status == 1
-    assert expected in said
-    assert "Traceback" not in said
-    assert house.servers[0].added == []
+    depth = "hub:somebody/depth"
+    for what, endpoint, expected in (
+        (("hub:somebody/lines",), hub.address, "the hub has no somebody/lines"),
+        ((depth, "--revision", NO_UNICODE), hub.address, r"somebody/depth has no revision a\udcff"),
+        ((depth,), "http://127.0.0.1:9", "the hub does not answer"),
+        ((depth,), hub.address, "only pickled weights"),
+    ):
+        status, said = await add(house, "depth", *what, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
+        assert (status, expected in said, "Traceback" in said) == (1, True, False), said
+        assert house.servers[0].added == []
 
 
 async def test_what_needs_no_hub_to_be_refused_is_refused_without_one(house: Running, tmp_path: Path) -> None:

@@ -67,16 +67,6 @@ async def test_the_worst_picture_counts_and_admission_goes_by_it(house: House) -
     assert not worker.requests[-1].spec.loras[0].measure_similarity
 
 
-async def test_the_miniatures_own_need_no_prompts_and_others_do(house: House) -> None:
-    worker = await house.gateway.worker()
-    result = await run_at(house.gateway, *PROFILE, "ink")
-    assert result.exit_code == 0, result.output
-    assert len({each.spec.prompt for each in worker.requests}) == 4
-    result = await run_at(house.gateway, *PROFILE, "wash")
-    assert result.exit_code == 2
-    assert "bottega loras profile wash --prompt" in result.stderr
-
-
 async def test_what_cannot_be_measured_is_said_and_nothing_noted(house: House) -> None:
     worker = await house.gateway.worker()
     result = await run_at(house.gateway, *PROFILE, "ink", "--prompt", "a star")

@@ -13,7 +13,7 @@ from bottega.client import AsyncClient
 from bottega.v1 import lora_pb2 as pb
 from tests.support.gateway_with_loras import lora_store
 from tests.support.running_gateway import Running, running_gateway
-from tests.support.running_loras import PATIENCE_S, lora_file, running
+from tests.support.running_loras import lora_file, running
 from tests.support.terminal import run_at
 
 
@@ -110,18 +110,3 @@ async def test_a_lora_in_quarantine_is_looked_after_in_the_store_that_has_it(tmp
         with pytest.raises(errors.LoraNotFound):
             await client.restore_lora(found["first", "ink"].id)
         assert [lora.name for lora in await client.loras()] == ["wash"]
-
-
-async def test_both_names_of_the_same_weights_can_be_chosen(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    async with running(folder) as store:
-        for name in ("a", "b"):
-            lora = await store.upload(name, lora_file(tmp_path))
-        request = pb.PinLoraRequest(name="b", pinned=True)
-        await store.stub.PinLora(request, timeout=PATIENCE_S)
-    (folder / "catalogue.db").unlink()
-    async with running_gateway() as gateway, lora_store(gateway, folder, name="loras"):
-        either = await _run(gateway, "rebuild", lora.digest[:12])
-        assert either.exit_code == 1
-        assert f"{lora.digest[:12]} may be any of 2" in either.stderr
-        assert (await _run(gateway, "rebuild", "b", "--name", "c")).stdout == "c is restored for miniature\n"

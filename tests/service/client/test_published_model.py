@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import PIL.Image
 import pytest
 import torch
@@ -96,18 +95,6 @@ def test_what_cannot_be_used_is_named_when_the_suite_is_ready(suite: Up, model: 
     assert "2 ControlNets of" in shown[-1]
 
 
-# One by one, they are read in every layout by tests/unit/addons/loras/engine/test_layouts.py.
-@pytest.mark.parametrize(
-    "loras",
-    [*(pytest.param([name], marks=pytest.mark.slow) for name in LORAS), list(LORAS)],
-    ids="+".join,
-)
-def test_pictures_with_loras_are_stocks(client: Client, stock: Any, loras: Sequence[str]) -> None:
-    drawn = client.generate(PROMPT, seed=7, lora=[(name, LORAS[name]) for name in loras], **DRAW)
-    _assert_stock(drawn, _stock_pixels(variant(stock), loras, seed=7))
-    assert [use.name for use in drawn.provenance.loras] == list(loras)
-
-
 def test_a_picture_with_two_controlnets_and_all_loras_is_stocks(
     client: Client, stock: Any, nets: Mapping[str, ControlNetModel]
 ) -> None:
@@ -118,15 +105,7 @@ def test_a_picture_with_two_controlnets_and_all_loras_is_stocks(
     pipeline = _controlled(stock, StableDiffusionXLControlNetPipeline, nets, names)
     options = {"image": [IMAGES[name] for name in names]}
     _assert_stock(drawn, _stock_pixels(pipeline, loras, seed=8, **options, **_scales(names)))
-
-
-def test_each_of_them_matters(stock: Any, nets: Mapping[str, ControlNetModel]) -> None:
-    plain = _stock_pixels(variant(stock), [], seed=8).astype(int)
-    others = [_stock_pixels(variant(stock), [name], seed=8) for name in LORAS]
-    for name in nets:
-        pipeline = _controlled(stock, StableDiffusionXLControlNetPipeline, nets, [name])
-        others.append(_stock_pixels(pipeline, [], seed=8, image=[IMAGES[name]], **_scales([name])))
-    assert min(np.abs(other - plain).mean() for other in others) > 4
+    assert [use.name for use in drawn.provenance.loras] == loras
 
 
 def test_lines_on_transparency_are_drawn_from_as_by_stock_and_it_is_said(

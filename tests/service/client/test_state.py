@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder, StateFolderUnusable
+from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder
 from bottega.client.suite.service_log import ServiceLog
-from bottega.state_folder import make_private, owner_of
-from bottega.storage import folders
+from bottega.state_folder import owner_of
 from tests.support.services import Services, gateway_config
 from tests.support.terminal import run
 
@@ -61,34 +60,12 @@ def test_what_a_suite_keeps_is_its_owners_alone(tmp_path: Path) -> None:
         assert state.others() == ""
 
 
-def test_folders_of_an_earlier_version_are_closed_to_others(tmp_path: Path) -> None:
-    state = StateFolder(tmp_path / "state")
-    for folder in (state.root, state.logs, state.config, (state.root / "controlnets"), (state.root / "gateway")):
-        folder.mkdir(mode=0o755)
-    (state.root / "suite.lock").touch(mode=0o644)
-    with state.hold():
-        pass
-    assert {mode(path) for path in (state.root, state.logs, state.config, (state.root / "controlnets"))} == {0o700}
-    assert mode(state.root / "suite.lock") == 0o600
-    folders.make_own(state.root / "gateway")
-    assert mode(state.root / "gateway") == 0o700
-
-
 def test_a_folder_that_holds_other_things_is_left_as_it_is_but_for_the_suites_part(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "thesis.tex").touch()
     state = StateFolder(tmp_path)
     with state.hold():
         assert (mode(tmp_path), mode(state.logs), mode(state.root / "suite.lock")) == (0o755, 0o700, 0o600)
-
-
-def test_a_folder_of_everybody_stays_so(tmp_path: Path) -> None:
-    tmp_path.chmod(0o1777)
-    make_private(tmp_path)
-    assert mode(tmp_path) == 0o1777
-    state = StateFolder(tmp_path)
-    with state.hold():
-        assert state.others() == "is open to other users"
 
 
 def test_only_one_instance_holds_a_state_folder_and_which_is_known(tmp_path: Path) -> None:
@@ -102,17 +79,6 @@ def test_only_one_instance_holds_a_state_folder_and_which_is_known(tmp_path: Pat
             pass
         assert held.value.holders == state.holders()
     assert not state.is_held()
-
-
-def test_a_suite_of_ones_own_is_told_by_its_process(tmp_path: Path) -> None:
-    state = StateFolder(tmp_path)
-    with state.hold():
-        state.write(
-            InstanceRecord(pid=os.getpid(), address="127.0.0.1:1", fleet_address="127.0.0.1:3", ready=True, children=())
-        )
-        result = run("up", "--state", tmp_path)
-    assert result.exit_code == 1
-    assert f"a suite already runs from {tmp_path} as process {os.getpid()}, at 127.0.0.1:1" in result.stderr
 
 
 @two_users
@@ -223,23 +189,6 @@ def test_no_command_fails_badly_for_a_folder_that_nobody_may_look_into(
         assert "Traceback" not in said
         assert "already runs" not in said
         assert str(state) in out + said, "which folder"
-
-
-@two_users
-def test_root_is_told_whose_folder_it_works_in(open_place: Path) -> None:
-    os.chown(open_place, NOBODY, NOBODY)
-    state = StateFolder(open_place)
-    with state.hold():
-        assert state.others().startswith(f"belongs to {owner_of(open_place)}, who can read and change")
-
-
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(StateFolderUnusable, match="cannot be used: File exists"),
-        StateFolder(tmp_path / "file" / "state").hold(),
-    ):
-        pass
 
 
 def test_a_service_keeps_its_files_for_its_owner_whoever_starts_it(tmp_path: Path) -> None:

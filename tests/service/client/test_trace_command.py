@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bottega.client import Client
 from bottega.errors import TraceNotFound
 from bottega.v1.trace_pb2 import Span, Trace
 from tests.fakes.scripted_gateway import ScriptedGateway
@@ -48,14 +47,6 @@ def test_without_a_name_the_file_is_named_after_the_job(
     assert [path.name for path in own_folder.iterdir()] == ["trace-job-1.json"]
 
 
-@pytest.mark.usefixtures("gateway")
-def test_the_picture_is_not_written_over_the_file_for_a_viewer(address: str, own_folder: Path) -> None:
-    result = run("trace", "job-1", "-o", "day.SVG", "--svg", address=address)
-    assert result.exit_code == 2
-    assert "-o day.json" in result.stderr
-    assert not list(own_folder.iterdir())
-
-
 @pytest.mark.usefixtures("own_folder")
 def test_a_job_that_has_no_trace_yet_says_what_to_do(gateway: ScriptedGateway, address: str) -> None:
     gateway.failures = [TraceNotFound("no attempt at the job has ended yet")]
@@ -63,20 +54,3 @@ def test_a_job_that_has_no_trace_yet_says_what_to_do(gateway: ScriptedGateway, a
     assert (result.exit_code, result.stdout) == (1, "")
     assert "error: no attempt at the job has ended yet" in result.stderr
     assert "bottega jobs watch" in result.stderr
-
-
-def test_a_folder_that_is_not_there_is_said(gateway: ScriptedGateway, address: str) -> None:
-    gateway.trace = TRACE
-    result = run("trace", "job-1", "-o", "nowhere/day.json", address=address)
-    assert result.exit_code == 1
-    assert "nowhere/day.json cannot be written" in result.stderr
-
-
-def test_the_sdk_gives_spans_in_seconds(gateway: ScriptedGateway, address: str) -> None:
-    gateway.trace = TRACE
-    with Client(address) as client:
-        trace = client.job("job-1").trace()
-    assert [(span.name, span.service, span.begin_s, span.seconds) for span in trace.spans][:2] == [
-        ("queue", "gateway", 0.0, 0.4),
-        ("step 0", "w0", 0.5, 0.25),
-    ]
