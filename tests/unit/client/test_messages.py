@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from bottega.client.types.messages import as_list, build_message, describe, set_field, set_timestamp
+from bottega.client.types.messages import as_list, build_message, set_field, set_timestamp
 from bottega.errors import InvalidRequest
 from bottega.v1 import image_pb2, lora_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
@@ -23,7 +22,7 @@ def rule(message: Any, name: str, value: object) -> str:
     return violation.description
 
 
-@pytest.mark.parametrize("value", [10**30, -1, 1.5, "7", None, pytest.param(10**5000, id="huge")])
+@pytest.mark.parametrize("value", [-1, 1.5, "7", pytest.param(10**5000, id="huge")])
 def test_a_number_is_refused_with_its_range(value: object) -> None:
     said = rule(GenerationSpec(), "seed", value)
     assert said.startswith("must be a whole number, 0 to 9007199254740984; got ")
@@ -45,24 +44,13 @@ def test_what_a_field_cannot_hold_is_refused(message: Any, name: str, value: obj
     assert rule(message, name, value).startswith(said)
 
 
-def test_what_can_be_sent_is_refused_where_it_arrives() -> None:
-    assert not list(set_field(GenerationSpec(), "guidance_scale", math.nan))
-
-
 def test_all_wrong_arguments_are_refused_at_once() -> None:
     with pytest.raises(InvalidRequest, match=r"page_size: .* \(and 1 more\)") as refused:
         build_message(image_pb2.ListJobsRequest(), page_size=10**12, page_token=7)
     assert [violation.field for violation in refused.value.violations] == ["page_size", "page_token"]
 
 
-def test_what_can_be_sent_is_set() -> None:
-    request = build_message(
-        lora_pb2.RegisterLoraRequest(), name="ink", path="a/b", trigger_words=("in ink", "ink style")
-    )
-    assert (request.name, request.path, list(request.trigger_words)) == ("ink", "a/b", ["in ink", "ink style"])
-
-
-@pytest.mark.parametrize("words", ["in ink", None, 7, [7], [NO_UNICODE]])
+@pytest.mark.parametrize("words", ["in ink", [7], [NO_UNICODE]])
 def test_a_list_of_texts_is_one(words: object) -> None:
     said = rule(lora_pb2.RegisterLoraRequest(), "trigger_words", words)
     assert said.startswith("must be a list of texts")
@@ -92,9 +80,3 @@ def test_a_moment_is_that_of_its_zone() -> None:
     stamp = Timestamp()
     assert not list(set_timestamp(stamp, datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), path="x"))
     assert stamp.ToDatetime(tzinfo=UTC) == datetime(2026, 1, 2, 1, tzinfo=UTC)
-
-
-def test_what_was_given_is_never_said_at_length() -> None:
-    assert describe("x" * 1000) == f"{'x' * 1000!r}"[:60] + "..."
-    assert describe(object()) == "object"
-    assert describe(10**5000) == "a number with thousands of digits"

@@ -65,6 +65,9 @@ def test_inspect_derives_the_sampler_and_the_size(family: str, sampler: str, siz
     file = write_zeros_file(tmp_path / "model.safetensors", family, SHAPES[family])
     facts = json.loads(_run("inspect", str(file), "--json").output)
     assert (facts["sampler"], facts["default_size"], facts["problems"]) == (sampler, size, [])
+    checked = _run("check", str(file))
+    assert checked.exit_code == 0, checked.output
+    assert "only that checks whether all weights are finite numbers" in " ".join(checked.output.split())
 
 
 _UNET = "model.diffusion_model."
@@ -96,30 +99,14 @@ WRONG_HEADERS = (
         sentence="it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder",
     ),
     WrongHeader(
-        name="a tensor under another name",
-        change=lambda tensors: {name.replace("out.2.bias", "out.3.bias"): tensor for name, tensor in tensors.items()},
-        sentence=f"{_OTHER_UNET}: it lacks out.2.bias; {OTHER_VERSION}",
-    ),
-    WrongHeader(
         name="two tensors of different shapes under each other's names",
         change=lambda tensors: _swapped(tensors, f"{_UNET}out.2.bias", f"{_UNET}out.0.bias"),
         sentence=f"{_OTHER_UNET}: out.0.bias has the shape [4] instead of [32]; {OTHER_VERSION}",
     ),
     WrongHeader(
-        name="a UNet without a bias",
-        change=lambda tensors: _without(tensors, "middle_block.2.out_layers.3.bias"),
-        sentence=f"{_OTHER_UNET}: it lacks middle_block.2.out_layers.3.bias; {OTHER_VERSION}",
-    ),
-    WrongHeader(
         name="a UNet that reads the guidance scale",
         change=lambda tensors: tensors | {f"{_UNET}time_embed.cond_proj.weight": ("F16", (128, 256))},
         sentence=f"{_OTHER_UNET}: nothing takes time_embed.cond_proj.weight; {OTHER_VERSION}",
-    ),
-    WrongHeader(
-        name="a VAE without a projection",
-        change=lambda tensors: _without(tensors, "decoder.mid.attn_1.q.weight"),
-        sentence="its vae is not that of a Stable Diffusion 1 model: it lacks decoder.mid.attn_1.q.weight; "
-        f"{OTHER_VERSION}",
     ),
     WrongHeader(
         name="an OpenCLIP without a bias",
@@ -156,14 +143,6 @@ def test_the_first_command_for_a_model_that_reads_a_mask_edits(tmp_path: Path) -
     assert first_command(str(model)).startswith('bottega generate "a big red star')
     change_json(model / "unet" / "config.json", in_channels=9)
     assert first_command(str(model)).startswith('bottega edit PICTURE "a big red star')
-
-
-@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
-def test_check_says_what_only_an_import_checks(family: str, tmp_path: Path) -> None:
-    file = write_zeros_file(tmp_path / "model.safetensors", family, SHAPES[family])
-    checked = _run("check", str(file))
-    assert checked.exit_code == 0, checked.output
-    assert "only that checks whether all weights are finite numbers" in " ".join(checked.output.split())
 
 
 def test_check_gives_every_reason_and_fails(tmp_path: Path) -> None:

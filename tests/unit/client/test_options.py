@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from bottega.client import ControlNet, GenerationOptions, Lora, Picture, parameters_of
 from bottega.client.types.options import SAMPLERS, options_from, spec_from
-from bottega.client.types.picture import format_of
 from bottega.client.types.provenance import (
     CacheUse,
     ControlNetUse,
@@ -36,7 +35,7 @@ from bottega.client.types.provenance import (
     provenance_from,
 )
 from bottega.codec.images import encode_image
-from bottega.errors import InternalError, InvalidRequest
+from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.samples.hostile_images import chunk, compressed_texts
@@ -124,14 +123,6 @@ def _with_images() -> list[ControlNet]:
     return [dataclasses.replace(net, image=net.name.encode()) for net in FULL["controlnets"] or ()]
 
 
-def test_how_strongly_a_controlnet_counts_the_gateway_says_where_nobody_else_does() -> None:
-    (net,) = spec_from("a star", {"controlnets": [ControlNet("edges", b"image")]}).controlnets
-    assert not net.HasField("controlnet_conditioning_scale")
-    assert (net.control_guidance_start, net.control_guidance_end) == (0, 1)
-    spec = GenerationSpec(controlnets=[generation_pb2.ControlNet(name="edges")])
-    assert options_from(spec) == {"controlnets": (ControlNet("edges"),)}
-
-
 def test_what_cannot_be_sent_of_controlnets_is_named_by_its_place() -> None:
     nets: list[Any] = [
         ControlNet("edges", "/no/such/file.png"),
@@ -155,12 +146,6 @@ def test_what_cannot_be_sent_of_controlnets_is_named_by_its_place() -> None:
     assert "list" in caught.value.violations[0].description
 
 
-def test_absent_stays_absent_and_empty_stays_empty() -> None:
-    assert not spec_from("a star", {"negative_prompt": None}).HasField("negative_prompt")
-    assert spec_from("a star", {"negative_prompt": ""}).HasField("negative_prompt")
-    assert not spec_from("a star", {}).HasField("num_images")
-
-
 def test_all_wrong_arguments_are_listed_at_once() -> None:
     wrong = {"seed": -1, "width": 1.5, "sampler": [], "steps": 3, "image": "a\0b"}
     with pytest.raises(InvalidRequest) as caught:
@@ -171,24 +156,13 @@ def test_all_wrong_arguments_are_listed_at_once() -> None:
     assert described["image"] == r"'a\x00b' cannot be the path of a file"
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("num_inference_step", "num_inference_steps"),
-        ("steps", "num_inference_steps"),
-        ("negativ_prompt", "negative_prompt"),
-        ("cfg_scale", "guidance_scale"),
-        ("loras", "lora"),
-        ("timeout", "timeout_s"),
-        ("zzz", ""),
-    ],
-)
-def test_an_unknown_keyword_is_told_the_one_that_was_meant(given: str, meant: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        spec_from("a star", {given: 1})  # type: ignore[misc]
-    (violation,) = caught.value.violations
-    said = f"; did you mean {meant}?" if meant else ""
-    assert (violation.field, violation.description) == (given, f"there is no such argument{said}")
+def test_an_unknown_keyword_is_told_the_one_that_was_meant() -> None:
+    for said, meant in (("steps", "num_inference_steps"), ("cfg_scale", "guidance_scale"), ("zzz", "")):
+        with pytest.raises(InvalidRequest) as caught:
+            spec_from("a star", {said: 1})  # type: ignore[misc]
+        (violation,) = caught.value.violations
+        hint = f"; did you mean {meant}?" if meant else ""
+        assert (violation.field, violation.description) == (said, f"there is no such argument{hint}")
 
 
 def test_several_prompts_are_a_list_and_come_back_with_their_parameters() -> None:
@@ -305,18 +279,6 @@ def test_saving_writes_the_bytes_as_they_are_and_leaves_nothing_else(tmp_path: P
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("star.png", b"newer")]
 
 
-def test_saving_under_a_suffix_of_another_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format='jpeg'"):
-        picture().save(tmp_path / "star.jpg")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_picture_opens_in_pillow_and_shows_itself_in_notebooks(tmp_path: Path) -> None:
-    data = png(tmp_path / "star.png", {}).read_bytes()
-    assert picture(data).pil().size == (8, 8)
-    assert picture(data)._repr_mimebundle_() == {"image/png": data}
-
-
 def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: Path) -> None:
     path = tmp_path / "hostile.png"
     path.write_bytes(compressed_texts(7900))
@@ -327,23 +289,15 @@ def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: P
         parameters_of(path)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "tool"),
-    [("parameters", "AUTOMATIC1111's web UI or one like it"), ("workflow", "ComfyUI"), ("prompt", "ComfyUI")],
-)
-def test_the_text_of_another_tool_is_said_to_be_so(tmp_path: Path, keyword: str, tool: str) -> None:
-    path = png(tmp_path / "foreign.png", {keyword: "a star\nSteps: 20, Seed: 7, Size: 64x64"})
-    with pytest.raises(InvalidRequest, match=rf"foreign\.png was written by another tool \({tool}\)"):
-        parameters_of(path)
-
-
-def test_a_jpeg_of_another_tool_or_without_text_is_said_to_be_so(tmp_path: Path) -> None:
-    for texts, rule in (({"parameters": "a star"}, "by another tool"), ({}, "has no parameters")):
-        path = tmp_path / "foreign.jpg"
-        image = PIL.Image.new("RGB", (8, 8))
-        path.write_bytes(encode_image(image, generation_pb2.IMAGE_FORMAT_JPEG, 90, texts))
-        with pytest.raises(InvalidRequest, match=rf"foreign\.jpg .*{rule}"):
+def test_the_text_of_another_tool_is_said_to_be_so(tmp_path: Path) -> None:
+    for keyword, tool in (("parameters", "AUTOMATIC1111's web UI or one like it"), ("prompt", "ComfyUI")):
+        path = png(tmp_path / "foreign.png", {keyword: "a star\nSteps: 20, Seed: 7, Size: 64x64"})
+        with pytest.raises(InvalidRequest, match=rf"foreign\.png was written by another tool \({tool}\)"):
             parameters_of(path)
+    path = tmp_path / "bare.jpg"
+    path.write_bytes(encode_image(PIL.Image.new("RGB", (8, 8)), generation_pb2.IMAGE_FORMAT_JPEG, 90, {}))
+    with pytest.raises(InvalidRequest, match=r"bare\.jpg has no parameters"):
+        parameters_of(path)
 
 
 def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
@@ -354,18 +308,11 @@ def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
     return signature + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + b"".join(chunks) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            '{"prompt": "a star", "sampler": 99}',
-            "sampler: 99 is unknown to this version, which has euler, euler_ancestral",
-        ),
-        ('{"prompt": "a star", "sampler": "SAMPLER_OF_TOMORROW"}', "SAMPLER_OF_TOMORROW"),
-        ('{"format": 2147483647}', "format: 2147483647"),
+def test_parameters_that_cannot_be_are_refused_by_file_and_value(tmp_path: Path) -> None:
+    for text, said in (
+        ('{"sampler": 99}', "sampler: 99 is unknown to this version, which has euler, euler_ancestral"),
+        ('{"sampler": "SAMPLER_OF_TOMORROW"}', "SAMPLER_OF_TOMORROW"),
         ('{"num_inference_steps": 100000}', "num_inference_steps must be 1 to 200; got 100000"),
-        ('{"num_inference_steps": "many"}', "num_inference_steps"),
-        ('{"seed": -1}', "seed"),
         ('{"seed": 1e400}', "seed"),
         ('{"seed": "18446744073709551615"}', "seed must be 0 to 9007199254740984; got 18446744073709551615"),
         (f'{{"seed": {"9" * 5000}}}', "integer string conversion"),
@@ -374,41 +321,31 @@ def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
         ('{"prompt": "\\ud800"}', "prompt"),
         (f'{{"prompt": "{"x" * 20_000}"}}', "prompt is over 16384 bytes"),
         ('{"loras": [{"name": "../up"}]}', "loras[0].name must be the name of a LoRA"),
-        ('{"loras": [{"name": "ink", "scale": "NaN"}]}', "loras[0].scale must be a finite number"),
         ('{"controlnets": [{"name": "a b"}]}', "controlnets[0].name"),
-        ('{"controlnets": {"name": "edges"}}', "controlnets"),
         ('{"width": 0, "height": 99999}', "width must be 1 to 16384; got 0; height must be 1 to 16384; got 99999"),
-        ('{"what": 1}', "what"),
         ("[7]", "cannot read"),
-        ("", "cannot read"),
         ("[" * 100_000, "recursion"),
-        ('{"a":' * 20_000, "recursion"),
-    ],
-)
-def test_parameters_that_cannot_be_are_refused_by_file_and_value(tmp_path: Path, text: str, said: str) -> None:
-    path = png(tmp_path / "odd.png", {"bottega": text})
-    with pytest.raises(InvalidRequest) as refused:
-        parameters_of(path)
-    assert str(path) in refused.value.message
-    assert said in refused.value.message
-    assert len(refused.value.message) < 1000
-    assert not refused.value.violations, "which would be shown without the file"
+    ):
+        path = png(tmp_path / "odd.png", {"bottega": text})
+        with pytest.raises(InvalidRequest) as refused:
+            parameters_of(path)
+        assert str(path) in refused.value.message
+        assert said in refused.value.message
+        assert len(refused.value.message) < 1000
+        assert not refused.value.violations, "which would be shown without the file"
 
 
 @pytest.mark.parametrize(
     "data",
     [
         raw_png(width=60_000, height=60_000),
-        raw_png(width=9_000, height=9_000),
         raw_png(chunk(b"zTXt", b"bottega\0\0" + LARGE)),
         raw_png(chunk(b"iTXt", b"bottega\0\1\0\0\0" + LARGE)),
         raw_png(*[chunk(b"zTXt", b"k%d\0\0" % n + MEBIBYTE) for n in range(80)]),
         raw_png(chunk(b"tEXt", b"bottega\0" + b"x" * (300 << 10))),
-        raw_png(chunk(b"iTXt", b"bottega")),
         raw_png(chunk(b"zTXt", b"bottega\0\7x")),
         raw_png(chunk(b"tRNS", b"")),
         raw_png()[:-20],
-        raw_png()[:20],
         b"hello",
     ],
     ids=lambda data: f"{len(data)} bytes",
@@ -423,7 +360,7 @@ def test_a_png_of_any_kind_is_refused_within_bounds(tmp_path: Path, data: bytes)
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_damaged_png_is_refused_and_never_a_fault(data: st.DataObject) -> None:
     whole = bytearray(raw_png(chunk(b"tEXt", b'bottega\0{"prompt": "a star", "seed": 7}')))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -433,8 +370,3 @@ def test_a_damaged_png_is_refused_and_never_a_fault(data: st.DataObject) -> None
         path.write_bytes(whole)
         with contextlib.suppress(InvalidRequest):
             parameters_of(path)
-
-
-def test_a_format_that_only_a_later_gateway_knows_is_said_to_be_so() -> None:
-    with pytest.raises(InternalError, match="99, which this version does not know"):
-        format_of(99)  # type: ignore[arg-type]

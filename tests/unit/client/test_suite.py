@@ -20,7 +20,7 @@ import yaml
 from bottega.client import Client
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.suite.background import end_orphans
-from bottega.client.suite.plan import PortTaken, SuiteOptions, check_free, free_ports, plan_suite
+from bottega.client.suite.plan import PortTaken, SuiteOptions, free_ports, plan_suite
 from bottega.client.suite.service_log import (
     LogFollower,
     ServiceLog,
@@ -47,55 +47,33 @@ def held(folder: Path) -> StateFolder:
         return state
 
 
-def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
-    plan = plan_suite(
-        SuiteOptions(services={"workers": 2}, port=0, model="some/folder", vae="some/vae", dtype="bfloat16"),
-        held(tmp_path),
-    )
-    assert [process.name for process in plan.processes] == [
-        "gateway",
-        "loras",
-        "cache",
-        "activations",
-        "worker-0",
-        "worker-1",
-        "controlnet-0",
-        "http",
-    ]
+def test_workers_share_the_cores_and_all_services_find_their_gateway(tmp_path: Path) -> None:
+    state = held(tmp_path)
+    model, vae = str(Path("some/folder").resolve()), str(Path("some/vae").resolve())
+    counts = {"workers": 2, "controlnet_servers": 2}
+    plan = plan_suite(SuiteOptions(services=counts, port=0, model=model, vae=vae, dtype="bfloat16"), state)
+    names = ["gateway", "loras", "cache", "activations", "worker-0", "worker-1", "controlnet-0", "controlnet-1", "http"]
+    assert [process.name for process in plan.processes] == names
     assert all(process.environment["OMP_WAIT_POLICY"] == "PASSIVE" for process in plan.processes)
-    gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
-    worker = yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())
-    assert (gateway["server"]["listen"], gateway["fleet"]["listen"]) == (
-        plan.settings.address,
-        plan.settings.fleet_address,
-    )
-    assert worker["gateway"] == plan.settings.fleet_address
-    assert worker["name"] == "worker-1"
-    assert worker["engine"]["model"] == str(Path("some/folder").resolve())
-    assert worker["engine"]["vae"] == {"folder": str(Path("some/vae").resolve())}
-    loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
-    assert (loras["bases"], loras["loras"]) == ({"folder": str(Path("some/folder").resolve())}, {})
-    assert (loras["gateway"], loras["folder"]) == (plan.settings.fleet_address, str(tmp_path / "loras"))
-    cache = yaml.safe_load((tmp_path / "config" / "cache.yaml").read_text())
-    assert (cache["gateway"], cache["folder"]) == (plan.settings.fleet_address, str(tmp_path / "cache"))
-    activations = yaml.safe_load((tmp_path / "config" / "activations.yaml").read_text())
-    assert (activations["gateway"], activations["folder"]) == (
-        plan.settings.fleet_address,
-        str(tmp_path / "activations"),
-    )
-    assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == (
-        "bfloat16",
-        max(1, len(os.sched_getaffinity(0)) // 2),
-    )
+    configs = {name: yaml.safe_load((state.config / f"{name}.yaml").read_text()) for name in names}
+    assert configs["gateway"]["server"]["listen"] == configs["http"]["gateway"] == plan.settings.address
+    assert configs["gateway"]["fleet"]["listen"] == plan.settings.fleet_address
+    assert {configs[name]["gateway"] for name in names[1:-1]} == {plan.settings.fleet_address}
+    for name in ("loras", "cache", "activations"):
+        assert configs[name]["folder"] == str(tmp_path / name)
+    worker, net, other = (configs[name] for name in ("worker-1", "controlnet-0", "controlnet-1"))
+    assert (worker["name"], worker["engine"]["model"], worker["engine"]["vae"]) == ("worker-1", model, {"folder": vae})
+    assert worker["engine"]["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (worker["engine"]["dtype"], net["engine"]["dtype"]) == ("bfloat16", "bfloat16")
+    assert net["root"] == other["root"] == str(state.root / "controlnets")
+    assert net["catalogue"] != other["catalogue"]
 
 
 @pytest.mark.parametrize(
     ("folder", "given", "name"),
     [
-        ("sdxl-base", "", "sdxl-base"),
         ("models--stabilityai--stable-diffusion-xl-base-1.0/snapshots/4621659", "", "stable-diffusion-xl-base-1.0"),
         ("models--stabilityai--sdxl-turbo/snapshots/4621659", "turbo", "turbo"),
-        ("models--an-owner--a--name/snapshots/4621659", "", "name"),
         ("snapshots/4621659", "", "4621659"),
     ],
 )
@@ -129,43 +107,17 @@ def test_services_that_lack_packages_are_named_before_anything_starts(
     )
 
 
-def test_a_suite_starts_without_an_optional_service_that_lacks_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "bottega.client.suite.plan.missing_packages",
-        lambda service: [name for name in service.requires if name == "uvicorn"],
-    )
-    plan = plan_suite(SuiteOptions(port=0), held(tmp_path))
-    assert "http" not in {process.name for process in plan.processes}
-    assert plan.http_address == ""
-    assert plan.left_out == "the HTTP API needs uvicorn, not installed here: pip install 'bottega-services[http]'"
-
-
-def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
-    state = held(tmp_path)
-    plan = plan_suite(SuiteOptions(services={"controlnet_servers": 2}, port=0, dtype="bfloat16"), state)
-    assert [process.name for process in plan.processes][4:-1] == ["worker-0", "controlnet-0", "controlnet-1"]
-    first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
-    assert first["gateway"] == plan.settings.fleet_address
-    assert first["engine"]["dtype"] == "bfloat16"
-    assert set(first["controlnets"]) == {"edges", "layout"}
-    assert first["root"] == second["root"] == str(state.root / "controlnets")
-    assert first["catalogue"] != second["catalogue"]
-    fewer = plan_suite(SuiteOptions(services={"controlnet_servers": 0}, port=0, threads=5), state)
-    assert [process.name for process in fewer.processes][-2:] == ["worker-0", "http"]
-    assert yaml.safe_load((state.config / "worker-0.yaml").read_text())["engine"]["threads"] == 5
-
-
-def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) -> None:
+def test_what_lies_beside_a_model_is_served_from_the_start(tmp_path: Path) -> None:
     state = held(tmp_path)
     plan_suite(SuiteOptions(port=0), state)
     own = yaml.safe_load((state.config / "loras.yaml").read_text())["loras"]
     assert {path.name for path in (WEIGHTS / "loras").iterdir()} == set(own)
     model = tmp_path / "mine"
     (model / "loras" / "ink").mkdir(parents=True)
-    for name in ("wash.safetensors", "notes.txt", "~.safetensors"):
-        (model / "loras" / name).touch()
+    (model / "controlnets" / "canny").mkdir(parents=True)
+    (model / "cache_profile.json").touch()
+    for name in ("loras/wash.safetensors", "loras/notes.txt", "loras/~.safetensors", "controlnets/depth.safetensors"):
+        (model / name).touch()
     plan_suite(SuiteOptions(port=0, model=str(model)), state)
     config = yaml.safe_load((state.config / "loras.yaml").read_text())
     assert config["loras"] == {
@@ -173,27 +125,11 @@ def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) ->
         "wash": {"path": str(model / "loras" / "wash.safetensors"), "base": "mine"},
     }
     assert list(config["left_out"]) == ["~.safetensors"]
-
-
-def test_what_lies_beside_the_models_own_controlnets_is_left_out_with_a_reason(tmp_path: Path) -> None:
-    state, model = held(tmp_path), tmp_path / "mine"
-    (model / "controlnets" / "canny").mkdir(parents=True)
-    (model / "controlnets" / "depth.safetensors").touch()
-    plan_suite(SuiteOptions(port=0, model=str(model)), state)
-    config = yaml.safe_load((state.config / "controlnet-0.yaml").read_text())
-    assert config["controlnets"] == {"canny": str(model / "controlnets" / "canny")}
-    assert list(config["left_out"]) == ["depth.safetensors"]
-
-
-def test_what_was_measured_of_a_model_is_in_its_cache_from_its_start(tmp_path: Path) -> None:
-    state, model = held(tmp_path), tmp_path / "mine"
-    model.mkdir()
-    profiles = []
-    for _ in range(2):
-        plan_suite(SuiteOptions(port=0, model=str(model)), state)
-        profiles.append(yaml.safe_load((state.config / "cache.yaml").read_text())["profiles"])
-        (model / "cache_profile.json").touch()
-    assert profiles == [[], [str(model / "cache_profile.json")]]
+    nets = yaml.safe_load((state.config / "controlnet-0.yaml").read_text())
+    assert nets["controlnets"] == {"canny": str(model / "controlnets" / "canny")}
+    assert list(nets["left_out"]) == ["depth.safetensors"]
+    cache = yaml.safe_load((state.config / "cache.yaml").read_text())
+    assert cache["profiles"] == [str(model / "cache_profile.json")]
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
@@ -226,18 +162,6 @@ def test_ports_where_somebody_listens_are_passed_over(monkeypatch: pytest.Monkey
         tries = iter((port, port - 2, port + 1))
         monkeypatch.setattr(random, "randint", lambda first, last: next(tries))
         assert free_ports(3) == [port + 1, port + 2, port + 3]
-
-
-@pytest.mark.parametrize("given", ["1024 65535", "", "none"])
-def test_ports_are_any_where_the_system_gives_them_from_the_whole_range(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
-    (tmp_path / "range").write_text(given)
-    monkeypatch.setattr("bottega.client.suite.plan._EPHEMERAL_RANGE", tmp_path / "range")
-    monkeypatch.setattr(random, "randint", lambda first, last: pytest.fail("it is not chosen"))
-    found = free_ports(3)
-    assert len(set(found)) == 3
-    check_free(found)
 
 
 def test_a_record_counts_only_while_its_instance_runs(tmp_path: Path) -> None:
@@ -280,12 +204,6 @@ def test_the_sdk_finds_the_suite_that_the_command_finds(tmp_path: Path, monkeypa
             assert client.address == "127.0.0.1:9470"
         monkeypatch.setenv("BOTTEGA_ADDRESS", "drawing.example:443")
         assert default_address() == "drawing.example:443"
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json"])
-def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "suite.json").write_text(text)
-    assert StateFolder(tmp_path).read() is None
 
 
 @pytest.fixture

@@ -37,13 +37,6 @@ def test_both_clients_offer_the_same(asynchronous: type, blocking: type) -> None
         assert not inspect.iscoroutinefunction(ours), name
 
 
-def test_help_names_what_comes_back_without_asyncio() -> None:
-    assert inspect.signature(Client.generate).return_annotation == "Picture"
-    assert inspect.signature(Client.submit).return_annotation == "Job"
-    assert inspect.signature(Client.stream).return_annotation == "Generator[Event, None, None]"
-    assert "idempotency key" in (Client.stream.__doc__ or "")
-
-
 @pytest.fixture
 def thread() -> Iterator[LoopThread]:
     thread = LoopThread()

@@ -9,18 +9,15 @@ import pytest
 from rich.console import Console
 
 from bottega import kinds
-from bottega.client import AttemptProgress, Readiness, ServiceLoad, ServiceStart
-from bottega.client.addons.addon import Level, left_out_of
-from bottega.client.checkup.gateway import _check_accelerations, _check_left_out
-from bottega.client.cli.fleet import FleetRates, Rates, accelerations_table, fleet_table, hit_share, top_table
+from bottega.client.checkup.gateway import _check_accelerations
+from bottega.client.cli.fleet import FleetRates, Rates, accelerations_table, fleet_table, top_table
 from bottega.client.cli.jobs import jobs_table
 from bottega.client.cli.models import models_table
 from bottega.client.cli.scale import demand_table
 from bottega.client.cli.terminal import PlainTable, print_table
-from bottega.client.types.fleet import FleetStatus, ServiceActivity, fleet_from, member_from
+from bottega.client.types.fleet import FleetStatus, fleet_from, member_from
 from bottega.client.types.jobs import status_from
 from bottega.client.types.models import model_from
-from bottega.errors import InternalError
 from bottega.v1.fleet_pb2 import (
     Acceleration,
     Activity,
@@ -33,9 +30,8 @@ from bottega.v1.fleet_pb2 import (
     StartProgress,
 )
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, LeftOut, ResidualProfile
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, LeftOut
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED, Job, Model
-from bottega.v1.worker_pb2 import AttemptId
 
 _PROMPT = "a big red star on the left, a small green circle at the bottom"
 _HOSTED = tuple(Hosted(kind="controlnet", name=name, state=HOSTED_STATE_LOADED) for name in ("edges", "depth", "pose"))
@@ -107,20 +103,6 @@ def test_a_table_fits_80_columns_and_cuts_nothing(
     assert [word for word in kept if word not in text] == []
 
 
-def test_names_wrap_where_nothing_is_left_to_leave_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = PlainTable("lora", "base", ">rank", ">size", "words", optional=("rank",))
-    table.add_row(
-        "watercolour-style@research", "stable-diffusion-xl-base-1.0", "128", "357 MiB", "watercolour, wet paper"
-    )
-    lines = _lines(table, monkeypatch, capsys)
-    head = next(line for line in lines if "lora" in line)
-    assert head.split() == ["lora", "base", "size", "words"]
-    assert max(map(len, lines)) <= 80
-    assert all(any(word in line for line in lines) for word in ("357 MiB", "watercolour, wet", "paper"))
-
-
 def test_columns_without_room_are_named_below_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,16 +112,6 @@ def test_columns_without_room_are_named_below_the_table(
     assert lines[-1] == "a wider terminal shows more: accepted, took"
 
 
-def test_a_table_in_a_pipe_has_every_column_and_row_on_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    table = PlainTable("name", "text", optional=("name",))
-    table.add_row("n" * 150, "word " * 30 + "end")
-    print_table(table)
-    assert [len(line.split()) for line in capsys.readouterr().out.splitlines() if "end" in line] == [32]
-
-
 def worker(name: str, *found: Acceleration) -> Member:
     return Member(registration=Registration(kind="worker", name=name, device="cuda:0"), load=Load(accelerations=found))
 
@@ -147,28 +119,6 @@ def worker(name: str, *found: Acceleration) -> Member:
 KEPT = Acceleration(name="kernels.geglu", kept=True, speedup=1.234, difference=1.5e-3, tolerance=0.02)
 SLOW = Acceleration(name="graphs", speedup=0.97, difference=2e-7, reason="it is 0.97 times as fast here")
 UNTRIED = Acceleration(name="attention.flash_attn", reason="flash_attn is not installed")
-
-
-def test_each_is_a_row_with_its_figures_and_why_it_is_off() -> None:
-    fleet = ListMembersResponse(members=[worker("w0", KEPT, SLOW), worker("w1", UNTRIED)])
-    with StringIO() as file:
-        Console(file=file, width=200).print(accelerations_table(fleet_from(fleet)).table)
-        text = file.getvalue()
-    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["w0"], ["w1"])]
-    assert rows == [
-        ["w0", "kernels.geglu", "yes", "1.23", "1.5e-03"],
-        ["w0", "graphs", "no", "0.97", "2.0e-07", "it", "is", "0.97", "times", "as", "fast", "here"],
-        ["w1", "attention.flash_attn", "no", "flash_attn", "is", "not", "installed"],
-    ]
-
-
-def test_what_engines_took_to_start_is_a_column_when_it_is_asked_for() -> None:
-    slow, silent = worker("w0"), worker("w1")
-    slow.load.start_s = 123.45
-    fleet = ListMembersResponse(members=[slow, silent])
-    for starts, cells in ((True, ["start", "123.5 s", ""]), (False, ["since", "0 s", "0 s"])):
-        last = fleet_table(fleet_from(fleet), starts=starts).table.columns[-1]
-        assert [str(last.header), *map(str, last.cells)] == cells
 
 
 def test_a_worker_that_starts_says_how_far_it_is() -> None:
@@ -206,53 +156,6 @@ def test_what_is_left_out_and_what_fits_no_model_stands_below_the_table() -> Non
         "controlnet-0 does not serve depth: it has no config.json",
         "controlnet-0 does not serve sd15: it fits no served model: its shapes are x, theirs 4/8 2048+1280",
     ]
-
-
-def test_doctor_warns_of_what_a_service_leaves_out() -> None:
-    server = controlnet_server(left_out={"depth": "it has no config.json"})
-    (result,) = _check_left_out(fleet_from(ListMembersResponse(members=[worker("w0"), server])))
-    assert (result.level, result.what) == (Level.WARN, "controlnet-0 does not serve depth: it has no config.json")
-
-
-def test_without_a_worker_nothing_is_said_to_fit_no_model() -> None:
-    net = Hosted(kind="controlnet", name="canny", base="x")
-    assert left_out_of(fleet_from(ListMembersResponse(members=[controlnet_server(net, left_out={})]))) == []
-
-
-def test_a_service_has_its_load_and_what_it_hosts() -> None:
-    net = Hosted(kind=kinds.CONTROLNET, name="edges", state=HOSTED_STATE_LOADED, sessions=2)
-    net.profiles.append(ResidualProfile(model_hash="ab", num_inference_steps=20, similarity=0.5))
-    running = RunningAttempt(attempt=AttemptId(job_id="job-1", number=1), steps_left=3)
-    load = Load(running=[running], memory_bytes=7, hosted=[net, Hosted(state=99)])  # type: ignore[arg-type]
-    worker = Member(registration=Registration(kind=kinds.WORKER, name="w0", address="here:1"), load=load, joined_s=2.0)
-    worker.registration.models.add(name="miniature", default_steps=20)
-    status = fleet_from(ListMembersResponse(members=[worker], queued=4, longest_wait_s=1.5))
-    (member,) = status.of_kind(kinds.WORKER)
-    assert (status.queued, status.longest_wait_s, status.of_kind(kinds.CACHE)) == (4, 1.5, ())
-    assert (member.name, member.address, member.joined_s, member.reported) == ("w0", "here:1", 2.0, True)
-    assert [(model.name, model.default_steps) for model in member.models] == [("miniature", 20)]
-    assert member.load.running == (AttemptProgress(job_id="job-1", steps_left=3),)
-    edges, unknown = member.load.hosted
-    assert (edges.name, edges.readiness, edges.sessions, edges.profiles[0].similarity) == (
-        "edges",
-        Readiness.LOADED,
-        2,
-        0.5,
-    )
-    assert unknown.readiness is Readiness.UNKNOWN
-
-
-def test_a_service_that_has_not_reported_or_still_starts_says_so() -> None:
-    silent = Member(registration=Registration(kind=kinds.LORAS, name="loras"))
-    starting = Member(load=Load(starting=StartProgress(stage="loading unet", done_bytes=1, total_bytes=2)))
-    first, second = fleet_from(ListMembersResponse(members=[silent, starting])).members
-    assert (first.load, first.reported, first.starting) == (ServiceLoad(), False, None)
-    assert second.starting == ServiceStart(stage="loading unet", done_bytes=1, total_bytes=2)
-
-
-def test_a_list_that_no_fleet_has_is_refused() -> None:
-    with pytest.raises(InternalError, match="more than 4,096 services"):
-        fleet_from(ListMembersResponse(members=[Member()] * 5000))
 
 
 def member(kind: str, name: str, activity: Activity, **load: object) -> Member:
@@ -302,22 +205,6 @@ def test_each_service_has_its_rates_its_batch_and_its_hits() -> None:
     assert row(lines, "loras") == ["loras", "loras", "0"]
 
 
-def test_where_nobody_asked_of_late_the_hits_are_those_since_the_start() -> None:
-    assert row(shown(fleet(1), fleet(2)), "cache") == ["cache", "cache", "0", "-", "(75", "%)", "3.00", "MiB"]
-
-
-def test_what_was_seen_once_has_no_rate_yet() -> None:
-    lines = shown(fleet(1))
-    assert row(lines, "gateway") == ["gateway", "gateway", "-", "-"]
-    assert row(lines, "w0") == ["w0", "worker", "3", "(draining)", "-", "-", "-", "-"]
-
-
-def test_how_many_wait_and_how_long_stands_below() -> None:
-    last = shown(fleet(1), fleet(2, queued=4, longest_wait_s=12.34))[-1]
-    assert last.strip() == "4 waiting in the queue, the longest for 12.3 s, those that began had waited 1.50 s"
-    assert shown(fleet(1))[-1].strip() == "0 waiting in the queue"
-
-
 def counted(name: str, *, heard_s: float = 0.0, **counted: float) -> Member:
     activity = Activity(**counted)  # type: ignore[arg-type]  # whole numbers, but for waited_s
     return Member(registration=Registration(kind="worker", name=name), load=Load(activity=activity), heard_s=heard_s)
@@ -345,36 +232,11 @@ def test_rates_are_what_was_counted_between_two_reports_over_their_time() -> Non
     assert found == Rates(completed=0.5, failed=0.25, steps=15, lookups=1, batch=3, wait_s=1.5, hit_share=0.25)
 
 
-def test_the_age_of_a_report_counts() -> None:
-    found = rates_of((10.0, counted("w0", heard_s=0.5, steps=0)), (11.0, counted("w0", heard_s=0.25, steps=5)))
-    assert found is not None
-    assert found.steps == pytest.approx(4.0)
-
-
-def test_one_report_says_no_rate_and_neither_does_the_same_one_again() -> None:
-    assert rates_of((10.0, counted("w0", steps=50))) is None
-    assert rates_of((10.0, counted("w0", heard_s=0.5, steps=50)), (11.0, counted("w0", heard_s=1.5, steps=50))) is None
-
-
-def test_nothing_asked_no_turn_and_no_job_leave_no_mean() -> None:
-    found = rates_of(
-        (0.0, counted("w0", lookups=3, hits=3, turns=2, steps=2)),
-        (1.0, counted("w0", lookups=3, hits=3, turns=2, steps=2)),
-    )
-    assert found == Rates(completed=0, failed=0, steps=0, lookups=0, batch=None, wait_s=None, hit_share=None)
-
-
 def test_what_happened_before_the_window_is_not_in_it() -> None:
     burst = [(float(second), counted("w0", steps=1000 if second else 0, turns=1)) for second in range(12)]
     found = rates_of(*burst)
     assert found is not None
     assert found.steps == 0
-
-
-def test_a_window_that_nobody_looked_in_is_covered_by_an_older_report() -> None:
-    found = rates_of((0.0, counted("w0", steps=0)), (60.0, counted("w0", steps=120)))
-    assert found is not None
-    assert found.steps == 2
 
 
 def test_a_service_that_counts_anew_is_measured_anew() -> None:
@@ -394,8 +256,3 @@ def test_services_of_one_fleet_are_told_apart_and_those_that_left_are_forgotten(
     assert first is not None
     assert first.steps == 2
     assert second is None
-
-
-def test_the_share_of_hits_since_the_start() -> None:
-    assert hit_share(ServiceActivity(lookups=8, hits=6)) == 0.75
-    assert hit_share(ServiceActivity()) is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from bottega.client.cli.logs import pretty
-from bottega.client.cli.terminal import LONGEST, Line, escaped, escaped_and_cut, escaped_lines
+from bottega.client.cli.terminal import LONGEST, Line, escaped, escaped_and_cut
 
 HIDDEN = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
 
@@ -62,17 +62,6 @@ def test_a_shortened_text_has_room_in_its_columns(text: str, width: int) -> None
     shown = escaped_and_cut(text, width)
     assert cell_len(shown) <= width
     assert "\n" not in shown
-
-
-def test_wide_letters_count_as_two_columns_and_long_words_are_cut_too() -> None:
-    assert escaped_and_cut("赤" * 40, 20) == "赤" * 9 + " …"
-    assert escaped_and_cut("x" * 40, 20) == "x" * 19 + "…"
-    assert escaped_and_cut("a  big\n red\tstar", 20) == "a big red star"
-    assert escaped_and_cut("a" + " " * 100_000 + "b", 20) == "a…"
-
-
-def test_lines_that_are_meant_stay_lines() -> None:
-    assert escaped_lines("one\n\ttwo\x1b\r") == ["one", r"        two\x1b\r"]
 
 
 def text_of(line: Line) -> str:

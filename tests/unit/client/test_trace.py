@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.client.cli.trace import busy_s, chrome_trace, draw_timeline, lanes_of
-from bottega.client.types.jobs import GATEWAY, JobTrace, TraceSpan, trace_from
-from bottega.v1 import trace_pb2
+from bottega.client.types.jobs import GATEWAY, JobTrace, TraceSpan
 
 SVG = "{http://www.w3.org/2000/svg}"
 TRACE = JobTrace(
@@ -76,18 +75,6 @@ def test_a_trace_without_spans_and_one_with_hundreds_of_lanes_are_drawn() -> Non
     assert "220 more rows" in picture
 
 
-def test_what_the_wire_leaves_open_is_the_gateways() -> None:
-    message = trace_pb2.Trace(
-        spans=[trace_pb2.Span(name="queue", track="jobs", begin_ns=1_500_000_000, duration_ns=10, facts={"a": "b"})],
-        dropped=2,
-    )
-    trace = trace_from("job-1", message)
-    assert (trace.job_id, trace.dropped) == ("job-1", 2)
-    assert trace.spans == (
-        TraceSpan(name="queue", service=GATEWAY, track="jobs", begin_s=1.5, seconds=1e-8, facts={"a": "b"}),
-    )
-
-
 def span(name: str, begin_s: float, end_s: float, *, service: str = "w0", track: str = "denoise") -> TraceSpan:
     return TraceSpan(name=name, service=service, track=track, begin_s=begin_s, seconds=end_s - begin_s)
 
@@ -95,20 +82,6 @@ def span(name: str, begin_s: float, end_s: float, *, service: str = "w0", track:
 def lanes(*spans: TraceSpan) -> list[tuple[str, str, list[str]]]:
     found = lanes_of(JobTrace(job_id="job-1", spans=spans))
     return [(lane.service, lane.track, [each.name for each in lane.spans]) for lane in found]
-
-
-def test_the_gateway_is_first_then_services_and_tracks_as_they_begin() -> None:
-    assert lanes(
-        span("load", 0.0, 1.0, service="nets", track="edges"),
-        span("queue", 0.5, 1.0, service=GATEWAY, track="jobs"),
-        span("step 0", 2.0, 3.0),
-        span("encode", 1.0, 2.0, track="encode"),
-    ) == [
-        (GATEWAY, "jobs", ["queue"]),
-        ("nets", "edges", ["load"]),
-        ("w0", "encode", ["encode"]),
-        ("w0", "denoise", ["step 0"]),
-    ]
 
 
 def test_spans_that_overlap_have_lanes_of_their_own_and_those_within_others_do_not() -> None:

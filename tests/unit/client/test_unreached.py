@@ -31,8 +31,7 @@ async def _image(client: AsyncClient) -> None:
     await client.job("f" * 32).image()
 
 
-@pytest.mark.parametrize("call", [_models, _generate, _image])
-@pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
+@pytest.mark.parametrize(("call", "silent"), [(_models, True), (_generate, False), (_image, False)])
 def test_a_warning_says_that_nothing_answers_before_patience_is_over(
     call: Call, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,22 +54,6 @@ async def _call_for(seconds: float, address: str, call: Call) -> None:
         await asyncio.wait_for(call(client), seconds)
     assert time.monotonic() - began_s >= seconds, "it went on trying"
     await client.close()
-
-
-def test_nothing_is_said_when_the_call_ends_before(caplog: pytest.LogCaptureFixture) -> None:
-    async def call() -> None:
-        async with AsyncClient("127.0.0.1:1", retry=RetryPolicy(patience_s=0.0)) as client:
-            with pytest.raises(Unavailable):
-                await client.models()
-
-    asyncio.run(call())
-    assert not [item for item in caplog.records if "answers" in item.message]
-
-
-def test_the_command_shows_the_warning_as_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("bottega.client.transport.connection", "a.library"):
-        _Notes().emit(logging.LogRecord(name, logging.WARNING, "", 0, "no gateway answers at %s yet", ("h:1",), None))
-    assert capsys.readouterr().err.splitlines()[0] == "no gateway answers at h:1 yet"
 
 
 def test_a_command_that_draws_says_it_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
