@@ -35,29 +35,24 @@ def machine(tmp_path: Path) -> StubbedMachine:
 
 def test_an_upgrade_removes_units_that_the_release_before_had_and_no_others(machine: StubbedMachine) -> None:
     assert (machine.units / OLD).exists()
+    machine.online = True
+    enabled = machine.units / "bottega.target.wants" / OLD
+    enabled.symlink_to(f"/etc/systemd/system/{OLD}")
+    machine.set_units(old="failed", **{"old-worker_at_a": "active"}, gateway="active", clock="active")
     machine.install()
+    asked = (machine.stubs / "systemctl.asked").read_text()
+    assert [line for line in asked.splitlines() if line.startswith("stop")] == [
+        "stop bottega-old-worker@a.service",
+        f"stop {OLD}",
+    ]
+    assert "restart bottega-gateway.service" in asked
+    assert "restart bottega-old" not in asked, "though it had failed"
+    assert not enabled.is_symlink(), "it would point nowhere"
     assert not (machine.units / OLD).exists()
     assert not (machine.units / OLD_INSTANCES).exists()
     assert [unit for unit in OTHERS if not (machine.units / unit).exists()] == []
     assert machine.run("rollback").returncode == 0
     assert (machine.units / OLD).exists()
-
-
-def test_what_runs_of_units_that_go_is_stopped_before(machine: StubbedMachine) -> None:
-    machine.online = True
-    machine.set_units(old="active", **{"old-worker_at_a": "active"}, gateway="active", clock="active")
-    machine.install()
-    assert machine.asked("stop") == ["bottega-old-worker@a.service", OLD]
-
-
-def test_a_unit_that_goes_is_restarted_no_more_though_it_had_failed(machine: StubbedMachine) -> None:
-    machine.online = True
-    enabled = machine.units / "bottega.target.wants" / OLD
-    enabled.symlink_to(f"/etc/systemd/system/{OLD}")
-    machine.set_units(old="failed", gateway="active")
-    machine.install()
-    assert machine.asked("restart") == ["bottega-gateway.service"]
-    assert not enabled.is_symlink(), "it would point nowhere"
 
 
 def test_uninstall_removes_units_of_releases_with_their_links_and_no_others(machine: StubbedMachine) -> None:
