@@ -25,7 +25,7 @@ def _parts(scene: Scene) -> dict[str, str]:
 def test_a_refinement_changes_one_part_and_each_of_them_about_as_often(scene: Scene) -> None:
     rng = random.Random(0)
     changed: Counter[str] = Counter()
-    for _ in range(600):
+    for _ in range(400):
         before, after = _parts(scene), _parts(refine(scene, rng))
         (part,) = [name for name in before if before[name] != after[name]]
         changed[part] += 1
@@ -42,10 +42,6 @@ def test_captions_are_read_back(things: int) -> None:
 
         assert read_caption(caption(scene)) == scene
         assert read_caption(placed_caption(scene)) == scene
-
-
-def test_the_longer_sentence_of_two_things_says_where_each_stands() -> None:
-    assert placed_caption(TWO) == "a green ring at the top and a red star at the bottom on a white background"
 
 
 @pytest.mark.parametrize(

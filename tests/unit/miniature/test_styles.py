@@ -11,7 +11,7 @@ from bottega.miniature.scenes import STYLES, held_out_scenes, random_layout, ren
 from bottega.quality import oracle
 from load.miniature.quality import ssim
 
-SCENES = held_out_scenes(30, things=1) + held_out_scenes(30, things=2)
+SCENES = held_out_scenes(20, things=1) + held_out_scenes(20, things=2)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -26,7 +26,7 @@ def test_every_word_of_a_scene_stays_true_in_a_style(style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_style_looks_unlike_plain_scenes_and_other_styles(style: str) -> None:
     rng = random.Random(0)
-    layouts = [random_layout(scene, rng) for scene in SCENES[::5]]
+    layouts = [random_layout(scene, rng) for scene in SCENES[::8]]
     pictures = [STYLES[style](layout) for layout in layouts]
 
     for other in (render, *(draw for name, draw in STYLES.items() if name != style)):
