@@ -38,9 +38,9 @@ IMAGES = {"edges": control_image(1), "depth": control_image(2), "layout": contro
 LONG = controlled(("edges", IMAGES["edges"], 0.8), num_inference_steps=40)
 KILL_AT = 5
 SHORT = controlled(("edges", IMAGES["edges"], 0.8), num_inference_steps=4)
-FLOOD_PER_S = 60
-# A host's offers fill all room of one within half of it, and from then on those that nobody takes up are given up.
-FLOOD_S = 5.0
+FLOOD_PER_S, FLOOD = 60, 300
+# A host's offers fill all room of one within two thirds of it; those that nobody takes up are given up.
+GIVEN_UP = FLOOD // 2
 # On which residuals take several times as long as a step.
 SLOW_BYTES_PER_S = 4e6
 
@@ -159,12 +159,6 @@ def test_a_server_that_freezes_or_dies_in_a_session_is_replaced_by_the_next(
     wait_until(lambda: "layout" in cast.near.hosted(), "the next engine to host what later tests use", within_s=90)
 
 
-def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
-    assert cast.far.prefetch("layout", "unknown", "edges") == ["layout", "edges"]
-    loaded = hosted_pb2.HOSTED_STATE_LOADED
-    wait_until(lambda: cast.far.hosted()["layout"].state == loaded, "a prefetched ControlNet")
-
-
 def test_a_server_reports_what_forward_passes_and_loads_take(cast: Cast) -> None:
     assert cast.bare.draw(SHORT, hosts(SHORT, cast.near)).picture.size
     wait_until(lambda: bool(cast.near.hosted()["edges"].forward_times), "a report", within_s=5)
@@ -224,18 +218,13 @@ def test_workers_link_and_draw_while_a_stranger_asks_for_links_that_it_does_not_
     wait_until(lambda: answer_of(cast.near) == "OK", "room for offers after the crowd")
     before = sum(not_taken_up(cast.near))
     with flood(cast.near) as answers:
-        began, linked = time.monotonic(), 0
-        while time.monotonic() - began < FLOOD_S:
-            connect(offer_from_wire(cast.near.open_link("another worker").offer), Deadline.after(5)).close()
-            linked += 1
+        while answers.total() < FLOOD:
+            connect(offer_from_wire(cast.near.open_link("another worker").offer), Deadline.after(20)).close()
             time.sleep(0.2)
         assert cast.bare.draw(SHORT, hosts(SHORT, cast.near)).servers() == ["near"]
-    assert linked > FLOOD_S
-    least = FLOOD_S * FLOOD_PER_S / 2
-    assert answers.total() > least, "the machine was too slow for this to be a flood"
-    wait_until(lambda: sum(not_taken_up(cast.near)) - before > least, "the offers to be given up")
+    wait_until(lambda: sum(not_taken_up(cast.near)) - before > GIVEN_UP, "the offers to be given up")
     one_by_one, _ = not_taken_up(cast.near)
-    assert one_by_one < least, "the log is short"
+    assert one_by_one < GIVEN_UP, "the log is short"
 
 
 @contextlib.contextmanager

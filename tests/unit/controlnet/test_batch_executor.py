@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,50 +168,7 @@ def test_a_tenants_flood_delays_another_tenants_step_by_no_forward(cache: Contro
     assert outcomes.executor.rows == 4 + 3 * (2 + 4), "the flood computes meanwhile"
 
 
-def test_tenants_with_steps_at_all_times_share_the_device_by_weight(cache: ControlNetCache) -> None:
-    outcomes = Outcomes(BatchExecutor(max_rows=2, device=SteadyDevice()))
-    for tenant, weight, net in (("light", 1.0, "edges"), ("heavy", 3.0, "depth")):
-        mine = rows(session(cache, net, share=Share(tenant=tenant, weight=weight)))
-        for number in range(40):
-            outcomes.submit(f"{tenant} {number}", mine)
-    for _ in range(40):
-        outcomes.executor.run_batch(0.0)
-    ended = Counter(name.split()[0] for name in outcomes.ended)
-    assert ended == {"heavy": 30, "light": 10}
-
-
-def test_a_tenant_that_was_alone_for_long_owes_nothing_for_that(cache: ControlNetCache) -> None:
-    outcomes = Outcomes(BatchExecutor(max_rows=2, device=SteadyDevice()))
-    first, second = (
-        rows(session(cache, net, share=Share(tenant=tenant)))
-        for tenant, net in (("first", "edges"), ("second", "depth"))
-    )
-    for number in range(20):
-        outcomes.submit(f"first {number}", first)
-    for _ in range(15):
-        outcomes.executor.run_batch(0.0)
-    for number in range(20):
-        outcomes.submit(f"second {number}", second)
-    for _ in range(8):
-        outcomes.executor.run_batch(0.0)
-    assert Counter(name.split()[0] for name in outcomes.ended) == {"first": 19, "second": 4}
-
-
 def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: ControlNetCache) -> None:
-    outcomes = Outcomes(BatchExecutor(max_rows=16))
-    bad = rows(session(cache))
-    bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
-        prompt=torch.randn(77, 128), added={"text_embeds": torch.randn(7), "time_ids": torch.zeros(6)}
-    )
-    outcomes.submit("bad", bad)
-    outcomes.submit("good", rows(session(cache)))
-    for _ in range(3):
-        outcomes.executor.run_batch(0.0)
-    assert isinstance(outcomes.ended["bad"], InternalError)
-    assert len(residuals(outcomes, "good")) == 2
-
-
-def test_a_step_that_is_retried_keeps_the_padding_of_fixed_rows(cache: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16, fixed_rows=8))
     bad = rows(session(cache))
     bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
@@ -223,7 +179,7 @@ def test_a_step_that_is_retried_keeps_the_padding_of_fixed_rows(cache: ControlNe
     for _ in range(3):
         outcomes.executor.run_batch(0.0)
     assert isinstance(outcomes.ended["bad"], InternalError)
-    assert [len(row.by_point[0]) for row in residuals(outcomes, "good")] == [8, 8]
+    assert [len(row.by_point[0]) for row in residuals(outcomes, "good")] == [8, 8], "it keeps the padding"
 
 
 class BreakingDevice(CpuDevice):

@@ -11,7 +11,6 @@ import pytest
 
 from bottega import rules
 from bottega.controlnet.catalogue import SCHEMA, ProfileStore
-from bottega.errors import StorageUnavailable
 from bottega.storage import SqliteDatabase
 from bottega.v1.hosted_pb2 import ResidualProfile
 
@@ -80,10 +79,3 @@ async def test_a_profile_of_other_rules_is_not_used(file: Path, caplog: pytest.L
     async with opened(file) as again:
         assert list(again.of("ab")) == []
     assert len(caplog.records) == 1
-
-
-async def test_what_cannot_be_written_is_not_noted(file: Path) -> None:
-    profiles = ProfileStore(SqliteDatabase(file, SCHEMA))  # which is not open, as where nothing can be written
-    with pytest.raises(StorageUnavailable, match="not open"):
-        await profiles.set("ab", profile())
-    assert list(profiles.of("ab")) == []

@@ -106,7 +106,7 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
     assert said == [False, False, False]
     engine.renew()
     await _serve(server, engine)
-    assert said[-1]
+    await eventually(lambda: said[-1])
 
 
 async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_the_fleet_is_told_how_long_it_took_until_all_was_hosted(tmp_path:
     assert server.load().start_s == 0, "nothing is hosted yet"
     engine.age = 40.0
     engine.lives.set()
-    await asyncio.sleep(0.05)
+    await eventually(lambda: server.load().start_s == 40)
     engine.age = 1000.0
     assert server.load().start_s == 40
 
@@ -277,7 +277,8 @@ async def _serve(server: ControlNetServer, engine: Engine) -> None:
     """The engine is ready, and has been told what to host when this ends."""
     engine.lives.set()
     await server.on_engine_ready(ControlNetEngineReady())
-    await asyncio.sleep(0.05)
+    names = server._catalogue.folders
+    await eventually(lambda: server._first_hosting.done() and len(server.hosted) + len(server._refused) == len(names))
 
 
 async def _nobody_asks(_: bool) -> None:

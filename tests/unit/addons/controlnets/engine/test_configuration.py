@@ -154,7 +154,7 @@ _LIKELY = (
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(st.sampled_from(sorted({*CONFIG, "num_attention_heads"})), _JUNK | _LIKELY, min_size=1, max_size=3)
 )

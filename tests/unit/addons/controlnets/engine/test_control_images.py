@@ -11,7 +11,7 @@ import PIL.ExifTags
 import PIL.Image
 import pytest
 import torch
-from diffusers import StableDiffusionControlNetPipeline, StableDiffusionXLControlNetPipeline
+from diffusers import StableDiffusionXLControlNetPipeline
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import load_image
 from torch import Tensor
@@ -44,15 +44,15 @@ def _file(mode: str, width: int, height: int) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
-@pytest.mark.parametrize("pipeline", [StableDiffusionControlNetPipeline, StableDiffusionXLControlNetPipeline])
-@pytest.mark.parametrize("size", [(37, 23), (64, 48), (150, 90)], ids=str)
+@pytest.mark.parametrize("size", [(37, 23), (150, 90)], ids=str)
 @pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "1", "I;16", "CMYK", "EXIF 6", "EXIF 7"])
-def test_a_control_image_is_what_prepare_image_makes(mode: str, size: tuple[int, int], pipeline: Any) -> None:
+def test_a_control_image_is_what_prepare_image_makes(mode: str, size: tuple[int, int]) -> None:
     data, (width, height) = _file(mode, *size), (64, 48)
     decoded = images.decode(data, width, height).pixels
     pixels = torch.frombuffer(bytearray(decoded.data), dtype=torch.uint8).view(height, width, 3)
     processor = VaeImageProcessor(vae_scale_factor=_SCALE, do_convert_rgb=True, do_normalize=False)
-    theirs: Tensor = pipeline.prepare_image(
+    prepare: Any = StableDiffusionXLControlNetPipeline.prepare_image
+    theirs: Tensor = prepare(
         SimpleNamespace(control_image_processor=processor),
         load_image(PIL.Image.open(io.BytesIO(data))),
         width=width,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,8 @@ def reference(stock: Any, nets: Mapping[str, ControlNetModel]) -> Reference:
 
 
 CASES = {
-    "one": controlled((0, 0.8)),
-    "two": controlled((0, 0.8), (1, 1.3)),
     "three": controlled((2, 0.5), (0, 0.8), (1, 1.3)),
     "one, unguided": controlled((2, 1.1), spec=replace(PLAIN, guidance_scale=1.0)),
-    "in the second half": controlled((0, 1.0), control_guidance_start=0.34),
     "in the middle": controlled((0, 1.0), control_guidance_start=0.2, control_guidance_end=0.8),
     "in the middle, two evaluations a step": controlled(
         (0, 1.0),
@@ -77,7 +73,6 @@ CASES = {
         control_guidance_end=0.8,
         spec=replace(PLAIN, sampler=SamplerKind.HEUN),
     ),
-    "guess mode": controlled((0, 1.2), guess_mode=True),
     "guess mode of two": controlled((0, 1.2), (2, 0.6), guess_mode=True),
     "guess mode, unguided": controlled((0, 1.2), guess_mode=True, spec=replace(PLAIN, guidance_scale=1.0)),
 }
@@ -91,10 +86,10 @@ def test_alone_it_ends_to_the_last_bit_as_the_stock_pipeline_does(
     assert torch.equal(easel.draw(order).latents[0], reference(order))
 
 
-@pytest.mark.parametrize("case", ["two", "guess mode of two"])
 def test_a_forward_that_finds_no_memory_behind_its_residuals_is_split_and_ends_the_same(
-    model: Model, shelf: ControlNetCache, reference: Reference, case: str
+    model: Model, shelf: ControlNetCache, reference: Reference
 ) -> None:
+    order = CASES["guess mode of two"]
     own = replace(model, memory=MemoryPlan())
     easel = ManualEngine(make_engine(own, TOGETHER, controlnets=LocalControlNets(shelf)))
     refused: list[int] = []
@@ -107,11 +102,11 @@ def test_a_forward_that_finds_no_memory_behind_its_residuals_is_split_and_ends_t
 
     hook = model.backbone.unet.up_blocks[1].register_forward_pre_hook(refuse_two, with_kwargs=True)
     try:
-        latent = easel.draw(CASES[case]).latents[0]
+        latent = easel.draw(order).latents[0]
     finally:
         hook.remove()
     assert refused == [2]
-    assert_close(latent, reference(CASES[case]))
+    assert_close(latent, reference(order))
 
 
 def test_one_controlnet_may_take_part_twice(easel: ManualEngine, reference: Reference) -> None:
@@ -126,20 +121,6 @@ def test_a_controlnet_that_yields_nan_is_named_with_its_scale(easel: ManualEngin
     assert drawing.error.metadata == {"controlnets": "edges,depth"}
 
 
-def test_the_images_and_the_scales_matter(easel: ManualEngine) -> None:
-    spec = replace(PLAIN, num_inference_steps=4)
-    one = controlled((0, 0.8), (1, 1.3), spec=spec)
-    drawn = easel.draw(one).latents[0]
-    other_image = replace(one, control_images=(IMAGES[2], IMAGES[1]))
-    for other in (
-        controlled((0, 1.3), (1, 0.8), spec=spec),
-        other_image,
-        controlled((0, 0.8), spec=spec),
-        EngineOrder(key="plain", spec=spec),
-    ):
-        assert (drawn - easel.draw(other).latents[0]).abs().max() > 0.05
-
-
 def test_every_image_of_a_job_is_controlled(easel: ManualEngine, reference: Reference) -> None:
     order = controlled((0, 0.8), spec=replace(PLAIN, num_images=2))
     for index, latent in enumerate(easel.draw(order).latents):
@@ -152,7 +133,6 @@ COMPANY = {
     "plain": EngineOrder(key="plain", spec=replace(SEVEN, seed=11)),
     "unguided": EngineOrder(key="unguided", spec=replace(SEVEN, seed=12, guidance_scale=1.0)),
     "two": controlled((0, 0.8), (1, 1.3), spec=SEVEN),
-    "one of the same": controlled((1, 0.5), spec=replace(SEVEN, seed=13, num_inference_steps=8)),
     "late": controlled((0, 0.9), control_guidance_start=0.5, spec=replace(SEVEN, seed=14)),
     "guessing": controlled((0, 0.9), guess_mode=True, spec=replace(SEVEN, seed=15)),
     "another sampler": controlled(
@@ -165,7 +145,7 @@ COMPANY = {
 def company(easel: ManualEngine) -> dict[str, Drawing]:
     """All of COMPANY, drawn together; three of them come two turns later."""
     orders = [replace(order, key=name) for name, order in COMPANY.items()]
-    drawings = easel.run({0: orders[:4], 2: orders[4:]})
+    drawings = easel.run({0: orders[:3], 2: orders[3:]})
     return {name: drawings[name] for name in COMPANY}
 
 
@@ -181,7 +161,6 @@ SIX = replace(PLAIN, num_inference_steps=6)
 RESUMED = {
     "in the middle of the controlled steps": controlled((0, 1.0), (1, 0.7), spec=SIX),
     "before the first controlled step": controlled((0, 1.0), control_guidance_start=0.6, spec=SIX),
-    "at the first controlled step": controlled((0, 1.0), control_guidance_start=0.5, spec=SIX),
     "after the last controlled step": controlled((0, 1.0), control_guidance_end=0.26, spec=SIX),
 }
 
@@ -208,30 +187,24 @@ def test_resumed_it_ends_as_an_unbroken_one(
     assert torch.equal(resumed.latents[0], easel.draw(order).latents[0])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        controlled((1, 1.0)),
-        controlled((0, 0.9)),
-        controlled((0, 1.0), (1, 1.0)),
-        controlled((0, 1.0), guess_mode=True),
-        controlled((0, 1.0), control_guidance_end=0.9),
-        EngineOrder(
-            key="", spec=replace(PLAIN, controlnets=(control_spec("edges", IMAGES[1]),)), control_images=IMAGES[1:2]
-        ),
-    ],
-    ids=["net", "scale", "one more", "guess mode", "end", "image"],
-)
-def test_a_checkpoint_fits_no_other_controls(model: Model, other: EngineOrder) -> None:
+def test_a_checkpoint_fits_no_other_controls(model: Model) -> None:
     one = controlled((0, 1.0)).spec
     states = [Request(model, one, encode_prompts(model, one)).state()]
     data = write_checkpoint(model, one, SavedJob(images=states))
     assert read_checkpoint(data, model, one).images
-    with pytest.raises(CheckpointMismatch, match="its spec"):
-        read_checkpoint(data, model, other.spec)
     (net,) = one.controlnets
-    with pytest.raises(CheckpointMismatch):  # another version of the ControlNet
-        read_checkpoint(data, model, replace(one, controlnets=(replace(net, digest="ab"),)))
+    others = [
+        controlled((1, 1.0)).spec,
+        controlled((0, 0.9)).spec,
+        controlled((0, 1.0), (1, 1.0)).spec,
+        controlled((0, 1.0), guess_mode=True).spec,
+        controlled((0, 1.0), control_guidance_end=0.9).spec,
+        replace(one, controlnets=(control_spec("edges", IMAGES[1]),)),
+        replace(one, controlnets=(replace(net, digest="ab"),)),
+    ]
+    for other in others:
+        with pytest.raises(CheckpointMismatch):
+            read_checkpoint(data, model, other)
 
 
 def test_the_record_says_what_took_part_and_what_was_waited_for(company: dict[str, Drawing]) -> None:
@@ -273,45 +246,37 @@ def test_from_a_picture_it_is_active_in_shares_of_the_steps_that_run(
     assert_close(drawing.latents[0], latent_of(pipeline, order.spec, width=SIZE, height=SIZE, **options))
 
 
-def test_in_bfloat16_it_ends_as_the_stock_pipeline_does(folders: Mapping[str, Path]) -> None:
-    model, stock = load(small_model(), dtype=torch.bfloat16), load_stock(small_model(), torch.bfloat16)
+@pytest.fixture(scope="module")
+def stock_half(folders: Mapping[str, Path]) -> Reference:
+    """What stock makes of jobs in bfloat16, with the same ControlNets."""
+    stock = load_stock(small_model(), torch.bfloat16)
     nets = {
         name: ControlNetModel.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
         for name, folder in folders.items()
     }
-    order = controlled((0, 0.8), (2, 1.1))
-    guessing = controlled((1, 1.2), guess_mode=True)
-    with shelf_of(model, folders) as shelf:
-        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
-        for each in (order, guessing):
-            assert torch.equal(
-                easel.draw(each).latents[0], controlled_latent(stock, nets, each.spec, each.control_images)
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfPrecision:
-    """An engine in bfloat16 with the same ControlNets, and what stock makes of its jobs."""
-
-    easel: ManualEngine
-    reference: Reference
+    return lambda order: controlled_latent(stock, nets, order.spec, order.control_images)
 
 
 @pytest.fixture(scope="module")
-def half(nets: dict[str, ControlNetModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[HalfPrecision]:
-    model, stock = load(small_model(), dtype=torch.bfloat16), load_stock(small_model(), torch.bfloat16)
-    rounded = {name: copy.deepcopy(net).to(torch.bfloat16) for name, net in nets.items()}
-    with shelf_of(model, save(rounded, tmp_path_factory.mktemp("half"))) as shelf:
-        yield HalfPrecision(
-            easel=ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf))),
-            reference=lambda order: controlled_latent(stock, rounded, order.spec, order.control_images),
-        )
+def half(folders: Mapping[str, Path]) -> Iterator[ManualEngine]:
+    """An engine in bfloat16."""
+    model = load(small_model(), dtype=torch.bfloat16)
+    with shelf_of(model, folders) as shelf:
+        yield ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
 
 
-def test_in_half_precision_residuals_that_sessions_compute_together_are_said_to_be_shared(half: HalfPrecision) -> None:
+def test_in_bfloat16_it_ends_as_the_stock_pipeline_does(half: ManualEngine, stock_half: Reference) -> None:
+    for order in (controlled((0, 0.8), (2, 1.1)), controlled((1, 1.2), guess_mode=True)):
+        drawing = half.draw(order)
+        assert not drawing.record.shared_in_half_precision
+        assert torch.equal(drawing.latents[0], stock_half(order))
+
+
+def test_in_half_precision_residuals_that_sessions_compute_together_are_said_to_be_shared(
+    half: ManualEngine, stock_half: Reference
+) -> None:
     twice = controlled((1, 0.4), (1, 0.9))
-    assert not half.easel.draw(controlled((0, 0.8), (1, 0.9))).record.shared_in_half_precision
-    assert half.easel.draw(twice).record.shared_in_half_precision
-    drawing = half.easel.draw(replace(twice, shared_turns=False))
+    assert half.draw(twice).record.shared_in_half_precision
+    drawing = half.draw(replace(twice, shared_turns=False))
     assert not drawing.record.shared_in_half_precision
-    assert torch.equal(drawing.latents[0], half.reference(twice))
+    assert torch.equal(drawing.latents[0], stock_half(twice))

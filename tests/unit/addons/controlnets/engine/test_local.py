@@ -74,14 +74,11 @@ def test_what_is_let_go_leaves_memory(shelves: Shelves, size_bytes: int) -> None
         assert gone() is None
 
 
-def test_a_name_that_is_not_there_is_said_with_those_that_are(shelves: Shelves) -> None:
-    with shelves() as shelf, pytest.raises(ControlNetNotFound, match="'scribble'") as caught:
-        shelf.borrow(["edges", "scribble"])
-    assert caught.value.metadata == {"served": "depth, edges, layout"}
-
-
-def test_what_can_never_be_there_together_is_refused(shelves: Shelves, size_bytes: int) -> None:
+def test_what_can_never_be_there_is_refused_by_name(shelves: Shelves, size_bytes: int) -> None:
     with shelves(budget_bytes=2 * size_bytes) as shelf:
+        with pytest.raises(ControlNetNotFound, match="'scribble'") as caught:
+            shelf.borrow(["edges", "scribble"])
+        assert caught.value.metadata == {"served": "depth, edges, layout"}
         with pytest.raises(TooLarge, match="edges, depth, layout take"):
             shelf.borrow(NAMES)
         assert len(nets(shelf.borrow(["edges", "edges", "depth"]))) == 3

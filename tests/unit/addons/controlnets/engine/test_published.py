@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ControlNetModel, UNet2DConditionModel
+from diffusers import ControlNetModel
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlLayout, base_layout, find_controlnet, load_controlnet
@@ -19,8 +19,7 @@ from bottega.model.backbone import Inputs
 from bottega.model_files.controlnet_config import NetworkConfig
 from bottega.model_files.controlnet_folder import check_controlnet
 from tests.samples import published_configs
-from tests.samples.controlnets import random_controlnet
-from tests.samples.published import Layout, published_model, write_controlnet
+from tests.samples.published import Layout, write_controlnet
 
 CPU = torch.device("cpu")
 SERVED, REFUSED = "served", "refused"
@@ -146,11 +145,8 @@ def test_unknown_fields_are_passed_over_as_by_diffusers(
 
 
 LAYOUTS = {
-    "plain": Layout(),
     "fp16 alone": Layout(variants=("fp16",)),
-    "both": Layout(variants=("", "fp16")),
     "shards": Layout(shards=3),
-    "shards of fp16 alone": Layout(variants=("fp16",), shards=2),
     "shards of both, named as before": Layout(variants=("", "fp16"), shards=2, legacy_shard_names=True),
 }
 
@@ -161,15 +157,6 @@ def test_a_published_folder_has_stocks_residuals(
 ) -> None:
     folder = _written(tmp_path / "net", {}, LAYOUTS[name])
     _assert_stock(folder, base, inputs, image, variant=None if "" in LAYOUTS[name].variants else "fp16")
-
-
-def test_one_that_was_made_from_a_published_unet_and_saved_is_taken(tmp_path: Path) -> None:
-    model = published_model()
-    unet = UNet2DConditionModel.from_pretrained(model / "unet", use_safetensors=True)
-    random_controlnet(unet, 1, conditioning_embedding_out_channels=(16, 32, 96, 256)).save_pretrained(tmp_path / "net")
-    assert json.loads((tmp_path / "net" / "config.json").read_text())["upcast_attention"] is None
-    source = find_controlnet("net", tmp_path / "net", base=base_layout(unet.config, 8), dtype=torch.float32)
-    assert load_controlnet(source, CPU).layout == base_layout(unet.config, 8)
 
 
 def _written(folder: Path, changes: Mapping[str, Any], layout: Layout | None = None) -> Path:

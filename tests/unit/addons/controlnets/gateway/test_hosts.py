@@ -7,13 +7,13 @@ import pytest
 from bottega import kinds
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.interface.views import ANYTHING, Access, Member
-from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, NoControlNet
+from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
 from bottega.gateway.fleet.registry import Fleet
 from bottega.rpc.security.caller import Grants
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.fake_time import FakeTime
-from tests.samples.controlnet_hosts import BASE, LOADED, ON_DISK, again, bounds, load, net, server, worker
+from tests.samples.controlnet_hosts import BASE, again, bounds, load, net, server, worker
 
 MODEL = image_pb2.Model(name="m", base=BASE)
 
@@ -73,19 +73,6 @@ def test_one_for_another_base_model_is_refused_and_both_are_named(house: House) 
     assert house.hosts() == ["s2"]
 
 
-def test_where_a_base_is_not_known_whoever_loads_it_says_whether_it_fits(house: House) -> None:
-    house.server(net("edges", base=""), net("depth", base="another"))
-    house.resolve("edges")
-    house.resolve("edges", "depth", model=image_pb2.Model(name="m"))
-
-
-def test_before_anybody_hosted_anything_the_caller_is_asked_to_come_back(house: House) -> None:
-    with pytest.raises(NoControlNet) as caught:
-        house.resolve("edges")
-    assert caught.value.retry_after_s
-    assert caught.value.metadata == {"controlnets": "edges"}
-
-
 def test_one_is_waited_for_within_the_grace_and_unavailable_afterwards(house: House) -> None:
     member = house.server(net("edges"))
     house.fleet.leave(member, member.stream)
@@ -111,21 +98,13 @@ def _waited_s(house: House) -> float:
 
 @pytest.mark.parametrize("of", ["a server's", "a worker's own"])
 def test_one_is_waited_for_as_long_as_its_host_takes_to_start(house: House, of: str) -> None:
-    member = house.server(net("edges")) if of == "a server's" else house.worker
-    said = load(net("edges"))
-    said.start_s = 60
-    house.fleet.report(member, said)
-    house.fleet.leave(member, member.stream)
-    assert _waited_s(house) == 120
-
-
-def test_of_several_hosts_that_have_gone_the_one_that_takes_longest_is_waited_for(house: House) -> None:
-    slow, quick = house.server(net("edges")), house.server(net("edges"), name="s2")
+    slow = house.server(net("edges")) if of == "a server's" else house.worker
+    quick = house.server(net("edges"), name="s2")
     said = load(net("edges"))
     said.start_s = 60
     house.fleet.report(slow, said)
-    house.fleet.leave(slow, slow.stream)
-    house.fleet.leave(quick, quick.stream)
+    for member in (slow, quick):
+        house.fleet.leave(member, member.stream)
     assert _waited_s(house) == 120
 
 
@@ -170,13 +149,6 @@ def test_other_kinds_of_services_host_no_controlnets(house: House) -> None:
     assert house.hosts() == []
 
 
-def test_controlnets_are_counted_by_state_at_servers(house: House) -> None:
-    house.server(net("edges"), net("depth", state=ON_DISK))
-    house.server(net("edges"), name="s2")
-    house.fleet.report(house.worker, load(net("edges")))
-    assert (house.nets.count(LOADED), house.nets.count(ON_DISK)) == (2, 1)
-
-
 def test_names_that_were_hosted_once_are_remembered_within_a_bound(house: House) -> None:
     for number in range(6):
         member = house.server(*(net(f"net-{number}-{index}") for index in range(1024)))
@@ -185,33 +157,6 @@ def test_names_that_were_hosted_once_are_remembered_within_a_bound(house: House)
     house.resolve("net-5-0")
     with pytest.raises(ControlNetNotFound):
         house.resolve("net-0-0")
-
-
-def test_a_name_is_remembered_for_a_few_bases(house: House) -> None:
-    for number in range(20):
-        member = house.server(net("edges", base=f"base {number}"))
-        house.fleet.leave(member, member.stream)
-    assert len(house.nets._expected_until["edges"]) == 8
-    house.resolve("edges", model=image_pb2.Model(name="m", base="base 19"))
-    with pytest.raises(NoControlNet):
-        house.resolve("edges", model=image_pb2.Model(name="m", base="base 0"))
-
-
-def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: House) -> None:
-    members = [house.server(name=f"s{number}") for number in range(5)]
-    with pytest.raises(FleetFull) as caught:
-        house.server(name="s9")
-    assert caught.value.metadata == {"max_members": "6"}
-    assert "max_members" in caught.value.message
-    house.fleet.leave(members[0], members[0].stream)
-    with pytest.raises(FleetFull):
-        house.server(name="s9")  # it may come back within its lease
-    assert house.fleet.join(again(members[0].registration)).connected
-    house.fleet.leave(members[1], members[1].stream)
-    house.time.now += 2
-    assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
-    house.fleet.expire()
-    assert house.server(name="s9").connected
 
 
 def test_what_is_anothers_or_not_granted_is_as_nothing(house: House) -> None:
@@ -231,16 +176,6 @@ def test_what_is_anothers_or_not_granted_is_as_nothing(house: House) -> None:
         assert refused.value.metadata == {"served": "edges,pose@shop"}
 
 
-def test_one_is_there_as_long_as_it_is_waited_for(house: House) -> None:
-    member = house.server(net("edges"))
-    assert (house.nets.is_there("edges"), house.nets.is_there("depth")) == (True, False)
-    house.fleet.leave(member, member.stream)
-    house.time.now += 29
-    assert house.nets.is_there("edges")
-    house.time.now += 2
-    assert not house.nets.is_there("edges")
-
-
 def test_which_version_is_drawn_with_is_certain_where_all_that_host_it_have_the_same(house: House) -> None:
     assert house.nets.version("edges", MODEL) == ""
     first = house.server(net("edges", digest="v1"), net("depth", digest="v1", base="another"))
@@ -251,12 +186,9 @@ def test_which_version_is_drawn_with_is_certain_where_all_that_host_it_have_the_
     assert house.nets.version("edges", MODEL) == ""
     house.fleet.leave(third, third.stream)
     assert house.nets.version("edges", MODEL) == "v1"
+    house.fleet.report(house.worker, load(net("edges", digest="v2")))
+    assert house.nets.version("edges", MODEL) == "", "a worker of the model has another one itself"
+    assert house.nets.version("edges", image_pb2.Model(name="other", base=BASE)) == "v1"
+    house.fleet.report(house.worker, load())
     house.fleet.report(first, load(net("edges", digest="")))
     assert house.nets.version("edges", MODEL) == "", "a server does not say which it has"
-
-
-def test_a_worker_of_the_model_that_has_another_version_itself_makes_it_uncertain(house: House) -> None:
-    house.server(net("edges", digest="v1"))
-    house.fleet.report(house.worker, load(net("edges", digest="v2")))
-    assert house.nets.version("edges", MODEL) == ""
-    assert house.nets.version("edges", image_pb2.Model(name="other", base=BASE)) == "v1"
