@@ -31,11 +31,10 @@ _loaded = st.builds(BlockCost, name=st.just(""), full_s=_seconds, masked_s=_seco
 _on_its_way = st.builds(BlockCost, name=st.just(""), full_s=_seconds, masked_s=_seconds, ready_s=_seconds)
 _block = st.one_of(_loaded, _loaded, _on_its_way)
 _busy = st.one_of(st.just(0.0), st.floats(-3.0, 12.0))
-# At most 12 blocks in all: every choice of them is tried.
+# At most 9 blocks in all: every choice of them is tried.
 _few_steps = st.one_of(
-    st.lists(st.lists(_block, max_size=4), max_size=3),
-    st.lists(st.lists(_block, min_size=2, max_size=2), min_size=4, max_size=6),
-    st.lists(st.lists(_block, min_size=6, max_size=6), min_size=2, max_size=2),
+    st.lists(st.lists(_block, max_size=3), max_size=3),
+    st.lists(st.lists(_block, min_size=4, max_size=4), min_size=2, max_size=2),
 )
 
 
@@ -62,15 +61,15 @@ def best_of_all(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> flo
     return min(follow(steps, takes, load_busy_s=load_busy_s)[-1].compute_s for takes in choices)
 
 
-@settings(max_examples=100, deadline=None)
-@given(blocks=st.lists(_block, max_size=12), load_busy_s=_busy)
+@settings(max_examples=60, deadline=None)
+@given(blocks=st.lists(_block, max_size=9), load_busy_s=_busy)
 def test_no_choice_of_blocks_ends_before_the_plan_of_a_step(blocks: list[BlockCost], load_busy_s: float) -> None:
     plan = plan_step(blocks, load_busy_s=load_busy_s)
     assert plan.compute_s == pytest.approx(best_of_all([blocks], load_busy_s))
     assert plan == follow([blocks], plan.takes, load_busy_s=load_busy_s)[0]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(steps=_few_steps.filter(bool), load_busy_s=_busy)
 def test_no_choice_of_blocks_ends_before_the_plan_of_several_steps_nor_a_hundredth_before_the_engine_s(
     steps: list[list[BlockCost]], load_busy_s: float
@@ -82,10 +81,9 @@ def test_no_choice_of_blocks_ends_before_the_plan_of_several_steps_nor_a_hundred
     assert plan_steps(steps, load_busy_s=load_busy_s)[-1].compute_s <= best_s * 1.01 + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("loading", [0.6, 1.0, 2.0])
-def test_an_exact_plan_of_more_blocks_ends_as_early_as_any(loading: float, seed: int) -> None:
-    blocks = network(Random(seed), loading, alike=False, steps=1)[0][:50]
+@pytest.mark.parametrize("loading", [0.6, 2.0])
+def test_an_exact_plan_of_more_blocks_ends_as_early_as_any(loading: float) -> None:
+    blocks = network(Random(3), loading, alike=False, steps=1)[0][:50]
     states = {(0.0, 0.0)}
     for each in blocks:
         ends = [(load_s + each.load_s, compute_s) for load_s, compute_s in states]
@@ -99,6 +97,7 @@ def test_an_exact_plan_of_more_blocks_ends_as_early_as_any(loading: float, seed:
     assert plan_step(blocks).compute_s == pytest.approx(min(compute_s for _, compute_s in states))
 
 
+@settings(max_examples=40, deadline=None)
 @given(steps=st.lists(st.lists(_block, max_size=20), min_size=1, max_size=4), load_busy_s=_busy)
 def test_a_bounded_plan_is_never_worse_than_deciding_one_by_one(
     steps: list[list[BlockCost]], load_busy_s: float
@@ -109,37 +108,11 @@ def test_a_bounded_plan_is_never_worse_than_deciding_one_by_one(
     assert least_s - 1e-9 <= plans[-1].compute_s <= one_by_one[-1].compute_s + 1e-9
 
 
-def test_where_one_by_one_is_best_even_the_least_bounded_plan_is_it() -> None:
-    steps = [[block(5.0, 0.0, 2.0), block(1.0, 0.0, 3.0)]]
-    assert plan_steps(steps, most_states=1) == follow(steps, decide_one_by_one(steps)) == follow(steps, [True, False])
-
-
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("loading", [0.2, 0.5, 0.8, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("loading", [0.2, 1.0, 4.0])
 def test_a_bounded_plan_of_many_steps_is_near_the_least_that_is_possible(loading: float, alike: bool) -> None:
     steps = network(Random(7), loading, alike, steps=10)
     assert plan_steps(steps)[-1].compute_s <= 1.005 * least_end_s(steps)
-
-
-def test_deciding_one_by_one_takes_up_to_twice_as_long() -> None:
-    steps = [[block(1.0, 0.0, 1.0)] * 40] * 2
-    assert follow(steps, decide_one_by_one(steps))[-1].compute_s == 80.0
-    assert plan_steps(steps)[-1].compute_s == least_end_s(steps) == 40.0
-
-
-def test_the_load_stream_runs_on_while_a_step_is_computed_that_needs_nothing_of_it() -> None:
-    first, second = [block(1.0, 1.0)] * 4, [block(1.0, 0.1, 1.0)] * 4
-    plans = plan_steps([first, second])
-    assert plans[1].takes == (True,) * 4
-    assert plans[1].waits_s == (0.0,) * 4
-    assert plans[1].compute_s == pytest.approx(4.4)
-    assert plan_step(second).compute_s == pytest.approx(2.2)
-
-
-def test_loads_of_an_earlier_step_are_left_out_where_a_later_one_saves_more_by_its_own() -> None:
-    little, much = [block(1.0, 0.6, 1.0)] * 3, [block(3.0, 0.1, 1.0)] * 3
-    plans = plan_steps([little, much], load_busy_s=1.0)
-    assert [sum(plan.takes) for plan in plans] == [0, 3]
 
 
 def test_what_is_here_does_not_wait_for_the_load_stream_and_what_is_on_its_way_waits_until_it_comes() -> None:
@@ -150,25 +123,14 @@ def test_what_is_here_does_not_wait_for_the_load_stream_and_what_is_on_its_way_w
     assert plan.load_s == 50.0
 
 
-def test_a_load_stream_that_is_ahead_has_loaded_as_much() -> None:
-    blocks = [block(1.0, 0.1, 0.5)] * 2
-    assert plan_step(blocks).compute_s == pytest.approx(0.5 + 0.5 + 0.1)
-    assert plan_step(blocks, load_busy_s=-1.0).compute_s == pytest.approx(0.2)
-
-
-def test_a_block_that_masks_make_no_cheaper_is_computed_in_full() -> None:
-    assert plan_step([block(1.0, 1.5), block(1.0, 1.0, 0.1), block(1.0, 2.0, 0.1)]).takes == (False,) * 3
-
-
 def test_nothing_to_plan_is_planned() -> None:
     assert plan_steps([]) == []
     assert plan_step([], load_busy_s=2.0).compute_s == 0.0
     assert [plan.takes for plan in plan_steps([[], [block(1.0, 0.5)], []])] == [(), (True,), ()]
 
 
-@pytest.mark.parametrize("loading", [0.5, 1.0, 2.0])
-def test_ten_steps_of_140_blocks_are_planned_in_milliseconds(loading: float) -> None:
-    steps = network(Random(3), loading, alike=False, steps=10)
+def test_ten_steps_of_140_blocks_are_planned_in_milliseconds() -> None:
+    steps = network(Random(3), 1.0, alike=False, steps=10)
     assert sum(map(len, steps)) == 1400
     took_s = []
     for number in range(5):
@@ -211,16 +173,6 @@ def test_what_is_chosen_fits_and_saves_at_least_half_of_what_is_possible(
 @given(blocks=_values)
 def test_without_a_bound_all_that_saves_anything_is_recorded(blocks: list[BlockValue]) -> None:
     assert choose(blocks, None) == {block.name for block in blocks if block.saved_s > 0.0}
-
-
-def test_the_most_seconds_per_byte_come_first() -> None:
-    blocks = [value("large", 3.0, 10), value("dense", 2.0, 4), value("small", 1.0, 3)]
-    assert choose(blocks, 7) == {"dense", "small"}
-    assert choose(blocks, 13) == {"dense", "small"}
-
-
-def test_what_has_no_room_leaves_it_to_those_behind_it() -> None:
-    assert choose([value("first", 5.0, 5), value("second", 4.0, 6), value("third", 1.0, 2)], 8) == {"first", "third"}
 
 
 def test_one_that_saves_most_is_not_lost_to_a_dense_crumb() -> None:

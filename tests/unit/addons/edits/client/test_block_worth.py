@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from bottega.addons.edits.client.cli_profile import HALVES, worth
@@ -51,11 +49,3 @@ def test_a_budget_keeps_what_saves_most_and_says_how_much_that_is() -> None:
     assert found.kept_share == pytest.approx(12 / 16)
     nearly_all = worth(profile_from(_profile()), steps=STEPS, budget_bytes=HALVES * STEPS * 7 * MIB - 1)
     assert [group.kept for group in nearly_all.groups] == [2, 1, 0], "what costs more than it saves goes first"
-
-
-def test_a_profile_without_shares_saves_nothing() -> None:
-    measured = profile_from(_profile())
-    blocks = tuple(replace(block, masked_s=()) for block in measured.blocks)
-    profile = replace(measured, shares=(), blocks=blocks)
-    found = worth(profile, steps=STEPS, budget_bytes=MIB)
-    assert (found.kept, found.kept_bytes, found.masked_s) == (0, 0, profile.forward_s)

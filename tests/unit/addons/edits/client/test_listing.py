@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
 
 from bottega import kinds
@@ -44,36 +43,26 @@ def _known(number: int, **facts: object) -> FleetTemplate:
     return template_from([template], store="activations", workers=workers)
 
 
-@pytest.mark.parametrize("count", [1, 30])
-def test_nothing_is_cut_and_every_template_is_there(count: int) -> None:
-    known = [_known(number, pinned=number % 5 == 0, in_use=number % 7 == 1) for number in range(count)]
+def test_nothing_is_cut_and_every_template_is_there() -> None:
+    known = [_known(number, pinned=number % 5 == 0, in_use=number % 7 == 1) for number in range(30)]
     lines = _shown(templates_table(known))
     assert all(len(line) <= LETTERS and "…" not in line for line in lines)
     assert [line for each in known for line in lines if each.id[:12] in line and "2.60 GiB" in line]
-    assert sum("1024x1024" in line for line in lines) == count
+    assert sum("1024x1024" in line for line in lines) == len(known)
 
 
-@pytest.mark.parametrize(
-    ("number", "where"),
-    [
-        (0, "disk"),
-        (1, "memory 50 %, worker-gpu-rack7-0"),
-        (2, "memory, worker-gpu-rack7-0, worker-gpu-rack7-1"),
-        (3, "disk, 3 workers"),
-    ],
-)
-def test_where_a_template_is_is_said_of_each_tier(number: int, where: str) -> None:
-    assert _where(_known(number)) == where.replace(" ", "")
-
-
-def test_a_template_that_only_the_object_storage_has_is_said() -> None:
-    assert _where(_known(0, tier=TEMPLATE_TIER_OBJECTS, pinned=True)) == "S3;pinned"
-
-
-def test_the_state_of_a_template_is_said() -> None:
-    assert _where(_known(0, pinned=True, in_use=True)) == "disk;pinned;inuse"
-    assert _where(_known(0, valid_share=0.999)) == "disk;99%oftheimage"
-    assert _where(_known(0, recording=True, valid_share=0.5)) == "disk;recording"
+def test_where_a_template_is_and_its_state_are_said() -> None:
+    cases: list[tuple[int, dict[str, object], str]] = [
+        (0, {}, "disk"),
+        (1, {}, "memory50%,worker-gpu-rack7-0"),
+        (2, {}, "memory,worker-gpu-rack7-0,worker-gpu-rack7-1"),
+        (3, {}, "disk,3workers"),
+        (0, {"tier": TEMPLATE_TIER_OBJECTS, "pinned": True}, "S3;pinned"),
+        (0, {"pinned": True, "in_use": True}, "disk;pinned;inuse"),
+        (0, {"valid_share": 0.999}, "disk;99%oftheimage"),
+        (0, {"recording": True, "valid_share": 0.5}, "disk;recording"),
+    ]
+    assert [_where(_known(number, **facts)) for number, facts, _ in cases] == [said for *_, said in cases]
 
 
 def _where(known: FleetTemplate) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,14 @@ from diffusers import (
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
-from bottega.addons.edits.engine.addon import EngineEdits
-from bottega.addons.edits.engine.recordings.source import MemoryActivations
-from bottega.engine.addon import EngineAddOn
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.samples.edits import box_mask, edit_order, ellipse_mask, template
-from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
+from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import small_model
-from tests.support.composed_noise import composed_noise, draws_of
 from tests.support.controlled_engine import IMAGES, NAMES
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
@@ -51,8 +46,8 @@ class Asked:
     scales: Mapping[str, float]
     controls: Mapping[int, float]
 
-    def order(self, key: Hashable, **edit: Any) -> EngineOrder:
-        """It, as an engine takes it. edit: fields of its EditSpec."""
+    def order(self, key: Hashable) -> EngineOrder:
+        """It, as an engine takes it."""
         controls = tuple(
             control_spec(NAMES[place], IMAGES[place], scale, digest=f"{place}" * 64)
             for place, scale in self.controls.items()
@@ -63,8 +58,6 @@ class Asked:
         order = EngineOrder(key=key, spec=spec)
         if self.mask is not None:
             order = edit_order(spec, IMAGE, self.mask, key=key)
-            assert order.spec.edit is not None
-            order = replace(order, spec=replace(order.spec, edit=replace(order.spec.edit, **edit)))
         return replace(order, control_images=images)
 
 
@@ -99,19 +92,10 @@ class Stock:
         self._text, self.loras = styled_stock(small_model())
         self._nets = nets
 
-    def latent(self, asked: Asked, before: Asked | None = None) -> Tensor:
-        """[1, channels, height, width], finished. before: the edit whose noise is outside its mask; None is its own."""
+    def latent(self, asked: Asked) -> Tensor:
+        """[1, channels, height, width], finished."""
         pipeline, options = self.pipeline(asked)
-        with self._noise_of(pipeline, asked, before):
-            return styled_latent(pipeline, asked.spec, asked.scales, **options)
-
-    @staticmethod
-    def _noise_of(pipeline: Any, asked: Asked, before: Asked | None) -> AbstractContextManager[None]:
-        if before is None or asked.mask is None:
-            return nullcontext()
-        spec = before.spec
-        draws = draws_of(pipeline, IMAGE, seed=spec.seed, width=spec.width, height=spec.height)
-        return composed_noise(pipeline, draws, [asked.mask])
+        return styled_latent(pipeline, asked.spec, asked.scales, **options)
 
     def pipeline(self, asked: Asked) -> tuple[Any, dict[str, Any]]:
         """The pipeline that is meant for it, and what else it is given."""
@@ -149,21 +133,16 @@ def shelf(
         yield shelf
 
 
-def make_easel(
-    model: Model, shelf: ControlNetCache, loras: Mapping[str, Components], *addons: EngineAddOn
-) -> ManualEngine:
-    """LoRAs go beside the weights: only so do rows with unlike ones share a group."""
-    there = LorasByHand.of(loras)
-    engine = make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), loras=there, addons=addons)
-    lora_weights(engine).costs = FixedCosts(pays=False)
-    return ManualEngine(engine)
-
-
 @pytest.fixture(scope="module")
 def exact(model: Model, shelf: ControlNetCache, stock: Stock) -> Mapping[Hashable, Drawing]:
-    """All of the cast: the first three at once, the others two steps later."""
+    """All of the cast: the first three at once, the others two steps later.
+
+    LoRAs go beside the weights: only so do rows with unlike ones share a group.
+    """
+    engine = make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), loras=LorasByHand.of(stock.loras))
+    lora_weights(engine).costs = FixedCosts(pays=False)
     orders = [asked.order(name) for name, asked in CAST.items()]
-    return make_easel(model, shelf, stock.loras).run({0: orders[:3], 2: orders[3:]})
+    return ManualEngine(engine).run({0: orders[:3], 2: orders[3:]})
 
 
 @pytest.mark.parametrize("name", CAST)
@@ -174,59 +153,3 @@ def test_exact_each_is_what_diffusers_draws_of_it_alone(
     assert drawing.record.provenance.mean_group_requests > 2
     assert drawing.record.exact
     assert_close(drawing.latents[0], stock.latent(CAST[name]))
-
-
-def test_every_part_of_it_matters(exact: Mapping[Hashable, Drawing], stock: Stock) -> None:
-    """Else the comparison above would not see one that is left out."""
-    whole = CAST[ALL]
-    drawn = exact[ALL].latents[0]
-    for less in (
-        replace(whole, scales={"outline": 0.8}),
-        replace(whole, scales={"pastel": 1.1}),
-        replace(whole, controls={0: 0.8}),
-        replace(whole, controls={1: 1.3}),
-        replace(whole, mask=box_mask()),
-    ):
-        assert (stock.latent(less) - drawn).abs().max() > 0.05
-
-
-# Masked blocks.
-
-EDITS = {name: asked for name, asked in CAST.items() if asked.mask is not None}
-MASKED = {"masked_blocks": True, "any_prompt": True}
-
-
-def before(asked: Asked, prompt: str) -> Asked:
-    """The first edit of its template under the same LoRAs and ControlNets, with another seed."""
-    return replace(asked, spec=replace(asked.spec, prompt=prompt, seed=asked.spec.seed + 100))
-
-
-@pytest.fixture(scope="module", params=["the same prompt", pytest.param("another prompt", marks=pytest.mark.slow)])
-def balanced(
-    model: Model, shelf: ControlNetCache, stock: Stock, request: pytest.FixtureRequest
-) -> tuple[str, Mapping[Hashable, Drawing]]:
-    """The cast again, its edits with masked blocks, after others of the same template that were recorded."""
-    easel = make_easel(model, shelf, stock.loras, EngineEdits(model, MemoryActivations(64 << 20)))
-    prompt = EDIT.prompt if request.param == "the same prompt" else "a yellow square"
-    for name, asked in EDITS.items():
-        first = easel.draw(before(asked, prompt).order(f"before {name}", **MASKED))
-        assert first.record.provenance.HasField("mask")
-        assert first.record.provenance.mask.recorded
-        assert first.record.exact
-    orders = [asked.order(name, **(MASKED if asked.mask is not None else {})) for name, asked in CAST.items()]
-    return prompt, easel.run({0: orders[:3], 2: orders[3:]})
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_balanced_each_edit_is_near_the_full_computation_under_the_same_noise(
-    balanced: tuple[str, Mapping[Hashable, Drawing]], stock: Stock, name: str
-) -> None:
-    prompt, drawings = balanced
-    asked, drawing = EDITS[name], drawings[name]
-    edit = drawing.record.provenance
-    assert 0 < edit.blocks_reused == edit.blocks_total
-    assert not drawing.record.exact
-    assert drawing.record.provenance.mean_group_requests > 2
-    theirs = stock.latent(asked, before(asked, prompt))
-    apart = (stock.latent(asked) - theirs).norm()  # the same edit with its own noise everywhere
-    assert (drawing.latents[0] - theirs).norm() < 0.15 * apart

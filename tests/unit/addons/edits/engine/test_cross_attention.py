@@ -15,9 +15,7 @@ from bottega.addons.edits.engine.masked.transformer import PromptCache
 from bottega.addons.loras.engine import UnmergedLoras
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.denoiser import Denoiser
-from bottega.model.model import Model
 from bottega.model.rows import Row
-from tests.samples.masked_edits import FIRST, EditDesk
 from tests.samples.masked_networks import StepInMemory, denoiser_of, plain_row, random_loras, recording, small_unet
 
 
@@ -107,10 +105,3 @@ def test_what_is_kept_of_prompts_has_a_part_of_what_is_left_of_the_device() -> N
     assert memory.reserved["prompts of edits"] == 2 * of_prompt, "what is promised stays"
     PromptCache(budget_bytes=of_prompt, memory=memory).of([])
     assert memory.reserved["prompts of edits"] == of_prompt, "no more than it may keep"
-
-
-def test_an_engine_counts_what_its_edits_keep_of_prompts(model: Model) -> None:
-    memory = MemoryPlan(1 << 30)
-    desk = EditDesk(replace(model, memory=memory))
-    desk.draw(FIRST)
-    assert memory.reserved["prompts of edits"] > 0

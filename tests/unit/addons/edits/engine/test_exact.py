@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import PIL.Image
 import pytest
 import torch
-from diffusers import StableDiffusionXLControlNetInpaintPipeline, StableDiffusionXLInpaintPipeline
+from diffusers import StableDiffusionXLInpaintPipeline
 from torch import Tensor
 
-from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.engine.checkpoint import CheckpointMismatch, read_checkpoint
 from bottega.engine.encode import encode_all_prompts
 from bottega.engine.events import JobAdvanced, JobCheckpointed
@@ -21,17 +18,14 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.waiting import new_requests
-from bottega.errors import InternalError
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
-from tests.samples.controlnets import control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.samples.edits import box_mask, edit_order, ellipse_mask, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import small_model
-from tests.support.controlled_engine import IMAGES, NAMES
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
-from tests.support.stock import Stock, assert_close, assert_same_image, edit_options, latent_of, variant
+from tests.support.stock import Stock, assert_close, assert_same_image, edit_options, variant
 
 SPEC = ResolvedSpec(
     prompt="a small green circle on a white background",
@@ -44,21 +38,14 @@ SPEC = ResolvedSpec(
 IMAGE = template()
 BOX, ELLIPSE = box_mask(), ellipse_mask()
 EDITS: dict[str, tuple[ResolvedSpec, PIL.Image.Image]] = {
-    "euler": (SPEC, BOX),
     "euler, karras, all of it": (replace(SPEC, use_karras_sigmas=True, strength=1.0, seed=6), ELLIPSE),
     "ancestral": (replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL, seed=7, num_images=2), ELLIPSE),
     "ddim, half of it": (replace(SPEC, sampler=SamplerKind.DDIM, strength=0.5, seed=8), BOX),
     "dpm++": (replace(SPEC, sampler=SamplerKind.DPMPP_2M, seed=9), ELLIPSE),
-    "dpm++, karras, little": (
-        replace(SPEC, sampler=SamplerKind.DPMPP_2M, use_karras_sigmas=True, strength=0.2, seed=10),
-        BOX,
-    ),
     "pndm": (replace(SPEC, sampler=SamplerKind.PNDM, strength=0.6, seed=14), BOX),
     "heun": (replace(SPEC, sampler=SamplerKind.HEUN, seed=15), ELLIPSE),
-    "kdpm2 ancestral": (replace(SPEC, sampler=SamplerKind.KDPM2_ANCESTRAL, strength=0.6, seed=16), BOX),
     "unguided": (replace(SPEC, guidance_scale=1.0, strength=1.0, seed=11), BOX),
     "rescaled": (replace(SPEC, guidance_rescale=0.7, negative_prompt="a star", seed=12), ELLIPSE),
-    "all is masked": (replace(SPEC, seed=13), PIL.Image.new("L", (64, 64), 255)),
 }
 
 
@@ -92,9 +79,8 @@ def test_in_a_busy_batch_an_edit_ends_as_the_stock_pipeline_does(
         assert_same_image(pixels, theirs.pixels)
 
 
-@pytest.mark.parametrize("name", ["ancestral", "dpm++"])
-def test_alone_an_edit_ends_as_the_stock_pipeline_does(model: Model, stock: Stock, name: str) -> None:
-    spec, mask = EDITS[name]
+def test_alone_an_edit_ends_as_the_stock_pipeline_does(model: Model, stock: Stock) -> None:
+    spec, mask = EDITS["ancestral"]
     spec = replace(spec, num_images=1, width=96)
     image, mask = IMAGE.resize((96, 64)), mask.resize((96, 64))
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(edit_order(spec, image, mask))
@@ -125,45 +111,19 @@ def latents_of_mask(mask: PIL.Image.Image) -> Tensor:
     return (small >= 128).to(torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def styled() -> tuple[Any, Any]:
-    return styled_stock(small_model())
-
-
-@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
-def test_an_edit_with_loras_ends_as_the_stock_pipeline_does(
-    model: Model, styled: tuple[Any, Any], patches: bool
-) -> None:
+def test_an_edit_with_loras_in_the_weights_ends_as_the_stock_pipeline_does(model: Model) -> None:
     scales = {"outline": 0.8, "pastel": 1.1}
-    stock, components = styled
+    stock, components = styled_stock(small_model())
     pipeline = variant(stock, StableDiffusionXLInpaintPipeline)
     engine = make_engine(model, TOGETHER, loras=LorasByHand.of(components))
-    lora_weights(engine).costs = FixedCosts(pays=patches)
+    lora_weights(engine).costs = FixedCosts(pays=True)
     spec = replace(SPEC, loras=tuple(lora_spec(*each) for each in scales.items()))
     try:
         drawing = ManualEngine(engine).draw(edit_order(spec, IMAGE, BOX))
-        assert (lora_weights(engine).patched is not None) == patches
+        assert lora_weights(engine).patched is not None
     finally:
         lora_weights(engine).restore()
     assert_close(drawing.latents[0], styled_latent(pipeline, SPEC, scales, **edit_options(SPEC, IMAGE, BOX)))
-
-
-def test_an_edit_with_two_controlnets_ends_as_the_stock_pipeline_does(
-    model: Model, stock: Stock, tmp_path: Path
-) -> None:
-    nets = {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(NAMES[:2])}
-    controls = (control_spec(NAMES[0], IMAGES[0], 0.8), control_spec(NAMES[1], IMAGES[1], 1.3))
-    spec = replace(SPEC, controlnets=controls)
-    with shelf_of(model, save(nets, tmp_path)) as shelf:
-        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
-        order = replace(edit_order(spec, IMAGE, ELLIPSE), control_images=IMAGES[:2])
-        drawing = easel.draw(order)
-    options = stock_options(controls, IMAGES[:2])
-    pipeline = variant(stock.text, StableDiffusionXLControlNetInpaintPipeline, controlnet=[*nets.values()])
-    theirs = latent_of(
-        pipeline, spec, control_image=options.pop("image"), **options, **edit_options(spec, IMAGE, ELLIPSE)
-    )
-    assert_close(drawing.latents[0], theirs)
 
 
 # Resumed.
@@ -171,9 +131,8 @@ def test_an_edit_with_two_controlnets_ends_as_the_stock_pipeline_does(
 EVERY_STEP = EngineLimits(checkpoint_interval_s=1e-9)
 
 
-@pytest.mark.parametrize("name", ["ancestral", "dpm++"])
-def test_an_edit_that_another_engine_goes_on_with_is_the_same_picture(model: Model, name: str) -> None:
-    spec, mask = EDITS[name]
+def test_an_edit_that_another_engine_goes_on_with_is_the_same_picture(model: Model) -> None:
+    spec, mask = EDITS["ancestral"]
     order = edit_order(spec, IMAGE, mask)
     unbroken = ManualEngine(make_engine(model, EVERY_STEP)).draw(order)
     left = unbroken.all(JobCheckpointed)[3]
@@ -196,39 +155,8 @@ def test_a_checkpoint_of_an_edit_fits_no_other_mask_and_no_plain_picture(model: 
             read_checkpoint(left.data, model, replace(order.spec, edit=other))
 
 
-def test_an_edit_without_its_mask_is_a_fault_of_ours(model: Model) -> None:
-    order = edit_order(SPEC, IMAGE, BOX)
-    assert order.mask is not None
-    halves = [
-        replace(order, mask=None),
-        replace(order, spec=SPEC),
-        replace(order, image=None, spec=replace(order.spec, strength=None)),
-        replace(order, mask=order.mask[:32]),
-    ]
-    for half in halves:
-        drawing = ManualEngine(make_engine(model, TOGETHER)).draw(half)
-        assert isinstance(drawing.error, InternalError)
-
-
-# What recordings replace.
-
-
-def test_an_edit_can_begin_from_another_image_latent_and_noise(model: Model) -> None:
-    """As edits of one template do that share what was recorded."""
-    order, other = edit_order(SPEC, IMAGE, BOX), edit_order(replace(SPEC, seed=99), IMAGE, BOX)
-    conditions = encode_all_prompts(model, SPEC)
-    (request,), (theirs,) = (new_requests(model, each, conditions) for each in (order, other))
-    assert request.edit is not None
-    assert theirs.edit is not None
-    assert not torch.equal(request.latent, theirs.latent)
-    request.use_edit(theirs.edit)
-    assert torch.equal(request.latent, theirs.latent)
-    assert len(request.noise_levels) == request.steps == 5
-
-
-@pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_a_trajectory_is_put_back_in_place_of_noise(model: Model, strength: float) -> None:
-    order = edit_order(replace(SPEC, strength=strength), IMAGE, BOX)
+def test_a_trajectory_is_put_back_in_place_of_noise(model: Model) -> None:
+    order = edit_order(replace(SPEC, strength=0.5), IMAGE, BOX)
     (request,) = new_requests(model, order, encode_all_prompts(model, SPEC))
     assert request.edit is not None
     steps = range(request.begin, request.end)

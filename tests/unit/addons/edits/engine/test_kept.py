@@ -33,11 +33,18 @@ from tests.support.torch_threads import torch_threads
 
 GENERATED = replace(SPEC, strength=None, keep_for_editing=True, num_images=2)
 SHAPE = (4, 16, 16)
+Picture = tuple[Drawing, list[JobKept]]
 
 
-def generated(desk: EditDesk, spec: ResolvedSpec = GENERATED) -> tuple[Drawing, list[JobKept]]:
+def generated(desk: EditDesk, spec: ResolvedSpec = GENERATED) -> Picture:
     drawing = desk.draw(EngineOrder(key="generation", spec=spec))
     return drawing, drawing.all(JobKept)
+
+
+@pytest.fixture(scope="module")
+def picture(model: Model) -> Picture:
+    """Drawn by an engine that is gone."""
+    return generated(EditDesk(model))
 
 
 def edit_of(drawing: Drawing, kept: JobKept, spec: ResolvedSpec = SPEC, *, key: str = "edit") -> EngineOrder:
@@ -62,9 +69,9 @@ def random_latents(steps: int) -> KeptLatents:
     return KeptLatents(latents=latents, noise_levels=noise_levels, seed=3, template="ab" * 16)
 
 
-def test_the_latents_of_each_picture_are_kept_and_change_nothing(model: Model) -> None:
+def test_the_latents_of_each_picture_are_kept_and_change_nothing(model: Model, picture: Picture) -> None:
     plain = EditDesk(model).draw(EngineOrder(key="plain", spec=replace(GENERATED, keep_for_editing=False)))
-    drawing, kept = generated(EditDesk(model))
+    drawing, kept = picture
     assert [each.index for each in kept] == [0, 1]
     for latent, other, each in zip(drawing.latents, plain.latents, kept, strict=True):
         torch.testing.assert_close(latent, other, atol=1e-4, rtol=0)
@@ -91,7 +98,6 @@ def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_bac
     assert len(desk.source.recordings) == 2
     order = edit_of(drawing, kept[1])
     edit = desk.draw(order)
-    assert edit.record.provenance.HasField("mask")
     assert 0 < edit.record.provenance.blocks_reused == edit.record.provenance.blocks_total
     assert edit.record.provenance.mask.kept_latents
     assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
@@ -110,12 +116,10 @@ def test_a_kept_picture_is_recorded_for_edits_of_its_own_tenant(model: Model) ->
     assert (other.blocks_reused, other.mask.recorded) == (0, True)
 
 
-def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model: Model) -> None:
-    drawing, kept = generated(EditDesk(model))
+def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model: Model, picture: Picture) -> None:
+    drawing, kept = picture
     desk, order = EditDesk(model), edit_of(drawing, kept[0])
     first, second = desk.draw(order), desk.draw(replace(order, key="second"))
-    assert first.record.provenance.HasField("mask")
-    assert second.record.provenance.HasField("mask")
     assert (first.record.provenance.mask.recorded, first.record.provenance.blocks_reused) == (True, 0)
     assert (first.record.exact, first.record.provenance.mask.recording) == (
         False,
@@ -126,18 +130,11 @@ def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model
     assert torch.equal(outside(first.latents[0], order), outside(drawing.latents[0], order))
 
 
-@pytest.mark.parametrize(
-    ("drawn", "edited"),
-    [(SamplerKind.EULER, SamplerKind.DDIM), (SamplerKind.DDIM, SamplerKind.EULER_ANCESTRAL)],
-    ids=["ddim", "ancestral"],
-)
-def test_what_one_sampler_has_drawn_another_one_puts_back(
-    model: Model, drawn: SamplerKind, edited: SamplerKind
-) -> None:
+def test_what_one_sampler_has_drawn_another_one_puts_back(model: Model) -> None:
     """The model is given of the picture what it was given when that was drawn, whatever the sampler's own scale."""
-    generation = EngineOrder(key="generation", spec=replace(GENERATED, num_images=1, sampler=drawn))
+    generation = EngineOrder(key="generation", spec=replace(GENERATED, num_images=1, sampler=SamplerKind.DDIM))
     drawing, given = drawn_with_samples(EditDesk(model), generation)
-    order = edit_of(drawing, drawing.all(JobKept)[0], replace(SPEC, sampler=edited))
+    order = edit_of(drawing, drawing.all(JobKept)[0], replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL))
     _, given_again = drawn_with_samples(EditDesk(model), order)
     assert len(given_again) == len(given) == 3
     for before, again in zip(given, given_again, strict=True):
@@ -152,8 +149,10 @@ def test_what_one_sampler_has_drawn_another_one_puts_back(
         ("exact", None),
     ],
 )
-def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str, said: str | None) -> None:
-    drawing, kept = generated(EditDesk(model))
+def test_an_edit_does_without_latents_that_it_cannot_use(
+    model: Model, picture: Picture, why: str, said: str | None
+) -> None:
+    drawing, kept = picture
     order = edit_of(drawing, kept[0])
     if why == "other steps":
         order = replace(order, spec=replace(order.spec, num_inference_steps=7))
@@ -170,10 +169,10 @@ def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str,
     assert not drawn.record.provenance.mask.kept_latents
 
 
-@pytest.mark.parametrize("mib", [(64, 64), (64, 0), (0, 64), (0, 0)], ids=["both", "first", "second", "none"])
-def test_a_resumed_edit_puts_the_same_latents_back(model: Model, mib: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mib", [(64, 0), (0, 64)], ids=["first", "second"])
+def test_a_resumed_edit_puts_the_same_latents_back(model: Model, picture: Picture, mib: tuple[int, int]) -> None:
     """Whichever of its workers can mask blocks."""
-    drawing, kept = generated(EditDesk(model))
+    drawing, kept = picture
     order = edit_of(drawing, kept[0])
     desk = EditDesk(model, mib=mib[0])
     half = desk.submit(order)
@@ -184,7 +183,6 @@ def test_a_resumed_edit_puts_the_same_latents_back(model: Model, mib: tuple[int,
     resumed = replace(order, checkpoint=half.all(JobCheckpointed)[0].data, decisions=decisions)
     again, whole = EditDesk(model, mib=mib[1]).draw(resumed), EditDesk(model).draw(order)
     torch.testing.assert_close(again.latents[0], whole.latents[0], atol=1e-4, rtol=0)
-    assert again.record.provenance.HasField("mask")
     assert again.record.provenance.mask.kept_latents
     assert not again.record.exact
 
@@ -220,14 +218,6 @@ def test_of_latents_that_are_too_large_nothing_is_kept_or_recorded(
     assert caplog.messages.count("no latents are kept: those of the picture are too large") == 1
 
 
-def test_a_generation_that_is_cancelled_leaves_no_recording(model: Model) -> None:
-    desk = EditDesk(model)
-    desk.submit(EngineOrder(key="generation", spec=GENERATED))
-    desk.turn()
-    desk.engine.cancel("generation")
-    assert not desk.source.recordings
-
-
 # As bytes.
 
 
@@ -242,33 +232,8 @@ def test_kept_latents_are_read_as_they_were_written(model: Model) -> None:
     assert trajectory is not None
     assert sorted(trajectory) == [1, 2, 3]
     assert torch.equal(trajectory[3], kept.latents[3][None])
-    assert read.trajectory([5.0, 4.5], begin=0) is None
-
-
-def test_samplers_that_compute_a_noise_level_in_other_orders_have_it_in_common() -> None:
-    kept = random_latents(5)
-    assert kept.trajectory([5.000005, 4.0, 3.0, 1.0], begin=0) is not None
-    assert kept.trajectory([5.005, 4.0, 3.0, 1.0], begin=0) is None
-
-
-def test_of_steps_at_one_timestep_each_has_the_latent_of_its_own_noise(model: Model) -> None:
-    """Karras' sigmas of DPM++, whose timesteps are rounded."""
-    karras = replace(SPEC, sampler=SamplerKind.DPMPP_2M, use_karras_sigmas=True, num_inference_steps=60)
-    generation = EngineOrder(key="generation", spec=replace(karras, strength=None, keep_for_editing=True))
-    drawing = EditDesk(model).draw(generation)
-    (kept,) = drawing.all(JobKept)
-    read = read_kept(kept.by_kind[kinds.ACTIVATIONS], model, SHAPE)
-    desk, order = EditDesk(model), edit_of(drawing, kept, karras)
-    order = replace(order, spec=replace(order.spec, strength=0.1))
-    edit = desk.draw(order)
-    assert edit.job is not None
-    request = edit.job.requests[0]
-    timesteps = [request.timestep_of(step) for step in range(request.begin, request.end)]
-    assert len(set(timesteps)) < len(timesteps) == 6
-    assert request.edit is not None
-    assert request.edit.trajectory is not None
-    for step, latent in request.edit.trajectory.items():
-        assert torch.equal(latent[0], read.latents[step])
+    assert read.trajectory([5.000005, 4.0], begin=0) is not None, "another order of operations"
+    assert read.trajectory([5.005, 4.0], begin=0) is None
 
 
 def test_what_is_too_much_is_kept_in_half_precision_or_not(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,6 @@ def test_what_is_loaded_gives_the_picture_that_memory_gives(desk: LoadingDesk) -
     desk.move()
     loaded = desk.draw(replace(SECOND, key="loaded"))
     assert_close(loaded, from_memory, atol=0)
-    assert loaded.record.provenance.HasField("mask")
     assert loaded.record.provenance.blocks_reused == loaded.record.provenance.blocks_total == 24
     blocks, recomputed = load_counts(desk)
     assert blocks > 24, "feature maps are loaded, too"
@@ -105,22 +104,6 @@ def test_what_does_not_come_is_waited_for_no_longer_than_its_computation_and_the
     assert desk.edits.counts["load_wait_ms"] == pytest.approx(1000 * record.seconds["activations"], abs=50)
 
 
-def test_a_slow_store_is_asked_for_some_blocks_alone_and_the_picture_is_the_same(desk: LoadingDesk) -> None:
-    in_full = desk.drawings[FIRST.key]
-    full_s = sum(desk.edits.times.full_s((16, 16)))
-    steps = desk.move()
-    of_a_step = steps[0].size_bytes
-    # Loading all of a step takes as long as computing three.
-    desk.source.load_bytes_per_s = of_a_step / (3 * full_s)
-    slow = desk.draw(replace(FIRST, key="slow"))
-    loaded, recomputed = load_counts(desk)
-    assert loaded > 0
-    assert recomputed > 0
-    requested = sum(len(step.requested) for step in steps)
-    assert 0 < requested < sum(len(list(step.names)) for step in steps)
-    assert_close(slow, in_full, FLOAT16)
-
-
 def test_all_is_taken_of_what_this_host_has_however_slow_loads_have_been(desk: LoadingDesk) -> None:
     from_memory = desk.draw(SECOND)
     for step in desk.move(load_bytes_per_s=1.0):
@@ -130,20 +113,11 @@ def test_all_is_taken_of_what_this_host_has_however_slow_loads_have_been(desk: L
     assert load_counts(desk)[1] == 0
 
 
-def test_requests_come_in_the_order_of_use_and_once(desk: LoadingDesk) -> None:
-    steps = desk.move()
-    desk.draw(SECOND)
-    for step in steps:
-        assert step.requested == [name for name in step.names if name in set(step.requested)]
-        assert len(set(step.requested)) == len(step.requested)
-
-
 def test_what_is_here_is_not_requested(desk: LoadingDesk) -> None:
     steps = desk.move()
     for step in steps:
         step.load()
     drawn = desk.draw(SECOND)
-    assert drawn.record.provenance.HasField("mask")
     assert drawn.record.provenance.blocks_reused == 24
     assert not any(step.requested for step in steps)
     assert load_counts(desk) == (0, 0)
@@ -173,23 +147,12 @@ def test_a_step_elsewhere_is_copied_before_an_edit_completes_it(desk: LoadingDes
     (recording,) = desk.source.recordings
     share = recording.valid_share
     drawn = desk.draw(masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere"))
-    assert drawn.record.provenance.HasField("mask")
     assert drawn.record.provenance.mask.recorded
     assert recording.valid_share > share
     assert all(step.writable for step in recording.steps.values())
     for step in steps:
         for name in step.names:
             assert torch.equal(step._outputs[name], before[id(step), name])
-
-
-def test_a_step_that_is_not_whole_here_is_read_and_not_completed(desk: LoadingDesk) -> None:
-    desk.move()
-    (recording,) = desk.source.recordings
-    share = recording.valid_share
-    drawn = desk.draw(masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere"))
-    assert drawn.record.provenance.HasField("mask")
-    assert drawn.record.provenance.blocks_reused
-    assert recording.valid_share == share
 
 
 def test_loads_in_a_busy_batch_change_nobodys_picture(desk: LoadingDesk) -> None:
@@ -201,7 +164,7 @@ def test_loads_in_a_busy_batch_change_nobodys_picture(desk: LoadingDesk) -> None
     alone = {order.key: desk.draw(order) for order in (other, plain)} | {FIRST.key: desk.drawings[FIRST.key]}
     desk.move()
     turns = iter(range(10**6))
-    desk.source.comes, desk.device.per_flop_s = lambda name: next(turns) % 3 > 0, 1e-8
+    desk.source.comes, desk.device.per_flop_s = lambda name: next(turns) % 3 > 0, 2e-9
     together = desk.run({0: [replace(order, key=("busy", order.key)) for order in (FIRST, other, plain)]})
     assert together["busy", "plain"].record.provenance.mean_group_requests > 1
     for key, tolerance in {FIRST.key: FLOAT16, other.key: FLOAT16, plain.key: 1e-4}.items():
@@ -234,18 +197,8 @@ def test_a_tensor_of_another_shape_is_not_taken(desk: LoadingDesk) -> None:
         tokens, channels = step.outputs[name].shape
         step.outputs[name] = step.outputs[name].reshape(channels, tokens)
     drawn = desk.draw(replace(FIRST, key="again"))
-    assert drawn.record.provenance.HasField("mask")
     assert drawn.record.provenance.blocks_reused == drawn.record.provenance.blocks_total - 6
     assert_close(drawn, desk.drawings[FIRST.key], FLOAT16)
-
-
-def test_a_recording_of_another_size_is_not_used(desk: LoadingDesk) -> None:
-    (recording,) = desk.source.recordings
-    recording.shape = (8, 8)
-    drawn = desk.draw(replace(FIRST, key="again"))
-    assert drawn.record.provenance.HasField("mask")
-    assert drawn.record.provenance.mask.computed_all_because == "the recording of this image has another size"
-    assert recording.is_idle
 
 
 def test_a_store_s_profile_counts_until_blocks_are_measured_here(desk: LoadingDesk) -> None:

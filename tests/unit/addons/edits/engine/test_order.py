@@ -63,7 +63,6 @@ def test_an_edit_waits_for_the_answer_and_others_do_not(desk: AskingDesk) -> Non
     assert other.ended
     desk.source.answers[0].set_result(None)
     desk.run()
-    assert edit.record.provenance.HasField("mask")
     assert edit.record.provenance.mask.recorded
     assert not edit.record.seconds.get(kinds.ACTIVATIONS)
 
@@ -99,12 +98,6 @@ def test_what_an_earlier_attempt_has_decided_is_waited_for_longer(desk: AskingDe
 def test_an_attempt_that_began_with_its_own_noise_asks_nothing(desk: AskingDesk) -> None:
     desk.submit(replace(ORDER, decisions={kinds.ACTIVATIONS: EditDecision().SerializeToString()}))
     assert not desk.source.queries
-
-
-def test_an_edit_that_is_cancelled_asks_no_longer(desk: AskingDesk) -> None:
-    desk.submit(ORDER)
-    desk.engine.cancel(ORDER.key)
-    assert desk.source.answers[0].cancelled()
 
 
 def test_tenant_and_source_of_an_order_are_told(desk: AskingDesk) -> None:

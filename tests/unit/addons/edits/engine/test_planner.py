@@ -154,8 +154,7 @@ def test_what_two_edits_take_of_the_same_step_is_loaded_once() -> None:
     assert loads[1] == loads[0]
 
 
-@pytest.mark.parametrize("readers", [1, 2])
-def test_what_edits_wait_for_keeps_the_load_stream_busy_once(readers: int) -> None:
+def test_what_edits_wait_for_keeps_the_load_stream_busy_once() -> None:
     rate, busy = 1e9, list[float]()
 
     def choose(steps: Sequence[Sequence[BlockCost]], busy_s: float) -> list[StepPlan]:
@@ -164,7 +163,7 @@ def test_what_edits_wait_for_keeps_the_load_stream_busy_once(readers: int) -> No
 
     plans, times = planner(rate, LoadPolicy(choose=choose))
     first = Reader(5, times)
-    all_of_them = [first, *(Reader(5, times, steps=first.steps) for _ in range(readers - 1))]
+    all_of_them = [first, Reader(5, times, steps=first.steps)]
     plans.plan(all_of_them, others=0)
     requested = {(turn, half, name) for turn, half, name in first.log if turn}
     requested_bytes = sum(first.steps[turn, half].bytes_of(name) for turn, half, name in requested)
@@ -174,34 +173,6 @@ def test_what_edits_wait_for_keeps_the_load_stream_busy_once(readers: int) -> No
     assert busy == [0.0, pytest.approx(requested_bytes / rate)]
 
 
-def test_an_edit_a_step_behind_takes_what_another_one_has_requested() -> None:
-    seen = list[list[BlockCost]]()
-
-    def choose(steps: Sequence[Sequence[BlockCost]], busy_s: float) -> list[StepPlan]:
-        seen[:] = [list(blocks) for blocks in steps]
-        return plan_steps(steps, load_busy_s=busy_s)
-
-    plans, times = planner(2e6, LoadPolicy(choose=choose))
-    ahead = Reader(4, times)
-    behind = Reader(4, times, steps=ahead.steps)
-    ahead.made = 1
-    plans.plan([ahead], others=0)
-    requested = {(turn, half, name) for turn, half, name in ahead.log}
-    total = sum(ahead.steps[turn, half].bytes_of(name) for turn, half, name in requested)
-    plans.plan([ahead, behind], others=0)
-
-    def taken(reader: Reader, turn: int) -> set[tuple[Half, str]]:
-        loads = {half: reader.loads[StepKey(timestep=float(turn), noise_level=1.0, half=half)] for half in Half}
-        return {(half, name) for half in Half for _, name in loads[half].outstanding}
-
-    assert taken(ahead, 2)
-    assert all(taken(behind, turn) >= taken(ahead, turn) for turn in (1, 2))
-    coming = [block for blocks in seen[1:] for block in blocks if block.ready_s]
-    assert coming
-    assert all(block.load_s == 0.0 and block.ready_s <= total / 2e6 for block in coming), "and loads nothing itself"
-    assert [block.ready_s for block in coming] == sorted(block.ready_s for block in coming)
-
-
 def test_nothing_is_waited_for_longer_than_an_engine_may_say_nothing() -> None:
     plans, times = planner(1e12, LoadPolicy(patience=1e15))
     reader = Reader(1, times)
@@ -209,10 +180,3 @@ def test_nothing_is_waited_for_longer_than_an_engine_may_say_nothing() -> None:
     loads = next(iter(reader.loads.values()))
     assert loads.wait_for(reader.log[0][2])
     assert reader.waits == [10.0]
-
-
-def test_where_nothing_is_ever_loaded_nothing_is_planned() -> None:
-    plans, times = planner(None)
-    reader = Reader(2, times)
-    assert plans.plan([reader], others=0) == []
-    assert not reader.loads

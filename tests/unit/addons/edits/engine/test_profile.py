@@ -55,18 +55,6 @@ def test_the_device_that_is_waited_for_is_the_models_own(model: Model, monkeypat
     assert device.waits > len(desk.edits.times.blocks(SIZE))
 
 
-@pytest.mark.alone
-def test_masked_tokens_take_less_at_large_sizes(model: Model) -> None:
-    desk = EditDesk(model)
-    # Other processes make some of them slower.
-    profiles = [desk.edits.profile_blocks(desk.engine, 256, 256) for _ in range(3)]
-    full_s = min(sum(block.full_s for block in profile.blocks) for profile in profiles)
-    least, middle, most = (
-        min(sum(block.masked_s[place] for block in profile.blocks) for profile in profiles) for place in range(3)
-    )
-    assert least < middle < most < full_s
-
-
 def test_plans_count_with_what_was_measured_of_this_size_alone(model: Model) -> None:
     desk = EditDesk(model)
     times = desk.edits.times
@@ -129,11 +117,3 @@ def test_what_was_measured_counts_more_than_operations() -> None:
     worst = min(BLOCKS, key=lambda block: block.flops / block.size_bytes)
     kept = kept_names(BLOCKS, budget_bytes=TOTAL - 1, forwards=1, profile=profile(worst.name))
     assert kept == frozenset(worst.names)
-
-
-def test_a_profile_of_another_network_says_nothing() -> None:
-    budget_bytes = TOTAL // 2
-    other = BlockProfile(shares=[0.2], blocks=[BlockCost(name="another", full_s=2.0, masked_s=[1.0])])
-    assert kept_names(BLOCKS, budget_bytes=budget_bytes, forwards=1, profile=other) == kept_names(
-        BLOCKS, budget_bytes=budget_bytes, forwards=1
-    )

@@ -82,14 +82,6 @@ def test_a_recording_in_use_is_never_evicted(memory: MemoryActivations) -> None:
     assert memory.find(key("a")) is None
 
 
-def test_nothing_is_evicted_for_what_can_never_fit(memory: MemoryActivations) -> None:
-    record(memory, "a")
-    begun = memory.begin(key("b"), (8, 8), drawn())
-    assert begun is not None
-    assert not memory.reserve(begun, 7 * STEP_BYTES)
-    assert memory.find(key("a")) is not None
-
-
 def test_one_job_records_a_template_and_nobody_reads_it_before_it_is_whole(memory: MemoryActivations) -> None:
     begun = memory.begin(key("a"), (8, 8), drawn())
     assert begun is not None
@@ -100,14 +92,6 @@ def test_one_job_records_a_template_and_nobody_reads_it_before_it_is_whole(memor
     assert memory.counts["given_up"] == 1
 
 
-def test_only_the_recording_that_is_named_is_found(memory: MemoryActivations) -> None:
-    recording = record(memory, "a")
-    assert memory.find(key("a"), recording.id) is recording
-    assert memory.find(key("a"), "0" * 32) is None
-    assert memory.find(key("b")) is None
-    assert (memory.counts["hits"], memory.counts["misses"]) == (1, 2)
-
-
 def test_recordings_are_dropped_by_the_beginning_of_their_ids_but_for_those_in_use(memory: MemoryActivations) -> None:
     one, other = record(memory, "a"), record(memory, "b")
     assert memory.find(key("b")) is other
@@ -116,10 +100,6 @@ def test_recordings_are_dropped_by_the_beginning_of_their_ids_but_for_those_in_u
     memory.release(other)
     assert memory.drop("") == 1
     assert not memory.recordings
-
-
-def test_without_a_budget_nothing_is_begun() -> None:
-    assert MemoryActivations(0).begin(key("a"), (8, 8), drawn()) is None
 
 
 # What a recording holds.
@@ -184,7 +164,7 @@ def test_a_completed_area_is_written_at_every_level_and_nothing_else(memory: Mem
     assert bool((untouched == 1).all())
 
 
-@pytest.mark.parametrize("value", [1e6, float("nan"), float("-inf")], ids=["beyond float16", "nan", "inf"])
+@pytest.mark.parametrize("value", [1e6, float("nan")], ids=["beyond float16", "nan"])
 def test_an_area_with_anything_beyond_half_precision_is_not_written(memory: MemoryActivations, value: float) -> None:
     recording = record(memory, "a")
     area = torch.zeros(8, 8, dtype=torch.bool)
@@ -215,12 +195,8 @@ def test_steps_with_equal_maps_share_one_and_growing_one_leaves_the_others(memor
     assert first.valid is second.valid
 
 
-@pytest.mark.parametrize(("tokens", "level"), [(64, (8, 8)), (16, (4, 4)), (1, (1, 1))])
-def test_the_level_of_tokens_is_found_by_their_number(tokens: int, level: tuple[int, int]) -> None:
-    assert level_of((8, 8), tokens) == level
-
-
-def test_levels_of_odd_sizes_round_up() -> None:
+def test_the_level_of_tokens_is_found_by_their_number_rounded_up() -> None:
+    assert [level_of((8, 8), tokens) for tokens in (64, 16, 1)] == [(8, 8), (4, 4), (1, 1)]
     assert level_of((7, 9), 20) == (4, 5)
     with pytest.raises(ValueError, match="no level"):
         level_of((8, 8), 17)

@@ -17,8 +17,6 @@ from bottega.addons.edits.engine.activations import EditActivations, edit_activa
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
 from bottega.addons.edits.engine.masked.tokens import MaskTokens, dilate, finest_stride
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.addons.edits.engine.sparse import layer as norms
-from bottega.addons.edits.engine.sparse.layer import Statistics
 from bottega.addons.edits.engine.sparse.pieces import Rectangle, cover, pays
 from bottega.addons.loras.engine.unmerged import UnmergedLoras
 from bottega.engine.encode import encode_prompts
@@ -44,8 +42,7 @@ from tests.support.manual_engine import load
 EXACT, FLOAT16 = 1e-5, 1e-2
 SIZE = (32, 32)
 MASKS = {
-    "corner": box(0, 0, 4, 6, size=SIZE),
-    "other corner": box(27, 29, 5, 3, size=SIZE),
+    "corner": box(27, 29, 5, 3, size=SIZE),
     "border": box(10, 0, 7, 3, size=SIZE),
     "middle": box(11, 13, 6, 5, size=SIZE),
     "two": box(0, 3, 4, 4, size=SIZE) | box(22, 22, 6, 4, size=SIZE),
@@ -72,14 +69,6 @@ def recorded_of(unet: UNet2DConditionModel, row: Row) -> StepInMemory:
     return recorded
 
 
-class BroughtStep(StepInMemory):
-    """As one of which every call brings a copy to a device."""
-
-    def get(self, name: str) -> Tensor | None:
-        stored = super().get(name)
-        return None if stored is None else stored.clone()
-
-
 def distance(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference."""
     return float((ours - theirs).abs().max())
@@ -98,48 +87,14 @@ def test_rows_that_compute_everything_get_what_the_plain_backbone_predicts(optio
     assert distance(ours[3], plain[3]) < FLOAT16
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_with_a_recording_of_the_same_inputs_any_mask_gives_the_plain_result(
-    unet: UNet2DConditionModel, mask: str
-) -> None:
-    row = plain_row(1, size=SIZE)
-    (plain,) = noise_of(unet, [row], sparse=False)
-    (ours,) = noise_of(unet, [masked(row, recorded_of(unet, row), MASKS[mask])])
-    assert distance(ours, plain) < FLOAT16
-
-
-@pytest.mark.parametrize("size", [(26, 30), (25, 31)], ids=str)
 @pytest.mark.parametrize("corner", [(4, 6), (0, 0), (-6, -8)], ids=str)
-def test_sizes_that_do_not_halve_evenly_are_served(
-    unet: UNet2DConditionModel, size: tuple[int, int], corner: tuple[int, int]
-) -> None:
+def test_sizes_that_do_not_halve_evenly_are_served(unet: UNet2DConditionModel, corner: tuple[int, int]) -> None:
+    size = (25, 31)
     row = plain_row(1, size=size)
     computed = box(corner[0] % size[0], corner[1] % size[1], 6, 8, size=size)
     (plain,) = noise_of(unet, [row], sparse=False)
     (ours,) = noise_of(unet, [masked(row, recorded_of(unet, row), computed)])
     assert distance(ours, plain) < FLOAT16
-
-
-def test_of_a_recording_that_each_step_brings_to_a_device_statistics_are_computed_once(
-    unet: UNet2DConditionModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed: list[Tensor] = []
-    real = norms._outside
-
-    def counted(recorded: Tensor, rectangles: tuple[Rectangle, ...]) -> Statistics:
-        computed.append(recorded)
-        return real(recorded, rectangles)
-
-    monkeypatch.setattr(norms, "_outside", counted)
-    row = plain_row(1, size=SIZE)
-    brought = BroughtStep(recorded_of(unet, row).outputs)
-    predict = denoiser_of(unet, MaskedBackbone(unet, maps=SparseMaps())).predict
-    edit = masked(row, brought, MASKS["middle"])
-    (first,) = predict([edit]).noise.values()
-    once = len(computed)
-    (again,) = predict([edit]).noise.values()
-    assert len(computed) == once > 0
-    assert torch.equal(first, again)
 
 
 def test_rows_with_different_masks_share_a_forward(unet: UNet2DConditionModel) -> None:
@@ -177,9 +132,8 @@ def outputs_of(unet: UNet2DConditionModel, kinds: Sequence[str]) -> Iterator[dic
         handle.remove()
 
 
-@pytest.mark.parametrize("mask", ["corner", "middle", "two"])
-def test_convolutions_compute_rectangles_around_masks_alone(unet: UNet2DConditionModel, mask: str) -> None:
-    row, computed = plain_row(1, size=SIZE), MASKS[mask]
+def test_convolutions_compute_rectangles_around_masks_alone(unet: UNet2DConditionModel) -> None:
+    row, computed = plain_row(1, size=SIZE), MASKS["two"]
     recorded = recorded_of(unet, row)
     with outputs_of(unet, ("conv1", "conv2", "conv_out", "conv_shortcut", "samplers.0.conv")) as seen:
         noise_of(unet, [masked(row, recorded, computed)])
@@ -246,7 +200,7 @@ def by_definition(unet: UNet2DConditionModel, edit: Row, template: Row, recorded
     return noise
 
 
-@pytest.mark.parametrize("mask", ["corner", "other corner", "border", "middle", "two", "corners that touch"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_rectangles_are_computed_and_the_rest_is_the_recordings(unet: UNet2DConditionModel, mask: str) -> None:
     """Of an edit that is another picture inside the mask."""
     template, computed = plain_row(1, size=SIZE), MASKS[mask]
@@ -334,10 +288,9 @@ def test_residuals_are_added_to_all_of_a_map(unet: UNet2DConditionModel) -> None
     assert distance(predicted(UNetBackbone(unet), row, [0 * each for each in residuals]), plain) > 0.1
 
 
-@pytest.mark.parametrize("middle", ["UNetMidBlock2DCrossAttn", None])
-def test_residuals_count_once_with_and_without_a_middle_block(middle: str | None) -> None:
+def test_residuals_count_once_without_a_middle_block() -> None:
     """Pruned models have none, and the last skip connection is what the middle block would have got."""
-    unet = small_unet(mid_block_type=middle)
+    unet = small_unet(mid_block_type=None)
     row = plain_row(1, size=SIZE)
     generator = torch.Generator().manual_seed(5)
     residuals = [torch.randn(shape, generator=generator) * 0.3 for shape in point_shapes(unet, SIZE)]
@@ -376,14 +329,6 @@ def filled(*boxes: tuple[int, int, int, int], side: int = 32) -> np.ndarray:
     return mask
 
 
-def test_a_box_is_one_rectangle() -> None:
-    assert cover(filled((3, 0, 5, 7))) == (Rectangle(top=3, left=0, height=5, width=7),)
-
-
-def test_nothing_is_covered_by_nothing() -> None:
-    assert cover(filled()) == ()
-
-
 def test_parts_far_from_each_other_are_rectangles_of_their_own() -> None:
     assert set(cover(filled((0, 0, 3, 4), (20, 25, 6, 2)))) == {
         Rectangle(top=0, left=0, height=3, width=4),
@@ -395,7 +340,7 @@ def test_parts_side_by_side_are_one_where_that_costs_less() -> None:
     assert cover(filled((4, 4, 8, 8), (4, 13, 8, 8))) == (Rectangle(top=4, left=4, height=8, width=17),)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_all_is_covered_once_and_never_for_more_than_the_bounding_box(seed: int) -> None:
     generator = np.random.default_rng(seed)
     mask = filled(*((*generator.integers(0, 28, 2), *generator.integers(1, 9, 2)) for _ in range(seed % 4 + 1)))

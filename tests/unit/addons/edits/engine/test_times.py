@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.addons.edits.engine.activations import EditActivations
@@ -103,16 +103,6 @@ def test_steps_to_go_are_told_with_the_share_that_they_compute(model: Model) -> 
     assert desk.engine.computed_shares() == {SECOND.key: pytest.approx(share)}
 
 
-def test_a_request_that_takes_nothing_from_a_recording_costs_whole_rows(model: Model) -> None:
-    desk = EditDesk(model)
-    drawing = desk.submit(FIRST)
-    desk.turn()
-    assert drawing.job is not None
-    assert drawing.job.requests[0].computed_share == 1.0
-    assert dict(desk.engine.evaluations_left()) == {"first": 2}
-    assert desk.engine.computed_shares() == {"first": 1.0}
-
-
 def law(per_flop_s: float = 2e-12, per_byte_s: float = 3e-10, fixed_s: float = 2e-3) -> WorkCost:
     return WorkCost(per_flop_s=per_flop_s, per_map_flop_s=0.0, per_byte_s=per_byte_s, fixed_s=fixed_s)
 
@@ -129,6 +119,7 @@ def measured(
     return fit
 
 
+@settings(max_examples=25, deadline=None)
 @given(per_flop_s=st.floats(1e-13, 1e-11), per_byte_s=st.floats(1e-11, 1e-9), fixed_s=st.floats(0.0, 0.05))
 def test_a_linear_law_is_found_again(per_flop_s: float, per_byte_s: float, fixed_s: float) -> None:
     true = law(per_flop_s, per_byte_s, fixed_s)
@@ -138,49 +129,10 @@ def test_a_linear_law_is_found_again(per_flop_s: float, per_byte_s: float, fixed
         assert fit.seconds(flops, size_bytes) == pytest.approx(true.seconds(flops, size_bytes), rel=1e-3)
 
 
-def test_two_paces_of_operations_are_told_apart() -> None:
-    true = WorkCost(per_flop_s=2e-12, per_map_flop_s=7e-13, per_byte_s=1e-10, fixed_s=1e-3)
-    fit, rng = WorkFit(), Random(2)
-    for _ in range(60):
-        flops, map_flops, size_bytes = rng.uniform(1e9, 1e11), rng.uniform(1e9, 1e11), rng.uniform(1e5, 1e8)
-        seconds = true.seconds(flops, size_bytes, map_flops)
-        fit.observe(flops=flops, map_flops=map_flops, size_bytes=size_bytes, seconds=seconds)
-    assert fit.r2 == pytest.approx(1.0, abs=1e-4)
-    assert fit.seconds(5e10, 1e7, 0.0) == pytest.approx(true.seconds(5e10, 1e7), rel=0.02)
-    assert fit.seconds(0.0, 1e7, 5e10) == pytest.approx(true.seconds(0.0, 1e7, 5e10), rel=0.02)
-
-
-def test_paces_that_cannot_be_told_apart_are_one() -> None:
-    fit = WorkFit()
-    for times in (1, 2, 4):
-        fit.observe(flops=3e9 * times, map_flops=1e9 * times, size_bytes=0.0, seconds=0.004 * times)
-    assert fit.cost is not None
-    assert fit.cost.per_map_flop_s == pytest.approx(fit.cost.per_flop_s, rel=0.01)
-    assert fit.seconds(3e9, 0.0, 1e9) == pytest.approx(0.004, rel=0.01)
-
-
-def test_batches_that_were_held_out_are_predicted_through_noise() -> None:
-    fit = measured(law().seconds, noise=0.03)
-    assert fit.r2 is not None
-    assert fit.r2 >= 0.99
-
-
 def test_what_follows_no_line_is_not_said_to() -> None:
     r2 = measured(lambda flops, _: 1e-25 * flops**2 * (1 + math.sin(flops / 3e9))).r2
     assert r2 is not None
     assert r2 < 0.9
-
-
-def test_no_part_is_negative() -> None:
-    cost = measured(lambda flops, size_bytes: 3e-12 * flops - 1e-11 * size_bytes + 1e-3).cost
-    assert cost is not None
-    assert min(cost.per_flop_s, cost.per_byte_s, cost.fixed_s) >= 0.0
-
-
-def test_a_machine_that_has_become_slower_is_followed() -> None:
-    fit, slow = measured(law().seconds), law(4e-12, 6e-10, 4e-3)
-    measured(slow.seconds, batches=1200, fit=fit)
-    assert fit.seconds(5e10, 5e7) == pytest.approx(slow.seconds(5e10, 5e7), rel=0.05)
 
 
 def test_one_batch_over_and_over_is_followed_and_does_not_push_the_others_out() -> None:
@@ -199,13 +151,6 @@ def test_one_kind_alone_says_at_least_what_it_takes() -> None:
     fit.observe(flops=1e9, size_bytes=1e6, seconds=0.01)
     assert fit.seconds(1e9, 1e6) == pytest.approx(0.01)
     assert fit.r2 is None
-
-
-def test_batches_without_any_work_are_fitted() -> None:
-    fit = WorkFit()
-    for _ in range(10):
-        fit.observe(flops=0.0, size_bytes=0.0, seconds=0.01)
-    assert fit.seconds(0.0, 0.0) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])

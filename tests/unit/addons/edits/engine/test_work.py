@@ -47,11 +47,9 @@ def recorded(unet: UNet2DConditionModel, size: tuple[int, int], *, sparse: bool)
 
 
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "full maps"])
-@pytest.mark.parametrize("size", [LATENT, (18, 13)], ids=["square", "odd"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_blocks_have_the_names_and_bytes_of_a_recording_in_its_order(
-    network: str, size: tuple[int, int], sparse: bool
-) -> None:
+def test_blocks_have_the_names_and_bytes_of_a_recording_in_its_order(network: str, sparse: bool) -> None:
+    size = (18, 13)
     unet = small_unet(**NETWORKS[network])
     step, blocks = recorded(unet, size, sparse=sparse), blocks_of(unet, size, sparse=sparse)
     assert [name for block in blocks for name in block.names] == list(step.outputs)

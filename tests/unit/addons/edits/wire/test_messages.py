@@ -49,15 +49,6 @@ def test_fetches_chunks_and_refusals_come_back() -> None:
     assert kind_of(messages.whole_message(4, StoreTimes()).layout) == ActivationMessageKind.WHOLE
 
 
-def test_a_chunk_that_is_written_in_place_is_the_same() -> None:
-    layout = messages.chunk_layout(5)
-    views = layout.views(memoryview(bytearray(layout.size_bytes)))
-    views[0][:], views[1][:] = messages.chunk_header(2, tensor=3, start=9)
-    views[2][:] = b"bytes"
-    assert messages.read_chunk(layout, views) == (2, pb.ChunkHeader(tensor=3, start=9))
-    assert layout == messages.chunk_message(1, tensor=4000, start=1 << 29, data=b"other").layout, "one layout for all"
-
-
 def test_sections_and_recordings_come_back() -> None:
     header = pb.SectionHeader(recording="r", key=_DIGEST, map=b"m" * 1000)
     number, found, section = messages.read_section(*_sent(messages.section_message(9, header, _LAYOUT)))
@@ -78,14 +69,6 @@ def test_what_was_read_of_a_slot_stays_when_the_slot_is_used_again() -> None:
     for view in views:
         view[:] = bytes(len(view))
     assert (found, _drawn(drawn)) == (answer, _drawn(_DRAWN))
-
-
-def test_most_messages_of_a_kind_have_the_same_layout() -> None:
-    made = [
-        messages.section_message(length, pb.SectionHeader(key=_DIGEST, recording="r" * length), _LAYOUT)
-        for length in range(100)
-    ]
-    assert len({message.layout.digest for message in made}) == 1
 
 
 def _bytes_spec(name: str, size_bytes: int) -> TensorSpec:

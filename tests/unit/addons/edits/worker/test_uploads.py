@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Iterator
 from typing import cast
 
@@ -90,18 +88,6 @@ def test_one_whose_end_has_no_room_is_abandoned_and_may_be_given_again() -> None
     assert not waiting.lacks(made)
 
 
-def test_one_whose_end_has_no_room_takes_no_memory_when_nobody_else_has_it() -> None:
-    waiting = uploads()
-    made = begun(waiting, recording())
-    waiting.complete(made, HEADER)
-    while (upload := waiting.next()) is not None:
-        waiting.refused(upload)
-    known = weakref.ref(made)
-    del made
-    gc.collect()
-    assert known() is None
-
-
 def test_a_section_that_has_no_room_is_dropped_alone() -> None:
     waiting = uploads()
     made = begun(waiting, recording())
@@ -121,19 +107,6 @@ def test_one_whose_end_no_message_can_say_is_abandoned(caplog: pytest.LogCapture
     assert kinds_of(waiting) == ["section", "chunk", "abandon"]
     assert waiting.lacks(made)
     assert "could not be sent" in caplog.text
-
-
-def test_the_rest_of_a_section_that_found_no_room_is_dropped_alone() -> None:
-    waiting = uploads()
-    made = begun(waiting, recording())
-    head = waiting.next()
-    assert head is not None
-    waiting.sent(head, send(head, Wire()))
-    chunk = waiting.next()
-    assert chunk is not None
-    waiting.refused(chunk)
-    waiting.complete(made, HEADER)
-    assert kinds_of(waiting) == ["recording"]
 
 
 def test_a_section_that_is_being_sent_counts_until_it_was() -> None:
