@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from bottega.activations.store.store import ActivationStore
 from bottega.caching import Tier
 from bottega.clocks import Clock
@@ -18,7 +16,6 @@ from tests.support.stored_templates import (
     drawn_of,
     read,
     record,
-    recording_header,
     recording_of,
     running_store,
     section_paths,
@@ -196,18 +193,6 @@ def test_warming_says_how_much_is_on_its_way(tmp_path: Path) -> None:
         assert store.warm("").templates == 1, "the other one has no room beside it"
 
 
-def test_how_fast_the_disk_is_follows_from_loads(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        record(store, "a", 100)
-        assert store.disk_bytes_per_s == 0.0
-    with running_store(tmp_path) as store:
-        for info in answer(store, "a").sections:
-            read(store, info.digest)
-        pace = store.disk_bytes_per_s
-        assert 1e4 < pace < 1e12
-        assert pace == pytest.approx(store.statistics().disk_bytes_per_s)
-
-
 def test_what_is_dropped_is_gone_and_others_are_not(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         for name in "ab":
@@ -226,19 +211,3 @@ def test_what_is_dropped_is_gone_and_others_are_not(tmp_path: Path) -> None:
         assert answer(store, "a").record
     with running_store(tmp_path) as store:
         assert store.templates(10) == []
-
-
-def test_a_template_is_described_for_people(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        record(store, "a", _STEPS, digest="12" * 32, model="miniature")
-        send_sections(store, "a", [0], half=0, map=b"\xff\xfe\x00\x00")
-        store.flush(WAIT_S)
-        found = store.templates(10)[0]
-        assert (found.id, found.digest, found.model) == (recording_of("a"), "12" * 32, "miniature")
-        assert (found.width, found.height, found.steps, found.pinned, found.in_use) == (48, 40, _STEPS, False, False)
-        assert found.size_bytes == _TEMPLATE_BYTES + SECTION_BYTES
-        assert found.valid_share == 0.5
-        assert 0.0 <= found.idle_s < 60.0
-        store.complete(recording_header("a"), drawn_of("a"), "worker")
-        store.flush(WAIT_S)
-        assert len(store.templates(10)) == 1, "it was told already"

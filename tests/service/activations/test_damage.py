@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def _flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("flips", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("flips", [40, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_every_flipped_bit_is_found(tmp_path: Path, flips: int) -> None:
     """Anywhere in a file, wherever it is read to: into memory, again, or past it."""
     chance = random.Random(flips)
@@ -102,40 +101,3 @@ def test_a_template_whose_latent_and_noise_are_damaged_is_none(tmp_path: Path) -
         record(store, "template", 2)
         assert len(answer(store, "template").sections) == 2
         assert store.statistics().damaged == 1
-
-
-def test_a_layout_damaged_under_a_running_store_is_mended_by_the_next_recording_with_it(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        record(store, "a", _STEPS)
-        with sqlite3.connect(tmp_path / "records.db") as connection:
-            connection.execute("UPDATE shared SET data = substr(data, 2)")
-        connection.close()
-        record(store, "b", _STEPS)
-    with running_store(tmp_path) as store:
-        assert all(answer(store, name).sections for name in ("a", "b"))
-
-
-@pytest.mark.parametrize("table", ["templates", "sections", "shared"])
-def test_records_with_flipped_bits_are_not_believed(tmp_path: Path, table: str) -> None:
-    """What a row says is what was written, or the row is no more."""
-    with running_store(tmp_path) as store:
-        for name in ("a", "b"):
-            record(store, name, _STEPS)
-        before = {info.digest for name in ("a", "b") for info in answer(store, name).sections}
-    column = {"templates": "header", "sections": "digest", "shared": "data"}[table]
-    with sqlite3.connect(tmp_path / "records.db") as connection:
-        (value,) = connection.execute(f"SELECT {column} FROM {table}").fetchone()
-        changed = value[:-1] + (b"\x01" if isinstance(value, bytes) else "z")
-        connection.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", (changed, value))
-    connection.close()
-    with running_store(tmp_path) as store:
-        found = {info.digest for name in ("a", "b") for info in answer(store, name).sections}
-        assert found < before
-        for digest in found:
-            read(store, digest)
-        assert store.statistics().trouble == ""
-        for name in ("a", "b"):
-            if not answer(store, name).sections:
-                record(store, name, _STEPS)
-    with running_store(tmp_path) as store:
-        assert all(answer(store, name).sections for name in ("a", "b"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 from pathlib import Path
 
@@ -35,37 +34,6 @@ from tests.support.waiting import wait_until
 _DISK_BYTES = 4 << 20
 # Sections that fill the disk soon: 128 KiB each.
 _LARGE = SectionLayout.of([("down.0", (256, 128)), ("up.1", (256, 128))])
-
-
-def _serves(store: ActivationStore, name: str) -> None:
-    sections = answer(store, name).sections
-    assert len(sections) == 3
-    for step, info in enumerate(sections):
-        assert elements(read(store, info.digest)[0]) == [bytes(each) for each in tensors_of(f"{name} {step}")]
-
-
-def _healed(store: ActivationStore) -> None:
-    wait_until(lambda: store.statistics().trouble == "", "the store to heal")
-    assert answer(store, "later").record
-    record(store, "later")
-    _serves(store, "later")
-
-
-def test_a_disk_that_fills_up_while_a_template_is_recorded_costs_that_template(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
-        record(store, "kept")
-        store.pin("", True)
-        send_sections(store, "half", range(2))
-        store.flush(WAIT_S)
-        ballast = fill(disk)
-        store.complete(recording_header("half"), drawn_of("half"), "worker")
-        wait_until(lambda: store.statistics().trouble != "", "the store to notice")
-        assert not answer(store, "half").sections
-        ballast.unlink()
-        _healed(store)
-        assert answer(store, "half").record
-        record(store, "half")
-        _serves(store, "half")
 
 
 def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,36 +81,6 @@ def test_a_disk_smaller_than_the_budget_keeps_what_was_used_last(tmp_path: Path)
             _record_large(store, "later")
             _serves_large(store, "later")
             assert store.statistics().trouble == ""
-
-
-def test_room_that_stays_free_for_others_costs_templates_too(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    with (
-        small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES),
-        running_store(disk / "store", min_free_bytes=1 << 30, disk_budget_bytes=1 << 40) as store,
-    ):
-        for number in range(30):
-            _record_large(store, f"template {number}")
-        assert store.statistics().trouble == ""
-        _serves_large(store, "template 29")
-        found = os.statvfs(disk)
-        assert found.f_bavail >= found.f_blocks // 20 - _LARGE.size_bytes // found.f_frsize
-
-
-def test_none_goes_in_vain_where_the_disk_is_full_of_others(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    with (
-        small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES),
-        running_store(disk / "store", min_free_bytes=1 << 30) as store,
-    ):
-        _record_large(store, "kept")
-        # Less than what is to stay free, by more than the template has.
-        (disk / "ballast").write_bytes(bytes(_DISK_BYTES - 6 * _LARGE.size_bytes))
-        fill(disk)
-        _record_large(store, "new")
-        wait_until(lambda: store.statistics().trouble != "", "the store to notice")
-        _serves_large(store, "kept")
-        assert store.statistics().evictions == 0
 
 
 def test_templates_that_may_go_heal_a_store_without_room(tmp_path: Path) -> None:

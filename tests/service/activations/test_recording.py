@@ -29,7 +29,6 @@ from tests.support.stored_templates import (
     SECTION_BYTES,
     SHAPE,
     WAIT_S,
-    abandoned,
     answer,
     drawn_of,
     elements,
@@ -149,47 +148,6 @@ def test_what_was_sent_whole_is_kept_though_its_worker_goes(tmp_path: Path) -> N
             assert store.drop("") == 1
 
 
-def test_a_worker_of_which_nothing_comes_has_given_up(tmp_path: Path) -> None:
-    now = [1000.0]
-    clock = Clock(monotonic=lambda: now[0], wall=lambda: now[0])
-    with running_store(tmp_path, clock=clock, record_idle_s=10.0) as store:
-        assert answer(store, "cat", link="first").record
-        send_sections(store, "cat", range(2), link="first")
-        now[0] += 9.0
-        assert not answer(store, "cat", link="second").record
-        send_sections(store, "cat", [2], link="first")
-        now[0] += 9.0
-        assert not answer(store, "cat", link="second").record, "it has sent something meanwhile"
-        now[0] += 2.0
-        assert answer(store, "cat", link="second").record
-        store.flush(WAIT_S)
-        assert section_paths(tmp_path) == []
-        record(store, "cat", 4, link="second")
-        assert len(answer(store, "cat").sections) == 4
-
-
-def test_what_is_abandoned_is_forgotten(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        send_sections(store, "cat", range(3))
-        store.abandon(abandoned("cat"), "other")
-        store.flush(WAIT_S)
-        assert len(section_paths(tmp_path)) == 3, "it is not that worker's"
-        store.abandon(abandoned("cat"), "worker")
-        store.complete(recording_header("cat"), drawn_of("cat"), "worker")
-        store.flush(WAIT_S)
-        assert section_paths(tmp_path) == []
-        assert store.statistics().recording == 0
-        assert answer(store, "cat", link="other").record
-
-
-def test_what_is_abandoned_before_its_first_section_is_for_others(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        for name in ("cat", "dog"):
-            assert answer(store, name).record
-        store.abandon(abandoned("cat"), "worker")
-        assert [answer(store, name, link="other").record for name in ("cat", "dog")] == [True, False]
-
-
 def test_a_worker_that_begins_anew_loses_what_it_had_begun(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         send_sections(store, "cat", range(3))
@@ -257,39 +215,6 @@ def test_the_same_section_once_more_is_not_lost_with_itself(tmp_path: Path) -> N
         assert elements(read(store, found.sections[1].digest)[0]) == [bytes(each) for each in tensors_of("cat 0")]
 
 
-def test_a_section_of_another_recording_is_not_taken(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        record(store, "cat")
-        send_sections(store, "cat", [0], content="other", recording="12" * 16)
-        store.complete(recording_header("cat", recording="12" * 16), drawn_of("cat"), "worker")
-        store.flush(WAIT_S)
-        assert elements(read(store, answer(store, "cat").sections[0].digest)[0])[0] == bytes(tensors_of("cat 0")[0])
-        assert store.statistics().dropped["not_granted"] == 2
-
-
-def test_a_section_of_a_template_that_was_dropped_begins_no_recording(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        record(store, "cat")
-        assert store.drop("") == 1
-        grown = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "worker")
-        assert grown is DropReason.NOT_GRANTED
-        assert store.flush(WAIT_S)
-        assert (section_paths(tmp_path), store.statistics().recording) == ([], 0)
-        assert answer(store, "cat", link="other").record
-
-
-def test_a_section_that_comes_while_its_recording_is_written_is_not_called_another_workers(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        with _nothing_is_written(store):
-            send_sections(store, "cat", range(3))
-            store.complete(recording_header("cat"), drawn_of("cat"), "worker")
-            grown = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "worker")
-            others = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "other")
-        assert store.flush(WAIT_S)
-        assert (grown, others) == (DropReason.EARLY, DropReason.NOT_GRANTED)
-        assert len(answer(store, "cat").sections) == 3
-
-
 def test_a_question_for_one_recording_is_not_answered_with_another(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         record(store, "cat")
@@ -349,30 +274,49 @@ def test_a_template_is_kept_within_the_budget_of_one(tmp_path: Path) -> None:
         assert elements(data)[0] == bytes(tensors_of("new 0")[0]), "in place of another there is room"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"key": "AB" * 32},
-        {"recording": "../../etc"},
-        {"section": pb.SectionKey(timestep=float("nan"), noise_level=1.0)},
-        {"section": pb.SectionKey(timestep=1.0)},
-        {"section": pb.SectionKey(timestep=1.0, noise_level=float("inf"))},
-        {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, half=2)},
-        {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, controls=[8])},
-        {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, controls=[0] * 9)},
-        {"prompt": "a prompt"},
-        {"map": b""},
-        {"map": ALL + b"\0"},
-        {"map": b"\xff" * 4},
-        {"latent_height": 0},
-        {"latent_height": 1 << 14, "latent_width": 1 << 14},
-    ],
+_BROKEN_SECTIONS: tuple[dict[str, Any], ...] = (
+    {"key": "AB" * 32},
+    {"recording": "../../etc"},
+    {"section": pb.SectionKey(timestep=float("nan"), noise_level=1.0)},
+    {"section": pb.SectionKey(timestep=1.0)},
+    {"section": pb.SectionKey(timestep=1.0, noise_level=float("inf"))},
+    {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, half=2)},
+    {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, controls=[8])},
+    {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, controls=[0] * 9)},
+    {"prompt": "a prompt"},
+    {"map": b""},
+    {"map": ALL + b"\0"},
+    {"map": b"\xff" * 4},
+    {"latent_height": 0},
+    {"latent_height": 1 << 14, "latent_width": 1 << 14},
 )
-def test_a_section_that_breaks_a_rule_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+_BROKEN_ENDS: tuple[dict[str, Any], ...] = (
+    {"key": "x"},
+    {"recording": ""},
+    {"source": "a picture"},
+    {"tenant": "t" * 201},
+    {"model": "two\nlines"},
+    {"model_hash": "no hex"},
+    {"width": 0},
+    {"latent_width": 1 << 15},
+    {"latent_width": SHAPE[3] + 1},
+    {"has_drawn": False},
+)
+
+
+def test_what_breaks_a_rule_is_refused(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
-        with pytest.raises(ValueError, match=r"hex|section|recording"):
-            send_sections(store, "cat", [0], **changed)
+        for changed in _BROKEN_SECTIONS:
+            with pytest.raises(ValueError, match=r"hex|section|recording"):
+                send_sections(store, "cat", [0], **changed)
         assert store.statistics().waiting == 0
+        send_sections(store, "cat", [0])
+        for changed in _BROKEN_ENDS:
+            with pytest.raises(ValueError, match=r"recording|template|hex"):
+                store.complete(recording_header("cat", **changed), drawn_of("cat"), "worker")
+        for changed in ({"key": ""}, {"recording": "12"}, {"source": "x"}):
+            with pytest.raises(ValueError, match="hex"):
+                answer(store, "cat", **changed)
 
 
 def test_a_section_with_other_bytes_than_it_says_is_refused(tmp_path: Path) -> None:
@@ -382,34 +326,6 @@ def test_a_section_with_other_bytes_than_it_says_is_refused(tmp_path: Path) -> N
             intake.write(0, 0, memoryview(b"".join(tensors_of("cat")) + b"x"))
         intake.drop(DropReason.UNFIT)
         assert (store.statistics().waiting, store.statistics().waiting_bytes) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"key": "x"},
-        {"recording": ""},
-        {"source": "a picture"},
-        {"tenant": "t" * 201},
-        {"model": "two\nlines"},
-        {"model_hash": "no hex"},
-        {"width": 0},
-        {"latent_width": 1 << 15},
-        {"latent_width": SHAPE[3] + 1},
-        {"has_drawn": False},
-    ],
-)
-def test_the_end_of_a_recording_that_breaks_a_rule_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    with running_store(tmp_path) as store:
-        send_sections(store, "cat", [0])
-        with pytest.raises(ValueError, match=r"recording|template|hex"):
-            store.complete(recording_header("cat", **changed), drawn_of("cat"), "worker")
-
-
-@pytest.mark.parametrize("changed", [{"key": ""}, {"recording": "12"}, {"source": "x"}])
-def test_a_question_that_breaks_a_rule_is_refused(tmp_path: Path, changed: dict[str, str]) -> None:
-    with running_store(tmp_path) as store, pytest.raises(ValueError, match="hex"):
-        answer(store, "cat", **changed)
 
 
 def test_no_template_is_more_than_an_answer_has_room_for(tmp_path: Path) -> None:
@@ -434,16 +350,6 @@ def test_one_worker_records_a_bounded_number_at_once(tmp_path: Path) -> None:
         granted = [answer(store, f"template {number}").record for number in range(100)]
         assert granted == [True] * 64 + [False] * 36
         assert answer(store, "template 70", link="other").record
-
-
-def test_a_worker_may_send_many_templates_one_after_the_other(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        for number in range(200):
-            send_sections(store, f"template {number}", range(2))
-            store.complete(recording_header(f"template {number}"), drawn_of("x"), "worker")
-        assert store.flush(WAIT_S)
-        assert store.statistics().templates == 200
-        assert (store.statistics().waiting, store.statistics().waiting_bytes) == (0, 0)
 
 
 def test_nothing_is_recorded_without_a_budget(tmp_path: Path) -> None:
@@ -476,12 +382,12 @@ def test_a_section_that_comes_in_any_pieces_is_the_same(tmp_path: Path) -> None:
         assert found == [[bytes(each) for each in tensors_of(f"cat {step}")] for step in range(4)]
 
 
-@pytest.mark.parametrize(("tensor", "start"), [(1, 0), (0, 1), (0, -1), (-1, 0), (3, 0)])
-def test_a_chunk_that_is_not_the_next_is_refused(tmp_path: Path, tensor: int, start: int) -> None:
+def test_a_chunk_that_is_not_the_next_is_refused(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         intake = _begun(store, "cat")
-        with pytest.raises(ValueError, match="does not begin where"):
-            intake.write(tensor, start, memoryview(b"xx"))
+        for tensor, start in ((1, 0), (0, 1), (0, -1), (-1, 0), (3, 0)):
+            with pytest.raises(ValueError, match="does not begin where"):
+                intake.write(tensor, start, memoryview(b"xx"))
         intake.write(0, 0, memoryview(b"xx"))
         with pytest.raises(ValueError, match="does not begin where"):
             intake.write(0, 0, memoryview(b"xx"))

@@ -27,9 +27,8 @@ from tests.support.running_activations import (
     running,
 )
 from tests.support.running_loras import refused
-from tests.support.waiting import eventually
 
-NOWHERE, DISK, MEMORY = pb.TEMPLATE_TIER_NOWHERE, pb.TEMPLATE_TIER_DISK, pb.TEMPLATE_TIER_MEMORY
+NOWHERE = pb.TEMPLATE_TIER_NOWHERE
 
 
 @pytest.fixture
@@ -53,18 +52,6 @@ async def test_a_template_is_listed_with_all_that_is_known_of_it(store: Running)
     assert [each.id for each in (await store.call("ListStoredTemplates", limit=1)).templates] == [newest.id]
 
 
-async def test_templates_are_dropped_by_the_beginning_of_their_ids_or_all(store: Running) -> None:
-    first, second, third = (Recorded(seed=number) for number in range(3))
-    await store.fill(first, second, third)
-    assert (await store.call("DropStoredTemplate", id="0" * 32)).dropped == 0
-    assert (await store.call("DropStoredTemplate", id=first.id[:8])).dropped == 1
-    assert {template.id for template in await store.templates()} == {second.id, third.id}
-    with await store.link() as link:
-        assert not (await asyncio.to_thread(ask, link, first.question())).header.recording
-    assert (await store.call("DropStoredTemplate")).dropped == 2
-    assert not await store.templates()
-
-
 async def test_a_pin_is_kept_over_a_restart_and_taken_away(tmp_path: Path) -> None:
     made = Recorded()
     async with running(tmp_path) as store:
@@ -75,28 +62,6 @@ async def test_a_pin_is_kept_over_a_restart_and_taken_away(tmp_path: Path) -> No
         assert (await store.call("PinTemplate", id=made.id[:8], pinned=False)).templates == 1
         assert [template.pinned for template in await store.templates()] == [False]
         assert (await store.call("PinTemplate", id="0" * 8, pinned=True)).templates == 0
-
-
-async def test_what_edits_wait_for_is_brought_into_memory_by_its_source(tmp_path: Path) -> None:
-    made = Recorded(layout=LARGE)
-    async with running(tmp_path) as store:
-        await store.fill(made)
-    async with running(tmp_path) as store:
-        sources = ["0" * 64, made.source]
-        nowhere, there = (await store.call("PrefetchTemplates", sources=sources)).templates
-        assert (nowhere.source, nowhere.tier, nowhere.size_bytes) == (sources[0], NOWHERE, 0)
-        assert (there.source, there.tier) == (made.source, DISK)
-        assert there.disk_bytes > 0
-        assert there.size_bytes >= 4 * LARGE.size_bytes
-
-        async def is_in_memory() -> bool:
-            (found,) = (await store.call("PrefetchTemplates", sources=[made.source])).templates
-            return bool(found.tier == MEMORY and found.disk_bytes == 0)
-
-        await eventually(is_in_memory)
-        with await store.link() as link:
-            answer = (await asyncio.to_thread(ask, link, made.question())).header
-        assert all(section.in_memory for section in answer.sections)
 
 
 async def test_templates_that_belong_to_another_store_now_are_left_to_age(tmp_path: Path) -> None:
@@ -114,24 +79,6 @@ async def test_templates_that_belong_to_another_store_now_are_left_to_age(tmp_pa
         assert [template.id for template in await store.templates()][len(used) :] == rest, "they are not used"
         alone = (await store.call("PrefetchTemplates", sources=sources, stores=["one"])).templates
         assert all(each.tier != NOWHERE for each in alone)
-
-
-async def test_a_template_is_warmed_by_people_as_well(tmp_path: Path) -> None:
-    made = Recorded(layout=LARGE)
-    async with running(tmp_path) as store:
-        await store.fill(made)
-    async with running(tmp_path) as store:
-        assert [template.tier for template in await store.templates()] == [DISK]
-        assert (await store.call("WarmTemplate", id="0" * 8)).templates == 0
-        warmed = await store.call("WarmTemplate", id=made.id[:8])
-        assert (warmed.templates, warmed.loading_bytes >= 4 * LARGE.size_bytes) == (1, True)
-
-        async def is_warm() -> bool:
-            return [template.tier for template in await store.templates()] == [MEMORY]
-
-        await eventually(is_warm)
-        again = await store.call("WarmTemplate")
-        assert (again.templates, again.loading_bytes) == (1, 0)
 
 
 async def test_a_profile_is_kept_over_a_restart_told_to_workers_replaced_and_forgotten(tmp_path: Path) -> None:

@@ -31,21 +31,15 @@ def _loaded(memory: TieredCache, size_bytes: int, seconds: float) -> None:
     memory.counts.load_s += seconds
 
 
-def test_before_any_load_nothing_is_known_and_the_first_one_counts_however_short(memory: TieredCache) -> None:
+def test_the_latest_loads_count_for_half_and_short_ones_together(memory: TieredCache) -> None:
     pace = DiskPace(memory)
     assert pace() == 0.0
     _loaded(memory, 1000, 0.001)
-    assert pace() == pytest.approx(1e6)
-
-
-def test_the_latest_loads_count_for_half_and_short_ones_together(memory: TieredCache) -> None:
-    pace = DiskPace(memory)
-    _loaded(memory, 1000, 0.1)
-    assert pace() == pytest.approx(1e4)
-    _loaded(memory, 3000, 0.1)
-    assert pace() == pytest.approx(2e4)
-    _loaded(memory, 10_000, 0.006)
-    assert pace() == pytest.approx(2e4), "too short to tell"
+    assert pace() == pytest.approx(1e6), "the first one counts however short"
+    _loaded(memory, 300_000, 0.1)
+    assert pace() == pytest.approx(2e6)
+    _loaded(memory, 30_000, 0.006)
+    assert pace() == pytest.approx(2e6), "too short to tell"
     _loaded(memory, 0, 0.004)
-    assert pace() == pytest.approx((2e4 + 1e6) / 2)
-    assert pace() == pytest.approx((2e4 + 1e6) / 2), "nothing was loaded since"
+    assert pace() == pytest.approx((2e6 + 3e6) / 2)
+    assert pace() == pytest.approx((2e6 + 3e6) / 2), "nothing was loaded since"

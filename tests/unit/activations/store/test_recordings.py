@@ -30,6 +30,10 @@ def test_a_template_is_for_who_asks_first() -> None:
     assert table.pending.begin_section("other", "rb", "b") is None, "it has not asked"
     assert table.pending.grant("other", "a")
     assert len(table.pending) == 2
+    assert table.pending.grant("third", "a")
+    assert not table.pending.grant("third", "b")
+    table.pending.abandon("third", "", "a")
+    assert table.pending.grant("third", "b"), "abandoned before its first section"
 
 
 def test_sections_of_what_became_a_template_and_went_begin_nothing() -> None:
