@@ -28,12 +28,14 @@ def kill_workers(
 
     seeds: of the pictures, which have so many steps.
     """
+    name = ""
     for _ in scene.tally.tries("kills", times):
+        if name:
+            scene.boot(name)
         scene.wait_for_workers(2)
         drawing, name = _caught(scene, rng, seeds, steps)
         scene.worker(name).kill()
         picture = scene.check(drawing)
-        scene.boot(name)
         if picture is None:
             return
         if picture.provenance.attempts < 2:

@@ -14,7 +14,21 @@ from bottega import rules
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest, ProfileBlocksRequest
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, Case, case_of, shown
+from tests.fuzz.case import (
+    INF,
+    INVALID,
+    LEAST_INT32,
+    MIB_TEXT,
+    MOST_INT32,
+    NAN,
+    NOT_FOUND,
+    OK,
+    Case,
+    asking,
+    case_of,
+    limits,
+    shown,
+)
 from tests.fuzz.controls import control_attempts
 from tests.fuzz.edits import edit_attempts
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
@@ -33,6 +47,9 @@ def attempt_corpus() -> Iterator[Case]:
         request = worker_pb2.RunAttemptRequest(**{"attempt": attempt, "spec": drawn, **(whole or {})})
         return case_of("RunAttempt", name, request, code, *fields)
 
+    def ordered(name: str, code: grpc.StatusCode = OK, /, *fields: str, **whole: Any) -> Case:
+        return case(name, code, *fields, whole=whole)
+
     yield case("a whole order")
     yield from spec_ranges(case)
     for name in FILLED:
@@ -42,20 +59,17 @@ def attempt_corpus() -> Iterator[Case]:
     yield from _ordered_images(case)
     yield from edit_attempts(case)
     yield from _ordered_switches(case)
-    for deadline_s in (-0.001, NAN, -INF):
-        yield case(f"deadline_s {deadline_s}", INVALID, "deadline_s", whole={"deadline_s": deadline_s})
-    for deadline_s in (1e308, INF):
-        yield case(f"deadline_s {deadline_s}", whole={"deadline_s": deadline_s})
-    for tenant, weight in (("shop", 3.0), ("x" * 128, 0.01), ("", 100.0)):
-        share = worker_pb2.TenantShare(tenant=tenant, weight=weight)
-        yield case(f"share of {shown(tenant)} {weight:g}", whole={"share": share})
+    yield from limits(ordered, "deadline_s", (1e308, INF), (-0.001, NAN, -INF))
+    shares = [
+        worker_pb2.TenantShare(tenant=name, weight=w) for name, w in (("shop", 3.0), ("x" * 128, 0.01), ("", 100.0))
+    ]
+    yield from limits(ordered, "share", shares)
     for weight in (0.0, 0.009, 100.1, -1.0, NAN, INF):
         share = worker_pb2.TenantShare(tenant="shop", weight=weight)
-        yield case(f"share of {weight:g}", INVALID, "share.weight", whole={"share": share})
+        yield ordered(f"share of {weight:g}", INVALID, "share.weight", share=share)
     share = worker_pb2.TenantShare(tenant="x" * 129, weight=1.0)
-    yield case("share of a tenant of 129", INVALID, "share.tenant", whole={"share": share})
-    yield case("request_id of 128", whole={"request_id": "x" * 128})
-    yield case("request_id of 129", INVALID, "request_id", whole={"request_id": "x" * 129})
+    yield ordered("share of a tenant of 129", INVALID, "share.tenant", share=share)
+    yield from limits(ordered, "request_id", ("x" * 128,), ("x" * 129,))
     yield from control_attempts(case)
     yield from lora_attempts(FILLED)
     for size in (500, 20 << 20):
@@ -89,25 +103,23 @@ def attempt_corpus() -> Iterator[Case]:
 
 def _of_templates() -> Iterator[Case]:
     yield case_of("ListTemplates", "the only one", ListTemplatesRequest())
-    for template in ("", "01234567", "0123456789abcdef" * 2):
-        yield case_of("DropTemplate", f"template {shown(template)}", DropTemplateRequest(id=template))
-    for template in ("0123456", "0123456789abcdef" * 2 + "0", "ABCDEFAB", "../../../x", "0" * (1 << 20)):
-        yield case_of("DropTemplate", f"template {shown(template)}", DropTemplateRequest(id=template), INVALID, "id")
+    dropped = asking("DropTemplate", DropTemplateRequest)
+    template = "0123456789abcdef" * 2
+    yield from limits(dropped, "id", ("", "01234567", template))
+    yield from limits(dropped, "id", (), ("0123456", f"{template}0", "ABCDEFAB", "../../../x", "0" * (1 << 20)))
     for side in (0, 64):
         pictures = ProfileBlocksRequest(width=side, height=side)
         yield replace(case_of("ProfileBlocks", f"pictures of {side}", pictures), if_idle=True)
-    for side in (-1, rules.MAX_SIDE + 1, 2**31 - 1, -(2**31)):
-        for field in ("width", "height"):
-            sides: dict[str, Any] = {"width": 64, "height": 64, field: side}
-            yield case_of("ProfileBlocks", f"{field} {side}", ProfileBlocksRequest(**sides), INVALID, field)
+    profiled = asking("ProfileBlocks", ProfileBlocksRequest, width=64, height=64)
+    for field in ("width", "height"):
+        yield from limits(profiled, field, (), (-1, rules.MAX_SIDE + 1, MOST_INT32, LEAST_INT32))
 
 
 def _ordered_models(case: Any) -> Iterator[Case]:
     yield case("this worker's model", model="miniature")
     for model in ("nobody", "", "\0", "x" * 200):
         yield case(f"model {shown(model)}", NOT_FOUND, model=model)
-    for model in ("x" * 201, "x" * (1 << 20)):
-        yield case(f"model {shown(model)}", INVALID, "spec.model", model=model)
+    yield from limits(case, "model", (), ("x" * 201, MIB_TEXT), within="spec.")
 
 
 def _ordered_images(case: Any) -> Iterator[Case]:

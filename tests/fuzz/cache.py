@@ -4,13 +4,28 @@ and one past.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 
 from bottega.v1 import cache_pb2 as pb
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, Case, case_of, shown
+from tests.fuzz.case import (
+    INF,
+    INVALID,
+    LEAST_INT32,
+    MIB_TEXT,
+    MOST_INT32,
+    NAN,
+    NOT_FOUND,
+    OK,
+    Case,
+    asking,
+    case_of,
+    limits,
+    shown,
+)
 
 ENTRY = "0f" * 16
 """One that nobody has."""
@@ -21,7 +36,7 @@ WORDS = (ENTRY, MODEL_HASH)
 
 _FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 _BAD_HASHES = ("x", "AB" * 32, "a" * 129, "../up", "\0", "a" * (1 << 20))
-_BAD_ENTRIES = ("", "@", "@10", ENTRY[1:], f"0{ENTRY}", ENTRY.upper(), "../../etc/passwd", "\0", "x" * (1 << 20))
+_BAD_ENTRIES = ("", "@", "@10", ENTRY[1:], f"0{ENTRY}", ENTRY.upper(), "../../etc/passwd", "\0", MIB_TEXT)
 
 
 def valid(method: str, entry: str) -> list[Message]:
@@ -40,74 +55,60 @@ def valid(method: str, entry: str) -> list[Message]:
 
 
 def cache_corpus() -> Iterator[Case]:
+    """Yield all of it."""
     yield case_of("GetCacheStats", "the only one", pb.GetCacheStatsRequest())
     yield case_of("ListCacheProfiles", "the only one", pb.ListCacheProfilesRequest())
     for entry in (ENTRY, f"{ENTRY}@10", f"{ENTRY}@", f"{ENTRY}@\0"):
         yield case_of("GetCacheEntry", f"entry {shown(entry)}", pb.GetCacheEntryRequest(entry=entry), NOT_FOUND)
-    for entry in _BAD_ENTRIES:
-        wrong = pb.GetCacheEntryRequest(entry=entry)
-        yield case_of("GetCacheEntry", f"entry {shown(entry)}", wrong, INVALID, "entry")
-    yield from _models()
-    for limit in (0, 1, 500):
-        yield case_of("ListCacheEntries", f"limit {limit}", pb.ListCacheEntriesRequest(limit=limit))
-    for limit in (-1, 501, 2**31 - 1, -(2**31)):
-        many = pb.ListCacheEntriesRequest(limit=limit)
-        yield case_of("ListCacheEntries", f"limit {limit}", many, INVALID, "limit")
+    yield from limits(asking("GetCacheEntry", pb.GetCacheEntryRequest), "entry", (), _BAD_ENTRIES)
+    listed = asking("ListCacheEntries", pb.ListCacheEntriesRequest)
+    for case in (listed, asking("ClearCache", pb.ClearCacheRequest)):
+        yield from limits(case, "model_hash", ("", "a", "a" * 128), _BAD_HASHES)
+    yield from limits(listed, "limit", (0, 1, 500), (-1, 501, MOST_INT32, LEAST_INT32))
     yield from _profiles()
-
-
-def _models() -> Iterator[Case]:
-    for method in ("ListCacheEntries", "ClearCache"):
-        request: Any = getattr(pb, f"{method}Request")
-        for model_hash in ("", "a", "a" * 128):
-            yield case_of(method, f"model {shown(model_hash)}", request(model_hash=model_hash))
-        for model_hash in _BAD_HASHES:
-            yield case_of(method, f"model {shown(model_hash)}", request(model_hash=model_hash), INVALID, "model_hash")
 
 
 def _profiles() -> Iterator[Case]:
     yield _set("one with everything", balanced=_classes(), fast=_classes(), about="x" * 1000)
     yield _set("sixteen lengths", fast=[pb.CacheLengthClass(max_words=words) for words in range(1, 17)])
     yield _set("the longest prompt", balanced=[pb.CacheLengthClass(max_words=16 << 10)])
-    for model_hash in ("", *_BAD_HASHES):
-        yield _set(f"model {shown(model_hash)}", "model_hash", model_hash=model_hash)
-    yield _set("about of 1001", "about", about="x" * 1001)
+    yield from limits(_set, "model_hash", (MODEL_HASH,), ("", *_BAD_HASHES), within="profile.")
+    yield from limits(_set, "about", (), ("x" * 1001,), within="profile.")
     for field in ("balanced", "fast"):
         yield from _lengths(field)
         yield from _thresholds(field)
-    yield _set("none", model_hash=MODEL_HASH)
 
 
 def _lengths(field: str) -> Iterator[Case]:
-    many = [pb.CacheLengthClass(max_words=words) for words in range(1, 18)]
-    yield _set(f"{field}: seventeen lengths", field, **{field: many})
-    for words in (-1, (16 << 10) + 1, 2**31 - 1, -(2**31)):
-        wrong = [pb.CacheLengthClass(max_words=words)]
-        yield _set(f"{field}: {words} words", f"{field}[0].max_words", **{field: wrong})
-    for name, lengths, place in (("unbounded twice", (0, 0), 0), ("one twice", (9, 9), 1), ("descending", (9, 8), 1)):
-        classes = [pb.CacheLengthClass(max_words=words) for words in lengths]
-        yield _set(f"{field}: lengths {name}", f"{field}[{place}].max_words", **{field: classes})
+    def case(words: Sequence[int], place: str) -> Case:
+        classes = [pb.CacheLengthClass(max_words=each) for each in words]
+        return _set(f"{field}: lengths {words}", INVALID, f"profile.{field}{place}", **{field: classes})
+
+    yield case(range(1, 18), "")
+    for words in (-1, (16 << 10) + 1, MOST_INT32, LEAST_INT32):
+        yield case([words], "[0].max_words")
+    for lengths, place in (((0, 0), 0), ((9, 9), 1), ((9, 8), 1)):
+        yield case(lengths, f"[{place}].max_words")
 
 
 def _thresholds(field: str) -> Iterator[Case]:
-    place = f"{field}[0].thresholds"
+    def case(name: str, place: str | None, *thresholds: tuple[float, float]) -> Case:
+        made = [pb.CacheThreshold(fraction=fraction, similarity=similarity) for fraction, similarity in thresholds]
+        named = () if place is None else (INVALID, f"profile.{field}[0].thresholds{place}")
+        return _set(f"{field}: {name}", *named, **{field: [pb.CacheLengthClass(thresholds=made)]})
+
     for similarity in (-1.0, 0.0, 1.0):
-        yield _set(f"{field}: similarity {similarity}", **{field: [_threshold(0.5, similarity)]})
+        yield case(f"similarity {similarity}", None, (0.5, similarity))
     for similarity in (-1.001, 1.001, NAN, INF, -INF):
-        wrong = [_threshold(0.5, similarity)]
-        yield _set(f"{field}: similarity {similarity}", f"{place}[0].similarity", **{field: wrong})
+        yield case(f"similarity {similarity}", "[0].similarity", (0.5, similarity))
     for fraction in (0.0, -0.1, 0.05, 0.6, 1.0, NAN, INF):
-        wrong = [_threshold(fraction, 0.9)]
-        yield _set(f"{field}: fraction {fraction}", f"{place}[0].fraction", **{field: wrong})
-    descending = [pb.CacheLengthClass(thresholds=[_at(0.5), _at(0.1)])]
-    yield _set(f"{field}: fractions that descend", f"{place}[1].fraction", **{field: descending})
-    six = [pb.CacheLengthClass(thresholds=[_at(fraction) for fraction in (*_FRACTIONS, 0.5)])]
-    yield _set(f"{field}: six fractions", place, **{field: six})
+        yield case(f"fraction {fraction}", "[0].fraction", (fraction, 0.9))
+    yield case("fractions that descend", "[1].fraction", (0.5, 0.9), (0.1, 0.9))
+    yield case("six fractions", "", *((fraction, 0.9) for fraction in (*_FRACTIONS, 0.5)))
 
 
-def _set(name: str, *fields: str, **facts: Any) -> Case:
-    named = (f"profile.{field}" for field in fields)
-    return case_of("SetCacheProfile", name, _profiled(**facts), INVALID if fields else OK, *named)
+def _set(name: str, code: grpc.StatusCode = OK, /, *fields: str, **facts: Any) -> Case:
+    return case_of("SetCacheProfile", name, _profiled(**facts), code, *fields)
 
 
 def _profiled(**facts: Any) -> pb.SetCacheProfileRequest:
@@ -115,13 +116,5 @@ def _profiled(**facts: Any) -> pb.SetCacheProfileRequest:
 
 
 def _classes() -> list[pb.CacheLengthClass]:
-    each = [_at(fraction) for fraction in _FRACTIONS]
+    each = [pb.CacheThreshold(fraction=fraction, similarity=0.9) for fraction in _FRACTIONS]
     return [pb.CacheLengthClass(max_words=15, thresholds=each), pb.CacheLengthClass(thresholds=each[:1])]
-
-
-def _threshold(fraction: float, similarity: float) -> pb.CacheLengthClass:
-    return pb.CacheLengthClass(thresholds=[pb.CacheThreshold(fraction=fraction, similarity=similarity)])
-
-
-def _at(fraction: float) -> pb.CacheThreshold:
-    return pb.CacheThreshold(fraction=fraction, similarity=0.9)

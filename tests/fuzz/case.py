@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 NAN, INF = float("nan"), float("inf")
+LEAST_INT32, MOST_INT32 = -(2**31), 2**31 - 1
+MIB_TEXT = "x" * (1 << 20)
 
 # That name nothing, whatever it is of.
 BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc", "@shop", "x@", "x@Shop", "x@a@b", f"{'x' * 196}@shop")
@@ -50,12 +52,29 @@ def refused_load(case: Case, field: str) -> Case:
     return replace(case, code=INVALID, fields=frozenset({f"load.{field}"}))
 
 
-def page_sizes(method: str, request: Any) -> Iterator[Case]:
-    """Of a list. request: makes one."""
-    for size in (0, 1, 1000):
-        yield case_of(method, f"pages of {size}", request(page_size=size))
-    for size in (-1, 1001, 2**31 - 1, -(2**31)):
-        yield case_of(method, f"pages of {size}", request(page_size=size), INVALID, "page_size")
+def asking(method: str, request: Any, **facts: Any) -> Any:
+    """Return what makes cases of a method, whose requests have these fields, or others in their place."""
+
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, **own: Any) -> Case:
+        return case_of(method, name, request(**{**facts, **own}), code, *fields)
+
+    return case
+
+
+def limits(
+    case: Any, field: str, good: Iterable[Any], bad: Iterable[Any] = (), *, within: str = "", **facts: Any
+) -> Iterator[Case]:
+    """Yield cases with values of a field that are taken, and with some for which it is refused.
+
+    Args:
+        case: Makes them.
+        within: What the field's name is told with in front.
+        facts: Other fields.
+    """
+    for value in good:
+        yield case(f"{field} {shown(value)}", **{**facts, field: value})
+    for value in bad:
+        yield case(f"{field} {shown(value)}", INVALID, f"{within}{field}", **{**facts, field: value})
 
 
 def shown(value: object) -> str:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 
 from bottega.v1 import controlnet_pb2
 from bottega.v1.hosted_pb2 import ResidualProfile
-from tests.fuzz.case import ALREADY_EXISTS, BAD_NAMES, INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
+from tests.fuzz.case import (
+    ALREADY_EXISTS,
+    BAD_NAMES,
+    INF,
+    INVALID,
+    NAN,
+    NOT_FOUND,
+    OK,
+    Case,
+    asking,
+    case_of,
+    limits,
+    shown,
+)
 from tests.samples.hostile_controlnets import FOLDERS
 
 NET = "edges"
@@ -50,62 +64,45 @@ def controlnet_corpus(digest: str) -> Iterator[Case]:
 
 
 def _names() -> Iterator[Case]:
-    for names in ([], [NET], ["nobody"] * 256, ["x" * 200], [f"{'x' * 195}@shop"]):
-        yield case_of("Prefetch", f"{len(names)} names", controlnet_pb2.PrefetchRequest(names=names))
+    case = asking("Prefetch", controlnet_pb2.PrefetchRequest)
+    good: Sequence[list[str]] = ([], [NET], ["nobody"] * 256, ["x" * 200], [f"{'x' * 195}@shop"])
+    yield from limits(case, "names", good, (["x"] * 257,))
+    yield case("unneeded names", unneeded=[NET, "nobody"])
+    for switch in ("copies", "retry"):
+        yield case(switch, names=[NET], **{switch: True})
     for name in BAD_NAMES:
-        request = controlnet_pb2.PrefetchRequest(names=[NET, name])
-        yield case_of("Prefetch", f"name {shown(name)}", request, INVALID, "names[1]")
-    many = controlnet_pb2.PrefetchRequest(names=["x"] * 257)
-    yield case_of("Prefetch", "257 names", many, INVALID, "names")
-    unneeded = controlnet_pb2.PrefetchRequest(unneeded=[NET, "nobody"])
-    yield case_of("Prefetch", "unneeded names", unneeded)
-    yield case_of("Prefetch", "copies", controlnet_pb2.PrefetchRequest(names=[NET], copies=True))
-    yield case_of("Prefetch", "retry", controlnet_pb2.PrefetchRequest(names=[NET], retry=True))
-    for name in BAD_NAMES:
-        request = controlnet_pb2.PrefetchRequest(unneeded=[NET, name])
-        yield case_of("Prefetch", f"unneeded name {shown(name)}", request, INVALID, "unneeded[1]")
-        pin = controlnet_pb2.PinControlNetRequest(name=name)
-        yield case_of("PinControlNet", f"name {shown(name)}", pin, INVALID, "name")
-    for pinned in (True, False):
-        pin = controlnet_pb2.PinControlNetRequest(name=NET, pinned=pinned)
-        yield case_of("PinControlNet", f"pinned {pinned}", pin)
-    nobody = controlnet_pb2.PinControlNetRequest(name="nobody", pinned=True)
-    yield case_of("PinControlNet", "an unknown name", nobody, NOT_FOUND)
+        for field in ("names", "unneeded"):
+            yield case(f"{field} with {shown(name)}", INVALID, f"{field}[1]", **{field: [NET, name]})
+    pin = asking("PinControlNet", controlnet_pb2.PinControlNetRequest)
+    yield from limits(pin, "name", (), BAD_NAMES)
+    yield from limits(pin, "pinned", (True, False), name=NET)
+    yield pin("an unknown name", NOT_FOUND, name="nobody", pinned=True)
 
 
 def _folders() -> Iterator[Case]:
-    def added(**facts: Any) -> controlnet_pb2.AddControlNetRequest:
-        return controlnet_pb2.AddControlNetRequest(**{"name": "mine", "folder": NET, **facts})
-
-    yield case_of("AddControlNet", "below the root", added(name="x" * 200))
-    for name in BAD_NAMES:
-        yield case_of("AddControlNet", f"name {shown(name)}", added(name=name), INVALID, "name")
-    for folder in ("", "/", "..", f"{NET}/../..", "/etc", "nobody", "\0", "x" * 4096, "x" * 4097, "~", "$HOME"):
-        yield case_of("AddControlNet", f"folder {shown(folder)}", added(folder=folder), INVALID, "folder")
-    configured = added(name=NET, folder=NET)
-    yield case_of("AddControlNet", "a name of the configuration", configured, ALREADY_EXISTS)
-    for wrong, folder in FOLDERS.items():
-        yield case_of("AddControlNet", f"a folder with {wrong}", added(folder=folder), INVALID, "folder")
-    yield case_of("AddControlNet", "nothing at all", added(name="", folder=""), INVALID, "name", "folder")
+    case = asking("AddControlNet", controlnet_pb2.AddControlNetRequest, name="mine", folder=NET)
+    yield from limits(case, "name", ("x" * 200,), BAD_NAMES)
+    bad = ("", "/", "..", f"{NET}/../..", "/etc", "nobody", "\0", "x" * 4096, "x" * 4097, "~", "$HOME")
+    yield from limits(case, "folder", (), (*bad, *FOLDERS.values()))
+    yield case("a name of the configuration", ALREADY_EXISTS, name=NET)
+    yield case("nothing at all", INVALID, "name", "folder", name="", folder="")
 
 
 def _profiles(digest: str) -> Iterator[Case]:
-    def measured(name: str = NET, of: str = digest, **facts: Any) -> controlnet_pb2.SetProfileRequest:
-        return controlnet_pb2.SetProfileRequest(name=name, digest=of, profile=_profile(**facts))
+    request = controlnet_pb2.SetProfileRequest
+    case = asking("SetProfile", request, name=NET, digest=digest, profile=_profile())
+
+    def measured(name: str, code: grpc.StatusCode = OK, /, *fields: str, **facts: Any) -> Case:
+        made: Case = case(name, code, *fields, profile=_profile(**facts))
+        return made
 
     for field, good, bad in _PROFILES:
-        for value in good:
-            facts: dict[str, Any] = {field: value}
-            yield case_of("SetProfile", f"{field} {shown(value)}", measured(**facts))
-        for value in bad:
-            facts = {field: value}
-            yield case_of("SetProfile", f"{field} {shown(value)}", measured(**facts), INVALID, f"profile.{field}")
-    yield case_of("SetProfile", "another version", measured(of="ab"), NOT_FOUND)
-    yield case_of("SetProfile", "an unknown name", measured("nobody"), NOT_FOUND)
-    for name in BAD_NAMES:
-        yield case_of("SetProfile", f"name {shown(name)}", measured(name), INVALID, "name")
+        yield from limits(measured, field, good, bad, within="profile.")
+    yield case("another version", NOT_FOUND, digest="ab")
+    yield case("an unknown name", NOT_FOUND, name="nobody")
+    yield from limits(case, "name", (), BAD_NAMES)
     nothing = ("name", "profile.model_hash", "profile.num_inference_steps")
-    yield case_of("SetProfile", "nothing at all", controlnet_pb2.SetProfileRequest(), INVALID, *nothing)
+    yield case_of("SetProfile", "nothing at all", request(), INVALID, *nothing)
 
 
 def _profile(**facts: Any) -> ResidualProfile:

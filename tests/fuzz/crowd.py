@@ -12,7 +12,6 @@ from itertools import chain
 
 from tests.fuzz.calls import calling
 from tests.fuzz.case import Case
-from tests.fuzz.cases import corpus
 from tests.fuzz.house import House
 from tests.fuzz.judging import fault
 
@@ -27,7 +26,7 @@ def crowd(
 ) -> list[str]:
     """What was wrong. methods: of which those that fit are called. most: cases of each caller; all without it."""
     called = _METHODS.intersection(methods)
-    cases = [case for case in corpus(house.draw(), house.digest, house.bring()) if case.method in called]
+    cases = [case for case in house.corpus() if case.method in called]
     orders = [random.Random(seed + number).sample(cases, len(cases))[:most] for number in range(callers)]
     with ThreadPoolExecutor(callers) as pool:
         return [*chain.from_iterable(pool.map(lambda order: list(_wrong(house, order)), orders))]

@@ -10,16 +10,27 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, case_of, shown
+from tests.fuzz.case import (
+    INF,
+    INVALID,
+    MIB_TEXT,
+    MOST_INT32,
+    NAN,
+    NOT_FOUND,
+    OK,
+    UNAVAILABLE,
+    Case,
+    case_of,
+    limits,
+    shown,
+)
 from tests.fuzz.controls import control_drawings
 from tests.fuzz.edits import edit_drawings
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 from tests.fuzz.loras import lora_drawings
-from tests.fuzz.specs import PIN, Bounds, spec_ranges
+from tests.fuzz.specs import PIN, spec_ranges
 
-_REQUEST_IDS = Bounds(
-    field="request_id", good=("", "x", "A-Z_0.9:x"), bad=("x" * 129, "a b", "ü", "a\n", "\0", "../etc", "x" * (1 << 20))
-)
+_BAD_REQUEST_IDS = ("x" * 129, "a b", "ü", "a\n", "\0", "../etc", MIB_TEXT)
 
 
 def drawing_corpus() -> Iterator[Case]:
@@ -50,18 +61,9 @@ def _drawings(method: str, request: Any) -> Iterator[Case]:
         previewed = image_pb2.GenerateRequest(spec=GenerationSpec(prompt="a star"), preview=True)
         yield case_of(method, "previews", previewed)
     yield from spec_ranges(case)
-    for request_id in _REQUEST_IDS.good:
-        yield case(f"request_id {shown(request_id)}", request_id=f"{request_id}-{method}" if request_id else "")
-    for request_id in _REQUEST_IDS.bad:
-        yield case(f"request_id {shown(request_id)}", INVALID, "request_id", request_id=request_id)
-    for deadline_s in (60.0, 1e308):
-        yield case(f"deadline_s {deadline_s:g}", deadline_s=deadline_s)
-    for deadline_s in (0.0, -1.0, NAN, INF, -INF):
-        yield case(f"deadline_s {deadline_s:g}", INVALID, "deadline_s", deadline_s=deadline_s)
-    for priority in image_pb2.Priority.values():
-        yield case(f"priority {priority}", priority=priority)
-    for unknown in (-1, 4, 2**31 - 1):
-        yield case(f"priority {unknown}", INVALID, "priority", priority=unknown)
+    yield from limits(case, "request_id", ("", f"x-{method}", f"A-Z_0.9:x-{method}"), _BAD_REQUEST_IDS)
+    yield from limits(case, "deadline_s", (60.0, 1e308), (0.0, -1.0, NAN, INF, -INF))
+    yield from limits(case, "priority", image_pb2.Priority.values(), (-1, 4, MOST_INT32))
     yield case("width 65", INVALID, "spec.width", width=65)
     yield case("more pixels than the model takes", INVALID, "spec.width", width=16_384, height=16_384)
     for model in ("nobody", "", "\0", "../../etc/passwd", "x" * 200):
@@ -100,10 +102,8 @@ def _pictures(case: Any) -> Iterator[Case]:
         yield case(f"good image: {name}", image=image)
     for name, image in {**bad_images(), "too large": too_large_image()}.items():
         yield case(f"bad image: {name}", INVALID, "spec.image", image=image)
-    for strength in (0.05, 1.0):
-        yield case(f"strength {strength}", image=png, strength=strength)
-    for strength in (0.0, -0.1, 1.001, NAN, INF, -INF, 0.001):
-        yield case(f"strength {strength}", INVALID, "spec.strength", image=png, strength=strength)
+    bad_strengths = (0.0, -0.1, 1.001, NAN, INF, -INF, 0.001)
+    yield from limits(case, "strength", (0.05, 1.0), bad_strengths, within="spec.", image=png)
     yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
 
 

@@ -53,6 +53,9 @@ _CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 _ACTIVATIONS = activations_pb2.DESCRIPTOR.services_by_name["ActivationService"].full_name
 
 
+_OF_JOBS = frozenset({"GetImage", "GetJob", "GetJobTrace", "WatchJob", "CancelJob", "DeleteJob"})
+"""Methods for one job: they are asked for one that has been drawn."""
+
 _OF_TEMPLATES: Mapping[str, Sequence[Message]] = {
     "ListTemplates": [ListTemplatesRequest()],
     "DropTemplate": [DropTemplateRequest(id="0123456789abcdef")],
@@ -104,7 +107,7 @@ def fuzz(
         words = (*activations.WORDS, template)
         strategy = mutated(activations.valid(method, template), words).map(lambda raw: (raw,))
     else:
-        strategy = _requests(method, house.draw(), house.digest)
+        strategy = _requests(method, house.draw() if method in _OF_JOBS else "fuzz", house.digest)
 
     def answer_is_right(raw: tuple[bytes, ...]) -> None:
         outcome = house.caller.call(method, raw)
@@ -158,7 +161,7 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             waits: Sequence[tuple[str, float | None]] = (("", None), ("fuzz", None), ("fuzz", 60.0))
             whole = [kind(request_id=name, spec=spec, deadline_s=s) for spec in _specs() for name, s in waits]
             return [*whole, webhooks.submission()] if method == "SubmitJob" else whole
-        case "GetImage" | "GetJob" | "GetJobTrace" | "WatchJob" | "CancelJob" | "DeleteJob":
+        case _ if method in _OF_JOBS:
             return [getattr(image_pb2, f"{method}Request")(job_id=job_id)]
         case "ListJobs":
             moments: Any = {"created_after": {"seconds": 1}, "created_before": {"seconds": 1 << 32, "nanos": 1}}

@@ -10,7 +10,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +36,12 @@ from bottega.v1 import (
 from bottega.v1.link_pb2 import OpenLinkRequest
 from tests.fuzz.activations import SOURCE
 from tests.fuzz.calls import Caller, calling
+from tests.fuzz.case import Case
+from tests.fuzz.cases import corpus
 from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
-from tests.fuzz.lora_store import LOST, ROOT, registered
+from tests.fuzz.judging import fault, mismatch
+from tests.fuzz.lora_store import LOST, NAME, ROOT, registered
 from tests.fuzz.webhooks import allowing
 from tests.samples.hostile_controlnets import hostile_folders
 from tests.support.running_activations import Recorded, record_template
@@ -91,12 +94,21 @@ class House:
     client: Client
     loras: lora_pb2_grpc.LoraServiceStub
 
+    def corpus(self) -> Iterator[Case]:
+        """The fixed corpus for this house, with a job and a LoRA that it needs."""
+        return corpus(self.draw(), self.digest, self.bring())
+
     def draw(self) -> str:
         """A job that has completed, with one picture."""
         return self.client.generate("a circle", model="miniature", num_inference_steps=2).job_id
 
     def bring(self) -> str:
-        """Has the store have the LoRA "ink"; the digest of its canonical form."""
+        """Return the digest of the canonical form of the LoRA "ink", which is brought if the store lacks it."""
+        try:  # an import is a process of its own
+            return self.loras.GetLora(lora_pb2.GetLoraRequest(name=NAME), timeout=_JOIN_S).lora.digest
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
         return self.loras.RegisterLora(registered(), timeout=_IMPORT_S).lora.digest
 
     def lose(self) -> str:
@@ -173,6 +185,16 @@ class House:
                 part = f" {_module(process)} {number}" if number else ""
                 found[f"{service.name}{part}"] = process.memory_info().rss
         return found
+
+
+def replay(house: House, cases: Iterable[Case]) -> list[str]:
+    """Send these cases; return what was answered otherwise than it must be."""
+    wrong = []
+    for case in cases:
+        outcome = house.caller.call(case.method, case.raw)
+        if problem := fault(case.method, case.raw, outcome) or mismatch(case, outcome):
+            wrong.append(f"{case.method}, {case.name}: {problem}")
+    return wrong
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import SAMPLER_EULER, SAMPLER_UNSPECIFIED
 from bottega.v1.hosted_pb2 import LeftOut
 from bottega.v1.image_pb2 import SamplerChoice
-from tests.fuzz.case import INF, INVALID, NAN, OK, Case, refused_load, shown
+from tests.fuzz.case import INF, INVALID, LEAST_INT32, MIB_TEXT, MOST_INT32, NAN, OK, Case, limits, refused_load, shown
 from tests.fuzz.controls import control_loads
 from tests.fuzz.loras import lora_loads
 
@@ -22,9 +22,9 @@ _EULER = SamplerChoice(sampler=SAMPLER_EULER, is_default=True)
 _KARRAS = SamplerChoice(sampler=SAMPLER_EULER, use_karras_sigmas=True)
 # Values of a model's field that a request could be drawn with, and that it could not.
 _SIDES = ((0, 16_384), (-1, 16_385))
-_TEXTS = (("", "x" * 128), ("x" * 129, "x" * (1 << 20)))
+_TEXTS = (("", "x" * 128), ("x" * 129, MIB_TEXT))
 _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "name": (("x", "x" * 200), ("", "x" * 201, "x" * (1 << 20))),
+    "name": (("x", "x" * 200), ("", "x" * 201, MIB_TEXT)),
     **dict.fromkeys(("model_hash", "dtype", "base"), _TEXTS),
     **dict.fromkeys(("default_width", "default_height", "size_multiple", "vae_scale_factor"), _SIDES),
     "default_steps": ((0, 200), (-1, 201)),
@@ -62,7 +62,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "edits_refused_because": (("", "x" * 512), ("x" * 513,)),
     **dict.fromkeys(("edits_only", "one_text_encoder", "strength_keeps_steps"), ((False, True), ())),
-    "workers": ((-1, 2**31 - 1), ()),
+    "workers": ((-1, MOST_INT32), ()),
 }
 
 
@@ -85,36 +85,18 @@ def joining_corpus() -> Iterator[Case]:
     yield case("sixteen kinds of services that it uses", OK, uses=[f"k{n}" for n in range(16)])
     for name, uses in {"seventeen": [f"k{n}" for n in range(17)], "one twice": ["a"] * 2, "none": ["no kind"]}.items():
         yield case(f"kinds that it uses: {name}", INVALID, "uses", uses=uses)
-    for kind in ("", "Worker", "a b", "-", "x" * 33, "x" * 10_000):
-        yield case(f"kind {kind[:33]!r}", INVALID, "kind", kind=kind)
-    for name in ("", "x" * 129, "x" * (1 << 20)):
-        yield case(f"name {shown(name)}", INVALID, "name", name=name)
-    for address in (
-        "",
-        "x",
-        ":1",
-        "x:",
-        "x:65536",
-        "x:-1",
-        "unix:/run/x",
-        "dns:///x:1",
-        "a b:1",
-        "\0:1",
-        "x" * 257 + ":1",
-    ):
-        yield case(f"address {shown(address)}", INVALID, "address", address=address)
-        if address:
-            yield case(f"metrics_address {shown(address)}", INVALID, "metrics_address", metrics_address=address)
-    for address in ("", "127.0.0.1:9001", "[::]:9001", "x" * 254 + ":1"):
-        yield case(f"metrics_address {shown(address)}", metrics_address=address)
-    for field in ("version", "device"):
-        for length, code in ((128, OK), (129, INVALID)):
-            facts: dict[str, Any] = {field: "x" * length}
-            yield case(f"{field} of {length}", code, *([field] if code is INVALID else ()), **facts)
-    for length, code in ((15, INVALID), (16, OK), (64, OK), (65, INVALID), (1 << 20, INVALID)):
-        refused = ["instance"] if code is INVALID else []
-        yield case(f"instance of {length}", code, *refused, instance="x" * length)
-    yield case("no instance", INVALID, "instance", instance="")
+    addresses = ("x", ":1", "x:", "x:65536", "x:-1", "unix:/run/x", "dns:///x:1", "a b:1", "\0:1", "x" * 257 + ":1")
+    metrics = ("", "127.0.0.1:9001", "[::]:9001", "x" * 254 + ":1")
+    bounds: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+        "kind": ((), ("", "Worker", "a b", "-", "x" * 33, "x" * 10_000)),
+        "name": ((), ("", "x" * 129, MIB_TEXT)),
+        "address": ((), ("", *addresses)),
+        "metrics_address": (metrics, addresses),
+        **dict.fromkeys(("version", "device"), (("x" * 128,), ("x" * 129,))),
+        "instance": (("x" * 16, "x" * 64), ("", "x" * 15, "x" * 65, MIB_TEXT)),
+    }
+    for field, (good, bad) in bounds.items():
+        yield from limits(case, field, good, bad)
     yield from _models(case)
     yield case(
         "everything at once",
@@ -158,8 +140,8 @@ def _models(case: Any) -> Iterator[Case]:
 
 
 def _loads(case: Any) -> Iterator[Case]:
-    step = fleet_pb2.StepTime(latent_height=-1, latent_width=2**31 - 1, rows=0, seconds=NAN)
-    running = fleet_pb2.RunningAttempt(steps_left=-(2**31))
+    step = fleet_pb2.StepTime(latent_height=-1, latent_width=MOST_INT32, rows=0, seconds=NAN)
+    running = fleet_pb2.RunningAttempt(steps_left=LEAST_INT32)
     yield case("a load with nonsense in it", load=fleet_pb2.Load(running=[running] * 9, step_times=[step] * 9))
     load = fleet_pb2.Load(running=[running] * 4097, step_times=[step] * 4097, fixed_s=INF, max_rows=-1, memory_bytes=-1)
     fields = frozenset({f"load.{name}" for name in ("running", "step_times", "fixed_s", "max_rows", "memory_bytes")})
@@ -185,9 +167,9 @@ def _loads(case: Any) -> Iterator[Case]:
     for field, values in {
         "fixed_s": (-0.001, NAN, INF, -INF),
         "start_s": (-0.001, 86_400.001, NAN, INF, -INF),
-        "max_rows": (-1, -(2**31)),
+        "max_rows": (-1, LEAST_INT32),
         "memory_bytes": (-1, -(2**63)),
-        "queued_rows": (-1, -(2**31)),
+        "queued_rows": (-1, LEAST_INT32),
         "budget_bytes": (-1, -(2**63)),
     }.items():
         for value in values:
@@ -221,7 +203,7 @@ def _pools(case: Any) -> Iterator[Case]:
         {"ready": -1},
         {"ready": 5},
         {"failed": -1},
-        {"failed": 2**31 - 1},
+        {"failed": MOST_INT32},
         *({"starting_s": [seconds]} for seconds in (-1.0, NAN, INF)),
         {"starting_s": [0.0] * 5},
     ]
@@ -238,13 +220,15 @@ def _masked(case: Any) -> Iterator[Case]:
     tokens, most = "mask_tokens", fleet_pb2.MaskTokens(token_elements=64, margin_tokens=64)
     yield case("tokens at their limits", load=fleet_pb2.Load(mask_tokens=most))
     for field in ("token_elements", "margin_tokens"):
-        for number in (-1, 65, 2**31 - 1, -(2**31)):
+        for number in (-1, 65, MOST_INT32, LEAST_INT32):
             facts: dict[str, Any] = {field: number}
             load = fleet_pb2.Load(mask_tokens=fleet_pb2.MaskTokens(**facts))
             yield refused_load(case(f"{field} {number}", load=load), tokens)
     odd = fleet_pb2.PlannedTime(rows=NAN, seconds=-INF)
     for sizes, planned, refused in ((32, 32, False), (33, 1, True), (1, 33, True)):
-        time = fleet_pb2.MaskedTimes(latent_height=-1, latent_width=2**31 - 1, fixed_share=NAN, planned=[odd] * planned)
+        time = fleet_pb2.MaskedTimes(
+            latent_height=-1, latent_width=MOST_INT32, fixed_share=NAN, planned=[odd] * planned
+        )
         each = case(f"{sizes} sizes of {planned} masked times", load=fleet_pb2.Load(masked_times=[time] * sizes))
         yield refused_load(each, "masked_times") if refused else each
 
@@ -301,19 +285,21 @@ def _planned(case: Any) -> Iterator[Case]:
     step = {"latent_height": 16, "latent_width": 16, "rows": 2, "seconds": 0.02}
     planned = {"rows": 5e-324, "seconds": 1e308}
     loads: dict[str, dict[str, Any]] = {
-        "every number at its limit": {"fixed_s": 1e308, "max_rows": 2**31 - 1, "memory_bytes": 2**63 - 1},
-        "ControlNets' numbers at their limits": {"queued_rows": 2**31 - 1, "budget_bytes": 2**63 - 1},
+        "every number at its limit": {"fixed_s": 1e308, "max_rows": MOST_INT32, "memory_bytes": 2**63 - 1},
+        "ControlNets' numbers at their limits": {"queued_rows": MOST_INT32, "budget_bytes": 2**63 - 1},
         "no rows": {"max_rows": 0},
         "draining": {"draining": True},
         "much to do": {"running": [_running(f"foreign {number}") for number in range(4096)], "step_times": [step]},
-        "endless turns": {"step_times": [{**step, "seconds": 1e308}, {**step, "rows": 2**31 - 1, "seconds": 1e308}]},
+        "endless turns": {"step_times": [{**step, "seconds": 1e308}, {**step, "rows": MOST_INT32, "seconds": 1e308}]},
         "turns of no time": {"step_times": [{**step, "seconds": 5e-324}], "running": [_running("foreign")]},
-        "old turns": {"step_times": [{**step, "rows": rows, "outdated": True} for rows in (-(2**31), 0, 1, 2**31 - 1)]},
+        "old turns": {
+            "step_times": [{**step, "rows": rows, "outdated": True} for rows in (LEAST_INT32, 0, 1, MOST_INT32)]
+        },
         "masked turns of no time": {
             "mask_tokens": {"token_elements": 2, "margin_tokens": 1},
             "masked_times": [{"latent_height": 16, "latent_width": 16, "fixed_share": 0.5, "planned": [planned]}],
         },
-        "turns of no picture": {"step_times": [{**step, "latent_height": -1, "latent_width": 2**31 - 1}]},
+        "turns of no picture": {"step_times": [{**step, "latent_height": -1, "latent_width": MOST_INT32}]},
     }
     model = image_pb2.Model(name="other", default_width=64, default_height=64, default_steps=200)
     for name, facts in loads.items():
@@ -322,5 +308,5 @@ def _planned(case: Any) -> Iterator[Case]:
 
 
 def _running(job_id: str) -> fleet_pb2.RunningAttempt:
-    attempt = worker_pb2.AttemptId(job_id=job_id, number=2**31 - 1, generation=-(2**63))
-    return fleet_pb2.RunningAttempt(attempt=attempt, steps_left=2**31 - 1, computed_share=NAN)
+    attempt = worker_pb2.AttemptId(job_id=job_id, number=MOST_INT32, generation=-(2**63))
+    return fleet_pb2.RunningAttempt(attempt=attempt, steps_left=MOST_INT32, computed_share=NAN)

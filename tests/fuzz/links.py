@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from bottega import kinds
 from bottega.v1.link_pb2 import LinkTerm, OpenLinkRequest
-from tests.fuzz.case import INVALID, Case, case_of, shown
+from tests.fuzz.case import INVALID, MIB_TEXT, Case, asking, case_of, limits, shown
 
 KINDS = (kinds.ACTIVATIONS, kinds.CACHE, kinds.CONTROLNET, kinds.LORAS, kinds.WORKER)
 
@@ -26,24 +26,12 @@ def valid() -> list[Message]:
 def link_corpus() -> Iterator[Case]:
     """Of every kind; what is of none goes to the ControlNet server."""
     for kind in KINDS:
-        yield from _texts(kind)
+        case = asking("OpenLink", asked, kind=kind)
+        yield from limits(case, "worker", ("x", "x" * 128), ("", "x" * 129))
         yield from _terms(kind)
-    for kind in KINDS:
-        if kind == kinds.WORKER:  # it looks at it when it has a peer
-            continue
-        yield case_of("OpenLink", f"{kind} in the place of a link", asked(kind, link_id="0" * 32))
-        for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
-            request = asked(kind, link_id=link_id)
-            yield case_of("OpenLink", f"{kind} link_id {shown(link_id)}", request, INVALID, "link_id")
-    for kind in ("", "gateway", "x" * (1 << 20), "\0"):
-        yield case_of("OpenLink", f"kind {shown(kind)}", asked(kind), INVALID, "kind")
-
-
-def _texts(kind: str) -> Iterator[Case]:
-    for worker in ("x", "x" * 128):
-        yield case_of("OpenLink", f"{kind} worker {shown(worker)}", asked(kind, worker=worker))
-    for worker in ("", "x" * 129):
-        yield case_of("OpenLink", f"{kind} worker {shown(worker)}", asked(kind, worker=worker), INVALID, "worker")
+        if kind != kinds.WORKER:  # it looks at it when it has a peer
+            yield from limits(case, "link_id", ("0" * 32,), ("x", "../up", MIB_TEXT, "\0"))
+    yield from limits(asking("OpenLink", asked), "kind", (), ("", "gateway", MIB_TEXT, "\0"))
 
 
 def _terms(kind: str) -> Iterator[Case]:

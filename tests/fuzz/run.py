@@ -12,16 +12,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.fuzz.calls import SERVICES
-from tests.fuzz.cases import corpus
 from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import Tally, fuzz
-from tests.fuzz.house import House, running_house
+from tests.fuzz.house import House, replay, running_house
 from tests.fuzz.http_requests import fuzz_http
-from tests.fuzz.judging import fault, mismatch
 from tests.support.services import Services
 
 # Of the requests of each method before memory is looked at for the first time: a tenth, within these bounds. Fewer do
@@ -63,7 +61,7 @@ def main() -> int:
 
 def _run(house: House, methods: list[str], requests: int, seconds: float, seed: int) -> int:
     began = time.monotonic()
-    wrong = replay(house, methods)
+    wrong = replay(house, (case for case in house.corpus() if case.method in methods))
     print(f"the fixed corpus took {time.monotonic() - began:.0f} s", flush=True)
     warm_up, warm_up_s = min(requests, max(_WARM_UP.start, min(_WARM_UP.stop, requests // 10))), seconds / 3
     tallies = {method: fuzz(house, method, warm_up, seed, seconds=min(_WARM_UP_S, warm_up_s)) for method in methods}
@@ -99,19 +97,6 @@ def _fuzz_http(house: House, requests: int, seed: int) -> list[str]:
     counts = ", ".join(f"{status}: {count}" for status, count in sorted(answers.statuses.items()))
     print(f"\nHTTP, by status: {counts}; {time.monotonic() - began:.0f} s", flush=True)
     return answers.found
-
-
-def replay(house: House, methods: Collection[str]) -> list[str]:
-    """Sends the fixed corpus of these methods; what was answered otherwise than it must be."""
-    wrong = []
-    for case in corpus(house.draw(), house.digest, house.bring()):
-        if case.method not in methods:
-            continue
-        outcome = house.caller.call(case.method, case.raw)
-        problem = fault(case.method, case.raw, outcome) or mismatch(case, outcome)
-        if problem:
-            wrong.append(f"{case.method}, {case.name}: {problem}")
-    return wrong
 
 
 def _settled(house: House) -> Mapping[str, int]:

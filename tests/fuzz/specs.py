@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from bottega.v1.generation_pb2 import PromptSyntax, Sampler, Techniques
-from tests.fuzz.case import INF, INVALID, NAN, Case, shown
+from tests.fuzz.case import INF, INVALID, LEAST_INT32, MIB_TEXT, MOST_INT32, NAN, Case, limits, shown
 from tests.fuzz.edits import edit
 
 # Fields that the gateway fills in for the worker.
@@ -22,14 +21,8 @@ FILLED: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Values of one field that are taken, and that are not."""
-
-    field: str
-    good: tuple[Any, ...]
-    bad: tuple[Any, ...]
-
+# Values of a field that are taken, and that are not, by its name.
+Bounds = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
 
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 _TAKEN_TEXTS = (
@@ -43,42 +36,36 @@ _TAKEN_TEXTS = (
     "\U0010ffff",
 )
 # Of a spec, whoever sends it.
-_RANGES = (
-    Bounds(field="num_inference_steps", good=(1, 200), bad=(0, -1, 201, 2**31 - 1, -(2**31))),
-    Bounds(field="guidance_scale", good=(0.0, 1.0, 50.0), bad=(-0.001, 50.001, NAN, INF, -INF)),
-    Bounds(field="guidance_rescale", good=(0.0, 1.0), bad=(-0.001, 1.001, NAN, INF, -INF)),
-    Bounds(field="width", good=(8, 128), bad=(0, -8, 16_385, 2**31 - 1)),
-    Bounds(field="height", good=(8, 128), bad=(0, -8, 16_385, 2**31 - 1)),
-    Bounds(field="seed", good=(0, 2**53 - 8), bad=(2**53 - 7, 2**64 - 1)),
-    Bounds(field="num_images", good=(1, 8), bad=(0, -1, 9, 2**31 - 1)),
-    Bounds(field="quality", good=(1, 100), bad=(0, -1, 101)),
-    Bounds(field="sampler", good=(0, 1, 2, 3, 4), bad=(19, 99, -1)),
-    Bounds(field="prompt_syntax", good=(0, 1, 2), bad=(3, -1)),
-    Bounds(field="clip_skip", good=(0, 1), bad=(-1, 101, 2**31 - 1)),
-    Bounds(field="fidelity", good=(0, 1, 2, 3), bad=(4, -1)),
-    Bounds(field="format", good=(0, 1, 2, 3), bad=(4, -1)),
-    *(Bounds(field=name, good=_TAKEN_TEXTS, bad=("x" * 16_385, "é" * 8193, "x" * (1 << 20))) for name in _TEXTS),
-)
-
-
-_OF_SCHEDULES = (
-    Bounds(field="timestep_spacing", good=(0, 1, 2, 3), bad=(4, -1)),
-    Bounds(field="final_sigmas_type", good=(0, 1, 2), bad=(3, -1)),
-    Bounds(
-        field="timesteps",
-        good=([999, 500, 0], [0]),
-        bad=([0, 500], [5, 5], [-1], [100_000], [2**31 - 1, 0], list(range(200, -1, -1))),
+_RANGES: Bounds = {
+    "num_inference_steps": ((1, 200), (0, -1, 201, MOST_INT32, LEAST_INT32)),
+    "guidance_scale": ((0.0, 1.0, 50.0), (-0.001, 50.001, NAN, INF, -INF)),
+    "guidance_rescale": ((0.0, 1.0), (-0.001, 1.001, NAN, INF, -INF)),
+    **dict.fromkeys(("width", "height"), ((8, 128), (0, -8, 16_385, MOST_INT32))),
+    "seed": ((0, 2**53 - 8), (2**53 - 7, 2**64 - 1)),
+    "num_images": ((1, 8), (0, -1, 9, MOST_INT32)),
+    "quality": ((1, 100), (0, -1, 101)),
+    "sampler": ((0, 1, 2, 3, 4), (19, 99, -1)),
+    "prompt_syntax": ((0, 1, 2), (3, -1)),
+    "clip_skip": ((0, 1), (-1, 101, MOST_INT32)),
+    **dict.fromkeys(("fidelity", "format"), ((0, 1, 2, 3), (4, -1))),
+    **dict.fromkeys(_TEXTS, (_TAKEN_TEXTS, ("x" * 16_385, "é" * 8193, MIB_TEXT))),
+}
+_OF_SCHEDULES: Bounds = {
+    "timestep_spacing": ((0, 1, 2, 3), (4, -1)),
+    "final_sigmas_type": ((0, 1, 2), (3, -1)),
+    "timesteps": (
+        ([999, 500, 0], [0]),
+        ([0, 500], [5, 5], [-1], [100_000], [MOST_INT32, 0], list(range(200, -1, -1))),
     ),
-    Bounds(
-        field="sigmas",
-        good=([14.6, 0.5, 0.0], [1.0, 0.1]),
-        bad=([1.0], [1.0, 1.0], [0.0, 1.0], [1.0, -0.1], [INF, 0.0], [NAN, 0.0], [10_001.0, 0.0], [1.0] * 202),
+    "sigmas": (
+        ([14.6, 0.5, 0.0], [1.0, 0.1]),
+        ([1.0], [1.0, 1.0], [0.0, 1.0], [1.0, -0.1], [INF, 0.0], [NAN, 0.0], [10_001.0, 0.0], [1.0] * 202),
     ),
-)
-_OF_EDITS = (
-    Bounds(field="padding_mask_crop", good=(0, 4096), bad=(-1, 4097, 2**31 - 1, -(2**31))),
-    Bounds(field="mask_feather", good=(0, 256), bad=(-1, 257, 2**31 - 1, -(2**31))),
-)
+}
+_OF_EDITS: Bounds = {
+    "padding_mask_crop": ((0, 4096), (-1, 4097, MOST_INT32, LEAST_INT32)),
+    "mask_feather": ((0, 256), (-1, 257, MOST_INT32, LEAST_INT32)),
+}
 
 # Of thirty steps, as many as FILLED has and as the embedded model makes by default.
 PIN = "0123456789abcdef0123456789abcdef@15"
@@ -97,7 +84,7 @@ _BAD_PINS = (
     PIN.replace("@15", "@1000"),
     f"{PIN}\n",
     "x" * 129,
-    "x" * (1 << 20),
+    MIB_TEXT,
 )
 
 # With Karras' sigmas, and without; the embedded model's own is of the first kind.
@@ -107,12 +94,10 @@ _NO_KARRAS = (Sampler.SAMPLER_EULER_ANCESTRAL, Sampler.SAMPLER_DDIM)
 
 def spec_ranges(case: Any) -> Iterator[Case]:
     """Of callers, and of the gateway to a worker. case: makes one."""
-    for bounds in (*_RANGES, *_OF_EDITS):
-        rest = edit() if bounds in _OF_EDITS else {}
-        for good in bounds.good:
-            yield case(f"{bounds.field} {shown(good)}", **{**rest, bounds.field: good})
-        for bad in bounds.bad:
-            yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{**rest, bounds.field: bad})
+    for field, (good, bad) in _RANGES.items():
+        yield from limits(case, field, good, bad, within="spec.")
+    for field, (good, bad) in _OF_EDITS.items():
+        yield from limits(case, field, good, bad, within="spec.", **edit())
     for number in range(4):
         yield case(f"format {number} without metadata", format=number, metadata=False)
     yield from _several_prompts(case)
@@ -133,12 +118,11 @@ def spec_ranges(case: Any) -> Iterator[Case]:
 
 def _schedules(case: Any) -> Iterator[Case]:
     euler = partial(case, sampler=Sampler.SAMPLER_EULER, use_karras_sigmas=False)
-    for bounds in _OF_SCHEDULES:
-        for good in bounds.good:
-            yield euler(f"{bounds.field} {shown(good)}", **{bounds.field: good, **_steps_of(bounds.field, good)})
-        for bad in bounds.bad:
-            values = {bounds.field: bad, **_steps_of(bounds.field, bad)}
-            yield euler(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **values)
+    for field, (good, bad) in _OF_SCHEDULES.items():
+        for values in (good, bad):
+            for value in values:
+                named = () if values is good else (INVALID, f"spec.{field}")
+                yield euler(f"{field} {shown(value)}", *named, **{field: value, **_steps_of(field, value)})
     for name in ("use_exponential_sigmas", "use_beta_sigmas"):
         yield euler(f"{name} with Euler", **{name: True})
         yield case(f"{name} with DDIM", INVALID, f"spec.{name}", sampler=Sampler.SAMPLER_DDIM, **{name: True})

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import grpc
 import pytest
 
-from tests.fuzz.calls import SERVICES, Outcome
+from tests.fuzz.calls import SERVICES
 from tests.fuzz.case import Case
-from tests.fuzz.cases import corpus
 from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import fuzz
-from tests.fuzz.house import House, running_house
+from tests.fuzz.house import House, replay, running_house
 from tests.fuzz.http_requests import fuzz_http
-from tests.fuzz.judging import fault, mismatch
 from tests.support.services import Services
 
-# A suite is started, and the whole corpus answered, in the set-up of the first test.
+# The first test starts a suite and sends the whole corpus.
 pytestmark = pytest.mark.timeout(300)
 
 REQUESTS = 12
@@ -32,15 +29,6 @@ CROWD_CASES = 48
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with Services(tmp_path_factory.mktemp("fuzz")) as services, running_house(services) as house:
         yield house
-
-
-@pytest.fixture(scope="module")
-def answered(house: House) -> dict[str, list[tuple[Case, Outcome]]]:
-    """The fixed corpus and its answers, by method."""
-    found: dict[str, list[tuple[Case, Outcome]]] = defaultdict(list)
-    for case in without_most_twins(corpus(house.draw(), house.digest, house.bring())):
-        found[case.method].append((case, house.caller.call(case.method, case.raw)))
-    return found
 
 
 def without_most_twins(cases: Iterable[Case]) -> Iterator[Case]:
@@ -57,16 +45,8 @@ def without_most_twins(cases: Iterable[Case]) -> Iterator[Case]:
         yield case
 
 
-@pytest.mark.parametrize("method", SERVICES)
-def test_every_field_at_its_limits_and_past_them_gets_the_exact_answer(
-    answered: dict[str, list[tuple[Case, Outcome]]], method: str
-) -> None:
-    assert answered[method], "no case for this method"
-    wrong = [
-        f"{case.name}: {problem}"
-        for case, outcome in answered[method]
-        if (problem := fault(method, case.raw, outcome) or mismatch(case, outcome))
-    ]
+def test_every_field_at_its_limits_and_past_them_gets_the_exact_answer(house: House) -> None:
+    wrong = replay(house, without_most_twins(house.corpus()))
     assert not wrong, "\n".join(wrong)
 
 

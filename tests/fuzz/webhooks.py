@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 
 from bottega.rpc.security.tenant_file import WEBHOOK_EVENTS, new_webhook_secret
 from bottega.v1 import image_pb2, webhook_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
-from tests.fuzz.case import INVALID, OK, Case, case_of, shown
+from tests.fuzz.case import INVALID, LEAST_INT32, MIB_TEXT, MOST_INT32, OK, Case, asking, case_of, limits
 
 # Nobody listens there.
 _URL = "http://127.0.0.1:1/hook?a=b"
@@ -33,7 +34,7 @@ _BAD_URLS = (
     "http://127.0.0.1:1/" + "x" * 2048,
     "http://127.0.0.1:99999/",
     "\0",
-    "x" * (1 << 20),
+    MIB_TEXT,
 )
 _EVENT = f"evt_{'ab' * 12}"
 
@@ -72,47 +73,29 @@ def submission() -> image_pb2.SubmitJobRequest:
 
 
 def _of_requests() -> Iterator[Case]:
-    def case(name: str, url: str, events: Sequence[str] = (), *fields: str) -> Case:
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, **webhook: Any) -> Case:
         request = submission()
-        request.webhook.CopyFrom(image_pb2.Webhook(url=url, events=events))
-        return case_of("SubmitJob", f"webhook {name}", request, INVALID if fields else OK, *fields)
+        request.webhook.CopyFrom(image_pb2.Webhook(**{"url": _URL, **webhook}))
+        return case_of("SubmitJob", f"webhook {name}", request, code, *fields)
 
-    yield case("of all events", _URL)
-    yield case("of named events", _URL, WEBHOOK_EVENTS)
-    for url in _BAD_URLS:
-        yield case(f"at {shown(url)}", url, (), "webhook.url")
-    for events in (["job.started"], [""], ["job.failed"] * 2, ["x" * (1 << 20)], ["job.failed"] * 1000):
-        yield case(f"of {shown(str(events))}", _URL, events, "webhook.events")
+    yield from limits(case, "url", (_URL,), _BAD_URLS, within="webhook.")
+    wrong = (["job.started"], [""], ["job.failed"] * 2, [MIB_TEXT], ["job.failed"] * 1000)
+    yield from limits(case, "events", (WEBHOOK_EVENTS,), wrong, within="webhook.")
 
 
 def _listed() -> Iterator[Case]:
-    def case(name: str, /, *fields: str, **request: Any) -> Case:
-        message = webhook_pb2.ListWebhookEventsRequest(**request)
-        return case_of("ListWebhookEvents", name, message, INVALID if fields else OK, *fields)
-
-    for size in (0, 1, 100):
-        yield case(f"page_size {size}", page_size=size)
-    for size in (-1, 101, 2**31 - 1, -(2**31)):
-        yield case(f"page_size {size}", "page_size", page_size=size)
-    for token in ("0", "9" * 18):
-        yield case(f"page_token {token}", page_token=token)
-    for token in ("x", "-1", "9" * 19, "\u0661", "\0", "x" * (1 << 20)):
-        yield case(f"page_token {shown(token)}", "page_token", page_token=token)
-    for tenant in ("", "shop", "x" * 63):
-        yield case(f"tenant {shown(tenant)}", tenant=tenant, dead=True)
-    for tenant in ("Shop", "x" * 64, "\0", "../up"):
-        yield case(f"tenant {shown(tenant)}", "tenant", tenant=tenant)
+    case = asking("ListWebhookEvents", webhook_pb2.ListWebhookEventsRequest)
+    yield from limits(case, "page_size", (0, 1, 100), (-1, 101, MOST_INT32, LEAST_INT32))
+    tokens = ("x", "-1", "9" * 19, "\u0661", "\0", MIB_TEXT)
+    yield from limits(case, "page_token", ("0", "9" * 18), tokens)
+    yield from limits(case, "tenant", ("", "shop", "x" * 63), dead=True)
+    yield from limits(case, "tenant", (), ("Shop", "x" * 64, "\0", "../up"))
 
 
 def _replayed() -> Iterator[Case]:
-    def case(name: str, /, *fields: str, **request: Any) -> Case:
-        message = webhook_pb2.ReplayWebhookEventsRequest(**request)
-        return case_of("ReplayWebhookEvents", name, message, INVALID if fields else OK, *fields)
-
-    yield case("events that nobody has", event_ids=[_EVENT, "", "\u00fc", "x" * (1 << 20), *["x"] * 96])
-    yield case("all of a tenant", all_dead=True, tenant="shop")
-    yield case("all without tenants", all_dead=True, tenant="")
-    yield case("all of a tenant that cannot be", "tenant", all_dead=True, tenant="Shop")
-    yield case("nothing", "event_ids")
-    yield case("too many", "event_ids", event_ids=["x"] * 101)
-    yield case("both", "event_ids", event_ids=["x"], all_dead=True)
+    case = asking("ReplayWebhookEvents", webhook_pb2.ReplayWebhookEventsRequest)
+    yield case("events that nobody has", event_ids=[_EVENT, "", "\u00fc", MIB_TEXT, *["x"] * 96])
+    yield from limits(case, "tenant", ("shop", ""), ("Shop",), all_dead=True)
+    yield case("nothing", INVALID, "event_ids")
+    yield case("too many", INVALID, "event_ids", event_ids=["x"] * 101)
+    yield case("both", INVALID, "event_ids", event_ids=["x"], all_dead=True)

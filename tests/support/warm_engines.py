@@ -29,7 +29,7 @@ from bottega.device.engine_start import lean_imports
 from bottega.manifest import load_object, read_services
 from bottega.process import engine_environment
 from tests.support.init_keys import remember_init_keys
-from tests.support.warm_start.sitecustomize import CONVERSION, FORKED, SERVER, traits
+from tests.support.warm_start.sitecustomize import CONVERSION, CORE_LIMIT, FORKED, INSPECTION, SERVER, traits
 
 _STOP_S = 10.0
 _MAX_ORDER_BYTES = 1 << 20
@@ -127,11 +127,14 @@ class Server:
         """Return why a fork would not be what the process is; empty if it would."""
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             return f"other threads: {threading.enumerate()}"
-        asked = json.loads(json.dumps(self._traits))
-        if order["module"] == CONVERSION:  # how threads wait and memory is had is of no matter to its results
-            for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT"):
-                asked["environment"].pop(name, None)
-        return "; ".join(f"{name}: {order['traits'][name]}" for name in asked if asked[name] != order["traits"][name])
+        asked, given = json.loads(json.dumps(self._traits)), order["traits"]
+        if order["module"] in (CONVERSION, INSPECTION):
+            # How threads wait, memory is had and crashes are dumped is of no matter to their results.
+            for each in (asked, given):
+                for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT", "MKL_NUM_THREADS"):
+                    each["environment"].pop(name, None)
+                del each["limits"][CORE_LIMIT]
+        return "; ".join(f"{name}: {given[name]}" for name in asked if asked[name] != given[name])
 
     def _bury(self, link: socket.socket, *, kill: bool) -> None:
         fork = self._forks.pop(link)

@@ -19,6 +19,7 @@ from bottega.controlnet.engine_client import ControlNetInspector
 from bottega.errors import ControlNetUnusable, InvalidRequest, Unavailable
 from tests.samples.hostile_controlnets import HOSTILE, REAL, changed, with_config
 from tests.support.waiting import eventually
+from tests.support.warm_start.sitecustomize import COLD
 
 # One event loop, and so one process, which takes seconds to import its libraries.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -46,10 +47,13 @@ def root(tmp_path: Path) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[ControlNetInspector]:
-    """It starts another process where a test has ended the one before."""
-    made = ControlNetInspector()
-    yield made
-    await made.stop()
+    """It starts another process where a test has ended the one before. None is a fork: their memory is measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in COLD.items():
+            patch.setenv(name, value)
+        made = ControlNetInspector()
+        yield made
+        await made.stop()
 
 
 async def test_it_serves_several_callers(shared: ControlNetInspector, root: Path) -> None:

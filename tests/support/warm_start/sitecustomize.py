@@ -10,6 +10,7 @@ import os
 import sys
 
 CONVERSION = "bottega.worker.conversion"
+INSPECTION = "bottega.controlnet.inspection_process"
 ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine")
 SERVER = "TESTS_WARM_ENGINES"
 """Environment variable with the socket of the server."""
@@ -19,6 +20,8 @@ FORKED = b"forked"
 # What a fork has from the server, for better or worse.
 _PREFIXES = ("CUDA", "GLIBC", "GOMP", "HF_", "LD_", "MALLOC", "MKL", "OMP", "OPENBLAS", "TORCH", "TRITON")
 _NAMESPACES = ("mnt", "net", "pid", "user")
+CORE_LIMIT = 1
+"""Place of the limit of core dumps among the limits of `traits`. A parent may set it when the process has begun."""
 
 
 def traits() -> dict[str, object]:
@@ -70,5 +73,5 @@ def stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-if os.environ.get(SERVER) and sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in (*ENGINES, CONVERSION):
+if os.environ.get(SERVER) and sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in (*ENGINES, CONVERSION, INSPECTION):
     stand_for_a_fork(os.environ[SERVER], sys.orig_argv[2], sys.orig_argv[3:])
