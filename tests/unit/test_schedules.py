@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ ZERO = FinalSigmasType.FINAL_SIGMAS_TYPE_ZERO
 
 @pytest.mark.parametrize(
     ("fields", "field", "rule"),
-    [
+    [  # bounds of single fields are in the fuzz corpus
         (
             {"use_karras_sigmas": True, "use_beta_sigmas": True},
             "use_beta_sigmas",
@@ -55,21 +54,6 @@ ZERO = FinalSigmasType.FINAL_SIGMAS_TYPE_ZERO
             "use_karras_sigmas",
             "must be absent or false with sigmas, which take its place",
         ),
-        ({"timesteps": range(MAX_STEPS, -1, -1)}, "timesteps", "must have at most 200 numbers"),
-        ({"timesteps": [5, 5]}, "timesteps", "must fall from each to the next"),
-        ({"timesteps": [5, 9]}, "timesteps", "must fall from each to the next"),
-        ({"timesteps": [5, -1]}, "timesteps", "must be 0 to 99999"),
-        ({"timesteps": [100_000]}, "timesteps", "must be 0 to 99999"),
-        ({"sigmas": [1.0]}, "sigmas", "must be 2 to 201: one before each step, and one after the last"),
-        (
-            {"sigmas": range(MAX_STEPS + 1, -1, -1)},
-            "sigmas",
-            "must be 2 to 201: one before each step, and one after the last",
-        ),
-        ({"sigmas": [1.0, 1.0]}, "sigmas", "must fall from each to the next"),
-        ({"sigmas": [1.0, -0.1]}, "sigmas", "must be 0 to 10000"),
-        ({"sigmas": [math.inf, 0.0]}, "sigmas", "must be 0 to 10000"),
-        ({"sigmas": [math.nan, 0.0]}, "sigmas", "must be 0 to 10000"),
         (
             {"timesteps": [9, 5], "num_inference_steps": 3},
             "num_inference_steps",
@@ -87,19 +71,14 @@ def test_a_broken_schedule_is_refused_by_its_field(fields: dict[str, Any], field
     assert violation == Violation(field=f"spec.{field}", description=rule)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
+def test_a_schedule_on_this_side_of_every_bound_is_none_of_them() -> None:
+    for fields in (
         {"use_karras_sigmas": False, "use_beta_sigmas": True, "timestep_spacing": TRAILING},
         {"timesteps": range(MAX_STEPS - 1, -1, -1), "num_inference_steps": MAX_STEPS, "final_sigmas_type": ZERO},
-        {"timesteps": [0]},
         {"sigmas": range(MAX_STEPS, -1, -1)},
         {"sigmas": [10_000.0, 0.5], "use_karras_sigmas": False},
-    ],
-)
-def test_a_schedule_on_this_side_of_every_bound_is_none_of_them(fields: dict[str, Any]) -> None:
-    assert list(check_schedule(GenerationSpec(**fields))) == []
+    ):
+        assert list(check_schedule(GenerationSpec(**fields))) == [], fields
 
 
 def test_a_million_timesteps_are_refused_without_being_looked_at_each() -> None:
@@ -139,9 +118,8 @@ def test_a_schedule_that_the_sampler_has_not_is_refused_without_a_model() -> Non
     assert not list(check_sampler_schedule(spec, 99, False))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sampler", [Sampler.SAMPLER_EULER, Sampler.SAMPLER_DPMPP_2M, Sampler.SAMPLER_LCM])
-def test_the_bound_of_timesteps_is_unknown_without_a_model(sampler: Sampler.ValueType) -> None:
+def test_the_bound_of_timesteps_is_unknown_without_a_model() -> None:
     spec = GenerationSpec(timesteps=[1500, 500])
-    assert not list(check_sampler_schedule(spec, sampler, False))
+    assert not list(check_sampler_schedule(spec, Sampler.SAMPLER_EULER, False))
     (violation,) = schedule_of(spec).problems("euler", {"_class_name": "EulerDiscreteScheduler"})
     assert violation.description == "must be below 1000, the timesteps that the model was trained with"

@@ -44,7 +44,7 @@ from bottega.gateway.api.image_service import ImageService
 from bottega.gateway.api.reservations import Reservations
 from bottega.gateway.api.scheduler_calls import SchedulerCalls
 from bottega.gateway.api.webhook_service import WebhookService
-from bottega.gateway.config import DATABASE_SCHEMES, GatewayConfig, read_webhook_secrets
+from bottega.gateway.config import GatewayConfig, read_webhook_secrets
 from bottega.gateway.dispatch.worker_client import WorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
@@ -57,7 +57,7 @@ from bottega.gateway.periodic_checks import PeriodicChecks
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.stages import StageRoles
-from bottega.gateway.tenants import KnownTenants, TenantAuthenticator, TenantTerms
+from bottega.gateway.tenants import TenantTerms, known_tenants
 from bottega.gateway.webhooks.delivery import WebhookDelivery
 from bottega.gateway.webhooks.events import WebhookEvents
 from bottega.manifest import load_object, read_services
@@ -91,7 +91,7 @@ class Gateway:
         shared = SharedClock() if config.jobs else None
         clock = Clock(wall=shared) if shared else Clock()
         self._health = BackgroundTasks("health of the gateway")
-        authenticator = _authenticator(config, clock)
+        authenticator = known_tenants(config.tenants, application=f"{APPLICATION}{config.name}", clock=clock)
         terms = self._terms = authenticator or TenantTerms(webhooks=read_webhook_secrets(config))
         self.server = Server("gateway", config.server, authenticator=authenticator)
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
@@ -120,7 +120,8 @@ class Gateway:
             channels=self.server.channels,
             live_jobs=self._jobs.live,
         )
-        addons = [*_addons(context), StageRoles(fleet, clock, grace_s=config.model_grace_s)]
+        addons: list[AddOn] = [load_object(found.add_on)(context) for found in read_services() if found.add_on]
+        addons.append(StageRoles(fleet, clock, grace_s=config.model_grace_s))
         self._controller = JobController(
             config=config,
             fleet=fleet,
@@ -292,18 +293,9 @@ class Gateway:
     def _shared(self, config: GatewayConfig, fleet: Fleet) -> SharedScheduling:
         from bottega.gateway.sharing import shared_scheduling  # it needs psycopg, which is an extra
 
-        in_database = config.tenants.startswith(DATABASE_SCHEMES)
-        if config.tenants and not in_database:
-            _log.warning(
-                "every gateway with these jobs needs the same file of tenants; better, put them into the database: "
-                "bottega tenants import FILE --file URL"
-            )
         return shared_scheduling(
-            *(config.jobs, self._role),
-            name=config.name,
-            objects=config.objects,
+            *(config, self._role),
             storage=self._storage,
-            tenants_elsewhere=not in_database,
             begin=self._begin,
             follow=self._follow,
             announce=fleet.wake_streams,
@@ -355,22 +347,6 @@ class Gateway:
             self._storage.report_failure(error)
         except Exception:  # noqa: BLE001 - the boundary of the task: without it health stays as it is, whatever happens
             _log.exception("looking for jobs that may have been stored failed; it is tried again")
-
-
-def _authenticator(config: GatewayConfig, clock: Clock) -> KnownTenants | None:
-    """Return the tenants of the configuration; None if callers need no key. Raises ConfigError."""
-    if not config.tenants:
-        return None
-    if not config.tenants.startswith(DATABASE_SCHEMES):
-        return TenantAuthenticator(Path(config.tenants), clock)
-    from bottega.gateway.tenants.database import DatabaseTenants  # it needs psycopg, which is an extra
-
-    return DatabaseTenants(config.tenants, application=f"{APPLICATION}{config.name}", clock=clock)
-
-
-def _addons(context: AddOnContext) -> list[AddOn]:
-    """Return the add-ons of the services in the manifest, in the order of the manifest. Raises ConfigError."""
-    return [load_object(service.add_on)(context) for service in read_services() if service.add_on]
 
 
 def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Fleet:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, ConfigError, DataLoss, InternalError, StorageUnavailable, Unavailable
+from bottega.gateway.config import DATABASE_SCHEMES, GatewayConfig
 from bottega.gateway.jobs.storage import APPLICATION, Storage
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
@@ -189,25 +190,31 @@ class SharedScheduling:
 
 
 def shared_scheduling(
-    url: str,
+    config: GatewayConfig,
     role: SchedulerRole,
     *,
-    name: str,
-    objects: str,
     storage: Storage,
-    tenants_elsewhere: bool,
     begin: Callable[[LeaseHolder], Awaitable[None]],
     follow: Callable[[LeaseHolder], Awaitable[None]],
     announce: Callable[[], None],
 ) -> SharedScheduling:
-    """Return the sharing of jobs in the database at a URL; see SharedScheduling. Raises ConfigError."""
-    application = f"{APPLICATION}{name}"
-    database = PostgresDatabase(url, application=application, max_connections=1)
+    """Return the sharing of jobs in the database that the configuration names; see SharedScheduling.
+
+    Raises ConfigError.
+    """
+    reads_tenants = config.tenants.startswith(DATABASE_SCHEMES)
+    if config.tenants and not reads_tenants:
+        _log.warning(
+            "every gateway with these jobs needs the same file of tenants; better, put them into the database: "
+            "bottega tenants import FILE --file URL"
+        )
+    application, objects = f"{APPLICATION}{config.name}", config.objects
+    database = PostgresDatabase(config.jobs, application=application, max_connections=1)
     return SharedScheduling(
-        SchedulerLease(database, role, name=name, objects=objects, storage=storage if objects else None),
+        SchedulerLease(database, role, name=config.name, objects=objects, storage=storage if objects else None),
         role,
         objects=objects,
-        unread_tenants=TenantTable(url, application=application) if tenants_elsewhere else None,
+        unread_tenants=None if reads_tenants else TenantTable(config.jobs, application=application),
         begin=begin,
         follow=follow,
         announce=announce,

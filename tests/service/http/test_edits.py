@@ -9,14 +9,17 @@ from collections.abc import AsyncIterator, Sequence
 
 import PIL.Image
 import pytest
+import pytest_asyncio
 
 from tests.fakes.scripted_controlnet import hosted
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import Door
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house() -> AsyncIterator[Running]:
     """A gateway that inspects images."""
     async with running_gateway(codec_processes=1) as running:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from bottega.http.answers import AdaptersAnswer, FleetAnswer
+from tests.fakes.scripted_worker import ScriptedWorker
 from tests.service.http.test_server import _caller, _https
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import Door, running_http
@@ -13,6 +16,9 @@ from tests.support.tenants import add_tenant
 from tests.support.waiting import eventually
 
 _FOLDER = Path(__file__).resolve().parents[3] / "services/bottega/http/page"
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_the_page_is_public_and_loads_only_its_own_files(tmp_path: Path) -> None:
@@ -56,8 +62,7 @@ async def test_pages_elsewhere_cannot_embed_answers_but_may_link_here(door: Door
     assert (await door.http.get("/v1/jobs", headers={"sec-fetch-site": "same-origin"})).status_code == 200
 
 
-async def test_lists_of_adapters_and_the_fleet_with_the_service_itself(house: Running) -> None:
-    await house.worker()
+async def test_lists_of_adapters_and_the_fleet_with_the_service_itself(house: Running, worker: ScriptedWorker) -> None:
     async with running_http(house.address, fleet=house.fleet_address, name="door") as door:
         for path in ("/v1/loras", "/v1/controlnets"):
             AdaptersAnswer.model_validate_json((await door.http.get(path)).content)
@@ -84,7 +89,7 @@ async def test_a_tenant_does_not_see_the_fleet(tmp_path: Path) -> None:
         assert (await door.http.get("/v1/fleet", headers={"authorization": ""})).status_code == 401
 
 
-def test_modules_of_the_page_are_short_and_have_no_markup_that_the_policy_forbids() -> None:
+async def test_modules_of_the_page_are_short_and_have_no_markup_that_the_policy_forbids() -> None:
     for path in _FOLDER.glob("*.js"):
         text = path.read_text(encoding="utf-8")
         assert text.count("\n") <= 400, path.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 
 import openai
@@ -12,6 +11,8 @@ from bottega.errors import NotFinite
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running
 from tests.support.running_http import Door
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _STEPS = {"bottega": {"num_inference_steps": 8, "seed": 3}}
 
@@ -51,10 +52,12 @@ async def test_an_error_is_a_status_before_the_first_event_and_then_an_event(
             pass
 
 
-async def test_a_client_that_leaves_a_stream_cancels_its_job(door: Door, house: Running) -> None:
-    worker = await house.worker(hold_at=1)
+async def test_a_client_that_leaves_a_stream_cancels_its_job(
+    door: Door, house: Running, worker: ScriptedWorker
+) -> None:
+    worker.script.hold_at = 1
     stream = await door.openai.images.generate(prompt="a star", stream=True)
     await worker.arrived.wait()
     await stream.close()
-    attempt = await asyncio.wait_for(worker.cancelled.get(), 10)
+    attempt = await worker.cancelled.get()
     assert (await house.ended(attempt.job_id)).error.message

@@ -13,7 +13,6 @@ from bottega.config import parse
 from bottega.errors import ConfigError
 from bottega.gateway.config import (
     DEFAULT_ADDRESS,
-    DEFAULT_FLEET_ADDRESS,
     GatewayConfig,
     WebhooksConfig,
     check_files,
@@ -23,13 +22,8 @@ from bottega.rpc.security.tenant_file import new_webhook_secret
 
 
 def test_the_gateway_is_where_everybody_looks_for_it_whatever_else_is_said_of_its_server() -> None:
-    assert parse(GatewayConfig, {}, source="test").server.listen == DEFAULT_ADDRESS
     said = parse(GatewayConfig, {"server": {"drain_grace_s": 2.0}, "lease_s": 1.0}, source="test")
     assert (said.server.listen, said.server.drain_grace_s, said.lease_s) == (DEFAULT_ADDRESS, 2.0, 1.0)
-
-
-def test_the_fleets_listener_has_its_own_place_on_loopback() -> None:
-    assert parse(GatewayConfig, {}, source="test").fleet.listen == DEFAULT_FLEET_ADDRESS == "127.0.0.1:8472"
 
 
 @pytest.mark.parametrize(

@@ -166,12 +166,6 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "tenants.json"
 
 
-async def test_a_key_names_its_tenant(file: Path) -> None:
-    key = _write(file)
-    known = TenantAuthenticator(file, FakeTime().clock())
-    assert await known.authenticate((), [("user-agent", "x"), bearer(key)]) == SHOP
-
-
 async def test_whatever_is_wrong_with_a_key_is_said_in_the_same_words(file: Path) -> None:
     key = _write(file)
     known = TenantAuthenticator(file, FakeTime().clock())

@@ -89,9 +89,3 @@ def test_a_form_of_another_client_is_served() -> None:
     fields = {"model": "sdxl", "prompt": "a star", "n": "1", "size": "512x512", "response_format": "b64_json"}
     drawing = drawing_of(parse_edit({**fields, "background": "auto"}), image=b"png")
     assert (drawing.num_images, drawing.options["width"]) == (1, 512)
-
-
-def test_a_style_of_dall_e_is_refused_with_what_to_do() -> None:
-    body = {"prompt": "a star", "model": "sdxl", "n": 1, "quality": "hd", "style": "natural"}
-    with pytest.raises(InvalidRequest, match="describe the style in the prompt"):
-        drawing_of(parse_json(GenerationBody, json.dumps(body).encode()))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from bottega.errors import DeadlineUnmeetable, InvalidRequest, Violation
+from bottega.errors import DeadlineUnmeetable, InvalidRequest, QueueFull, Violation
 from bottega.http.errors import error_response, public_field
 from bottega.http.limits import PeerLimit
 
 
-def test_an_answer_that_says_when_to_retry_says_that_it_may_help() -> None:
-    late = error_response(DeadlineUnmeetable("too late", metadata={"estimate_s": "7.2"}))
-    assert (late.headers["retry-after"], late.headers["x-should-retry"]) == ("8", "true")
-    wrong = error_response(InvalidRequest("no", violations=[Violation(field="spec.seed", description="no")]))
-    assert wrong.headers["x-should-retry"] == "false"
+def test_an_answer_has_the_status_of_its_error_and_says_whether_to_retry() -> None:
+    for error, status, retry in (
+        (DeadlineUnmeetable("too late", metadata={"estimate_s": "7.2"}), 504, ("8", "true")),
+        (QueueFull("full", retry_after_s=0.4), 429, ("1", "true")),
+        (InvalidRequest("no", violations=[Violation(field="spec.seed", description="no")]), 400, (None, "false")),
+    ):
+        answer = error_response(error)
+        assert answer.status_code == status
+        assert (answer.headers.get("retry-after"), answer.headers["x-should-retry"]) == retry
 
 
 def test_a_field_of_a_path_keeps_its_name() -> None:

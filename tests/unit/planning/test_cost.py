@@ -7,10 +7,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bottega.planning import RowFractions, Shape, StepTimes, rows_in
+from bottega.planning import RowFractions, Shape, StepTimes
 from bottega.planning.cost import MAX_SHAPES, OUTDATED_TURNS, TRIAL_PAUSE_TURNS
 
 SMALL, LARGE = (16, 16), (32, 32)
@@ -49,12 +49,6 @@ def test_between_row_counts_it_interpolates_and_beyond_them_it_goes_on(
     assert times.seconds(SMALL, rows) == pytest.approx(seconds)
 
 
-def test_fewer_rows_than_ever_ran_cost_between_proportional_and_constant() -> None:
-    one = _seconds(_times((SMALL, 8, 0.08), (SMALL, 16, 0.1)), SMALL, 1)
-
-    assert 0.01 < one < 0.08
-
-
 @pytest.mark.parametrize(
     ("entries", "part_s"),
     [([(1, 1.0), (2, 2.0)], 0.5), ([(1, 1.0), (2, 1.2)], 0.9), ([(1, 1.0), (2, 5.0)], 0.5), ([(1, 1.0)], 0.75)],
@@ -62,18 +56,10 @@ def test_fewer_rows_than_ever_ran_cost_between_proportional_and_constant() -> No
 )
 def test_a_part_of_a_row_lies_on_the_line_of_whole_ones(entries: list[tuple[int, float]], part_s: float) -> None:
     times = _times(*((SMALL, rows, seconds) for rows, seconds in entries))
-
     assert times.seconds(SMALL, 0.5) == pytest.approx(part_s)
 
 
-def test_a_turn_that_was_held_up_does_not_make_fewer_rows_dearer_than_more() -> None:
-    times = _times((SMALL, 1, 0.01), (SMALL, 2, 0.5), (SMALL, 4, 0.03), (SMALL, 8, 0.04))
-
-    assert times.seconds(SMALL, 2) == pytest.approx(0.03)
-    assert times.seconds(SMALL, 4) == pytest.approx(0.03)
-    assert times.seconds(SMALL, 8) == pytest.approx(0.04)
-
-
+@settings(max_examples=40)
 @given(entries=_entries, shape=_shapes)
 def test_times_never_fall_with_rows_and_are_nowhere_above_what_was_measured(
     entries: list[tuple[Shape, int, float]], shape: Shape
@@ -87,11 +73,10 @@ def test_times_never_fall_with_rows_and_are_nowhere_above_what_was_measured(
 
 
 def test_an_outlier_counts_as_at_most_twice_what_was_expected() -> None:
-    paused, slow = StepTimes(), StepTimes()
+    paused, slow = _times((LARGE, 2, 0.01)), StepTimes()
     for times, last in ((paused, 60.0), (slow, 0.2)):
-        for seconds in [0.1] * 20 + [last]:
+        for seconds in [0.1] * 20 + [last]:  # the first of which replaces a guess
             times.observe(SMALL, 2, seconds)
-
     assert paused.seconds(SMALL, 2) == slow.seconds(SMALL, 2) == pytest.approx(0.11)
 
 
@@ -112,15 +97,12 @@ def test_the_first_turns_of_a_row_count(turns: list[float], seconds: object) -> 
     assert times.seconds(SMALL, 4) == seconds
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.2])
-def test_a_change_of_clock_speed_is_followed_within_twenty_turns(seconds: float) -> None:
-    times = StepTimes()
-    for _ in range(200):
-        times.observe(SMALL, 2, 0.1)
-    for _ in range(20):
-        times.observe(SMALL, 2, seconds)
-
-    assert times.seconds(SMALL, 2) == pytest.approx(seconds, rel=0.15)
+def test_a_change_of_clock_speed_is_followed_within_twenty_turns() -> None:
+    for seconds in (0.05, 0.2):
+        times = StepTimes()
+        for turn in range(220):
+            times.observe(SMALL, 2, 0.1 if turn < 200 else seconds)
+        assert times.seconds(SMALL, 2) == pytest.approx(seconds, rel=0.15)
 
 
 def _aged(*entries: tuple[Shape, int, float], shape: Shape = SMALL, rows: int = 2, seconds: float = 0.02) -> StepTimes:
@@ -187,16 +169,6 @@ def test_what_is_outdated_does_not_hide_that_the_machine_has_become_slower() -> 
     assert _seconds(times, SMALL, 4) == pytest.approx(0.09)
 
 
-@given(entries=_entries, shape=_shapes, rows=st.integers(1, 32))
-def test_nothing_is_expected_to_be_quicker_than_it_was_because_it_is_outdated(
-    entries: list[tuple[Shape, int, float]], shape: Shape, rows: int
-) -> None:
-    outdated = {(shape, rows) for shape, rows, _ in entries}
-    old, new = StepTimes.from_entries(entries, outdated=outdated), _times(*entries)
-    assert old.seconds(shape, rows) == new.seconds(shape, rows)
-    assert not new.outdated(shape, rows)
-
-
 @pytest.mark.parametrize(
     ("measured", "shape", "rows", "seconds"),
     [
@@ -215,36 +187,9 @@ def test_a_shape_borrows_from_the_nearest_one_what_it_does_not_know(
     assert times.seconds(shape, rows) == pytest.approx(seconds)
 
 
-def test_the_first_turn_of_a_shape_replaces_the_guess() -> None:
-    times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03))
-    times.observe(LARGE, 2, 0.5)
-    assert times.seconds(LARGE, 2) == pytest.approx(0.5)
-
-
-@given(entries=_entries, shape=_shapes, rows=st.integers(1, 48))
-def test_a_table_is_the_same_on_the_other_side_of_a_wire(
-    entries: list[tuple[Shape, int, float]], shape: Shape, rows: int
-) -> None:
-    here = StepTimes()
-    for entry in entries:
-        here.observe(*entry)
-
-    there = StepTimes.from_entries(here.entries())
-
-    assert list(there.entries()) == list(here.entries())
-    assert there.seconds(shape, rows) == here.seconds(shape, rows)
-
-
-def test_a_table_from_a_wire_is_settled() -> None:
-    times = _times((SMALL, 2, 0.1))
-
-    times.observe(SMALL, 2, 0.2)
-
-    assert times.seconds(SMALL, 2) == pytest.approx(0.11)
-
-
+@settings(max_examples=40)
 @given(entries=_entries, runs=st.lists(st.integers(1, 8), max_size=4))
-def test_what_is_outdated_is_so_on_the_other_side_of_a_wire(
+def test_a_table_is_the_same_on_the_other_side_of_a_wire(
     entries: list[tuple[Shape, int, float]], runs: list[int]
 ) -> None:
     here = _aged(*entries)
@@ -256,6 +201,8 @@ def test_what_is_outdated_is_so_on_the_other_side_of_a_wire(
     )
 
     asked = [(shape, rows) for shape in [SMALL, *(shape for shape, _, _ in entries)] for rows in range(1, 33)]
+    assert list(there.entries()) == list(here.entries())
+    assert [there.seconds(*each) for each in asked] == [here.seconds(*each) for each in asked]
     assert [there.outdated(*each) for each in asked] == [here.outdated(*each) for each in asked]
 
 
@@ -279,10 +226,12 @@ def test_of_many_shapes_those_that_ran_last_are_remembered() -> None:
     assert times.seconds((8, 1), 2) is not None
 
 
-def test_a_table_from_a_wire_has_no_more_shapes_than_one_that_was_measured() -> None:
+def test_a_table_from_a_wire_is_settled_and_bounded() -> None:
     times = _times(*(((8, width), rows, 0.01 * rows) for width in range(1, 100) for rows in (1, 2)))
     assert len({shape for shape, _, _ in times.entries()}) == MAX_SHAPES
     assert times.seconds((8, 1), 2) == 0.02
+    times.observe((8, 1), 2, 0.04)
+    assert times.seconds((8, 1), 2) == pytest.approx(0.022)
 
 
 def times(seconds: Callable[[float], float]) -> StepTimes:
@@ -293,6 +242,7 @@ def gaining(rows: float) -> float:
     return 0.02 + 0.01 * rows
 
 
+@settings(max_examples=40)
 @given(fixed=st.floats(0, 1), shares=st.lists(st.floats(0.01, 0.95), min_size=1, max_size=4), plain=st.integers(1, 4))
 def test_what_turns_cost_is_found_again(fixed: float, shares: list[float], plain: int) -> None:
     fractions, table = RowFractions(), times(gaining)
@@ -333,20 +283,6 @@ def test_turns_that_say_nothing_change_nothing() -> None:
     fractions.observe(times(gaining), SHAPE, rows=2, shares=[1.0, 1.0], seconds=0.001)
     fractions.observe(times(gaining), SHAPE, rows=2, shares=[], seconds=0.001)
     assert fractions.fraction(SHAPE, 0.2) == before
-
-
-def test_of_many_shapes_the_one_that_ran_longest_ago_is_forgotten() -> None:
-    fractions, table = RowFractions(), times(gaining)
-    for side in range(8, 8 + 40):
-        fractions.observe(table, (side, side), rows=2, shares=[0.1, 0.1], seconds=0.0)
-    assert len(fractions._fixed) == 32
-    assert (8, 8) not in fractions._fixed
-
-
-@given(rows=st.floats(1.0, 16.0))
-def test_rows_in_a_turn_are_found_again(rows: float) -> None:
-    assert rows_in(times(gaining), SHAPE, gaining(rows), most=16) == pytest.approx(rows, abs=1e-3)
-    assert rows_in(StepTimes(), SHAPE, 1.0, most=4) is None
 
 
 def test_they_are_the_same_on_the_other_side_of_a_wire_but_for_what_is_none() -> None:

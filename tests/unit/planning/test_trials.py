@@ -26,13 +26,8 @@ ROWS, MAX_ROWS = 2, 16
 WARM_UP_ROWS = (1, 2, 4, 8, 16)
 
 
-def small(rows: int) -> float:
-    """Most of a turn is there anyway: all that there are should share it."""
-    return 0.02 + 0.001 * rows
-
-
 def slow(rows: int) -> float:
-    """The same, of a larger network."""
+    """Most of a turn is there anyway: all that there are should share it."""
     return 0.2 + 0.01 * rows
 
 
@@ -48,11 +43,6 @@ def measured(cost: Cost) -> StepTimes:
         for _ in range(3):
             times.observe(SHAPE, rows, cost(rows))
     return times
-
-
-def beside_a_download(cost: Cost) -> StepTimes:
-    """Each turn of the warm-up was held up for longer than the one before."""
-    return measured(lambda rows: cost(rows) * rows)
 
 
 @dataclass(eq=False)
@@ -136,23 +126,11 @@ def run(worker: Worker, turns: int, *, clients: int) -> Sequence[int]:
 
 def test_a_gateway_gives_such_a_worker_what_it_needs_to_find_out() -> None:
     """Where turns are long, no two jobs are at a worker at once but for a moment, unless they are given for this."""
-    worker = Worker(beside_a_download(slow), slow)
+    worker = Worker(measured(lambda rows: slow(rows) * rows), slow)  # each turn was held up for longer than the last
     for _ in range(OUTDATED_TURNS + 7 * TRIAL_PAUSE_TURNS):
         turn_with_a_queue(worker, queued=8)
     assert set(worker.widths[:50]) == {1}
     assert set(worker.widths[-50:]) == {8}
-
-
-def test_a_gateway_gives_one_more_than_pays_off_only_to_be_tried() -> None:
-    worker = Worker(measured(large), large)
-    held: list[int] = []
-    for _ in range(20 * OUTDATED_TURNS):
-        turn_with_a_queue(worker, queued=8)
-        held.append(len(worker.here))
-    jobs = len(held) // 20
-    assert max(held) == 2
-    assert held.count(2) < jobs + 40, "one that is about to follow the one that runs, and now and then one to try"
-    assert 15 <= worker.widths.count(2) <= 25
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -161,23 +139,17 @@ def test_where_sharing_never_pays_few_turns_are_tried(learns: bool) -> None:
     times = measured(large)
     for _ in range(OUTDATED_TURNS):
         times.observe(SHAPE, ROWS, large(ROWS))
-    widths = run(Worker(times, large, learns=learns), 4000, clients=8)
+    widths = run(Worker(times, large, learns=learns), 2000, clients=8)
     tried = [turn for turn, width in enumerate(widths) if width > 1]
     assert all(later - earlier >= TRIAL_PAUSE_TURNS for earlier, later in pairwise(tried))
     assert set(widths) == {1, 2}
-    assert len(tried) >= 10 if learns else len(tried) == 1
+    assert len(tried) >= 5 if learns else len(tried) == 1
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    cost=st.sampled_from([small, slow]),
-    clients=st.integers(2, 8),
-    held_up=st.lists(st.floats(1, 50), min_size=5, max_size=5),
-)
-def test_whatever_was_held_up_at_the_start_all_share_a_turn_in_the_end(
-    cost: Cost, clients: int, held_up: list[float]
-) -> None:
+@settings(max_examples=6)
+@given(clients=st.integers(2, 8), held_up=st.lists(st.floats(1, 50), min_size=5, max_size=5))
+def test_whatever_was_held_up_at_the_start_all_share_a_turn_in_the_end(clients: int, held_up: list[float]) -> None:
     times = dict(zip(WARM_UP_ROWS, held_up, strict=True))
-    worker = Worker(measured(lambda rows: cost(rows) * times[rows]), cost)
+    worker = Worker(measured(lambda rows: slow(rows) * times[rows]), slow)
     run(worker, OUTDATED_TURNS + 6 * TRIAL_PAUSE_TURNS, clients=clients)
     assert set(run(worker, 50, clients=clients)) == {clients}

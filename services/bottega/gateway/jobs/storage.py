@@ -103,8 +103,7 @@ class Storage:
         follows: Whether another gateway is the scheduler, so that no list of images is kept here.
         trouble: The error for callers while nothing can be written; None while the disk works.
         changed: Set whenever `trouble` begins or ends; its only reader clears it.
-        steady: Clock by which jobs expire. It ignores changes of the machine's clock, and continues where it was before
-            a restart; images expire by one like it.
+        steady: Clock by which jobs expire. It ignores changes of the machine's clock, and goes on after a restart.
     """
 
     def __init__(
@@ -178,8 +177,7 @@ class Storage:
     def start(self, live: LiveJobs) -> None:
         """Start the upkeep task: it deletes old jobs and jobs beyond the budget, and tests a failing disk.
 
-        Args:
-            live: Yields the live jobs with their inputs, to restore a job store whose file was deleted.
+        The live jobs are for a job store whose file was deleted.
         """
         self._tasks.start(self._keep_up(live))
 
@@ -218,13 +216,9 @@ class Storage:
             if isinstance(error.__cause__, StorageUnavailable):  # its text is for the log alone
                 what, facts = "the object storage cannot be used", {**facts, "text": error.__cause__.message}
             _log.error("%s; no job is accepted until this ends", what, extra=facts)
-        # Details of damage are for the log alone.
-        public = (
-            DataLoss("the gateway's store is damaged; its operator has to repair it")
-            if isinstance(error, DataLoss)
-            else error
-        )
-        before, self.trouble = self.trouble, public
+        if isinstance(error, DataLoss):  # details of damage are for the log alone
+            error = DataLoss("the gateway's store is damaged; its operator has to repair it")
+        before, self.trouble = self.trouble, error
         if before is None:
             self.changed.set()
 
@@ -267,25 +261,18 @@ class Storage:
             raise os_errors.unavailable("too many images wait in memory for the disk", cause=os_errors.BUSY)
         self._room_bytes -= size_bytes
         try:
-            kept = [await digest(data) if data else "" for data in latents]
-            images = tuple(
-                [
-                    StoredImage(
-                        digest=await digest(data),
-                        size_bytes=len(data),
-                        latents=latents_digest,
-                        latents_bytes=len(latent),
-                    )
-                    for data, latent, latents_digest in zip(encoded, latents, kept, strict=True)
-                ]
-            )
-            names = [*(image.digest for image in images), *kept]
-            contents = [(name, data) for name, data in zip(names, (*encoded, *latents), strict=True) if name]
-            with self.images.pinned([name for name, _ in contents]):
-                for name, data in contents:
+            images: list[StoredImage] = []
+            contents: dict[str, bytes] = {}
+            for data, latent in zip(encoded, latents, strict=True):
+                name, kept = await digest(data), await digest(latent) if latent else ""
+                images.append(StoredImage(digest=name, size_bytes=len(data), latents=kept, latents_bytes=len(latent)))
+                contents |= {name: data, kept: latent}
+            contents.pop("", None)
+            with self.images.pinned(list(contents)):
+                for name, data in contents.items():
                     put = functools.partial(self.images.put, name, data, owner=tenant, job=job_id)
                     await self.retry_until_written(put)
-            return images
+            return tuple(images)
         finally:
             self._room_bytes += size_bytes
 
@@ -298,14 +285,10 @@ class Storage:
             return b""
 
     async def renew_images(self, images: Sequence[StoredImage], *, tenant: str = "", job_id: str = "") -> bool:
-        """Restart the lifetime of images and their kept latents. Return False if one of them is missing or damaged.
+        """Restart the lifetime of a tenant's images and kept latents. Return False if one is missing or damaged.
 
-        Raises NotScheduler if there are images and another gateway is the scheduler.
-
-        Args:
-            images: The images.
-            tenant: The tenant that owns them.
-            job_id: The new job that will have them; empty while nothing is decided.
+        `job_id` is the new job that will have them; "" while nothing is decided. Raises NotScheduler if there are
+        images and another gateway is the scheduler.
         """
         contents = [digest for image in images for digest in image.contents]
         if contents and self.follows:
@@ -339,8 +322,7 @@ class Storage:
         await self.jobs.open()
         await self.images.assign(await self.jobs.contents())
         if not self._steady_continued:
-            last = await self.jobs.last_end()
-            if last is not None and self.steady is self.images.steady:
+            if self.steady is self.images.steady and (last := await self.jobs.last_end()) is not None:
                 self.images.steady.go_on_from(last.steady)
             self._steady_continued = True
         self._note_clock()
@@ -409,8 +391,9 @@ class Storage:
 
     def _recovered(self) -> None:
         before, self.trouble = self.trouble, None
-        if before is not None:
-            self.changed.set()
-        if before is not None and not isinstance(before, StaleGeneration):
+        if before is None:
+            return
+        self.changed.set()
+        if not isinstance(before, StaleGeneration):
             full = isinstance(before, TooManyOpenFiles)
             _log.info("files and sockets can be opened again" if full else "jobs and images can be stored again")

@@ -161,9 +161,7 @@ class JobController:
         if jobs:
             conversion.log_restored(len(jobs), sum(map(self._recovery.is_held, kept)), seconds)
         for member in self._fleet.members():
-            if member.is_worker:
-                self._dispatcher.add_worker(member)
-                self._recovery.add_worker(member)
+            self.member_joined(member)
         for job in orphans:
             self.abandon(job, "its only caller was disconnected when the gateway restarted")
 

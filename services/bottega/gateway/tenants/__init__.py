@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bottega.clocks import Clock
 from bottega.errors import ConfigError, Unauthenticated, Unavailable
+from bottega.gateway.config import DATABASE_SCHEMES
 from bottega.gateway.jobs.store.quotas import MINUTE_S, TenantUsage, check_quotas
 from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role, caller_in
@@ -196,6 +197,25 @@ class TenantAuthenticator(KnownTenants):
                 )
             else:
                 _log.info("the file of tenants was read again", extra={"keys": len(self._known.keys)})
+
+
+def known_tenants(place: str, *, application: str, clock: Clock) -> KnownTenants | None:
+    """Return the tenants of a file or a database; None if `place` is empty, and callers need no key.
+
+    Raises ConfigError.
+
+    Args:
+        place: Path or URL.
+        application: Name that PostgreSQL shows for the connections.
+        clock: Clock of the gateway.
+    """
+    if not place:
+        return None
+    if not place.startswith(DATABASE_SCHEMES):
+        return TenantAuthenticator(Path(place), clock)
+    from bottega.gateway.tenants.database import DatabaseTenants  # it needs psycopg, which is an extra
+
+    return DatabaseTenants(place, application=application, clock=clock)
 
 
 def _known_of(tenants: Sequence[Tenant]) -> _Known:

@@ -60,6 +60,13 @@ def _job(job_id: str = "job-1", *, runs: bool = False) -> Job:
     return job
 
 
+async def _stored(folder: Path, job: Job) -> None:
+    """Store a checkpoint after five steps of the job, by a scheduler that is gone."""
+    former = Scheduler(folder)
+    await former.note(job, 5)
+    await former.checkpoints.close()
+
+
 async def test_the_next_scheduler_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     job, former = _job(runs=True), Scheduler(tmp_path)
     for steps_done in (5, 10):
@@ -75,9 +82,7 @@ async def test_the_next_scheduler_goes_on_from_the_newest_checkpoint(tmp_path: P
 async def test_a_checkpoint_made_with_another_controlnet_is_not_used(tmp_path: Path) -> None:
     job = _job(runs=True)
     job.use_controlnets(_VERSIONS, servers=())
-    former = Scheduler(tmp_path)
-    await former.note(job, 5)
-    await former.checkpoints.close()
+    await _stored(tmp_path, job)
     scheduler, again = Scheduler(tmp_path), _job()
     await scheduler.restored(again)
     again.use_controlnets({"edges": "cd" * 32}, servers=())
@@ -86,9 +91,7 @@ async def test_a_checkpoint_made_with_another_controlnet_is_not_used(tmp_path: P
 
 
 async def test_a_newer_checkpoint_of_the_worker_is_not_replaced(tmp_path: Path) -> None:
-    former = Scheduler(tmp_path)
-    await former.note(_job(runs=True), 5)
-    await former.checkpoints.close()
+    await _stored(tmp_path, _job(runs=True))
     scheduler, again = Scheduler(tmp_path), _job(runs=True)
     again.set_checkpoint(again.number, JobCheckpoint(steps_done=7, data=b"7"))
     await scheduler.restored(again)
@@ -120,9 +123,7 @@ async def test_a_sweep_leaves_checkpoints_of_live_jobs_and_young_ones(tmp_path: 
 
 
 async def test_objects_are_listed_while_jobs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    former = Scheduler(tmp_path)
-    await former.note(_job(runs=True), 5)
-    await former.checkpoints.close()
+    await _stored(tmp_path, _job(runs=True))
     scheduler, job, listed = Scheduler(tmp_path), _job(), []
     objects = scheduler.files.objects
 
@@ -147,9 +148,7 @@ async def test_a_new_scheduler_soon_deletes_checkpoints_of_ended_jobs(
     assert checkpoints._FIRST_SWEEP_S <= 600.0, "a scheduler may live for minutes"
     monkeypatch.setattr(checkpoints, "_FIRST_SWEEP_S", 0.01)
     monkeypatch.setattr(checkpoints, "_SETTLED_S", -1.0)
-    former = Scheduler(tmp_path)
-    await former.note(_job("ended", runs=True), 5)
-    await former.checkpoints.close()
+    await _stored(tmp_path, _job("ended", runs=True))
     scheduler = Scheduler(tmp_path)
     await scheduler.restored()
     await eventually(lambda: scheduler.steps() == [])

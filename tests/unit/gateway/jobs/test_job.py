@@ -91,22 +91,20 @@ def test_steps_that_run_again_are_counted() -> None:
 def test_an_ended_job_stays_as_it_is(end: str) -> None:
     job = sample_job()
     job.start_attempt("w1")
-    match end:
-        case "complete":
-            job.complete(1, (), Provenance())
-        case "fail":
-            job.fail(InternalError("x"))
-        case _:
-            job.cancel()
+    ends = {
+        "complete": lambda: job.complete(1, (), Provenance()),
+        "fail": lambda: job.fail(InternalError("x")),
+        "cancel": job.cancel,
+    }
+    assert ends[end]()
     outcome = job.outcome
     for told in (False, True):
-        assert not job.cancel()
-        assert not job.fail(InternalError("y"))
-        assert not job.complete(1, (), Provenance())
+        assert not any(other() for other in ends.values())
         assert not job.requeue_lost(1)
         assert not job.adopt_attempt("w2", 7)
         assert (job.outcome, job.live) == (outcome, not told)
         publish_end(job)
+    assert isinstance(job.error, JobCancelled) == (end == "cancel")
 
 
 def test_a_death_counts_against_a_job_only_where_it_was_alone() -> None:
@@ -145,14 +143,6 @@ def test_a_job_is_quarantined_until_it_is_further_than_it_was_and_the_second_tim
     job.set_steps_done(4, 10)
     was.append(job.quarantined)
     assert was == [False, True, True, False, True]
-
-
-def test_a_cancelled_job_says_so() -> None:
-    job = sample_job()
-    job.cancel()
-    publish_end(job)
-    assert job.state == image_pb2.JOB_STATE_CANCELLED
-    assert isinstance(job.error, JobCancelled)
 
 
 def test_previews_of_no_image_of_the_job_are_ignored() -> None:

@@ -9,7 +9,7 @@ from tests.samples.jobs import sample_job
 
 # Workers that change between two decisions, as many in both fleets.
 _CHANGED = 10
-_ROUNDS = 30
+_ROUNDS = 12
 
 
 async def test_a_decision_among_1000_workers_costs_at_most_5_of_those_of_100() -> None:

@@ -1,7 +1,6 @@
 """Whatever is lost, doubled, delayed, killed or frozen: every job ends once, and for a reason.
 
-The gateway's own rules, fleet, queue and dispatcher face simulated workers that hold their attempts as real ones do,
-and ControlNet servers that come and go under some of them.
+The gateway's own rules, fleet, queue and dispatcher face simulated workers that hold their attempts as real ones do.
 Hypothesis chooses what happens on the wire and who dies; the clock is turned by hand. At the end messages flow
 again, and everything must come to its end.
 """
@@ -9,11 +8,9 @@ again, and everything must come to its end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -27,7 +24,6 @@ from bottega.errors import (
     BottegaError,
     InvalidRequest,
     JobCancelled,
-    NoControlNet,
     Poisoned,
     StaleAttempt,
     StorageUnavailable,
@@ -56,13 +52,11 @@ from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples import controlnet_hosts
 from tests.samples.jobs import sample_job
-from tests.support.addon_messages import placements
 
 STEPS = 10
 MOST_JOBS = 6
 MOST_PILLS = 2
 WORKERS = ("w1", "w2")
-SERVERS = ("s1", "s2")
 # Rounds in which everything flows, until everything must have ended: each gives every job some steps.
 MOST_ROUNDS = 400
 # In which anything that is called must have returned, on a busy machine too.
@@ -93,7 +87,6 @@ class Process:
         self.name, self.address = name, address
         self.attempts = Attempts(max_attempts=8, result_grace_s=30, result_bytes=1 << 20, clock=lambda: time.now)
         self.engine: dict[AttemptKey, int] = {}
-        self.hosts: dict[AttemptKey, list[str]] = {}
         self.member: Member | None = None
         self.alive, self.frozen = True, False
 
@@ -123,8 +116,6 @@ class Process:
             self.drop(earlier, StaleAttempt("superseded"))
         attempt = self.attempts.add(key)
         self.engine[key] = int(request.checkpoint or b"0")
-        if request.spec.controlnets:
-            self.hosts[key] = [server.name for hosts in placements(request.addons) for server in hosts.servers]
         attempt.start(StartedEvent(steps_total=STEPS, steps_resumed=self.engine[key]))
         return attempt
 
@@ -195,7 +186,6 @@ class Wire(Shop):
         self.calls: list[Call] = []
         self.cancels: list[tuple[Process, AttemptKey]] = []
         self.numbers: dict[str, list[int]] = {}
-        self.here: dict[str, Member] = {}
         self.followers: set[asyncio.Task[None]] = set()
 
     def boot(self, name: str) -> None:
@@ -214,18 +204,6 @@ class Wire(Shop):
                 assert holder.registration.address != process.address
                 return
         self.fleet.report(process.member, process.load())
-
-    def serve(self, name: str) -> None:
-        """A ControlNet server reports, and joins where it has not."""
-        member = self.here.get(name)
-        if member is None or not member.connected:
-            member = self.here[name] = self.fleet.join(controlnet_hosts.server(name, port=100 + SERVERS.index(name)))
-        self.fleet.report(member, controlnet_hosts.load(controlnet_hosts.net("edges")))
-
-    def withdraw(self, name: str) -> None:
-        member = self.here.pop(name, None)
-        if member is not None:
-            self.fleet.leave(member, member.stream)
 
     def leave(self, process: Process) -> None:
         if process.member is not None:
@@ -298,7 +276,6 @@ class Lifecycle(RuleBasedStateMachine):
     """The rules are what may happen."""
 
     workers: ClassVar[st.SearchStrategy[str]] = st.sampled_from(WORKERS)
-    servers: ClassVar[st.SearchStrategy[str]] = st.sampled_from(SERVERS)
     places: ClassVar[st.SearchStrategy[int]] = st.integers(0, 50)
 
     def __init__(self) -> None:
@@ -341,20 +318,19 @@ class Lifecycle(RuleBasedStateMachine):
 
     @initialize(both=st.booleans(), pill=st.integers(1, STEPS))
     def begin(self, both: bool, pill: int) -> None:
-        """Three jobs, one of them a poison pill and one with a ControlNet, and one worker or two."""
-        self.do(self._call(self.wire.serve, SERVERS[0]))
+        """Three jobs, one of them a poison pill, and one worker or two."""
         for name in WORKERS:
             self.do(self._boot(name))
         if not both:
             self.kill(WORKERS[0], noticed=True)
-        for each, controlled in ((None, False), (pill, False), (None, True)):
-            self.submit(each, controlled)
+        for each in (None, pill, None):
+            self.submit(each)
 
-    @rule(pill=st.none() | st.integers(1, STEPS), controlled=st.booleans())
-    def submit(self, pill: int | None, controlled: bool) -> None:
+    @rule(pill=st.none() | st.integers(1, STEPS))
+    def submit(self, pill: int | None) -> None:
         if len(self.jobs) == MOST_JOBS or not self.writable:
             return
-        job = sample_job(self.wire.time, controlnets=["edges"] if controlled else [])
+        job = sample_job(self.wire.time)
         if pill is not None and len(self.pills) < MOST_PILLS:
             self.pills[job.job_id] = pill
         self.jobs.append(job)
@@ -370,15 +346,6 @@ class Lifecycle(RuleBasedStateMachine):
         for _ in range(times):
             for call in list(self.wire.calls):
                 self.do(self._call(self.wire.deliver, call))
-
-    @rule(place=places)
-    def ask_twice(self, place: int) -> None:
-        """The same RunAttempt again: it attaches to what runs or has ended."""
-        if self.wire.calls:
-            call = self.wire.calls[place % len(self.wire.calls)]
-            if call.process.works:
-                with contextlib.suppress(BottegaError):
-                    self.do(self._call(call.process.run, call.request))
 
     @rule(place=places)
     def break_call(self, place: int) -> None:
@@ -422,19 +389,6 @@ class Lifecycle(RuleBasedStateMachine):
             if noticed:
                 self.do(self._call(self.wire.leave, process))
 
-    @rule(name=servers, here=st.booleans())
-    def serve(self, name: str, here: bool) -> None:
-        """A ControlNet server comes, speaks, or goes: with it all sessions, whatever runs at workers."""
-        self.do(self._call(self.wire.serve if here else self.wire.withdraw, name))
-
-    @rule(times=st.integers(1, 3))
-    def no_server_is_there(self, times: int) -> None:
-        for name in SERVERS:
-            self.serve(name, here=False)
-        for name in WORKERS:
-            self.step(name, times)
-        self.deliver_all(times=4)
-
     @rule(name=workers)
     def restart(self, name: str) -> None:
         if not self.wire.processes[name].alive:
@@ -453,10 +407,6 @@ class Lifecycle(RuleBasedStateMachine):
         self.wire.cancels.clear()
         self.do(self._call(self.wire.open))
         self._look_up()
-        for name in list(self.wire.here):
-            del self.wire.here[name]
-            if noticed:
-                self.do(self._call(self.wire.serve, name))
         for process in self.wire.processes.values():
             process.member = None
             if noticed and process.works:
@@ -544,17 +494,6 @@ class Lifecycle(RuleBasedStateMachine):
         }
 
     @invariant()
-    def what_is_given_to_servers_is_at_workers(self) -> None:
-        attempts = self.wire.dispatcher._attempts
-        releases = {job_id: attempt.releases for job_id, attempt in attempts.items() if attempt.releases}
-        assert releases.keys() == {job.job_id for job in self.jobs if job.controlnets and job.job_id in attempts}
-        given = [release.args[0] for each in releases.values() for release in each if isinstance(release, partial)]
-        sessions = Counter(session for each in given for session in each)
-        assert self.wire.controlnets._loads.assigned == sessions
-        for name, member in self.wire.here.items():
-            assert self.wire.controlnets._loads.sessions(member).get("edges", 0) == sessions[name, "edges"]
-
-    @invariant()
     def quarantined_jobs_are_exclusive(self) -> None:
         # What only waits for its outcome to be stored has left its worker.
         at_workers = self.wire.dispatcher._attempts
@@ -613,8 +552,6 @@ class Lifecycle(RuleBasedStateMachine):
             assert isinstance(job.error, Poisoned)
 
     def _flow(self) -> None:
-        for name in SERVERS:
-            self.do(self._call(self.wire.serve, name))
         for name, process in list(self.wire.processes.items()):
             process.frozen = False
             if not process.alive:
@@ -662,10 +599,6 @@ class Lifecycle(RuleBasedStateMachine):
         for key in list(process.engine):
             attempt = process.attempts.find(key)
             assert attempt is not None
-            if key in process.hosts and not self._is_served(process.hosts[key]):
-                del process.engine[key]
-                attempt.fail(NoControlNet("no server", metadata={"servers": ",".join(process.hosts[key])}), Trace())
-                continue
             steps = process.engine[key] = process.engine[key] + 1
             if self.pills.get(key.job_id) == steps:
                 held = process.lose_engine()
@@ -678,10 +611,6 @@ class Lifecycle(RuleBasedStateMachine):
                 del process.engine[key]
                 attempt.add_picture(PictureEvent(index=0, data=b"picture"))
                 attempt.complete(Provenance(worker=process.name), Trace())
-
-    def _is_served(self, hosts: Sequence[str]) -> bool:
-        """Whether one of these servers is there, as a worker finds out by itself."""
-        return any(name in self.wire.here and self.wire.here[name].connected for name in hosts)
 
     async def _drop_followers(self) -> None:
         for task in self.wire.followers:
@@ -703,7 +632,7 @@ def _all_of(job: Job) -> tuple[object, ...]:
 
 
 Lifecycle.TestCase.settings = settings(
-    max_examples=30,
+    max_examples=20,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

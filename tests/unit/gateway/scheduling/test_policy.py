@@ -91,6 +91,7 @@ def test_a_group_is_never_wider_than_the_worker_takes() -> None:
 def test_a_job_is_bound_while_the_last_turn_of_the_one_before_runs() -> None:
     assert _pairs(_line(2), [_worker("w1", _request(1))]) == [("j0", "w1")]
     assert _pairs(_line(2), [_worker("w1", _request(1), _request(30))]) == []
+    assert _pairs(_line(1), [replace(_worker("w1", _request(1)), due_s=(-1.0,))]) == [("j0", "w1")], "it is late"
 
 
 # A second's work beside two seconds' of another: together both take three, and the long one ends half a second later.
@@ -131,11 +132,6 @@ def test_a_job_that_waits_for_one_that_would_be_late_is_told_so() -> None:
         assert forecast([_SHORT.request], [replace(_worker("w1", _LONG), due_s=(due_s,))]) == [
             pytest.approx(end_s + 0.1)
         ]
-
-
-def test_a_job_is_bound_while_the_last_turn_of_a_late_one_runs() -> None:
-    worker = replace(_worker("w1", _request(1)), due_s=(-1.0,))
-    assert _pairs([_SHORT], [worker]) == [("short", "w1")]
 
 
 def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
@@ -243,12 +239,6 @@ def test_of_two_workers_as_busy_the_one_gets_an_edit_at_which_it_computes_less()
     assert _pairs([loads], workers) == [("e", "w1")], "where loading takes longer than it saves"
 
 
-def test_what_a_job_has_to_load_is_in_its_estimate() -> None:
-    job = PendingJob(job_id="e", request=_request(), load_s={"w1": 1.5})
-    (assignment,) = _assign([job], [_worker("w1")])
-    assert assignment.estimate_s == pytest.approx(30 * 0.1 + 0.1 + 1.5)
-
-
 def test_edits_share_a_turn_where_whole_pictures_do_not() -> None:
     """Up to two rows a turn costs the same; beyond that each row costs as much as a turn."""
     times = StepTimes.from_entries((SHAPE, rows, max(1.0, rows - 1.0)) for rows in (1, 2, 4, 8, 16))
@@ -281,10 +271,6 @@ def test_of_many_workers_the_idle_one_is_found() -> None:
 def test_estimates_say_when_each_waiting_job_ends() -> None:
     assert forecast([_request()] * 2, [_worker("w1", _request(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
     assert forecast([_request()] * 2, [_worker("w1"), _worker("w2")]) == pytest.approx([3.1, 3.1])
-
-
-def test_the_estimate_of_an_assignment_is_its_completion() -> None:
-    assert _assign(_line(1), [_worker("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
 
 
 def test_a_group_is_as_wide_as_pays_off_for_the_jobs_that_wait_behind_the_next_one() -> None:
@@ -366,22 +352,16 @@ def _claims(shares: RunningShares, tenant: str) -> int:
     return next(count for count in range(100) if not shares.claim(tenant))
 
 
-def test_a_tenant_alone_has_no_share_to_claim() -> None:
-    assert not RunningShares({}, ("",), _EQUAL).claim("")
-    assert not RunningShares({"a": 3}, ("a",), _EQUAL).claim("a")
-
-
-@pytest.mark.parametrize(("running", "more"), [(1, 1), (2, 2), (10, 10)])
-def test_of_equal_tenants_each_may_have_as_much_as_the_other(running: int, more: int) -> None:
-    shares = RunningShares({"flood": running}, ("flood", "one"), _EQUAL)
-    assert not shares.claim("flood")
-    assert _claims(shares, "one") == more
-
-
-def test_shares_are_by_weight_and_of_those_alone_who_have_jobs() -> None:
+def test_each_tenant_may_have_as_much_as_the_others_by_weight() -> None:
+    assert _claims(RunningShares({}, ("",), _EQUAL), "") == 0, "alone it has no share to claim"
+    assert _claims(RunningShares({"a": 3}, ("a",), _EQUAL), "a") == 0
+    for running in (1, 10):
+        shares = RunningShares({"flood": running}, ("flood", "one"), _EQUAL)
+        assert not shares.claim("flood")
+        assert _claims(shares, "one") == running
     assert _claims(RunningShares({"light": 2}, ("heavy",), _WEIGHTS.__getitem__), "heavy") == 6
     assert _claims(RunningShares({"heavy": 6}, ("light",), _WEIGHTS.__getitem__), "light") == 2
-    assert not RunningShares({"heavy": 2}, ("light",), _WEIGHTS.__getitem__).claim("light")
+    assert _claims(RunningShares({"heavy": 2}, ("light",), _WEIGHTS.__getitem__), "light") == 0
 
 
 def test_no_more_of_a_tenant_begins_than_may_run() -> None:

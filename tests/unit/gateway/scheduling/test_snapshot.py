@@ -43,19 +43,17 @@ def test_the_work_of_a_job_is_counted_in_evaluations_of_the_network() -> None:
     assert (plain.steps, _request_for(job, steps_left=10, share=1.0, slowdown=1.0).steps) == (10, 19)
 
 
-async def test_the_next_job_is_expected_to_take_what_controlnets_added_to_the_last() -> None:
-    shop = Shop()
+async def test_the_next_job_is_expected_to_take_what_controlnets_added_to_the_last(shop: Shop) -> None:
     shop.worker()
     shop.fleet.report(shop.fleet.join(server("s1")), load(net("edges")))
     edges = sample_job(shop.time, controlnets=["edges"])
     await shop.complete(shop.take(edges), plain_s=1.0, controlnets_s=0.5)
     requests = [shop.controller._snapshot.resource_request(job) for job in (edges, sample_job(shop.time))]
     assert [request.slowdown for request in requests] == pytest.approx([1.5, 1.0], rel=0.02)
-    await shop.stop()
 
 
-async def test_cached_states_lead_to_the_choices_of_a_new_look_at_all_workers() -> None:
-    shop, chance = Shop(), random.Random("states")
+async def test_cached_states_lead_to_the_choices_of_a_new_look_at_all_workers(shop: Shop) -> None:
+    chance = random.Random("states")
     members = [shop.worker(f"w{number}") for number in range(24)]
     controller = shop.controller
     for _ in range(60):
@@ -72,4 +70,3 @@ async def test_cached_states_lead_to_the_choices_of_a_new_look_at_all_workers() 
         assert [each.load_s for each in cached_states] == [each.load_s for each in new_states]
         line = [PendingJob(job_id=str(steps), request=PLAIN._replace(steps=steps)) for steps in (5, 30, 10)]
         assert assign(line, cached_states, waiting=len(line)) == assign(line, new_states, waiting=len(line))
-    await shop.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -50,8 +50,10 @@ def eligible(roles: StageRoles, job: Job, *workers: Member) -> set[str]:
 
 
 @pytest.fixture
-def shop() -> Shop:
-    return Shop(model_grace_s=GRACE_S)
+async def shop() -> AsyncIterator[Shop]:
+    shop = Shop(model_grace_s=GRACE_S)
+    yield shop
+    await shop.stop()
 
 
 @pytest.fixture
@@ -71,7 +73,6 @@ async def test_a_worker_that_lacks_a_stage_waits_for_its_role(shop: Shop, roles:
     assert eligible(roles, job, whole, part) == {"whole", "part"}
     shop.fleet.report(decoder, fleet_pb2.Load(draining=True))
     assert eligible(roles, job, whole, part) == {"whole"}
-    await shop.stop()
 
 
 async def test_jobs_that_change_text_encoders_go_to_workers_that_have_them(shop: Shop, roles: StageRoles) -> None:
@@ -84,7 +85,6 @@ async def test_jobs_that_change_text_encoders_go_to_workers_that_have_them(shop:
     for job in (lora_job(shop), edit):
         assert eligible(roles, job, whole, part, undecoding) == {"whole", "undecoding"}
     assert eligible(roles, sample_job(shop.time), whole, part) == {"whole", "part"}
-    await shop.stop()
 
 
 def wait(shop: Shop, roles: StageRoles, job: Job, seconds: float) -> NoWorker | None:
@@ -113,7 +113,6 @@ async def test_a_job_that_no_worker_may_get_fails_after_the_grace(shop: Shop, ro
     error = wait(shop, roles, with_lora, GRACE_S + 2)
     assert error is not None
     assert "LoRAs, embeddings and masks need a worker with the role encode, which part lacks" in error.message
-    await shop.stop()
 
 
 async def test_each_outage_of_a_role_has_its_own_grace(shop: Shop, roles: StageRoles) -> None:
@@ -125,7 +124,6 @@ async def test_each_outage_of_a_role_has_its_own_grace(shop: Shop, roles: StageR
     shop.fleet.leave(decoder, decoder.stream)
     assert wait(shop, roles, job, GRACE_S - 1) is None
     assert wait(shop, roles, job, 2.0) is not None
-    await shop.stop()
 
 
 async def test_jobs_wait_for_a_role_that_is_starting(shop: Shop, roles: StageRoles) -> None:
@@ -136,7 +134,6 @@ async def test_jobs_wait_for_a_role_that_is_starting(shop: Shop, roles: StageRol
     assert wait(shop, roles, job, 20 * GRACE_S) is None
     shop.fleet.leave(starting, starting.stream)
     assert wait(shop, roles, job, 1.0) is not None, "a worker that ends in its start does not begin a new grace"
-    await shop.stop()
 
 
 async def test_jobs_wait_twice_as_long_as_a_role_takes_to_start(shop: Shop, roles: StageRoles) -> None:
@@ -148,7 +145,6 @@ async def test_jobs_wait_twice_as_long_as_a_role_takes_to_start(shop: Shop, role
     job = sample_job(shop.time)
     assert wait(shop, roles, job, 199) is None
     assert wait(shop, roles, job, 3) is not None
-    await shop.stop()
 
 
 async def test_a_model_takes_no_larger_pictures_than_its_decoders(shop: Shop) -> None:
@@ -159,7 +155,6 @@ async def test_a_model_takes_no_larger_pictures_than_its_decoders(shop: Shop) ->
     assert shop.fleet.resolve("m").max_pixels == 1024
     shop.fleet.leave(small, small.stream)
     assert shop.fleet.resolve("m").max_pixels == 4096
-    await shop.stop()
 
 
 async def test_the_queue_schedules_a_job_when_its_role_has_joined(shop: Shop) -> None:
@@ -169,7 +164,6 @@ async def test_the_queue_schedules_a_job_when_its_role_has_joined(shop: Shop) ->
     member(shop, "dec", kinds.DECODE)
     shop.controller.scheduler.schedule("m")
     assert shop.running(worker) == [job]
-    await shop.stop()
 
 
 async def test_a_stage_worker_joins_again_when_its_model_is_loaded(shop: Shop) -> None:
@@ -182,4 +176,3 @@ async def test_a_stage_worker_joins_again_when_its_model_is_loaded(shop: Shop) -
     joined = shop.fleet.join(ready)
     assert not joined.is_starting
     assert not joined.serves("m"), "it gets no jobs"
-    await shop.stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import ConfigDict
 
@@ -181,7 +181,9 @@ class JobRecord:
         """Return the record of the job as completed, or None if `attempt` is not the running attempt."""
         if self.state != image_pb2.JOB_STATE_RUNNING or attempt != self.attempt:
             return None
-        return self._completed(images, provenance, end, result_key)
+        return self._end(
+            image_pb2.JOB_STATE_COMPLETED, end, images=images, provenance=provenance, result_key=result_key
+        )
 
     def answered(
         self, *, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime, result_key: str
@@ -189,30 +191,26 @@ class JobRecord:
         """Return the record of a new job as completed with the result of an identical job."""
         assert self.live
         assert self.sequence == 0
-        return self._completed(images, provenance, end, result_key)
+        return self._end(
+            image_pb2.JOB_STATE_COMPLETED, end, images=images, provenance=provenance, result_key=result_key
+        )
 
     def failed(self, *, error: bytes, end: EndTime, steps_done: int = 0) -> JobRecord | None:
         """Return the record of the job as failed, or None if it has ended already."""
-        ended = self._ended(image_pb2.JOB_STATE_FAILED, end)
-        return replace(ended, error=error, steps_done=steps_done) if self.live else None
+        ended = self._end(image_pb2.JOB_STATE_FAILED, end, error=error, steps_done=steps_done)
+        return ended if self.live else None
 
     def cancelled(self, *, error: bytes, end: EndTime, spec: bytes, steps_done: int = 0) -> JobRecord | None:
         """Return the record of the job as cancelled, with a shortened `spec`, or None if it has ended already."""
-        ended = self._ended(image_pb2.JOB_STATE_CANCELLED, end)
-        return replace(ended, error=error, spec=spec, steps_done=steps_done) if self.live else None
+        ended = self._end(image_pb2.JOB_STATE_CANCELLED, end, error=error, spec=spec, steps_done=steps_done)
+        return ended if self.live else None
 
     def is_replaced_by(self, other: JobRecord, *, replaces: str) -> bool:
         """Return whether a new job of the same tenant may take over the request_id of this ended job."""
         return self.state in _REPLACEABLE and replaces == self.job_id != other.job_id
 
-    def _completed(
-        self, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime, result_key: str
-    ) -> JobRecord:
-        ended = self._ended(image_pb2.JOB_STATE_COMPLETED, end)
-        return replace(ended, images=images, provenance=provenance, result_key=result_key)
-
-    def _ended(self, state: JobState.ValueType, end: EndTime) -> JobRecord:
-        return replace(self, state=state, ended_wall=end.wall, ended_steady=end.steady)
+    def _end(self, state: JobState.ValueType, end: EndTime, **results: Any) -> JobRecord:
+        return replace(self, state=state, ended_wall=end.wall, ended_steady=end.steady, **results)
 
 
 Change = Callable[[JobRecord], JobRecord | None]
@@ -234,11 +232,8 @@ class StaleGeneration(StorageUnavailable):
     """`cause` in its metadata, by which other gateways recognize it."""
 
     def __init__(self, generation: int) -> None:
-        super().__init__(
-            "another gateway is the scheduler now",
-            metadata={"cause": self.CAUSE, "generation": str(generation)},
-            retry_after_s=1.0,
-        )
+        metadata = {"cause": self.CAUSE, "generation": str(generation)}
+        super().__init__("another gateway is the scheduler now", metadata=metadata, retry_after_s=1.0)
 
 
 class NotAdded(StorageUnavailable):
@@ -363,9 +358,7 @@ class JobStore(Protocol):
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
         """Return the number of jobs and bytes of a tenant in the store.
 
-        Args:
-            tenant: The tenant.
-            now_wall: The current Unix time in seconds, from which the start of the day is computed.
+        The day begins as that of the Unix time `now_wall`, in seconds.
         """
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:

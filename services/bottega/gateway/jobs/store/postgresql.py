@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from bottega.clocks import SharedClock
 from bottega.errors import ConfigError, StorageUnavailable
@@ -47,6 +47,8 @@ _COUNTED_S = 30.0
 # Share of `max_jobs` by which there may be too many, so that a full store does not count after each new job.
 _BEYOND_SHARE = 0.01
 _MANY = "many jobs of the tenant are being stored"
+
+ResultT = TypeVar("ResultT")
 
 
 class PostgresJobStore:
@@ -221,37 +223,31 @@ class PostgresJobStore:
 
     async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:
         """Return whether a job was deleted."""
-        async with self._read() as connection:
-            return await sql.deleted_contents(connection, job_id, tenant) is not None
+        return await self._ask(sql.deleted_contents, job_id, tenant) is not None
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         """Read the job with this ID."""
         whose = [] if tenant is None else [tenant]
-        query = f"SELECT {sql.ALL} FROM jobs WHERE job_id = %s" + " AND tenant = %s" * len(whose)
-        found = await self._list(query, job_id, *whose)
+        found = await self._list("jobs WHERE job_id = %s" + " AND tenant = %s" * len(whose), job_id, *whose)
         return found[0] if found else None
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
         """Read the newest job with a tenant's request_id."""
-        async with self._read() as connection:
-            return await sql.of_request(connection, request_id, tenant)
+        return await self._ask(sql.of_request, request_id, tenant)
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
         """Count the jobs and bytes of a tenant."""
-        async with self._read() as connection:
-            return await sql.usage_of(connection, tenant, now_wall=now_wall)
+        return await self._ask(sql.usage_of, tenant, now_wall=now_wall)
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Read the newest jobs with a result key."""
         where = "result_key = %s AND result_key <> ''"
-        return await self._list(
-            f"SELECT {sql.ALL} FROM jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", result_key, limit
-        )
+        return await self._list(f"jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", result_key, limit)
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
         """Read the newest jobs that keep latents of an image."""
         query = (
-            f"SELECT {sql.ALL} FROM contents JOIN jobs USING (sequence) "
+            "contents JOIN jobs USING (sequence) "
             "WHERE contents.tenant = %s AND digest = %s AND has_latents ORDER BY jobs.sequence DESC LIMIT %s"
         )
         return await self._list(query, tenant, digest, limit)
@@ -259,29 +255,26 @@ class PostgresJobStore:
     async def inputs(self, job_id: str) -> bytes:
         """Read the inputs of a live job."""
         query = "SELECT data FROM inputs JOIN jobs USING (sequence) WHERE job_id = %s"
-        async with self._read() as connection:
-            rows = await rows_of(connection, query, (job_id,))
+        rows = await self._ask(rows_of, query, (job_id,))
         return bytes(rows[0][0]) if rows else b""
 
     async def last_end(self) -> EndTime | None:
         """Read the latest end of a job."""
-        query = "WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 1"
-        async with self._read() as connection:
-            rows = await rows_of(connection, f"SELECT ended_wall, ended_steady FROM jobs {query}")
+        latest = "WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 1"
+        rows = await self._ask(rows_of, f"SELECT ended_wall, ended_steady FROM jobs {latest}")
         return EndTime(wall=rows[0][0], steady=rows[0][1]) if rows else None
 
     async def live(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
         """Read all live jobs, or those with these IDs."""
         which = [] if job_ids is None else [list(job_ids)]
-        query = f"SELECT {sql.ALL} FROM jobs WHERE ended_wall IS NULL" + " AND job_id = ANY(%s)" * len(which)
-        return await self._list(f"{query} ORDER BY sequence", *which)
+        where = "ended_wall IS NULL" + " AND job_id = ANY(%s)" * len(which)
+        return await self._list(f"jobs WHERE {where} ORDER BY sequence", *which)
 
     async def contents(self) -> dict[str, set[str]]:
         """Read the owners of all images."""
         owners: dict[str, set[str]] = {}
-        async with self._read() as connection:
-            for digest, tenant in await rows_of(connection, "SELECT digest, tenant FROM contents"):
-                owners.setdefault(digest, set()).add(tenant)
+        for digest, tenant in await self._ask(rows_of, "SELECT digest, tenant FROM contents"):
+            owners.setdefault(digest, set()).add(tenant)
         return owners
 
     async def page(
@@ -296,19 +289,16 @@ class PostgresJobStore:
             "state = ANY(%s)": [int(state) for state in wanted.states] or None,
         }
         given = {condition: value for condition, value in limits.items() if value is not None}
-        query = f"SELECT {sql.ALL} FROM jobs WHERE {' AND '.join(given)} ORDER BY sequence DESC LIMIT %s"
-        return await self._list(query, *given.values(), size)
+        where = " AND ".join(given)
+        return await self._list(f"jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", *given.values(), size)
 
     async def every(self, *, after: int, limit: int) -> list[JobRecord]:
         """Read the first jobs of all tenants with sequence numbers above `after`."""
-        return await self._list(
-            f"SELECT {sql.ALL} FROM jobs WHERE sequence > %s ORDER BY sequence LIMIT %s", after, limit
-        )
+        return await self._list("jobs WHERE sequence > %s ORDER BY sequence LIMIT %s", after, limit)
 
     async def removed(self) -> RemovedJobs:
         """Read the deletions and the counts of the days."""
-        async with self._read() as connection:
-            return await sql.removed(connection)
+        return await self._ask(sql.removed)
 
     async def remember(self, removed: RemovedJobs) -> None:
         """Remember deletions and counts of another store, unless they are known."""
@@ -317,9 +307,8 @@ class PostgresJobStore:
 
     async def newest_generation(self) -> int:
         """Read the number of the last start of a gateway."""
-        async with self._read() as connection:
-            ((number,),) = await rows_of(connection, "SELECT last_value FROM job_generation")
-            return int(number)
+        ((number,),) = await self._ask(rows_of, "SELECT last_value FROM job_generation")
+        return int(number)
 
     async def raise_generation(self, least: int) -> None:
         """Let the next start of a gateway have a number above `least`. No gateway may be starting."""
@@ -379,8 +368,7 @@ class PostgresJobStore:
                 # The lock lets the holder extend its lease, but makes a take-over wait for this transaction.
                 query += " FROM scheduler_lease WHERE (generation, address) = (%s, %s) FOR KEY SHARE"
             if fence is not None or alone_for is not None:
-                waiting = contextlib.nullcontext() if alone_for is None else busy_if_locked(_MANY)
-                with waiting:
+                with contextlib.nullcontext() if alone_for is None else busy_if_locked(_MANY):
                     rows = await rows_of(connection, query, (*values, *(fence or ())))
                 if fence is not None and not rows:
                     raise StaleGeneration(fence[0])
@@ -394,9 +382,13 @@ class PostgresJobStore:
         async with self._database.connection() as connection:
             yield connection
 
-    async def _list(self, query: str, *parameters: Any) -> list[JobRecord]:
+    async def _ask(self, read: Callable[..., Awaitable[ResultT]], *args: Any, **options: Any) -> ResultT:
         async with self._read() as connection:
-            return await sql.records_of(connection, query, *parameters)
+            return await read(connection, *args, **options)
+
+    async def _list(self, where: str, *parameters: Any) -> list[JobRecord]:
+        """Return the jobs of a query, of which this is the part after FROM."""
+        return await self._ask(sql.records_of, f"SELECT {sql.ALL} FROM {where}", *parameters)
 
     async def _follow_clock(self) -> None:
         began = time.monotonic()
