@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bottega.errors import DeadlineUnmeetable, InvalidRequest, QueueFull, Violation
+from bottega.errors import DeadlinePassed, DeadlineUnmeetable, InvalidRequest, QueueFull, Violation
 from bottega.http.errors import error_response, public_field
 from bottega.http.limits import PeerLimit
 
 
 def test_an_answer_has_the_status_of_its_error_and_says_whether_to_retry() -> None:
     for error, status, retry in (
-        (DeadlineUnmeetable("too late", metadata={"estimate_s": "7.2"}), 504, ("8", "true")),
+        (DeadlinePassed("too late"), 504, (None, "false")),
+        (DeadlineUnmeetable("too late", metadata={"estimate_s": "7.2"}), 429, ("8", "true")),
         (QueueFull("full", retry_after_s=0.4), 429, ("1", "true")),
         (InvalidRequest("no", violations=[Violation(field="spec.seed", description="no")]), 400, (None, "false")),
     ):

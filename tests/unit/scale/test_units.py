@@ -106,47 +106,46 @@ async def test_what_is_wrong_with_systemd_is_told_by_its_name_and_in_its_words(s
         await SystemdUnits("/nowhere/systemctl").states([A])
 
 
-def plan(code: str) -> ProcessPlan:
-    return ProcessPlan(name="a", argv=(sys.executable, "-c", code))
+def plan(code: str, *arguments: str) -> ProcessPlan:
+    return ProcessPlan(name="a", argv=(sys.executable, "-c", code, *arguments))
 
 
-SERVES = "import sys, json; print(json.dumps({'event': 'serving', 'address': 'x'}), flush=True); sys.stdin.read()"
+# It serves and ends when the test allows it by a file in its folder.
+CHILD = """
+import json, pathlib, signal, sys, time
+def wait_for(name):
+    while not pathlib.Path(sys.argv[1], name).exists():
+        time.sleep(0.01)
+def drain(*_):
+    wait_for("end")
+    pathlib.Path(sys.argv[1], "drained").touch()
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, drain)
+wait_for("serve")
+print(json.dumps({"event": "serving", "address": "x"}), flush=True)
+while True:
+    signal.pause()
+"""
 
 
-async def test_child_processes_start_serve_and_stop(tmp_path: Path) -> None:
-    units = ProcessUnits({A: plan(SERVES)}, tmp_path)
+async def test_a_child_process_that_drains_is_not_killed(tmp_path: Path) -> None:
+    units = ProcessUnits({A: plan(CHILD, str(tmp_path))}, tmp_path)
     assert await units.states([A]) == {A: UnitState.STOPPED}
     await units.start(A)
     assert await units.states([A]) == {A: UnitState.STARTING}
+    (tmp_path / "serve").touch()
     await eventually(lambda: _is(units, UnitState.READY))
     await units.stop(A)
     assert await units.states([A]) == {A: UnitState.STOPPING}
+    (tmp_path / "end").touch()
     await eventually(lambda: _is(units, UnitState.STOPPED))
+    assert (tmp_path / "drained").exists()
     await units.start(A)
     await eventually(lambda: _is(units, UnitState.READY))
     await units.close()
     assert await units.states([A]) == {A: UnitState.STOPPED}
-    assert not running()
-
-
-async def test_a_child_process_that_drains_is_not_killed(tmp_path: Path) -> None:
-    drains = f"""
-import json, pathlib, signal, time
-def drain(*_):
-    time.sleep(0.3)
-    pathlib.Path({str(tmp_path / "drained")!r}).touch()
-    raise SystemExit(0)
-signal.signal(signal.SIGTERM, drain)
-print(json.dumps({{"event": "serving", "address": "x"}}), flush=True)
-while True:
-    signal.pause()
-"""
-    units = ProcessUnits({A: plan(drains)}, tmp_path)
-    await units.start(A)
-    await eventually(lambda: _is(units, UnitState.READY))
-    await units.stop(A)
-    await eventually(lambda: _is(units, UnitState.STOPPED))
-    assert (tmp_path / "drained").exists()
+    children = psutil.Process().children(recursive=True)
+    assert not [process.pid for process in children if str(tmp_path) in process.cmdline()]
 
 
 async def test_a_child_process_that_cannot_start_has_failed(tmp_path: Path) -> None:
@@ -159,8 +158,3 @@ async def test_a_child_process_that_cannot_start_has_failed(tmp_path: Path) -> N
 
 async def _is(units: ProcessUnits, state: UnitState) -> bool:
     return (await units.states([A]))[A] is state
-
-
-def running() -> list[int]:
-    """Return the processes that run the code of the child."""
-    return [process.pid for process in psutil.Process().children(recursive=True) if SERVES in process.cmdline()]

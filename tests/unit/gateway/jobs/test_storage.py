@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import time
 from collections.abc import AsyncIterator
@@ -74,14 +75,21 @@ async def _no_jobs() -> AsyncIterator[tuple[JobRecord, bytes]]:
         yield job
 
 
-@pytest.fixture
-async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
-    images = FailingImages(tmp_path / "images", budget_bytes=1 << 20, ttl_s=0.5)
-    storage = _storage(tmp_path, images, waiting_bytes=100)
+@contextlib.asynccontextmanager
+async def _running(folder: Path, *, ttl_s: float = 60.0) -> AsyncIterator[Storage]:
+    """A storage whose upkeep runs. ttl_s: of its images."""
+    images = FailingImages(folder / "images", budget_bytes=1 << 20, ttl_s=ttl_s)
+    storage = _storage(folder, images, waiting_bytes=100)
     await storage.open()
     storage.start(_no_jobs)
     yield storage
     await storage.close()
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
+    async with _running(tmp_path) as storage:
+        yield storage
 
 
 def _images(storage: Storage) -> FailingImages:
@@ -166,17 +174,18 @@ async def test_damage_is_told_without_saying_where(storage: Storage, tmp_path: P
     assert str(tmp_path) not in caught.value.message
 
 
-async def test_jobs_and_images_are_swept(storage: Storage) -> None:
-    await storage.store_images([b"x"])
-    for number in range(5):
-        await storage.jobs.add(record(f"j{number}"))
-        await storage.jobs.update(f"j{number}", failed(ended_wall=9e9))
+async def test_jobs_and_images_are_swept(tmp_path: Path) -> None:
+    async with _running(tmp_path, ttl_s=0.2) as storage:
+        await storage.store_images([b"x"])
+        for number in range(5):
+            await storage.jobs.add(record(f"j{number}"))
+            await storage.jobs.update(f"j{number}", failed(ended_wall=9e9))
 
-    async def are_swept() -> bool:
-        kept = [job.job_id for job in await storage.jobs.page(size=9)]
-        return kept == ["j4", "j3", "j2"] and len(storage.images) == 0
+        async def are_swept() -> bool:
+            kept = [job.job_id for job in await storage.jobs.page(size=9)]
+            return kept == ["j4", "j3", "j2"] and len(storage.images) == 0
 
-    await eventually(are_swept)
+        await eventually(are_swept)
 
 
 async def test_a_clock_that_jumps_an_hour_ahead_lets_no_job_be_forgotten_early(tmp_path: Path) -> None:
