@@ -302,7 +302,7 @@ class Shop:
         provenance = Provenance(worker=job.worker, device_s=device_s, plain_s=plain_s, controlnets_s=controlnets_s)
         completed = worker_pb2.AttemptCompleted(provenance=provenance)
         await self._answer(job, worker_pb2.RunAttemptResponse(completed=completed))
-        await asyncio.wait_for(job.ended.wait(), 2)
+        await job.ended.wait()
 
     async def fail(self, job: Job, error: BottegaError) -> None:
         """The call to the job's worker ends with an error."""
