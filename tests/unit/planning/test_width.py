@@ -110,8 +110,10 @@ def test_a_choice_among_32_works_takes_well_below_a_millisecond() -> None:
 
 
 def test_where_turns_take_no_time_that_there_is_one_at_a_time_runs_still() -> None:
-    for seconds in (float("nan"), float("inf"), -1.0):
-        assert best_width([RemainingWork(rows=2, steps=20)] * 3, lambda rows, s=seconds: s, max_rows=16) >= 1
+    works = [RemainingWork(rows=2, steps=20)] * 3
+    assert best_width(works, lambda rows: float("nan"), max_rows=16) >= 1
+    assert best_width(works, lambda rows: float("inf"), max_rows=16) >= 1
+    assert best_width(works, lambda rows: -1.0, max_rows=16) >= 1
 
 
 def per_row(rows: float) -> float:

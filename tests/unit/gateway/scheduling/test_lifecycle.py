@@ -26,7 +26,6 @@ from bottega.errors import (
     JobCancelled,
     Poisoned,
     StaleAttempt,
-    StorageUnavailable,
     Unavailable,
     WorkerLost,
 )
@@ -422,14 +421,6 @@ class Lifecycle(RuleBasedStateMachine):
         self.do(self._call(self.wire.heal))
         self._look_up()
 
-    @rule(place=places)
-    def cancel_for_good(self, place: int) -> None:
-        """By somebody who hears what becomes of it, while the gateway cannot write and perhaps is still starting."""
-        if not self.jobs or self.writable or self.wire.log.restored:
-            return
-        job_id = self.jobs[place % len(self.jobs)].job_id
-        self.do(self._refused(job_id))
-
     @rule(seconds=st.floats(0.05, 2.0))
     def wait(self, seconds: float) -> None:
         self.pass_time(seconds)
@@ -574,12 +565,6 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _look_up(self) -> None:
         self.jobs = [self.wire.log.find_live(job.job_id) or job for job in self.jobs]
-
-    async def _refused(self, job_id: str) -> None:
-        job = await self.wire.log.get(job_id)
-        if job.live:
-            with pytest.raises(StorageUnavailable):
-                await self.wire.controller.cancel_durably(job)
 
     async def _boot(self, name: str) -> None:
         self.pass_time()
