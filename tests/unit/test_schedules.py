@@ -72,12 +72,13 @@ def test_a_broken_schedule_is_refused_by_its_field(fields: dict[str, Any], field
 
 
 def test_a_schedule_on_this_side_of_every_bound_is_none_of_them() -> None:
-    for fields in (
+    schedules: list[dict[str, Any]] = [
         {"use_karras_sigmas": False, "use_beta_sigmas": True, "timestep_spacing": TRAILING},
         {"timesteps": range(MAX_STEPS - 1, -1, -1), "num_inference_steps": MAX_STEPS, "final_sigmas_type": ZERO},
         {"sigmas": range(MAX_STEPS, -1, -1)},
         {"sigmas": [10_000.0, 0.5], "use_karras_sigmas": False},
-    ):
+    ]
+    for fields in schedules:
         assert list(check_schedule(GenerationSpec(**fields))) == [], fields
 
 

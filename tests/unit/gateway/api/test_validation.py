@@ -192,7 +192,8 @@ def test_a_lora_that_is_measured_goes_in_at_the_first_step_that_is_made(image: d
 def test_a_request_that_waits_for_its_loras_and_lets_them_be_late_is_refused_in_both_words(
     words: dict[str, Any], refused: str
 ) -> None:
-    for seed in ({}, {"seed": 1}):
+    seeds: list[dict[str, Any]] = [{}, {"seed": 1}]
+    for seed in seeds:
         late = GenerationSpec(loras=[Lora(name="ink", max_step=0), Lora(name="wash", max_step=1)], **words, **seed)
         found = list(validation.check_spec(late, ADDONS, max_image_bytes=100))
         assert [violation.field for violation in found] == (["spec.loras[1].max_step"] if refused else [])
@@ -225,12 +226,13 @@ def test_an_exact_request_pins_no_step_after_the_first_that_is_made(image: dict[
 def test_what_several_prompts_cannot_be_used_with_is_named() -> None:
     net, lora = ControlNet(name="edges", image=PNG), Lora(name="ink")
     measured = Lora(name="ink", measure_similarity=True)
-    for prompts, said, found in (
+    cases: list[tuple[list[str], dict[str, Any], list[str]]] = [
         (["a"], {"controlnets": [net]}, []),
         (["a", "b"], {"controlnets": [net]}, ["prompts"]),
         (["a", "b"], {"image": PNG, "loras": [lora]}, []),
         (["a", "b"], {"loras": [measured]}, ["loras[0].measure_similarity"]),
-    ):
+    ]
+    for prompts, said, found in cases:
         assert _fields(GenerationSpec(prompts=prompts, **said)) == found, said
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from bottega.errors import InternalError, JobCancelled
@@ -91,7 +93,7 @@ def test_steps_that_run_again_are_counted() -> None:
 def test_an_ended_job_stays_as_it_is(end: str) -> None:
     job = sample_job()
     job.start_attempt("w1")
-    ends = {
+    ends: dict[str, Callable[[], bool]] = {
         "complete": lambda: job.complete(1, (), Provenance()),
         "fail": lambda: job.fail(InternalError("x")),
         "cancel": job.cancel,

@@ -526,9 +526,14 @@ def test_an_exact_that_only_a_seed_stands_for_gives_way_to_masked_blocks() -> No
 
 
 def test_a_lora_may_be_late_for_a_share_of_the_steps_that_are_made() -> None:
-    for image, most in (({}, 10), ({"image": b"x", "strength": 0.3}, 3), ({"image": b"x", "strength": 1.0}, 10)):
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 10),
+        ({"image": b"x", "strength": 0.3}, 3),
+        ({"image": b"x", "strength": 1.0}, 10),
+    ]
+    for image, most in cases:
         for bounds in ([], [LoraBound(num_inference_steps=30, max_step=6)]):
-            named = GenerationSpec(loras=[Lora(name="ink")], num_inference_steps=50, **image)  # type: ignore[arg-type]
+            named = GenerationSpec(loras=[Lora(name="ink")], num_inference_steps=50, **image)
             full = specs.complete(named, MODEL, _resolved(StoredLora(name="ink", digest="a" * 64, bounds=bounds)))
             assert full.loras[0].max_step == most
 
