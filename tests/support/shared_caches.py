@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from bottega.cache.index.postgresql import PostgresIndex, cache_database
 from bottega.cache.records import FILE_NAMES
-from bottega.cache.shared_entries import READ_REQUEST_S, FilesInObjects, SharedEntries
+from bottega.cache.shared_entries import FilesInObjects, SharedEntries
 from bottega.cache.shared_records import OWNER_NAMES, SharedRecords
 from bottega.cache.store.store import LatentStore
 from bottega.storage import BlobFiles
@@ -42,7 +42,7 @@ class Group:
         folder = self.folder / cache.replace(" ", "-")
         objects, reading = (
             S3Objects(s3_location(self.objects), names=FILE_NAMES, request_s=request_s)
-            for request_s in (None, READ_REQUEST_S)
+            for request_s in (None, cached_latents.WAIT_S)
         )
         tier = BlobFiles(folder / "tier", names=FILE_NAMES)
         entries = SharedEntries(

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import io
 import json
+import os
 import queue
 import random
 import re
@@ -30,6 +31,7 @@ from bottega.addons.loras.wire.module_parts import BACKBONE
 from bottega.caching import FilesByPath, TieredCache
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.loras.worker_link import LoraLinks
+from bottega.process import engine_environment
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
@@ -116,7 +118,11 @@ class Taker:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.support.shared_loras"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # That of an engine process, so that it can be a fork that has imported torch (see warm_engines.py).
+        environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", **engine_environment(exclusive_cores=False)}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         assert self.process.stdout
         assert self.process.stdout.readline() == _STARTED
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from bottega.cache.index import KeyedIndex
 from bottega.cache.records import latent_name
 from bottega.v1 import cache_pb2
 from tests.support.cached_latents import (
     MODEL,
     latent,
-    pins,
     question,
     record,
     room,
@@ -66,27 +62,6 @@ def test_a_latent_that_cannot_be_read_now_is_passed_over_and_kept(tmp_path: Path
         file.write_bytes(data)
         assert [hit.entry for hit in store.ask(question(), vector(0)).header.hits] == [entry.entry]
         assert store.statistics().damaged == 0
-
-
-def test_of_many_flipped_bits_in_a_stores_latents_none_goes_out(tmp_path: Path) -> None:
-    chance, index = np.random.default_rng(0), KeyedIndex()
-    with running(tmp_path, index=index) as store:
-        for seed in range(40):
-            record(store, vector(seed), seed=seed)
-        written(store)
-        entries = {entry.parameters.prompt: entry.entry for entry in store.entries(MODEL, 100)}
-        for path in (tmp_path / "latents").glob("??/*@*"):
-            data = bytearray(path.read_bytes())
-            data[chance.integers(len(data))] ^= 1 << int(chance.integers(8))
-            path.write_bytes(data)
-        for seed in range(20):
-            assert store.ask(question(images=3), similar(vector(seed), 0.97)).latents == ()
-        for seed in range(20, 40):
-            entry = entries[f"prompt {seed}"]
-            assert store.ask(pins(*((entry, step) for step in (5, 10, 15, 20, 25))), vector(0)).latents == ()
-        assert store.statistics().damaged == 200
-        assert store.entries(MODEL, 100) == []
-        assert not len(index), "what has no latents left is not searched any more"
 
 
 def test_a_damaged_picture_is_not_shown(tmp_path: Path) -> None:

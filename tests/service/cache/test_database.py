@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError, StorageUnavailable
 from bottega.transport import Link
 from bottega.v1 import cache_pb2 as pb
-from tests.support.postgresql import PASSWORD, new_database, running_server, shared_server
+from tests.support.postgresql import PASSWORD, PostgresServer, new_database, running_server, shared_server
 from tests.support.running_cache import Answer, ask, config, embedding, latents, profile, record, running
 from tests.support.waiting import eventually, wait_until
 
@@ -32,6 +32,13 @@ _OUTAGE = [
     "the cache's database answers again",
     "the approximate cache can write again",
 ]
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[PostgresServer]:
+    """A server that tests stop and start again."""
+    with running_server(vector=True) as server:
+        yield server
 
 
 async def _ask(link: Link, number: int) -> Answer:
@@ -57,56 +64,43 @@ async def test_entries_are_found_by_the_database_also_after_a_restart(tmp_path: 
             link.close()
 
 
-async def test_caches_of_the_same_name_keep_their_entries_apart(tmp_path: Path) -> None:
-    with new_database(vector=True) as url:
-        named = config(database=url, name="cache")
-        async with running(tmp_path / "one", named) as one:
-            await one.call("SetCacheProfile", profile=profile())
-            await one.fill("a")
-            async with running(tmp_path / "two", named) as two:
-                await two.call("SetCacheProfile", profile=profile())
-                await two.fill("a")
-        rows = "SELECT cache, number FROM bottega_cache_vectors"
-        stored = shared_server(vector=True).execute(rows, urlsplit(url).path[1:])
-        assert len({cache for cache, _ in stored}) == len(stored) == 2
-
-
 async def test_pictures_begin_from_noise_while_the_database_is_away(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, own_server: PostgresServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    with running_server(vector=True) as server:
-        settings = config(database=server.url(server.new_database()))
-        async with running(tmp_path, settings) as cache:
-            link = await cache.link()
-            await cache.call("SetCacheProfile", profile=profile())
-            await cache.fill("a")
-            server.stop()
+    settings = config(database=own_server.url(own_server.new_database()))
+    async with running(tmp_path, settings) as cache:
+        link = await cache.link()
+        await cache.call("SetCacheProfile", profile=profile())
+        await cache.fill("a")
+        own_server.stop()
+        with monkeypatch.context() as patched:
+            patched.setattr(postgresql, "_SEARCH_S", 0.1)
             away = await _ask(link, 0)
-            assert (away.header.outcome, away.latents) == (pb.CACHE_OUTCOME_UNAVAILABLE, ())
-            await asyncio.to_thread(record, link, embedding(1), prompt="b", seed=1)
+        assert (away.header.outcome, away.latents) == (pb.CACHE_OUTCOME_UNAVAILABLE, ())
+        await asyncio.to_thread(record, link, embedding(1), prompt="b", seed=1)
 
-            async def is_in_trouble() -> bool:
-                return bool((await cache.call("GetCacheStats")).trouble)
+        async def is_in_trouble() -> bool:
+            return bool((await cache.call("GetCacheStats")).trouble)
 
-            await eventually(is_in_trouble)
-            assert (await _ask(link, 0)).header.outcome == pb.CACHE_OUTCOME_UNAVAILABLE
-            server.start()
+        await eventually(is_in_trouble)
+        assert (await _ask(link, 0)).header.outcome == pb.CACHE_OUTCOME_UNAVAILABLE
+        own_server.start()
 
-            async def is_back() -> bool:
-                return bool((await _ask(link, 0)).latents) and not await is_in_trouble()
+        async def is_back() -> bool:
+            return bool((await _ask(link, 0)).latents) and not await is_in_trouble()
 
-            await eventually(is_back)
-            await asyncio.to_thread(record, link, embedding(1), prompt="b", seed=1)
+        await eventually(is_back)
+        await asyncio.to_thread(record, link, embedding(1), prompt="b", seed=1)
 
-            async def is_recorded() -> bool:
-                return bool((await _ask(link, 1)).latents)
+        async def is_recorded() -> bool:
+            return bool((await _ask(link, 1)).latents)
 
-            await eventually(is_recorded)
-            link.close()
+        await eventually(is_recorded)
+        link.close()
     said = [(line.message, getattr(line, "text", "")) for line in caplog.records if line.message in _OUTAGE]
     assert sorted(message for message, _ in said) == sorted(_OUTAGE), "each once"
-    assert all(text.startswith("the database ") and f":{server.port}/" in text for _, text in said[:2]), said
+    assert all(text.startswith("the database ") and f":{own_server.port}/" in text for _, text in said[:2]), said
 
 
 class _CountingIndex(PostgresIndex):
@@ -119,20 +113,21 @@ class _CountingIndex(PostgresIndex):
         super().probe()
 
 
-def test_an_outage_at_the_start_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_at_the_start_is_logged_once(
+    tmp_path: Path, own_server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    with running_server(vector=True) as server:
-        index = _CountingIndex(cache_database(server.url(server.new_database())), cache="cache")
-        server.stop()
-        index.open()
-        store = LatentStore(StoreSettings(folder=tmp_path, budget_bytes=1 << 20, retry_s=0.05), index=index)
-        store.start()
-        try:
-            wait_until(lambda: index.probes > 3, "some attempts")
-            server.start()
-            wait_until(lambda: not store.statistics().trouble, "the end of the outage")
-        finally:
-            store.close()
+    index = _CountingIndex(cache_database(own_server.url(own_server.new_database())), cache="cache")
+    own_server.stop()
+    index.open()
+    store = LatentStore(StoreSettings(folder=tmp_path, budget_bytes=1 << 20, retry_s=0.05), index=index)
+    store.start()
+    try:
+        wait_until(lambda: index.probes > 3, "some attempts")
+        own_server.start()
+        wait_until(lambda: not store.statistics().trouble, "the end of the outage")
+    finally:
+        store.close()
     said = [line.message for line in caplog.records if line.message in _OUTAGE]
     assert said == ["the approximate cache records nothing until it can write again", _OUTAGE[-1]]
 
@@ -188,32 +183,6 @@ def test_what_a_write_has_left_when_it_was_given_up_is_deleted(monkeypatch: pyte
             assert not failures
             index.add("key", 1, embedding(0))
             assert [match.number for match in index.search("key", embedding(0), 5)] == [1]
-        finally:
-            index.close()
-
-
-def test_a_vector_is_written_by_one_statement() -> None:
-    server = shared_server(vector=True)
-    with new_database(vector=True) as url:
-        name = urlsplit(url).path[1:]
-        for setting in ("log_statement = 'all'", "log_min_messages = 'log'"):
-            server.execute(f"ALTER DATABASE {name} SET {setting}")
-        index = PostgresIndex(cache_database(url), cache="cache")
-        index.open()
-        try:
-            index.add("key", 1, embedding(0))
-            wait_until(lambda: index.has_graphs, "the graph")
-            for number, seed in ((2, 1), (2, 2)):
-                log = server.folder / "log"
-                before = log.stat().st_size
-                index.add("key", number, embedding(seed))
-                written = log.read_text()[before:].splitlines()
-                statements = [line for line in written if "LOG:" in line and "set_config(" not in line]  # of no session
-                assert [statement for statement in statements if "INSERT INTO" not in statement] == []
-                assert any("INSERT INTO bottega_cache_vectors" in line for line in written)
-                assert index.search("key", embedding(seed), 1)[0].number == 2
-            assert index.similarity("key", 2, embedding(2)) == pytest.approx(1.0)
-            assert len(index) == 2
         finally:
             index.close()
 

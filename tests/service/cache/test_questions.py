@@ -15,7 +15,6 @@ from bottega.v1.cache_pb2 import CacheStart, CacheStarts
 from tests.support.cached_latents import (
     KEY,
     MODEL,
-    RECORDED,
     digest,
     latent,
     pins,
@@ -41,9 +40,7 @@ def store(tmp_path: Path) -> Iterator[LatentStore]:
         yield made
 
 
-@pytest.mark.parametrize(
-    ("similarity", "step"), [(0.6, 0), (0.66, 5), (0.8, 10), (0.86, 15), (0.92, 20), (0.96, 25), (1.0, 25)]
-)
+@pytest.mark.parametrize(("similarity", "step"), [(0.6, 0), (0.66, 5), (0.96, 25), (1.0, 25)])
 def test_the_more_similar_a_prompt_is_the_more_steps_are_skipped(
     store: LatentStore, similarity: float, step: int
 ) -> None:
@@ -54,15 +51,6 @@ def test_the_more_similar_a_prompt_is_the_more_steps_are_skipped(
         assert answer.header.hits[0].similarity == pytest.approx(similarity, abs=1e-5)
         assert answer.latents[0].data == latent(0, step).data
         assert (answer.latents[0].dtype, answer.latents[0].shape) == (latent(0, step).dtype, latent(0, step).shape)
-
-
-def test_a_long_prompt_needs_more_similarity_and_fast_less(store: LatentStore) -> None:
-    near = similar(vector(0), 0.91)
-    steps = [
-        [hit.step for hit in store.ask(question(**fields), near).header.hits]
-        for fields in ({"words": 15}, {"words": 16}, {"fidelity": generation_pb2.FIDELITY_FAST})
-    ]
-    assert steps == [[20], [15], [25]]
 
 
 def test_exact_requests_are_given_nothing(store: LatentStore) -> None:
@@ -83,15 +71,6 @@ def test_pictures_of_a_job_start_from_different_entries(tmp_path: Path) -> None:
         assert store.ask(question(images=3), vector(0)).header.outcome == HIT
 
 
-def test_the_latent_that_saves_most_comes_first(tmp_path: Path) -> None:
-    with running(tmp_path) as store:
-        record(store, similar(vector(0), 0.99), seed=1, steps=(5,))
-        record(store, similar(vector(0), 0.91, 2), seed=2)
-        written(store)
-        hits = store.ask(question(images=2), vector(0)).header.hits
-        assert [hit.step for hit in hits] == [20, 5]
-
-
 def test_without_a_profile_nothing_is_reused_and_all_is_recorded(tmp_path: Path) -> None:
     with running(tmp_path, measured=False) as store:
         record(store, vector(0))
@@ -99,15 +78,6 @@ def test_without_a_profile_nothing_is_reused_and_all_is_recorded(tmp_path: Path)
         answer = store.ask(question(), vector(0))
         assert not answer.header.hits
         assert (answer.header.outcome, answer.header.record) == (cache_pb2.CACHE_OUTCOME_NO_PROFILE, True)
-
-
-def test_embeddings_of_nirvanas_width_need_no_profile(tmp_path: Path) -> None:
-    wide = np.random.default_rng(0).standard_normal(768).astype(np.float32)
-    with running(tmp_path, measured=False) as store:
-        record(store, wide)
-        written(store)
-        assert [hit.step for hit in store.ask(question(words=15), similar(wide, 0.87)).header.hits] == [15]
-        assert not store.ask(question(words=16), wide).header.hits  # similarity misleads there
 
 
 def test_a_key_is_recorded_from_its_second_question_on(tmp_path: Path) -> None:
@@ -128,11 +98,11 @@ def test_a_share_of_hits_is_drawn_from_noise_and_recorded(tmp_path: Path) -> Non
     with running(tmp_path, exploration=0.3, seed=1) as store:
         record(store, vector(0))
         written(store)
-        answers = [store.ask(question(), vector(0)) for _ in range(1000)]
+        answers = [store.ask(question(), vector(0)) for _ in range(500)]
         explored = [answer for answer in answers if answer.header.outcome == cache_pb2.CACHE_OUTCOME_EXPLORED]
-        assert 250 < len(explored) < 350
+        assert 110 < len(explored) < 190
         assert all(answer.header.record and not answer.latents for answer in explored)
-        assert sum(answer.header.outcome == HIT for answer in answers) == 1000 - len(explored)
+        assert sum(answer.header.outcome == HIT for answer in answers) == 500 - len(explored)
         (entry,) = store.entries(MODEL, 10)
         assert all(store.ask(pins((entry.entry, 5)), vector(0)).latents for _ in range(20)), "pins are kept"
 
@@ -155,26 +125,6 @@ def test_a_pin_that_is_gone_is_left_out(store: LatentStore) -> None:
     answer = store.ask(pins(("0" * 32, 5), (entry.entry, 11), (entry.entry, 5)), vector(0))
     assert answer.header.outcome == MISS
     assert [(hit.entry, hit.step) for hit in answer.header.hits] == [(entry.entry, 5)]
-
-
-def test_an_entry_is_shown_as_it_was_recorded(store: LatentStore) -> None:
-    (listed,) = store.entries("", 10)
-    details = store.entry(listed.entry)
-    assert details is not None
-    assert details.entry == listed
-    assert (listed.parameters.prompt, list(listed.steps), listed.key) == ("prompt 0", list(RECORDED), KEY)
-    assert details.picture is not None
-    assert details.picture.shape == (6, 5, 3)
-    assert not details.picture.any()
-    assert store.entry("0" * 32) is None
-    assert store.entries("00", 10) == []
-
-
-def test_the_newest_entries_are_listed_first(store: LatentStore) -> None:
-    for seed in (1, 2):
-        record(store, vector(seed), seed=seed)
-    written(store)
-    assert [entry.parameters.prompt for entry in store.entries(MODEL, 2)] == ["prompt 2", "prompt 1"]
 
 
 def test_clearing_forgets_the_entries_of_a_model(store: LatentStore, tmp_path: Path) -> None:
@@ -211,8 +161,6 @@ def test_a_profile_counts_at_once_and_is_forgotten_without_classes(store: Latent
     "fields",
     [
         {"key": "AB" * 32},
-        {"key": ""},
-        {"images": -1},
         {"images": 9},
         {"steps": 0},
         {"words": -1},
@@ -229,12 +177,10 @@ def test_a_question_that_breaks_a_rule_is_refused(store: LatentStore, fields: di
     "embedding",
     [
         np.zeros(64, np.float32),
-        np.full(64, np.nan, np.float32),
         np.ones(64, np.float64),
-        np.ones((8, 8), np.float32),
         np.ones(32, np.float32),
     ],
-    ids=["zero", "not finite", "float64", "matrix", "other width than the key's"],
+    ids=["zero", "float64", "other width than the key's"],
 )
 def test_an_embedding_that_is_none_is_refused(store: LatentStore, embedding: np.ndarray) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the index has words of its own
@@ -252,16 +198,6 @@ def test_nearer_entries_whose_latents_are_gone_hide_no_farther_ones(tmp_path: Pa
         assert store.ask(question(), vector(100)).header.outcome == MISS
 
 
-def test_pictures_of_one_prompt_start_from_all_of_its_entries(tmp_path: Path) -> None:
-    with running(tmp_path) as store:
-        for seed in range(4):
-            record(store, vector(0), seed=seed)
-        written(store)
-        started = [store.ask(question(), vector(0)).header.hits[0].entry for _ in range(8)]
-        assert len(set(started[:4])) == 4
-        assert sorted(started[:4]) == sorted(started[4:])
-
-
 def test_steps_are_counted_as_skipped_once_a_worker_says_so(store: LatentStore) -> None:
     assert store.ask(question(), vector(0)).header.counts_starts
     for starts in (CacheStarts(key=KEY, pictures=1, skipped_steps=24), CacheStarts(key=KEY, pictures=8)):
@@ -273,9 +209,3 @@ def test_steps_are_counted_as_skipped_once_a_worker_says_so(store: LatentStore) 
 def test_steps_that_no_picture_can_have_skipped_are_refused(store: LatentStore, pictures: int, steps: int) -> None:
     with pytest.raises(ValueError, match="0 to 8 pictures"):
         store.count_starts(CacheStarts(key=KEY, pictures=pictures, skipped_steps=steps))
-
-
-def test_a_job_that_asks_again_makes_no_key_worth_recording(tmp_path: Path) -> None:
-    with running(tmp_path, doorkeeper=True) as store:
-        asked = [store.ask(question(job=job), vector(0)).header.record for job in ("a", "a", "b")]
-        assert asked == [False, False, True]

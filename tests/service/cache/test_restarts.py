@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from bottega.cache.index import KeyedIndex
 from bottega.cache.store.store import LatentStore
@@ -101,42 +97,3 @@ def test_how_often_something_was_used_outlives_a_restart(tmp_path: Path) -> None
         record(store, vector(1), seed=1, steps=(10,))
         written(store)
         assert list(store.entries(MODEL, 2)[1].steps) == [5]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE entries SET key = replace(key, '0', '1') WHERE number = (SELECT min(number) FROM entries)",
-        "UPDATE entries SET model_hash = 'ff' WHERE number = (SELECT min(number) FROM entries)",
-        "UPDATE entries SET embedding = zeroblob(256) WHERE number = (SELECT min(number) FROM entries)",
-        "UPDATE entries SET shape = '[4, 4, 16]' WHERE number = (SELECT min(number) FROM entries)",
-        "UPDATE entries SET number = 1000 WHERE number = (SELECT min(number) FROM entries)",
-        "UPDATE latents SET digest = zeroblob(32) WHERE number = (SELECT min(number) FROM entries)",
-        "UPDATE latents SET step = step + 1 WHERE number = (SELECT min(number) FROM entries)",
-    ],
-)
-def test_a_damaged_record_is_dropped_alone(tmp_path: Path, damage: str) -> None:
-    _fill(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records, records:
-        records.execute(damage)
-    with running(tmp_path) as store:
-        assert len(store.entries("", 100)) == 19
-        assert not store.ask(question(KEYS[0]), vector(0)).header.hits
-        record(store, vector(0), key=KEYS[0])
-        written(store)
-        assert store.ask(question(KEYS[0]), vector(0)).header.hits
-    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records:
-        assert records.execute("SELECT count(*) FROM entries").fetchone() == (20,)
-        assert records.execute("SELECT count(*) FROM latents").fetchone() == (43,)
-    assert len([path for path in (tmp_path / "latents").glob("??/*") if "@" in path.name]) == 43
-
-
-def test_counts_of_use_that_are_nonsense_harm_nothing(tmp_path: Path) -> None:
-    _fill(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records, records:
-        records.execute("UPDATE latents SET frequency = -1e300, used_at = 9e999")
-        records.execute("UPDATE entries SET hits = -5")
-    with running(tmp_path) as store:
-        entries = store.entries("", 100)
-        assert [entry.hits for entry in entries] == [0] * 20
-        assert store.ask(question(KEYS[0]), vector(0)).header.hits

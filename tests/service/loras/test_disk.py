@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from bottega.addons.loras.wire.canonical import CanonicalLora
-from bottega.errors import DataLoss, InvalidRequest, StorageUnavailable
+from bottega.errors import DataLoss, StorageUnavailable
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
-from bottega.loras.upload import Upload, receive
 from bottega.miniature import WEIGHTS
-from tests.support.full_disk import files_at_most, fill, small_disk
+from tests.support.full_disk import fill, small_disk
 from tests.support.running_loras import PATIENCE_S, fetch, lora_file, refused, running, upload_requests
 
 # More than may be under way at once: what every failed one kept would be missed.
 _MANY = 20
-# What a file's buffer holds in full.
-_SMALL_BYTES = 1000
 
 
 @pytest.mark.parametrize("rank", [2, 64], ids=["less than a buffer", "more"])
@@ -41,35 +36,6 @@ async def test_a_full_disk_is_said_and_nothing_of_what_was_brought_stays(tmp_pat
             with await store.link() as link:
                 assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
         assert not list((disk / "store" / "files" / "incoming").iterdir())
-
-
-async def test_what_does_not_fit_is_said_though_all_of_it_is_in_a_buffer(tmp_path: Path) -> None:
-    with files_at_most(_SMALL_BYTES - 1), pytest.raises(StorageUnavailable, match="the disk is full") as caught:
-        await _receive(tmp_path / "upload", _SMALL_BYTES)
-    assert caught.value.metadata["cause"] == "EFBIG"
-
-
-async def test_a_file_that_cannot_be_opened_is_said_to_be_the_disks_fault(tmp_path: Path) -> None:
-    with pytest.raises(StorageUnavailable) as caught:
-        await _receive(tmp_path / "gone" / "upload", _SMALL_BYTES)
-    assert caught.value.metadata["cause"] == "ENOENT"
-
-
-async def test_an_upload_that_ends_early_is_said_to_though_the_disk_is_full(tmp_path: Path) -> None:
-    with files_at_most(_SMALL_BYTES - 1), pytest.raises(InvalidRequest, match=f"contained {_SMALL_BYTES} of the"):
-        await _receive(tmp_path / "upload", _SMALL_BYTES + 1)
-
-
-async def _receive(path: Path, announced_bytes: int) -> None:
-    """Has `_SMALL_BYTES` come of an upload of so many."""
-    data = bytes(_SMALL_BYTES)
-
-    async def chunks() -> AsyncIterator[bytes]:
-        yield data
-
-    digest = hashlib.sha256(data).hexdigest()
-    upload = Upload(sha256=digest, size_bytes=announced_bytes, adapter_config=b"")
-    await receive([path], upload, chunks(), deadline_s=PATIENCE_S)
 
 
 async def test_on_a_full_disk_room_is_made_by_removing(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 
 import psutil
@@ -12,8 +11,8 @@ import pytest
 from bottega.errors import Unavailable
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.miniature import WEIGHTS
-from bottega.process import ChildProcess, limited_process
-from bottega.process.limited_process import LimitedProcess
+from bottega.process import ChildProcess
+from bottega.process.limited_process import LimitedProcess, SandboxStatus, sandbox_status
 from tests.support.running_loras import lora_file
 
 SECRET = "BOTTEGA_TEST_SECRET"
@@ -26,36 +25,30 @@ def job_of(folder: Path) -> ImportJob:
     return ImportJob(sources=(ImportSource(path=source),), size_bytes=size_bytes, base=WEIGHTS, output=output)
 
 
-async def started() -> psutil.Process:
-    """The import process, as soon as it is one."""
-    while True:
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if "bottega.loras.importing.process" in child.cmdline():
-                    return child
-        await asyncio.sleep(0.002)
-
-
 async def test_an_import_process_has_no_secrets_and_is_confined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    exchange = LimitedProcess._exchange
+    environments: list[dict[str, str]] = []
+    statuses: list[SandboxStatus | None] = []
+
+    async def watched(process: LimitedProcess, child: ChildProcess, frame: bytes) -> bytes:
+        environments.append(psutil.Process(child.pid).environ())
+        statuses.append(sandbox_status(child.pid))
+        return await exchange(process, child, frame)
+
+    monkeypatch.setattr(LimitedProcess, "_exchange", watched)
     monkeypatch.setenv(SECRET, "a token")
     importer = ImportProcesses(at_once=1, deadline_s=60, cpu_s=60)
-    run = asyncio.create_task(importer.run(job_of(tmp_path)))
-    child = await asyncio.wait_for(started(), 20)
-    environment = child.environ()
-    known = set()
-    while not run.done():
-        known.add(limited_process.sandbox_status(child.pid))
-        await asyncio.sleep(0.002)
-    assert (await run).format == "kohya"
-    assert SECRET not in environment
+    assert (await importer.run(job_of(tmp_path))).format == "kohya"
+    (environment,), (status,) = environments, statuses
     assert environment.keys() - {"LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH"} == {
         "MKL_NUM_THREADS",
         "OMP_NUM_THREADS",
         "OPENBLAS_NUM_THREADS",
     }
-    assert any(found and found.no_new_privileges for found in known)
+    assert status is not None
+    assert status.no_new_privileges
     assert (tmp_path / "output").stat().st_size > 0
 
 

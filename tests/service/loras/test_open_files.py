@@ -26,9 +26,9 @@ from tests.support.services import FREE_PORTS, Service, Services
 from tests.support.shared_loras import canonical_file
 from tests.support.waiting import wait_until
 
-_SOFT, _HARD = 100, 160
+_SOFT, _HARD = 60, 100
 _MOST = _HARD // 2
-_COUNT = 300
+_COUNT = 120
 
 
 async def _fill(folder: Path) -> list[str]:

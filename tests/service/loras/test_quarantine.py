@@ -155,12 +155,12 @@ async def test_a_damaged_catalogue_is_kept_aside_and_made_anew_from_the_files(
         assert await _listed(store) == before
 
 
-@pytest.mark.parametrize("column", ["trigger_words", "digest", "base", "pinned"])
+@pytest.mark.parametrize("column", ["digest", "pinned"])
 async def test_a_damaged_row_is_not_served_and_comes_back_from_its_file(
     tmp_path: Path, column: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "store"
-    values = {"trigger_words": '["in Ink"]', "digest": "0" * 64, "base": "miniaturf", "pinned": 0}
+    values = {"digest": "0" * 64, "pinned": 0}
     async with running(folder) as store:
         before = await _fill(store, tmp_path, "ink", "wash", "dots")
     _change_rows(folder, f"{column} = ? WHERE name = 'ink'", values[column])
@@ -177,21 +177,6 @@ async def test_a_damaged_row_is_not_served_and_comes_back_from_its_file(
         assert await _listed(store) == before
     async with running(folder) as store:
         assert await _listed(store) == before
-
-
-async def test_a_row_that_is_damaged_while_the_store_runs_comes_back_by_restoring_it_or_bringing_it_again(
-    tmp_path: Path,
-) -> None:
-    async with running(tmp_path / "store") as store:
-        before = await _fill(store, tmp_path, "ink", "wash")
-        _change_rows(tmp_path / "store", "rank = rank + 1 WHERE name = 'ink'")
-        assert sorted(await _listed(store)) == ["wash"]
-        await _restore_all(store)
-        assert await _listed(store) == before
-        _change_rows(tmp_path / "store", "rank = rank + 1")
-        again = await store.upload("ink", lora_file(tmp_path))
-        assert (again.digest, again.rank) == (before["ink"].digest, before["ink"].rank)
-        assert sorted(await _listed(store)) == ["ink"]
 
 
 async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_fit_under_a_name_of_their_digest(
@@ -346,16 +331,6 @@ async def test_quarantine_counts_into_the_budget_until_its_operator_discards_it(
         listed = await store.call("ListLoras")
         assert (listed.quarantined, listed.quarantined_bytes) == (0, 0)
     assert list((folder / "quarantine").iterdir()) == []
-
-
-async def test_quarantine_comes_in_pages(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    await _lost(folder, "ink", "wash", "dots")
-    async with running(folder) as store:
-        first = await store.call("ListQuarantine", page_size=2)
-        rest = await store.call("ListQuarantine", page_size=2, page_token=first.next_page_token)
-    assert sorted(lora.name for lora in (*first.loras, *rest.loras)) == ["dots", "ink", "wash"]
-    assert (len(first.loras), rest.next_page_token, rest.folder) == (2, "", str(folder / "quarantine"))
 
 
 async def test_what_is_no_file_of_the_stores_is_left_alone_and_told_of(

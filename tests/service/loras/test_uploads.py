@@ -158,27 +158,18 @@ def _loha(**changes: Tensor) -> dict[str, Tensor]:
     return {f"{_Q}.{part}": tensor for part, tensor in (parts | changes).items()}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        (_loha(hada_w1_a=torch.full((96, 2), torch.nan)), "not finite"),
-        (_loha(alpha=torch.tensor(torch.inf)), "not finite"),
-        (_loha(hada_w1_b=torch.ones(0, 96)), "which has no rank"),
-        (_loha(hada_w1_a=torch.ones(200_000, 2), hada_w1_b=torch.ones(2, 200_000)), "do not fit it"),
-        ({f"{_Q}.lokr_w1": torch.ones(3000, 3000), f"{_Q}.lokr_w2": torch.ones(300, 300)}, "do not fit it"),
-        ({f"{_Q}.diff": torch.ones(96, 96, 3, 3)}, "does not fit it"),
-    ],
-    ids=["NaN", "alpha", "no rank", "expanding LoHa", "expanding LoKr", "difference"],
-)
-async def test_what_is_refused_leaves_nothing_on_the_disk(
-    tmp_path: Path, tensors: dict[str, Tensor], says: str
-) -> None:
-    data = save(tensors, tmp_path / "hostile.safetensors").read_bytes()
+async def test_what_is_refused_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    hostile = {
+        "not finite": _loha(hada_w1_a=torch.full((96, 2), torch.nan)),
+        "do not fit it": _loha(hada_w1_a=torch.ones(200_000, 2), hada_w1_b=torch.ones(2, 200_000)),
+    }
     async with running(tmp_path) as store:
         folder = Path(store.store.recovery.quarantine.place).parent / "files"
         before = sorted(path for path in folder.rglob("*") if path.is_file())
-        error = await _refused(store, upload_requests("a", data))
-        assert says in error.message
-        await eventually(lambda: not _incoming(store))
-        assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
+        for says, tensors in hostile.items():
+            data = save(tensors, tmp_path / "hostile.safetensors").read_bytes()
+            error = await _refused(store, upload_requests("a", data))
+            assert says in error.message
+            await eventually(lambda: not _incoming(store))
+            assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
         assert (await store.upload("a", save(_loha(), tmp_path / "sound.safetensors"))).family == "SDXL"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -57,17 +56,6 @@ def test_each_policy_evicts_in_the_order_of_its_definition(policy: EvictionPolic
         },
     )
     assert heap.evict(0) == order
-
-
-def test_what_was_never_used_goes_before_anything_that_was_the_oldest_first() -> None:
-    for policy in (LCBFU, LFU, decayed_lcbfu(1e-3), decayed_lcbfu(1e9)):
-        heap = _filled(policy, {"used5": (5, [0.0, 0.5]), "first25": (25, [1.0]), "last5": (5, [2.0])})
-        assert heap.evict(0) == ["first25", "last5", "used5"]
-
-
-def test_of_equal_scores_that_which_was_not_used_for_longest_goes() -> None:
-    heap = _filled(LFU, {"a": (1, [1.0, 6.0]), "b": (1, [2.0, 5.0]), "c": (1, [3.0, 4.0])})
-    assert heap.evict(0) == ["c", "b", "a"]
 
 
 def test_a_decayed_frequency_is_the_sum_of_what_each_use_is_worth() -> None:
@@ -188,13 +176,3 @@ def test_the_heap_evicts_what_a_list_sorted_each_time_would(
         assert heap.size_bytes == sum(size for _, size, _ in plain.items.values())
         assert len(heap) == len(plain.items)
     assert heap.evict(0) == plain.evict(0, len(actions))
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@given(uses=st.lists(st.floats(0.0, 1e4, allow_subnormal=False), max_size=20).map(sorted), step=_steps)
-def test_a_use_never_lowers_a_score(policy: EvictionPolicy, uses: list[float], step: int) -> None:
-    usage, before = Usage(step=step), -math.inf
-    for at in uses:
-        assert policy.score(usage) >= before
-        before = policy.score(usage)
-        usage = usage.used(at, policy.half_life)

@@ -67,26 +67,15 @@ def test_a_lease_says_what_its_own_load_took_and_what_another_ones_had_it_wait(s
     shelf.gate.set()
     own, joined = (each.result(WAIT_S) for each in borrowed)
     seen_s = time.monotonic() - asked_s
+    asked_again_s = time.monotonic()
     there = shelf.lease(digest)
+    assert there.times.wait_s <= time.monotonic() - asked_again_s
     assert own.times.check_s > 0.0
     assert own.times.read_s >= _LOAD_S
     assert own.times.wait_s + own.times.read_s + own.times.check_s <= seen_s
     assert _LOAD_S <= joined.times.wait_s <= seen_s
-    assert there.times.wait_s < _LOAD_S
     for waited in (joined, there):
         assert not waited.times.read_s + waited.times.check_s
-
-
-def test_a_lease_of_the_disk_says_how_long_the_checksum_took(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, room=0, checks=True)
-    with shelf.leased(shelf.put(1)) as (lease,):
-        assert lease.times.check_s > 0.0
-        assert not lease.times.read_s
-        time.sleep(_LOAD_S)
-        now = lease.times_until_now()
-    assert now.check_s == lease.times.check_s
-    assert now.send_wait_s >= _LOAD_S
-    shelf.tiers.close()
 
 
 def test_what_is_pinned_stays(shelf: Shelf) -> None:
@@ -154,14 +143,6 @@ def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(shelf: Shelf, ca
     assert "damaged" in vars(line)["why"]
 
 
-def test_what_is_forgotten_while_it_waits_for_room_is_not_loaded(shelf: Shelf) -> None:
-    a, b, c = (shelf.put(number) for number in range(3))
-    with shelf.leased(a, b):
-        shelf.tiers.pin([c])
-        shelf.tiers.forget(c)
-    assert shelf.tiers.state(c) is None
-
-
 def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_goes(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path, room=100, most=3)
     a, b, c, d, e = (shelf.put(number) for number in range(5))
@@ -222,15 +203,6 @@ def test_what_was_loaded_ahead_counts_as_loaded_for_the_first_who_asks_and_as_in
     assert shelf.tiers.counts.loads == 1
 
 
-def test_room_is_taken_before_the_bytes_come(shelf: Shelf) -> None:
-    shelf.gate.clear()
-    asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
-    assert shelf.tiers.used_bytes == 2 * SIZE
-    shelf.gate.set()
-    for each in asked:
-        shelf.tiers.give_back(each.result(WAIT_S))
-
-
 def test_different_loras_load_at_the_same_time(shelf: Shelf) -> None:
     shelf.before_load = threading.Barrier(2, timeout=WAIT_S).wait
     asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
@@ -285,17 +257,6 @@ def test_what_there_is_none_left_of_is_said_and_nothing_stays_lent(
     assert says in error.message
     assert (shelf.tiers.leases(a), shelf.tiers.used_bytes) == (0, 0)
     assert shelf.use(a) is Tier.LOADED
-
-
-def test_descriptors_do_not_grow(shelf: Shelf) -> None:
-    digests = [shelf.put(number) for number in range(8)]
-    for digest in digests:
-        shelf.use(digest)
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
-    for _ in range(5):
-        for digest in digests:
-            shelf.use(digest)
-    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - names alone
 
 
 def test_files_that_are_checked_whenever_they_are_read_are_never_served_damaged(tmp_path: Path) -> None:
@@ -354,14 +315,6 @@ def test_what_is_forgotten_while_it_is_lent_or_on_its_way_leaves_memory_when_tha
     wait_until(lambda: shelf.tiers.used_bytes == 0, "what was on its way to be let go")
 
 
-def test_what_is_forgotten_and_asked_for_again_meanwhile_stays(shelf: Shelf) -> None:
-    a = shelf.put(0)
-    with shelf.leased(a):
-        shelf.tiers.forget(a)
-        assert shelf.use(a) is Tier.MEMORY
-    assert shelf.use(a) is Tier.MEMORY
-
-
 def test_a_disk_that_hangs_holds_up_nobody_who_asks_for_what_is_in_memory(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     a, b = shelf.put(0), shelf.put(1)
@@ -412,16 +365,6 @@ def test_the_group_used_longest_ago_goes_first_and_of_it_what_its_next_use_needs
     assert groups.there(a) == [True] * 3, "all of it was used with its first"
     assert groups.there(b) == [True, False, False]
     assert groups.there(c) == [True, True]
-    groups.shelf.tiers.close()
-
-
-def test_two_groups_that_take_turns_and_do_not_fit_leave_each_other_a_part(tmp_path: Path) -> None:
-    groups = _Groups(tmp_path, room=4)
-    a, b = groups.put(3), groups.put(3)
-    for _ in range(3):
-        first = groups.use("a", a)
-        groups.use("b", b)
-    assert first == [Tier.MEMORY, Tier.LOADED, Tier.LOADED]
     groups.shelf.tiers.close()
 
 

@@ -99,7 +99,6 @@ def test_of_a_small_disk_a_twentieth_stays_free(disk: Path) -> None:
     room = _room(disk, budget_bytes=1 << 40, min_free_bytes=1 << 30)
     with pytest.raises(StorageUnavailable, match=f"{_DISK_BYTES // 20} must stay free"):
         room.reserve(_DISK_BYTES)
-    room.reserve(_DISK_BYTES - _DISK_BYTES // 20)
 
 
 def test_uploads_are_bounded_in_number_and_bytes_and_one_host_has_half_of_each() -> None:
@@ -151,11 +150,6 @@ _PART = UploadPart(component="unet", size_bytes=9, adapter_config=b"")
             "each must be for a different component: text_encoder, text_encoder_2, unet",
         ),
         ({"parts": (replace(_PART, size_bytes=8),)}, "size_bytes", "must be the sum of the parts' sizes"),
-        (
-            {"parts": (replace(_PART, adapter_config=bytes((1 << 20) + 1)),)},
-            "parts[0].adapter_config",
-            "must be at most 1048576 bytes",
-        ),
     ],
 )
 def test_an_upload_that_cannot_be_is_refused_by_its_field(change: dict[str, Any], field: str, rule: str) -> None:

@@ -72,116 +72,60 @@ def test_each_layout_keeps_its_vectors_and_gets_a_token(
     assert _written(_convert(tensors, tmp_path, family, token="<other>")) != data, "the token is part of the digest"
 
 
+_RULE = (
+    "must have 1 to 200 printable characters, without spaces, capitals and any of ( ) , : [ \\ ]: give another one as "
+    "its trigger word"
+)
+_KNOWN = "is in the vocabulary of the base model: give another one as its trigger word"
+_COUNT = "an embedding has 1 to 75 vectors"
+
+
 @pytest.mark.parametrize(
-    ("tensors", "family", "token", "says"),
+    ("tensors", "token", "says"),
     [
         (
-            {"emb_params": torch.zeros(2, 768)},
-            "SDXL",
-            "",
-            (
-                "the embedding is for Stable Diffusion 1, and the base model is SDXL: it has vectors for "
-                "text_encoder, and the model reads text_encoder, text_encoder_2"
-            ),
-        ),
-        (
             {"emb_params": torch.zeros(2, 1024)},
-            "SD 1",
             "",
             (
-                "the embedding is for Stable Diffusion 2, and the base model is Stable Diffusion 1: it has "
-                "vectors of 1024 values for text_encoder, and the model reads 32"
+                "the embedding is for Stable Diffusion 2, and the base model is Stable Diffusion 1: it has vectors of "
+                "1024 values for text_encoder, and the model reads 32"
             ),
         ),
         (
             _TWO,
-            "SD 2",
             "",
             (
-                "the embedding is for SDXL, and the base model is Stable Diffusion 2: it has vectors for "
-                "text_encoder, text_encoder_2, and the model reads text_encoder"
+                "the embedding is for SDXL, and the base model is Stable Diffusion 1: it has vectors for text_encoder, "
+                "text_encoder_2, and the model reads text_encoder"
             ),
         ),
+        ({"<toy>": torch.full((1, 32), torch.nan)}, "", "<toy> has elements that are not finite (NaN or infinity)"),
         (
-            {"<toy>": torch.full((1, 32), torch.nan)},
-            "SD 1",
-            "",
-            "<toy> has elements that are not finite (NaN or infinity)",
-        ),
-        (
-            {"<toy>": torch.full((1, 32), -1e30)},
-            "SD 1",
-            "",
-            "<toy> has elements up to 1e+30; float16 holds at most 65504",
-        ),
-        (
-            {"<toy>": torch.full((32,), 7e4, dtype=torch.bfloat16)},
-            "SD 1",
+            {"<toy>": torch.full((32,), -7e4, dtype=torch.bfloat16)},
             "",
             "<toy> has elements up to 7.01e+04; float16 holds at most 65504",
         ),
         (
             {"<toy>": torch.zeros(1, 32, dtype=torch.int64)},
-            "SD 1",
             "",
             "<toy> has elements of I64; BF16, F16, F32 are supported",
         ),
-        ({"<toy>": torch.zeros(76, 32)}, "SD 1", "", "<toy> has the shape [76, 32]; an embedding has 1 to 75 vectors"),
-        ({"<toy>": torch.zeros(0, 32)}, "SD 1", "", "<toy> has the shape [0, 32]; an embedding has 1 to 75 vectors"),
-        (
-            {"<toy>": torch.zeros(1, 1, 32)},
-            "SD 1",
-            "",
-            "<toy> has the shape [1, 1, 32]; an embedding has 1 to 75 vectors",
+        *(
+            ({"<toy>": torch.zeros(shape)}, "", f"<toy> has the shape {list(shape)}; {_COUNT}")
+            for shape in ((76, 32), (0, 32), (1, 1, 32))
         ),
-        (
-            {"my toy": _THREE},
-            "SD 1",
-            "",
-            (
-                "the token 'my toy' must have 1 to 200 printable characters, without spaces, capitals and "
-                "any of ( ) , : [ \\ ]: give another one as its trigger word"
-            ),
-        ),
-        (
-            {"emb_params": _THREE},
-            "SD 1",
-            "a(b",
-            (
-                "the token 'a(b' must have 1 to 200 printable characters, without spaces, capitals and any "
-                "of ( ) , : [ \\ ]: give another one as its trigger word"
-            ),
-        ),
-        (
-            {"emb_params": _THREE},
-            "SD 1",
-            "t" * 201,
-            (
-                "the token "
-                "'tttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt...' must"
-                " have 1 to 200 printable characters, without spaces, capitals and any of ( ) , : [ \\ ]: "
-                "give another one as its trigger word"
-            ),
-        ),
-        (
-            {"emb_params": _THREE},
-            "SD 1",
-            "star</w>",
-            ("the token star</w> is in the vocabulary of the base model: give another one as its trigger word"),
-        ),
-        (
-            {"emb_params": _THREE},
-            "SD 1",
-            "<|EndOfText|>",
-            ("the token <|endoftext|> is in the vocabulary of the base model: give another one as its trigger word"),
-        ),
+        ({"my toy": _THREE}, "", f"the token 'my toy' {_RULE}"),
+        ({"emb_params": _THREE}, "a(b", f"the token 'a(b' {_RULE}"),
+        ({"emb_params": _THREE}, "t" * 201, f"the token '{'t' * 80}...' {_RULE}"),
+        ({"emb_params": _THREE}, "star</w>", f"the token star</w> {_KNOWN}"),
+        ({"emb_params": _THREE}, "<|EndOfText|>", f"the token <|endoftext|> {_KNOWN}"),
     ],
 )
 def test_what_cannot_be_an_embedding_of_the_model_is_refused(
-    tmp_path: Path, tensors: dict[str, Tensor], family: str, token: str, says: str
+    tmp_path: Path, tensors: dict[str, Tensor], token: str, says: str
 ) -> None:
     with pytest.raises(BadLora) as refused:
-        _convert(tensors, tmp_path, family, token=token)
+        _convert(tensors, tmp_path, "SD 1", token=token)
     assert refused.value.message == says
 
 

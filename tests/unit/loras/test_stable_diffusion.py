@@ -11,6 +11,7 @@ from torch import Tensor
 from bottega.addons.loras.wire import canonical
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert, sources
+from bottega.loras.importing.naming import base_family
 from tests.samples.family_models import FamilyStock, family_model
 from tests.samples.lora_files import base_shapes, canonical_deltas, factors, save
 
@@ -39,6 +40,7 @@ def test_kohyas_loras_of_stable_diffusion_add_what_diffusers_loads(family: str, 
                 tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
                 tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
     file = save(tensors, tmp_path / "trained.safetensors")
+    assert base_family(folder) == family.replace("SD", "Stable Diffusion")
     converted = convert(sources(file, b""), base=read_base(folder))
     with (tmp_path / "canonical.safetensors").open("wb") as written:
         canonical.write(written, converted.modules)

@@ -35,24 +35,11 @@ def test_every_cache_has_about_an_equal_share() -> None:
     assert all(0.30 < share / len(KEYS) / CELLS < 0.37 for share in shares.values())
 
 
-def test_the_order_of_the_names_does_not_matter() -> None:
-    assert _owners(("cache-c", "cache-a", "cache-b")) == _owners(NAMES)
-
-
 def test_a_cache_that_joins_takes_its_share_and_nothing_else_moves() -> None:
     before, after = _owners(NAMES), _owners((*NAMES, "cache-d"))
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) == {"cache-d"}
     assert 0.22 < len(moved) / len(before) < 0.28
-
-
-def test_a_cache_that_leaves_gives_its_share_to_all_others() -> None:
-    before, after = _owners(NAMES), _owners(NAMES[:2])
-    moved = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
-    assert {old for old, _ in moved} == {"cache-c"}
-    assert len(moved) == before.count("cache-c")
-    taken = Counter(new for _, new in moved)
-    assert all(0.4 < count / len(moved) < 0.6 for count in taken.values())
 
 
 @pytest.mark.parametrize("cone", [0.0, 0.8], ids=["all round", "in a cone"])
@@ -77,10 +64,6 @@ def test_similar_prompts_mostly_share_a_cell(cosine: float, least: float) -> Non
     near = (cosine * vectors + np.sqrt(1 - cosine**2) * others).astype(np.float32)
     same = [cell_of(one) == cell_of(other) for one, other in zip(vectors, near, strict=True)]
     assert np.mean(same) > least
-
-
-def test_the_cell_does_not_depend_on_the_length() -> None:
-    assert all(cell_of(vector) == cell_of(vector * np.float32(0.01)) for vector in _vectors(100))
 
 
 def test_cells_are_the_same_in_every_version() -> None:

@@ -121,24 +121,6 @@ def test_a_model_is_trained_anew_when_a_twentieth_of_the_entries_changed(store: 
     assert store.predictor.statistics().training_s > 0.0
 
 
-def test_a_key_that_shrinks_loses_its_model_and_there_are_at_most_so_many(store: _Store) -> None:
-    store.fill("key", 200)
-    store.fill("second", 200)
-    store.fill("third", 210, wait=False)
-    assert not store.predictor.predict("third", _near(1, seed=1)[0]).measured
-    store.predictor.changed("key", entries=199)
-    assert not store.predictor.predict("key", _near(1, seed=1)[0]).measured
-    store.fill("third", 1)
-    assert store.predictor.statistics().models == 2
-
-
-def test_another_width_and_no_direction(store: _Store) -> None:
-    store.fill("key", 200)
-    assert not store.predictor.predict("key", np.ones(3)).measured
-    with pytest.raises(ValueError, match="zero"):
-        store.predictor.predict("key", np.zeros(WIDTH))
-
-
 def test_one_training_at_a_time_and_a_failed_one_is_made_up_for() -> None:
     """The first sampling waits, and then fails."""
     reached, go_on, calls = threading.Event(), threading.Event(), []

@@ -182,13 +182,6 @@ def test_what_was_recorded_with_other_steps_is_not_taken_for_what_this_measureme
     assert {suite.entries[int(pin, 16)].parameters.num_inference_steps for pin in pins} == {STEPS}
 
 
-def test_pairs_that_are_not_recorded_are_counted() -> None:
-    measured = _measure(ScriptedSuite(recorded=0.8), pairs=miniature_pairs(20))
-
-    assert measured.unrecorded == 20 - len(measured.samples)
-    assert 2 <= measured.unrecorded <= 6
-
-
 def test_a_cache_that_does_not_answer_now_and_then_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.addons.cache.client.profiling._RECORDED_S", EVENTUALLY_S)
     measured = _measure(ScriptedSuite(failing=lambda call: call % 3 > 0), pairs=miniature_pairs(20))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bottega import kinds
-from bottega.addons.cache.engine import job_starts
 from bottega.addons.cache.starts import format_start, prompt_digest
 from bottega.engine.events import JobAdvanced, JobCheckpointed, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
@@ -21,8 +20,7 @@ from bottega.errors import BottegaError, CacheEntryGone, InvalidRequest, NoCache
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision
-from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST, Fidelity
+from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.scripted_latents import TIMEOUT_S, Cached, Hit, ScriptedLatents, answer, cached, entry
 from tests.support.addon_messages import starts_at
@@ -105,7 +103,7 @@ def test_pndm_never_starts_from_a_cached_latent(model: Model) -> None:
 
 def test_what_is_asked_says_what_the_job_is(model: Model) -> None:
     desk = Cached(model)
-    desk.draw(cached(replace(ORDER, spec=replace(SPEC, num_images=3)), fidelity=FIDELITY_FAST))
+    desk.draw(cached(replace(ORDER, spec=replace(SPEC, num_images=3)), fidelity=FIDELITY_FAST, job="a job"))
     (asked,) = desk.source.asked
     said = asked.header
     assert (said.model_hash, said.steps, said.images, said.words) == (model.digest, 10, 3, 4)
@@ -113,8 +111,11 @@ def test_what_is_asked_says_what_the_job_is(model: Model) -> None:
     assert said.prompt_digest == prompt_digest(SPEC.prompt)
     assert asked.embedding.dtype == torch.float32
     assert asked.embedding.shape == (model.text_encoders[1].config.projection_dim,)
-    desk.draw(replace(ORDER, key="second"))
+    assert (said.job, said.repeated_steps) == ("a job", 1)
+    ancestral = replace(ORDER, key="second", spec=replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL))
+    desk.draw(ancestral)
     assert desk.source.asked[1].header.step_s > 0
+    assert desk.source.asked[1].header.repeated_steps == 0
 
 
 @pytest.mark.parametrize("turn", [4, 8, 1000])
@@ -228,12 +229,11 @@ PINNED = cached(ORDER, pin=NAME)
     [
         (answer(), CacheEntryGone),
         (answer((entry(2), 5, latent())), CacheEntryGone),
-        (answer((entry(1), 4, latent())), CacheEntryGone),
         (answer((entry(1), 5, latent()[:, :4])), CacheEntryGone),
         (answer(outcome=CACHE_OUTCOME_UNAVAILABLE), NoCache),
         (None, NoCache),
     ],
-    ids=["gone", "another entry", "another step", "another size", "store fails", "no answer"],
+    ids=["gone", "another entry", "another size", "store fails", "no answer"],
 )
 def test_a_pin_that_cannot_be_had_fails_and_names_it(model: Model, said: Any, kind: type[BottegaError]) -> None:
     time = FakeTime()
@@ -259,21 +259,16 @@ def test_a_pinned_picture_waits_for_its_latent_and_says_how_long(model: Model, s
     assert drawing.record.seconds["cache"] == 4.0
 
 
-@pytest.mark.parametrize("pin", ["x", f"{entry(1)}@0", f"{entry(1)}@10", f"{entry(1)}@500", f"{'X' * 32}@5"])
-def test_a_pin_that_is_none_is_refused(model: Model, pin: str) -> None:
-    with pytest.raises(InvalidRequest, match="pin"):
-        Cached(model).easel.submit(cached(ORDER, pin=pin))
-
-
 @pytest.mark.parametrize(
     "order",
     [
+        *(cached(ORDER, pin=pin) for pin in ("x", f"{entry(1)}@0", f"{entry(1)}@10", f"{'X' * 32}@5")),
         cached(replace(ORDER, spec=replace(SPEC, num_images=2)), pin=NAME),
         cached(replace(ORDER, spec=replace(SPEC, prompt_2="a heart")), pin=NAME),
         replace(ORDER, addons={kinds.CACHE: b"\xff"}),
         cached(ORDER, tenant="t" * 129),
     ],
-    ids=["two pictures", "second prompt", "no message", "tenant"],
+    ids=["no pin", "step 0", "the last step", "no entry", "two pictures", "second prompt", "no message", "tenant"],
 )
 def test_orders_that_break_a_rule_are_refused(model: Model, order: EngineOrder) -> None:
     desk = Cached(model)
@@ -296,14 +291,12 @@ def test_decisions_of_another_job_fail(model: Model, decisions: dict[str, bytes]
     "hit",
     [
         (entry(1), 5, latent()[:, :4]),
-        (entry(1), 5, latent()[:2]),
         (entry(1), 5, latent().half()),
         (entry(1), 5, torch.full(SHAPE, torch.nan)),
-        (entry(1), 0, latent()),
         (entry(1), 10, latent()),
         ("../entry", 5, latent()),
     ],
-    ids=["size", "channels", "element type", "not finite", "before the first", "after the last", "no entry"],
+    ids=["size", "element type", "not finite", "after the last", "no entry"],
 )
 def test_a_latent_that_does_not_fit_is_counted_and_not_used(model: Model, exact: Drawing, hit: Hit) -> None:
     desk = Cached(model, ScriptedLatents([answer(hit)]))
@@ -347,13 +340,6 @@ def test_a_job_that_ends_leaves_no_question_behind(model: Model) -> None:
     assert [asked.cancelled() for asked in desk.source.open] == [True, True]
 
 
-def test_stores_are_told_of(model: Model) -> None:
-    desk = Cached(model)
-    services = [ServiceAddress(kind=kind, name=kind, address=kind) for kind in (kinds.LORAS, kinds.CACHE)]
-    desk.engine.set_services(services)
-    assert desk.source.stores == [kinds.CACHE]
-
-
 @pytest.fixture
 def zero_embeddings(model: Model) -> Iterator[None]:
     """All prompts have the same, without a direction."""
@@ -376,45 +362,6 @@ def test_a_prompt_whose_embedding_has_no_direction_asks_nothing(model: Model) ->
     assert not desk.source.recordings
 
 
-@pytest.mark.parametrize(
-    ("linked", "step_s", "fidelity", "waits_s"),
-    [
-        (1, 0.1, FIDELITY_FAST, [0.01]),
-        (1, 9.0, FIDELITY_FAST, [0.02]),
-        (1, 0.0, FIDELITY_FAST, [0.0]),
-        (0, 0.1, FIDELITY_FAST, []),
-        (1, 0.1, FIDELITY_EXACT, []),
-    ],
-    ids=["a tenth of a step", "at most 20 ms", "no step is known", "nobody would hear it", "nothing may come of it"],
-)
-def test_an_answer_is_waited_for_a_moment_at_most(
-    model: Model,
-    monkeypatch: pytest.MonkeyPatch,
-    linked: int,
-    step_s: float,
-    fidelity: Fidelity.ValueType,
-    waits_s: list[float],
-) -> None:
-    waited_s: list[float] = []
-    monkeypatch.setattr(job_starts, "wait", lambda asked, timeout: waited_s.append(timeout))
-    desk = Cached(model, ScriptedLatents(linked=linked))
-    desk.starts.step_s = step_s
-    desk.easel.submit(cached(ORDER, fidelity=fidelity))
-    desk.easel.turn()
-    assert len(desk.source.asked) == 1
-    assert waited_s == pytest.approx(waits_s)
-
-
-def test_a_question_says_whose_it_is_and_which_steps_are_made_once_more(model: Model) -> None:
-    desk = Cached(model)
-    for kind in (SamplerKind.EULER, SamplerKind.EULER_ANCESTRAL):
-        desk.draw(cached(replace(ORDER, key=kind.name, spec=replace(SPEC, sampler=kind)), job="a job"))
-    assert [(asked.header.job, asked.header.repeated_steps) for asked in desk.source.asked] == [
-        ("a job", 1),
-        ("a job", 0),
-    ]
-
-
 def test_the_embedding_is_asked_with_once_it_has_come_from_the_device(model: Model, started: Drawing) -> None:
     device = DelayedDevice()
     desk = Cached(replace(model, runtime=device), ScriptedLatents([answer(HIT)]))
@@ -433,13 +380,3 @@ def test_the_embedding_is_asked_with_once_it_has_come_from_the_device(model: Mod
     desk.easel.run()
     assert same(drawing, started)
     assert other.ended
-
-
-def test_where_there_is_nothing_else_to_do_the_embedding_is_waited_for(model: Model) -> None:
-    device = DelayedDevice()
-    desk = Cached(replace(model, runtime=device))
-    desk.easel.submit(ORDER)
-    desk.easel.turn()
-    assert (device.waits, desk.engine.turns) == (1, 0)
-    desk.easel.turn()
-    assert (len(desk.source.asked), desk.engine.turns) == (1, 1)

@@ -84,13 +84,11 @@ def test_a_hit_is_too_late_when_the_lora_is(model: Model, loras: LorasByHand, at
     assert [lora.from_step for lora in drawing.record.provenance.loras] == [6]
     assert desk.starts.counts["late_hits"] == 1
     assert desk.source.recordings == [], "not exact from the first step on"
-
-
-def test_a_job_whose_lora_was_there_from_the_beginning_is_recorded(model: Model, loras: LorasByHand) -> None:
-    desk = Cached(model, ScriptedLatents([answer(record=True)]), loras=loras)
-    begun(desk, loras, styled(bound=8), 0)
-    desk.easel.run()
-    assert len(desk.source.recordings) == 1
+    loras.here.clear()
+    early = Cached(model, ScriptedLatents([answer(record=True)]), loras=loras)
+    begun(early, loras, styled(bound=8), 0)
+    early.easel.run()
+    assert len(early.source.recordings) == 1, "this one is"
 
 
 def test_a_pinned_picture_waits_for_its_lora(model: Model, loras: LorasByHand, at_once: Drawing) -> None:
@@ -102,20 +100,20 @@ def test_a_pinned_picture_waits_for_its_lora(model: Model, loras: LorasByHand, a
     assert torch.equal(drawing.latents[0], at_once.latents[0])
 
 
-def test_a_pin_before_the_step_of_its_loras_is_refused(model: Model, loras: LorasByHand) -> None:
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_latent_before_the_step_of_its_loras_is_not_started_from(
+    model: Model, loras: LorasByHand, pinned: bool
+) -> None:
     desk = Cached(model, ScriptedLatents([answer(HIT)]), loras=loras)
-    drawing = begun(desk, loras, cached(styled(from_step=6), pin=PIN), 0)
+    order = styled(from_step=6)
+    drawing = begun(desk, loras, cached(order, pin=PIN) if pinned else order, 0)
     desk.easel.run()
-    assert isinstance(drawing.error, InvalidRequest)
-    assert PIN in drawing.error.message
-
-
-def test_a_hit_before_the_step_of_its_loras_does_not_fit(model: Model, loras: LorasByHand) -> None:
-    desk = Cached(model, ScriptedLatents([answer(HIT)]), loras=loras)
-    drawing = begun(desk, loras, styled(from_step=6), 0)
-    desk.easel.run()
-    assert not drawing.record.provenance.cached_starts
-    assert desk.starts.counts["unfit_hits"] == 1
+    if pinned:
+        assert isinstance(drawing.error, InvalidRequest)
+        assert PIN in drawing.error.message
+    else:
+        assert not drawing.record.provenance.cached_starts
+        assert desk.starts.counts["unfit_hits"] == 1
 
 
 def without_loras() -> LatentReply:

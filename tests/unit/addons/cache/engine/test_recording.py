@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.addons.cache.engine import JobRecording
-from bottega.addons.cache.engine.recorder import LatentRecorder, latents_in_order
+from bottega.addons.cache.engine import JobRecording, LatentReply
+from bottega.addons.cache.engine.recorder import LatentRecorder
 from bottega.engine.addon import EngineAddOn, JobAddOn
 from bottega.engine.encode import encode_prompts
 from bottega.engine.events import EngineRecord, JobCheckpointed
@@ -21,7 +21,6 @@ from bottega.model.schedulers import SamplerKind
 from bottega.v1.generation_pb2 import FIDELITY_EXACT
 from tests.fakes.scripted_latents import Cached, ScriptedLatents, answer, cached, entry
 from tests.samples.controlnets import control_image, control_spec
-from tests.support.delayed_device import DelayedDevice
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=10, width=32, height=32, seed=5)
 ANCESTRAL = replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL)
@@ -76,20 +75,24 @@ def test_an_exact_job_is_recorded_as_well(model: Model) -> None:
     assert len(recorded(wanting(model), cached(ORDER, fidelity=FIDELITY_EXACT))) == 1
 
 
-@pytest.mark.parametrize("said", [answer(), None], ids=["not wanted", "no answer"])
-def test_what_nobody_has_asked_for_is_not_sent(model: Model, said: object) -> None:
-    desk = Cached(model, ScriptedLatents([said] if said else []))  # type: ignore[list-item]  # an answer
-    assert recorded(desk) == []
-
-
-def test_what_must_not_be_recorded_is_not(model: Model) -> None:
-    assert recorded(wanting(model), cached(ORDER, record=False)) == []
-
-
-@pytest.mark.parametrize("images", [1, 2])
-def test_a_job_with_a_cached_start_is_not_recorded(model: Model, images: int) -> None:
-    desk = Cached(model, ScriptedLatents([answer((entry(1), 5, torch.randn(4, 8, 8)), record=True)]))
-    assert recorded(desk, replace(ORDER, spec=replace(SPEC, num_images=images))) == []
+@pytest.mark.parametrize(
+    ("said", "order"),
+    [
+        ([answer()], ORDER),
+        ([], ORDER),
+        ([answer(record=True)], cached(ORDER, record=False)),
+        ([answer((entry(1), 5, torch.ones(4, 8, 8)), record=True)], ORDER),
+        (
+            [answer((entry(1), 5, torch.ones(4, 8, 8)), record=True)],
+            replace(ORDER, spec=replace(SPEC, num_images=2)),
+        ),
+    ],
+    ids=["not wanted", "no answer", "must not be", "began from a latent", "one of two began from a latent"],
+)
+def test_what_is_not_wanted_or_not_exact_is_not_recorded(
+    model: Model, said: list[LatentReply], order: EngineOrder
+) -> None:
+    assert recorded(Cached(model, ScriptedLatents(said)), order) == []
 
 
 @dataclass(eq=False)
@@ -153,16 +156,3 @@ def test_a_picture_is_shrunk_to_256_pixels_a_side() -> None:
     assert tuple(small.shape) == (128, 256, 3)
     assert bool((small == 7).all())
     assert made.size_bytes == 512 * 1024 * 3 + 4
-
-
-def test_latents_leave_the_device_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = DelayedDevice()
-    monkeypatch.setattr("bottega.addons.cache.engine.recorder.open_device", lambda _: device)
-    latents = {step: torch.full((4, 2, 2), float(step)) for step in (5, 1, 3)}
-    made = JobRecording(
-        key="", model_hash="", spec=SPEC, embedding=torch.zeros(1), pixels=torch.zeros(0), latents=latents
-    )
-    left = latents_in_order(made)
-    assert [step for step, _ in left] == [1, 3, 5]
-    assert all(bool((latent == step).all()) for step, latent in left)
-    assert device.waits == 3

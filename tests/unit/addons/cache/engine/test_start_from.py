@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor
 
 from bottega.addons.cache.starts import format_start
-from bottega.engine.encode import encode_prompts
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers
@@ -118,21 +115,6 @@ def noised(scheduler: Any, kind: SamplerKind, latent: Tensor, noise: Tensor) -> 
 
 
 @pytest.mark.parametrize(("kind", "karras"), SAMPLERS, ids=NAMES)
-def test_without_fresh_noise_the_same_prompt_ends_as_stock_does(
-    model: Model, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, kind: SamplerKind, karras: bool
-) -> None:
-    monkeypatch.setattr(ModelSamplers, "first_step_from", lambda _self, _kind, steps: steps)
-    spec = replace(SPEC, sampler=kind, use_karras_sigmas=karras)
-    whole = pipeline.draw(spec)
-    # Of several steps, a sampler that looks back begins with its first order; others end as if they had not stopped.
-    again = pipeline.denoise(spec, whole[STEPS - 1], STEPS, torch.Generator("cpu"))
-    expected = again[-1] if kind is SamplerKind.DPMPP_2M else whole[-1]
-    order = cached(EngineOrder(key=1, spec=spec))
-    drawing = Cached(model, limits=ALONE).draw(order, hits=[(entry(1), STEPS, whole[STEPS - 1][0])])
-    assert_close(drawing.latents[0], expected)
-
-
-@pytest.mark.parametrize(("kind", "karras"), SAMPLERS, ids=NAMES)
 @pytest.mark.parametrize("step", [1, 3, 9])
 def test_fresh_noise_brings_a_latent_to_the_level_of_the_step_before(
     model: Model, kind: SamplerKind, karras: bool, step: int
@@ -152,24 +134,3 @@ def test_samplers_that_draw_no_noise_make_one_step_again() -> None:
     plain, stochastic = (ModelSamplers(config, steps=5) for config in ({}, {"algorithm_type": "sde-dpmsolver++"}))
     assert [plain.first_step_from(kind, 5) for kind in BASIC] == [4, 5, 4, 4]
     assert [stochastic.first_step_from(kind, 5) for kind in BASIC] == [4, 5, 4, 5]
-
-
-def test_an_ancestral_picture_goes_on_from_its_own_latent_as_if_it_had_not_stopped(model: Model) -> None:
-    spec = replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL)
-    order = cached(EngineOrder(key=1, spec=spec))
-    own = latents_of(model, spec)
-    drawing = Cached(model).draw(order, at_turn=2, hits=[(entry(1), 5, own[5])])
-    assert torch.equal(drawing.latents[0], Cached(model).draw(order).latents[0])
-
-
-def latents_of(model: Model, spec: ResolvedSpec) -> Sequence[Tensor]:
-    """Before each step, [channels, height, width]."""
-    desk = Cached(model)
-    drawing, made = desk.easel.submit(EngineOrder(key=1, spec=spec)), list[Tensor]()
-    while not drawing.ended:
-        if drawing.job is not None:
-            made.append(drawing.latents[0][0])
-        else:
-            made.append(Request(model, spec, encode_prompts(model, spec)).latent[0])
-        desk.easel.turn()
-    return made

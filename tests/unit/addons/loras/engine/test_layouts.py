@@ -78,39 +78,6 @@ def _parts(folder: Path) -> Parts:
     return parts
 
 
-def _kohya(parts: Parts, folder: Path, *, first: str = "lora_te1") -> tuple[Path, Path]:
-    prefixes = {UNET: "lora_unet", "text_encoder": first, "text_encoder_2": "lora_te2"}
-    tensors: dict[str, Tensor] = {}
-    for (component, path), (down, up) in parts.items():
-        name = f"{prefixes[component]}_{path.replace('.', '_')}"
-        tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(1.5)}
-    return (save(tensors, folder / "kohya.safetensors"),) * 2
-
-
-def _kohya_of_one_encoder(parts: Parts, folder: Path) -> tuple[Path, Path]:
-    return _kohya({key: part for key, part in parts.items() if key[0] != "text_encoder_2"}, folder, first="lora_te")
-
-
-def _diffusers(parts: Parts, folder: Path) -> tuple[Path, Path]:
-    tensors: dict[str, Tensor] = {}
-    for (component, path), (down, up) in parts.items():
-        middle = ".lora" if component == UNET else ".lora_linear_layer"
-        tensors |= {f"{component}.{path}{middle}.down.weight": down, f"{component}.{path}{middle}.up.weight": up}
-    return (save(tensors, folder / "pytorch_lora_weights.safetensors"),) * 2
-
-
-def _first_diffusers(parts: Parts, folder: Path) -> tuple[Path, Path]:
-    """Attention alone had LoRAs then, and its projections the same names in both networks."""
-    old = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_proj": "to_out"}
-    tensors: dict[str, Tensor] = {}
-    for (component, path), (down, up) in parts.items():
-        block, _, last = path.removesuffix(".0").rpartition(".")
-        if "attn" in block:
-            name = f"{component}.{block}{'.processor' if component == UNET else ''}.{old.get(last, last)}_lora"
-            tensors |= {f"{name}.down.weight": down, f"{name}.up.weight": up}
-    return (save(tensors, folder / "pytorch_lora_weights.safetensors"),) * 2
-
-
 def _config(component: str) -> dict[str, object]:
     unet = {f"^{_ATTENTION}.attn1.to_v": 9, "to_out.0": 4}
     return {
@@ -151,29 +118,12 @@ def _peft_folders_of_flat_towers(parts: Parts, folder: Path) -> tuple[Path, Path
     return _peft_folders(parts, folder, prefix="text_model.")
 
 
-_LAYOUTS: tuple[Callable[[Parts, Path], tuple[Path, Path]], ...] = (
-    _kohya,
-    _kohya_of_one_encoder,
-    _diffusers,
-    _first_diffusers,
-    _diffusers_of_peft,
-    _peft_folders,
-    _peft_folders_of_flat_towers,
-)
-
-
-# Names of modules are told apart by the base; of each base one file is read in every run. What
-# each layout is converted to, tests/unit/loras/test_converting.py compares with what Diffusers and PEFT load.
-_QUICK = ((True, _peft_folders), (False, _kohya))
+# Names of modules are told apart by the base; of each base one file is read in every run (see below for flat folders).
+# What each layout is converted to, tests/unit/loras/test_converting.py compares with what Diffusers and PEFT load.
 _CASES = [
-    pytest.param(
-        prefixed,
-        write,
-        id=write.__name__.removeprefix("_") + ("" if prefixed else " in a flat folder"),
-        marks=() if (prefixed, write) in _QUICK else pytest.mark.slow,
-    )
-    for prefixed, writes in ((True, _LAYOUTS), (False, (_kohya, _diffusers, _peft_folders_of_flat_towers)))
-    for write in writes
+    pytest.param(True, _peft_folders, id="folders of PEFT"),
+    pytest.param(True, _diffusers_of_peft, id="Diffusers", marks=pytest.mark.slow),
+    pytest.param(False, _peft_folders_of_flat_towers, id="folders of PEFT, flat folder", marks=pytest.mark.slow),
 ]
 
 
@@ -205,7 +155,10 @@ def _assert_drawn_alike(
 
 
 @pytest.mark.parametrize(
-    ("folder", "patches"), [(True, False), (False, True)], indirect=["folder"], ids=["beside", "inside, flat folder"]
+    ("folder", "patches"),
+    [pytest.param(True, False, marks=pytest.mark.slow), (False, True)],
+    indirect=["folder"],
+    ids=["beside", "inside, flat folder"],
 )
 def test_a_lora_of_every_module_draws_what_stock_diffusers_draws(
     folder: Path, model: Model, stock: Any, tmp_path: Path, patches: bool

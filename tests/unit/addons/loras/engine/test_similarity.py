@@ -118,16 +118,6 @@ def test_a_later_attempt_measures_from_the_beginning(model: Model, components: d
     lora_weights(often.engine).restore()
 
 
-def test_a_cancelled_one_leaves_nothing_behind(easel: ManualEngine) -> None:
-    drawing = easel.submit(_order())
-    while drawing.job is None or not drawing.job.steps_done:
-        easel.turn()
-    easel.engine.cancel("measured")
-    assert not easel.engine.busy
-    assert easel.draw(EngineOrder(key="plain", spec=SPEC)).record.provenance.mean_group_requests == SPEC.num_images
-    assert not easel.turn()
-
-
 def test_beside_controlnets_it_is_refused(easel: ManualEngine) -> None:
     net = ControlSpec(name="edges", image_digest="0" * 64)
     with pytest.raises(InvalidRequest, match="measured"):

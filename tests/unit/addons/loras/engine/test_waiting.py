@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, LoraSet
-from bottega.addons.loras.engine.addon import EngineLoras
+from bottega.addons.loras.engine import TEXT_ENCODERS, UNET
 from bottega.addons.loras.engine.job_loras import JobLoras
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
@@ -113,34 +112,6 @@ def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
     assert not loras.open
 
 
-def test_a_prompt_is_encoded_with_the_text_part_in_place_and_other_prompts_without(
-    model: Model, easel: ManualEngine, loras: LorasByHand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[LoraSet | None] = []
-    put = lora_weights(easel.engine).put_in_text
-
-    def noted(each: LoraSet | None) -> float:
-        seen.append(each)
-        return put(each)
-
-    monkeypatch.setattr(lora_weights(easel.engine), "put_in_text", noted)
-    before = {name: tensor.clone() for name, tensor in model.text_encoders[1].state_dict().items()}
-    late = easel.submit(styled("pastel", bound=3))
-    plain = easel.submit(EngineOrder(key="plain", spec=SPEC))
-    turn_until(easel, lambda: plain.all(JobStarted))
-    assert seen == [None]
-    assert late.job is None
-    loras.text.add("pastel")
-    turn_until(easel, lambda: late.all(JobStarted))
-    assert seen[1] is not None
-    assert set(seen[1].of("text_encoder_2"))
-    loras.come("pastel")
-    easel.run()
-    easel.draw(EngineOrder(key="after", spec=SPEC))
-    for name, tensor in model.text_encoders[1].state_dict().items():
-        assert torch.equal(tensor, before[name])
-
-
 def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
     easel: ManualEngine, loras: LorasByHand, clock: FakeTime
 ) -> None:
@@ -165,20 +136,6 @@ def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
 def replace_bounds(order: EngineOrder, *bounds: int) -> EngineOrder:
     loras = tuple(replace(lora, bound=bound) for lora, bound in zip(order.spec.loras, bounds, strict=True))
     return replace(order, spec=replace(order.spec, loras=loras))
-
-
-def test_loras_that_come_before_the_bound_go_in_at_the_next_step_which_is_told_before_it_runs(
-    easel: ManualEngine, loras: LorasByHand
-) -> None:
-    loras.text.add("outline")
-    drawing = easel.submit(styled("outline", spec=LONG, bound=20))
-    turn_until(easel, lambda: steps_done(drawing) == 3)
-    loras.come("outline")
-    easel.run()
-    place = next(place for place, event in enumerate(drawing.events) if isinstance(event, JobDecided))
-    assert [event.decisions for event in drawing.all(JobDecided)] == [loras_at(3)]
-    assert [event.steps_done for event in drawing.events[:place] if isinstance(event, JobAdvanced)] == [1, 2, 3]
-    assert drawing.record.provenance.loras[0].wait_s == 0
 
 
 def test_a_pinned_step_is_kept_whether_the_lora_is_early_or_late(easel: ManualEngine, loras: LorasByHand) -> None:
@@ -322,18 +279,6 @@ def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, l
     assert part.patch_s == put_in_s
 
 
-def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
-    easel: ManualEngine, loras: LorasByHand
-) -> None:
-    lora_weights(easel.engine).costs = FixedCosts(pays=False)
-    loras.come("outline", "pastel")
-    styled_text = easel.draw(styled("pastel", key="text"))
-    unet_alone = easel.draw(styled("outline", key="UNet alone"))
-    assert lora_weights(easel.engine).swaps == 0
-    assert styled_text.record.provenance.loras[0].patch_s > 0
-    assert unet_alone.record.provenance.loras[0].patch_s == 0.0
-
-
 def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:
     before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
     engine = make_engine(model, replace(EAGER, max_rows=2), loras=loras)
@@ -342,12 +287,3 @@ def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model
     assert lora_weights(engine).patched is None
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])
-
-
-def test_loras_that_are_here_when_they_are_asked_for_are_counted_apart_from_others(
-    easel: ManualEngine, loras: LorasByHand
-) -> None:
-    addon = next(each for each in easel.engine.addons if isinstance(each, EngineLoras))
-    loras.come("outline")
-    easel.submit(styled("outline", "pastel"))
-    assert addon.counts == {"hits": 1, "misses": 1}

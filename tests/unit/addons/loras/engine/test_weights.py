@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine import (
-    TEXT_ENCODERS,
     UNET,
     Factors,
     Layers,
@@ -121,32 +119,6 @@ def test_rows_of_unlike_sets_get_what_networks_with_these_loras_in_them_give(net
         side_path.leave()
         assert torch.equal(net(x), plain)
     assert (expected - plain).abs().max() > 0.02
-
-
-@pytest.mark.parametrize("tower", ["", "text_model."], ids=["flat tower", "prefixed tower"])
-@pytest.mark.parametrize("file", ["", "text_model."], ids=["flat file", "prefixed file"])
-def test_a_text_layer_goes_into_the_module_that_the_tower_has(net: Net, tower: str, file: str) -> None:
-    network = nn.ModuleDict({"text_model": net}) if tower else net
-    layers = {file + path: layer for path, layer in random_layers(net, 1, targets=ALL).items()}
-    made = make_set(
-        [LoraAtScale(digest="1", scale=1.0, layers={TEXT_ENCODERS[0]: layers})],
-        {TEXT_ENCODERS[0]: network},
-        TEXT_ENCODERS[:1],
-    )
-    assert set(made.of(TEXT_ENCODERS[0])) == {tower + path.removeprefix(file) for path in layers}
-
-
-@torch.inference_mode()
-def test_row_by_row_no_bit_depends_on_the_neighbours(net: Net) -> None:
-    a, b = set_of(net, use(net, 1)), set_of(net, use(net, 2, rank=9))
-    x = torch.randn(4, 3, 8, 8)
-    side_path = UnmergedLoras(net, row_by_row=True)
-    outs = []
-    for sets in ([a, None, None, None], [a, b, b, b], [a, a, b, None]):
-        side_path.enter(sets)
-        outs.append(net(x)[0])
-        side_path.leave()
-    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @torch.inference_mode()
@@ -308,58 +280,6 @@ def test_pristine_copies_are_of_the_touched_weights_alone_and_where_they_are_wan
     assert patcher.pristine_bytes == 4 * 8 * 3 * 9
 
 
-@torch.inference_mode()
-def test_a_set_after_another_has_the_bits_that_it_has_alone(net: Net) -> None:
-    """Whatever was in the weights before, and whether copies were there."""
-    a, b = set_of(net, use(net, 1)), set_of(net, use(net, 2, targets=["0", "3"]))
-    patcher = Patcher(net, UNET)
-    x = torch.randn(2, 3, 8, 8)
-
-    def drawn() -> Tensor:
-        patcher.patch(a)
-        out: Tensor = net(x)
-        return out
-
-    alone = drawn()
-    patcher.put_back()
-    again = drawn()
-    patcher.patch(b)
-    after_another = drawn()
-    assert torch.equal(alone, again)
-    assert torch.equal(alone, after_another)
-
-
-@pytest.mark.parametrize(("width", "shares"), [(8, 1), (1100, 2)])
-def test_layers_are_shared_out_among_threads_that_compute_alone_where_that_pays(width: int, shares: int) -> None:
-    seen: set[tuple[int, int]] = set()
-    together = threading.Barrier(shares)
-
-    class Seeing(Tensor):
-        """A factor that notes who multiplies with it, and by how many threads, once all of them do."""
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.addmm:
-                together.wait(10.0)  # else one that is quick, or has a busy machine for itself, takes all
-                seen.add((threading.get_ident(), torch.get_num_threads()))
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-    layers = {name: nn.Linear(width, width) for name in "01"}
-    patcher = Patcher(nn.ModuleDict(layers), UNET)
-    factors = {name: Factors(down=torch.randn(2, width), up=torch.randn(width, 2)) for name in layers}
-    seeing = {name: replace(each, up=each.up.as_subclass(Seeing)) for name, each in factors.items()}
-    before = {name: layer.weight.clone() for name, layer in layers.items()}
-    with torch_threads(2):
-        patcher.patch(LoraSet(key=(), components={UNET: seeing}))
-        assert torch.get_num_threads() == 2
-        for name, each in factors.items():
-            torch.testing.assert_close(layers[name].weight, before[name] + each.up @ each.down, rtol=0, atol=1e-4)
-        patcher.put_back()
-    assert all(torch.equal(layer.weight, before[name]) for name, layer in layers.items())
-    assert len({thread for thread, _ in seen}) == shares
-    assert {threads for _, threads in seen} == {1}
-
-
 def test_a_layer_that_fails_in_another_thread_fails_the_patch_and_all_can_be_restored() -> None:
     net = nn.Sequential(nn.Linear(1100, 1100), nn.Linear(1100, 1100))
     before = [parameter.clone() for parameter in net.parameters()]
@@ -422,16 +342,6 @@ def pays(costs: SwapCosts, key: SetKey, steps: int) -> bool:
     return costs.pays(key, steps=steps, step_s=1.0, touched_bytes=1000)
 
 
-def test_one_hiccup_does_not_decide_and_what_is_remembered_is_bounded() -> None:
-    costs = SwapCosts()
-    usual = costs.share(())
-    costs.observe_step((("a", 1.0),), 100.0, 1.0)
-    assert costs.share(()) < 2 * usual
-    for each in range(1000):
-        costs.observe_step(((str(each), 1.0),), 1.2, 1.0)
-    assert len(costs._shares) <= 64
-
-
 class Cheap(SwapCosts):
     """Any step is worth a patch."""
 
@@ -467,33 +377,6 @@ def test_weights_are_patched_while_all_rows_share_a_set_and_put_back_before_anyb
     weights.leave()
     for name, tensor in unet.state_dict().items():
         assert torch.equal(tensor, before[name])
-
-
-def test_what_the_copies_take_is_logged_in_mib_whenever_it_is_more_than_ever(
-    model: Model, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="bottega.addons.loras.engine.weights")
-    weights = LoraWeights(model, pristine_on_host=True)
-    weights.measure_swap()
-    assert not caplog.records, "those were given back"
-    weights.costs = Cheap()
-    unet, text = model.backbone.unet, model.text_encoders[0]
-    few = random_layers(unet, 1, targets=["to_q"])
-    more = random_layers(unet, 2, targets=["to_q", "to_k", "ff.net.2"])
-    sets = [
-        weights.unet_set([LoraAtScale(digest=name, scale=1.0, layers={UNET: of})])
-        for name, of in zip("ab", (few, more), strict=True)
-    ]
-    for wanted in (sets[0], None, sets[0], sets[1], sets[0], sets[1]):
-        weights.choose([wanted], steps=9, step_s=1.0)
-    touched = [sum(unet.get_submodule(path).weight.nbytes for path in layers) for layers in (few, more)]
-    reading = random_layers(text, 3, targets=["q_proj"])
-    weights.put_in_text(weights.text_set([LoraAtScale(digest="c", scale=1.0, layers={TEXT_ENCODERS[0]: reading})]))
-    touched.append(touched[1] + sum(text.get_submodule(path).weight.nbytes for path in reading))
-    told = [vars(record) for record in caplog.records]
-    assert [each["pristine_mib"] for each in told] == [round(size / 2**20, 1) for size in touched]
-    assert {each["kept_on"] for each in told} == {"cpu"}
-    weights.restore()
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -548,25 +431,3 @@ def test_without_memory_for_the_copies_loras_go_beside_the_weights(
     assert weights.swap_s == 0.0, "no set goes into the weights any more"
     for name, tensor in unet.state_dict().items():
         assert torch.equal(tensor, before[name])
-
-
-def test_a_swap_is_measured_on_a_part_of_the_weights_and_counts_for_all(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bottega.addons.loras.engine.weights._PROBE_BYTES", 1)
-    weights = LoraWeights(model)
-    probe = weights.probe()
-    touched: list[int] = []
-    put = weights.put_in_unet
-
-    def note(loras: LoraSet | None) -> float:
-        touched.append(len(loras.of(UNET)) if loras is not None else 0)
-        return put(loras)
-
-    monkeypatch.setattr(weights, "put_in_unet", note)
-    weights.measure_swap()
-    assert touched == [1, 0, 1, 0]
-    assert weights.pristine_bytes == 0
-    per_byte_s = weights.costs.swap_s(1)
-    all_bytes = sum(model.backbone.unet.get_submodule(path).weight.nbytes for path in probe.of(UNET))
-    assert weights.swap_s == pytest.approx(per_byte_s * all_bytes)

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, LoraLayer, Patcher, WholeLayer, make_layer, make_set
+from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, WholeLayer, make_layer
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.engine.lora import weight_difference
 from bottega.device import devices
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.events import JobFailed, JobStarted
 from bottega.engine.job import EngineOrder
-from bottega.errors import LoraUnusable, TooLarge
+from bottega.errors import TooLarge
 from bottega.fair_order import Share
 from bottega.model.model import Model
-from tests.samples.engine_loras import LorasByHand, digest_of, random_layers
+from tests.samples.engine_loras import LorasByHand, random_layers
 from tests.samples.small_model import small_model
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
@@ -173,43 +173,6 @@ def test_in_half_precision_a_set_says_that_it_is_not_exact(components: dict[str,
     assert [use.rounded_otherwise for use in drawing.record.provenance.loras] == [True]
 
 
-def test_norms_are_those_of_the_weights_without_the_merged_set() -> None:
-    linear = nn.Linear(8, 8)
-    network = nn.Sequential(linear)
-    patcher = Patcher(network, UNET)
-    layers = {"0": make_layer(_parts(linear.weight.detach(), 4), 1.0)}
-
-    def made(strength: float) -> Any:
-        uses = [LoraAtScale(digest="a", scale=strength, layers={UNET: layers})]
-        return make_set(uses, {UNET: network}, [UNET], original=lambda _, path: patcher.original(path))
-
-    first = made(0.5)
-    patcher.patch(made(1.0))
-    again = made(0.5)
-    assert torch.equal(first.differences_of(UNET)["0"].weight, again.differences_of(UNET)["0"].weight)
-
-
-@pytest.mark.parametrize(
-    ("layer", "says"),
-    [
-        (
-            WholeLayer(parts={"full": torch.zeros(8, 9)}, scale=1.0),
-            "a LoRA does not fit unet.0: it changes a weight of the shape (8, 9), and the weight has (8, 8)",
-        ),
-        (
-            LoraLayer(down=torch.zeros(2, 8), up=torch.zeros(8, 2), scale=1.0, bias=torch.zeros(8)),
-            "a LoRA does not fit unet.0: it changes a bias of 8 values, which the module does not have",
-        ),
-    ],
-)
-def test_a_layer_that_does_not_fit_is_refused_with_the_reason(layer: LoraLayer | WholeLayer, says: str) -> None:
-    network = nn.Sequential(nn.Linear(8, 8, bias=False))
-    use = LoraAtScale(digest="a", scale=1.0, layers={UNET: {"0": layer}})
-    with pytest.raises(LoraUnusable) as refused:
-        make_set([use], {UNET: network}, [UNET])
-    assert refused.value.message == says
-
-
 @dataclass
 class _Ticking:
     """A clock that goes on by a second whenever it is read."""
@@ -254,13 +217,16 @@ def test_other_jobs_make_steps_while_a_set_is_made(model: Model, components: dic
     assert not addon._making
 
 
-def test_sets_of_several_jobs_share_the_time_that_they_may_take_in_a_turn(
-    model: Model, components: dict[str, Layers]
-) -> None:
-    easel, _, _ = _submit_running(model, LorasByHand.of({"whole": {UNET: components[UNET]}}))
-    late = [easel.submit(styled_order({"whole": scale}, key=str(scale))) for scale in (0.5, 0.7)]
-    layers = sum(isinstance(layer, WholeLayer) or layer.bias is not None for layer in components[UNET].values())
-    assert _turn_until_started(easel, late) >= 2 * layers
+def _held_bytes(addon: EngineLoras, plan: MemoryPlan, layers: Mapping[str, Layers]) -> int:
+    """Return what is reserved for a set of these layers while it is used; it is not used any more."""
+    use = LoraAtScale(digest="a", scale=1.0, layers=layers)
+    made = addon.weights.unet_set([use]) if UNET in layers else addon.weights.text_set([use])
+    held = plan.reserved[_RESERVED]
+    del made
+    gc.collect()
+    addon.weights.enter([None])
+    addon.weights.leave()
+    return held
 
 
 def test_a_set_that_several_jobs_use_is_made_once_and_outlives_the_first_of_them(
@@ -269,13 +235,7 @@ def test_a_set_that_several_jobs_use_is_made_once_and_outlives_the_first_of_them
     plan = MemoryPlan(64 << 20)
     source = LorasByHand.of({"whole": {UNET: components[UNET]}})
     easel, _, addon = _submit_running(replace(model, memory=plan), source)
-    made = addon.weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers=components)])
-    held = plan.reserved[_RESERVED]
-    del made
-    gc.collect()
-    addon.weights.enter([None])
-    addon.weights.leave()
-    others = (64 << 20) - sum(plan.reserved.values()) - held
+    others = (64 << 20) - _held_bytes(addon, plan, components) - sum(plan.reserved.values())
     plan.reserve("others", others - others % 4096)
     first = easel.submit(styled_order({"whole": 0.7}, key="first"))
     late = [easel.submit(styled_order({"whole": 0.7}, key=str(number))) for number in range(3)]
@@ -304,12 +264,7 @@ def test_text_sets_of_several_tenants_take_the_memory_of_one(model: Model, compo
     plan = MemoryPlan(64 << 20)
     text = {name: layers for name, layers in components.items() if name != UNET}
     easel, _, addon = _submit_running(replace(model, memory=plan), LorasByHand.of({"whole": text}))
-    made = addon.weights.text_set([LoraAtScale(digest="a", scale=1.0, layers=text)])
-    held = plan.reserved[_RESERVED]
-    del made
-    gc.collect()
-    addon.weights.enter([None])
-    addon.weights.leave()
+    held = _held_bytes(addon, plan, text)
     plan.reserve("others", (64 << 20) - sum(plan.reserved.values()) - held * 3 // 2)
     late = [
         easel.submit(replace(styled_order({"whole": scale}, key=str(scale)), share=Share(tenant=str(scale))))
@@ -335,56 +290,27 @@ def test_a_tenant_is_charged_for_making_its_sets(
     assert len(set(used)) > len(used) - 3, "it is charged in each turn"
 
 
-def test_an_idle_engine_waits_for_loras_while_another_set_is_not_made_further(
-    model: Model, components: dict[str, Layers]
-) -> None:
-    source = LorasByHand.of({"whole": components})
-    source.loras = {**source.loras, digest_of("late"): components}
-    easel, _, addon = _submit_running(model, source)
-    easel.submit(styled_order({"whole": 0.7}, key="making"))
-    while not addon._making:
-        easel.turn()
-    easel.submit(styled_order({"late": 0.7}, key="late"))
-    easel.turn()
-    late = next(waiting for waiting in easel.engine._waiting if waiting.order.key == "late")
-    addon.wait([late.addons[addon]], 0.0)
-    assert source.settled == 1
-
-
-def test_memory_is_reserved_while_a_set_is_used(model: Model, components: dict[str, Layers]) -> None:
+def test_memory_is_reserved_while_a_set_is_used_or_merged(model: Model, components: dict[str, Layers]) -> None:
     plan = MemoryPlan(64 << 20)
     engine = make_engine(replace(model, memory=plan), TOGETHER, loras=LorasByHand.of({"whole": components}))
     weights = lora_weights(engine)
     use = LoraAtScale(digest="a", scale=1.0, layers=components)
-    made = weights.unet_set([use])
-    held = plan.reserved["LoRAs without a low-rank form"]
-    assert held >= sum(each.size_bytes for each in made.differences_of(UNET).values()) > 0
-    plan.reserve("others", (64 << 20) - held)
-    with pytest.raises(TooLarge, match="LoRAs without a low-rank form would take"):
-        weights.unet_set([replace(use, scale=2.0)])
-    del made
-    gc.collect()
-    weights.enter([None])
-    weights.leave()
-    assert plan.reserved["LoRAs without a low-rank form"] == 0
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_set_that_is_kept_for_later_gives_its_memory_to_another(
-    model: Model, components: dict[str, Layers], merged: bool
-) -> None:
-    plan = MemoryPlan(64 << 20)
-    engine = make_engine(replace(model, memory=plan), TOGETHER, loras=LorasByHand.of({"whole": components}))
-    weights = lora_weights(engine)
-    use = LoraAtScale(digest="a", scale=1.0, layers=components)
-    made = weights.unet_set([use])
-    held = plan.reserved["LoRAs without a low-rank form"]
-    if merged:
-        weights.put_in_unet(made)
-    else:
-        weights.enter([made])
+    for merged in (False, True):
+        made = weights.unet_set([use])
+        held = plan.reserved[_RESERVED]
+        assert held >= sum(each.size_bytes for each in made.differences_of(UNET).values()) > 0
+        plan.reserve("others", (64 << 20) - held)
+        with pytest.raises(TooLarge, match=f"{_RESERVED} would take"):
+            weights.unet_set([replace(use, scale=2.0)])
+        if merged:
+            weights.put_in_unet(made)
+        else:
+            weights.enter([made])
+            weights.leave()
+        del made
+        gc.collect()
+        assert weights.unet_set([replace(use, scale=2.0)]).differences_of(UNET), "one that is kept for later gives way"
+        weights.restore()
+        weights.enter([None])
         weights.leave()
-    del made
-    gc.collect()
-    plan.reserve("others", (64 << 20) - held)
-    assert weights.unet_set([replace(use, scale=2.0)]).differences_of(UNET)
+        plan.release("others")

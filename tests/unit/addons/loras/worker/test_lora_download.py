@@ -51,17 +51,6 @@ def test_the_text_is_there_before_the_rest_is_checked(data: bytes, file: memoryv
     assert len(download.layers("unet")) == 4
 
 
-def test_layers_are_views_of_the_memory() -> None:
-    data = canonical_file(SMALL)
-    with sealed_file(data) as sealed:
-        file = received_file(sealed.descriptor, sealed.size_bytes)
-    download = _download(hashlib.sha256(data).hexdigest())
-    download.take_whole(file)
-    download.check()
-    layers = low_rank(download.layers("unet")).values()
-    assert all(_within(each, file) for layer in layers for each in (layer.down, layer.up))
-
-
 def test_what_does_not_begin_where_the_processor_wants_it_is_moved_and_the_rest_is_not(file: memoryview) -> None:
     """The UNet's section is behind an odd number of half-precision items here."""
     download = _download(hashlib.sha256(file).hexdigest(), torch.float16)
