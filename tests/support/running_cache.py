@@ -21,7 +21,7 @@ from bottega.cache.server import CacheServer
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import LinksConfig, ServerConfig
-from bottega.transport import Deadline, DType, Layout, Limits, Link, connect, kind_of, offer_from_wire
+from bottega.transport import BytesMessage, Deadline, DType, Layout, Limits, Link, connect, kind_of, offer_from_wire
 from bottega.v1 import cache_pb2 as pb
 from bottega.v1 import cache_pb2_grpc, fleet_pb2, link_pb2_grpc
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, GenerationSpec
@@ -159,7 +159,7 @@ def question(**fields: Any) -> pb.CacheQuestion:
     return pb.CacheQuestion(**{"fidelity": FIDELITY_BALANCED, **asked, **fields})
 
 
-def send(link: Link, message: CacheMessage) -> None:
+def send(link: Link, message: CacheMessage | BytesMessage) -> None:
     link.send(message.layout, message.buffers, Deadline.after(PATIENCE_S))
 
 

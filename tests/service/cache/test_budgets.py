@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,7 @@ def test_an_embedding_of_another_width_is_dropped_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bound", [{"max_waiting": 3}, {"max_waiting_bytes": 3 * 6 * LATENT_BYTES}], ids=str)
-def test_recordings_wait_in_bounds_and_nobody_waits_for_them(tmp_path: Path, bound: dict[str, int]) -> None:
+def test_recordings_wait_in_bounds_and_nobody_waits_for_them(tmp_path: Path, bound: dict[str, Any]) -> None:
     with running(tmp_path, **bound) as store:
         record(store, vector(0))
         written(store)

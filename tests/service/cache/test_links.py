@@ -13,7 +13,7 @@ from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage
 from bottega.errors import Draining, LinkError
 from bottega.rpc.server_config import LinksConfig
-from bottega.transport import DType, Layout, Limits, TensorSpec, number_message, number_spec, pack_number
+from bottega.transport import BytesMessage, DType, Layout, Limits, TensorSpec, number_message, number_spec, pack_number
 from bottega.v1 import cache_pb2 as pb
 from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_cache import (
@@ -120,7 +120,7 @@ def _recording(**facts: object) -> CacheMessage:
 
 
 _VECTOR = TensorSpec(name="embedding", dtype=DType.FLOAT32, shape=(4,))
-_BROKEN: dict[str, Callable[[], CacheMessage]] = {
+_BROKEN: dict[str, Callable[[], CacheMessage | BytesMessage]] = {
     "of no kind": lambda: number_message("colour"),
     "an answer": lambda: wire.answer_message(1, pb.CacheAnswer(), ()),
     "a question without anything": lambda: number_message("question"),

@@ -407,21 +407,29 @@ def test_keys_that_nobody_draws_with_any_more_are_forgotten(monkeypatch: pytest.
     assert [rates.skipped_steps(key) for key in keys] == [5, 0, 5]
 
 
-_COMMON = {"model": "m", "width": 64, "negative_prompt": "", "guidance_scale": 4.0}
+_COMMON: dict[str, Any] = {"model": "m", "width": 64, "negative_prompt": "", "guidance_scale": 4.0}
 
 
-def _key(tenant: str = "", **other: object) -> bytes:
-    return rate_key(GenerationSpec(**_COMMON | other), tenant)  # type: ignore[arg-type]  # fields of a spec
+def _key(tenant: str = "", **other: Any) -> bytes:
+    return rate_key(GenerationSpec(**_COMMON | other), tenant)
 
 
 def test_requests_that_find_the_same_in_the_store_share_a_rate() -> None:
     """Prompt, seed and delivery say nothing of what is found; one tenant's hits say nothing of another's."""
     same = ({"prompt": "a star"}, {"seed": 7}, {"num_images": 8}, {"quality": 9}, {"techniques": Techniques()})
     assert all(_key(**other) == _key() for other in same)
-    others: list[dict[str, object]] = [
-        *({"model": "n"}, {"width": 72}, {"height": 64}, {"negative_prompt": None}, {"guidance_scale": 4.5}),
-        *({"num_inference_steps": 9}, {"use_karras_sigmas": True}, {"timestep_spacing": 2}, {"sampler": 1}),
-        *({"fidelity": FIDELITY_FAST}, {"loras": [Lora(digest="a" * 64, scale=1.0)]}),
+    others: list[dict[str, Any]] = [
+        {"model": "n"},
+        {"width": 72},
+        {"height": 64},
+        {"negative_prompt": None},
+        {"guidance_scale": 4.5},
+        {"num_inference_steps": 9},
+        {"use_karras_sigmas": True},
+        {"timestep_spacing": 2},
+        {"sampler": 1},
+        {"fidelity": FIDELITY_FAST},
+        {"loras": [Lora(digest="a" * 64, scale=1.0)]},
         {"controlnets": [ControlNet(name="edges")]},
     ]
     keys = {_key(), _key("a"), _key("b"), *(_key(**other) for other in others)}

@@ -81,7 +81,7 @@ def test_a_file_of_another_measurement_is_refused(tmp_path: Path) -> None:
     others = ({"model_hash": "cd" * 32}, {"num_inference_steps": 20}, {"draws": 1}, {"judge": "a CLIP score"})
     for other in others:
         with pytest.raises(InvalidRequest, match="another way"):
-            SampleFile(tmp_path / "samples", replace(METHOD, **other))  # type: ignore[arg-type]  # fields of a Method
+            SampleFile(tmp_path / "samples", replace(METHOD, **other))
 
 
 @pytest.mark.parametrize("data", [b"[]\n", b'{"first": 1}\n', b"cut off", b"\xff\n"])

@@ -69,7 +69,8 @@ def others() -> Iterator[ResolvedSpec]:
                 yield replace(WHOLE, **change)
             else:
                 (part,) = getattr(WHOLE, places[kind])
-                yield replace(WHOLE, **{places[kind]: (replace(part, **change),)})
+                changed: dict[str, Any] = {places[kind]: (replace(part, **change),)}
+                yield replace(WHOLE, **changed)
 
 
 # What is not in the key: the prompt, which is what may be similar; what latents are drawn from besides; what makes a
