@@ -1,4 +1,4 @@
-"""A job that is cut anywhere and resumed in another engine gives the same image; what does not fit begins again."""
+"""A job that is cut anywhere and resumed in another engine gives the same image, also within a step of the caller."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ import torch
 
 from bottega.engine import checkpoint
 from bottega.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
-from bottega.engine.events import JobCheckpointed
+from bottega.engine.denoiser import Denoiser
+from bottega.engine.encode import Sources, encode_image, encode_prompts
+from bottega.engine.events import JobAdvanced, JobCheckpointed
+from bottega.engine.forward import Network
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.request import RequestState
-from bottega.engine.spec import ResolvedSpec
+from bottega.engine.request import Request, RequestState
+from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.samplers import Sampler
-from bottega.model.schedulers import KARRAS, SamplerKind
+from bottega.model.schedulers import SamplerKind
+from tests.samples.model_folders import with_scheduler
 from tests.samples.small_model import SIZE
-from tests.support.engines import make_engine
-from tests.support.manual_engine import Drawing, ManualEngine
-from tests.support.schedulers import BASIC, SEVERAL, WITH_STATE
-from tests.support.stock import assert_close
+from tests.support.engines import TOGETHER, make_engine
+from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.schedulers import SEVERAL, WITH_STATE
+from tests.support.stock import Stock, assert_close
 
 # A checkpoint is due every second step.
 SPEC = ResolvedSpec(
     prompt="a big red star on the left on a blue background", num_inference_steps=11, width=SIZE, height=SIZE, seed=4
 )
 SHORT = replace(SPEC, num_inference_steps=4, sampler=SamplerKind.DPMPP_2M)
-SAMPLERS = [
-    *((kind, False) for kind in WITH_STATE if kind not in SEVERAL),
-    *((kind, True) for kind in BASIC if kind in KARRAS),
-]
+SAMPLERS = [kind for kind in WITH_STATE if kind not in SEVERAL]
 # One request a turn, the first as long as it has steps.
 ONE_BY_ONE = EngineLimits(max_rows=2, max_wait_turns=1000)
 
@@ -76,47 +77,29 @@ def assert_resumes(easel: ManualEngine, order: EngineOrder, left: JobCheckpointe
     return resumed
 
 
-@pytest.mark.parametrize(("kind", "karras"), SAMPLERS, ids=[f"{kind.name}-{karras}" for kind, karras in SAMPLERS])
-def test_a_job_cut_at_any_step_ends_as_an_unbroken_one(
-    model: Model, easel: ManualEngine, kind: SamplerKind, karras: bool
-) -> None:
-    turns = random.Random(f"{kind.name}{karras}").randint(2, 10)
-    order = EngineOrder(key=1, spec=replace(SPEC, sampler=kind, use_karras_sigmas=karras))
+@pytest.mark.parametrize("kind", SAMPLERS, ids=lambda kind: kind.name)
+def test_a_job_cut_at_any_step_ends_as_an_unbroken_one(model: Model, easel: ManualEngine, kind: SamplerKind) -> None:
+    turns = random.Random(kind.name).randint(2, 10)
+    order = EngineOrder(key=1, spec=replace(SPEC, sampler=kind, use_karras_sigmas=kind is SamplerKind.DPMPP_2M))
     left = cut(model, order, turns)
     assert left.steps_done == turns // 2 * 2
     assert_resumes(easel, order, left)
 
 
 def test_a_job_of_several_images_some_of_them_done_ends_as_an_unbroken_one(model: Model, easel: ManualEngine) -> None:
-    order = EngineOrder(key=1, spec=replace(SPEC, num_images=3, sampler=SamplerKind.DPMPP_2M, guidance_rescale=0.5))
+    several = replace(SPEC, num_images=3, prompts=(SPEC.prompt, SPEC.prompt, "a green circle"))
+    order = EngineOrder(key=1, spec=replace(several, sampler=SamplerKind.DPMPP_2M, guidance_rescale=0.5))
     left = cut(model, order, 11 + 6)
     assert [state.evaluation for state in read_checkpoint(left.data, model, order.spec).images] == [11, 5, 0]
     resumed = assert_resumes(easel, order, left)
     assert len(resumed.pixels) == 3
 
 
-def test_a_job_of_several_prompts_ends_as_an_unbroken_one(model: Model, easel: ManualEngine) -> None:
-    order = EngineOrder(key=1, spec=replace(SPEC, prompts=(SPEC.prompt, "a green circle"), num_images=2))
-    resumed = assert_resumes(easel, order, cut(model, order, 11))
-    assert (resumed.pixels[0] != resumed.pixels[1]).any()
-
-
-@pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M], ids=["EULER_ANCESTRAL", "DPMPP"])
-def test_a_job_from_a_picture_ends_as_an_unbroken_one(
-    model: Model, easel: ManualEngine, source: torch.Tensor, kind: SamplerKind
-) -> None:
-    order = EngineOrder(key=1, spec=replace(SPEC, strength=0.7, sampler=kind), image=source)
+def test_a_job_from_a_picture_ends_as_an_unbroken_one(model: Model, easel: ManualEngine, source: torch.Tensor) -> None:
+    order = EngineOrder(key=1, spec=replace(SPEC, strength=0.7, sampler=SamplerKind.DPMPP_2M), image=source)
     left = cut(model, order, 4)
     assert left.steps_done == 4  # of seven: the first four of the schedule are skipped
     assert assert_resumes(easel, order, left).record.provenance.begin_step == 4
-
-
-def test_a_resumed_job_can_be_cut_again(model: Model, easel: ManualEngine) -> None:
-    order = EngineOrder(key=1, spec=replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL))
-    first = cut(model, order, 4)
-    second = cut(model, replace(order, checkpoint=first.data), 5)
-    assert (first.steps_done, second.steps_done) == (4, 8)
-    assert_resumes(easel, order, second)
 
 
 def test_beside_others_a_resumed_job_ends_as_an_unbroken_one(model: Model, easel: ManualEngine) -> None:
@@ -151,12 +134,6 @@ def test_checkpoints_come_with_every_tenth_of_the_steps_but_not_with_the_last(mo
 
 def test_checkpoints_come_with_time_where_that_is_earlier(model: Model) -> None:
     assert checkpointed_steps(model, LONG, turn_s=1.0) == list(range(3, 40, 2))
-
-
-def test_a_resumed_job_waits_as_long_for_its_next_checkpoint(model: Model) -> None:
-    left = cut(model, LONG, 21)
-    assert left.steps_done == 20
-    assert checkpointed_steps(model, replace(LONG, checkpoint=left.data), turn_s=0.0) == [24, 28, 32, 36]
 
 
 def test_a_checkpoint_of_a_large_picture_is_under_a_mebibyte(model: Model) -> None:
@@ -241,15 +218,16 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_a_checkpoint_that_does_not_fit_is_logged_and_the_job_begins_again(
-    model: Model,
-    easel: ManualEngine,
-    unbroken: Drawing,
-    kept: JobCheckpointed,
-    caplog: pytest.LogCaptureFixture,
-    misfit: str,
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_not_read(model: Model, kept: JobCheckpointed, misfit: str) -> None:
     data = MISFITS[misfit](model, kept.data)
+    with pytest.raises(CheckpointMismatch):
+        read_checkpoint(data, model, SHORT)
+
+
+def test_a_checkpoint_that_does_not_fit_is_logged_and_the_job_begins_again(
+    model: Model, easel: ManualEngine, unbroken: Drawing, kept: JobCheckpointed, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = MISFITS["one bit of the latent"](model, kept.data)
     again = easel.draw(EngineOrder(key=1, spec=SHORT, checkpoint=data))
     assert again.job is not None
     assert again.job.steps_resumed == 0
@@ -276,3 +254,113 @@ def test_a_checkpoint_from_before_the_first_step_of_a_picture_does_not_fit(
     assert again.job is not None
     assert again.job.steps_resumed == 0
     assert (again.pixels[0] == easel.draw(order).pixels[0]).all()
+
+
+STEPS = 6
+EVALUATED = ResolvedSpec(prompt="a big red star", num_inference_steps=STEPS, width=32, height=32, seed=4)
+SKIPPING = {"skip_prk_steps": True}
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Stock]:
+    """A model whose PNDM makes no steps with Runge-Kutta's method, as published models have it; and its pipelines."""
+    folder = with_scheduler(tmp_path_factory.mktemp("model") / "plms", "PNDMScheduler", **SKIPPING)
+    return load(folder), Stock(folder)
+
+
+CONFIG = {"beta_schedule": "scaled_linear"}
+
+
+@torch.inference_mode()
+def evaluate(model: Model, request: Request) -> None:
+    """Make the next evaluation of a request."""
+    noise = Denoiser(Network(backbone=model.backbone, residuals=None)).predict(request.rows()).noise
+    request.advance({row.half: predicted for row, predicted in noise.items()})
+
+
+@torch.inference_mode()
+def assert_resumes_everywhere(model: Model, spec: ResolvedSpec) -> None:
+    """A request that is stored and read before each of its evaluations has the latent of one that is not."""
+    conditions = encode_prompts(model, spec)
+    ramp = torch.arange(0, 256, 8, dtype=torch.uint8).expand(32, 32)
+    image = None if spec.strength is None else encode_image(model, torch.stack([ramp, ramp.T, ramp], dim=-1))
+    whole, broken = (Request(model, spec, conditions, sources=Sources(image=image)) for _ in range(2))
+    cut_in_a_step = False
+    while not whole.done:
+        evaluate(model, whole)
+        evaluate(model, broken)
+        cut_in_a_step |= not broken.between_steps
+        data = write_checkpoint(model, spec, SavedJob(images=[broken.state()]))
+        (state,) = read_checkpoint(data, model, spec).images
+        broken = Request(model, spec, conditions, resume=state)
+        assert (broken.step, broken.evaluation) == (whole.step, whole.evaluation)
+    assert cut_in_a_step
+    assert torch.equal(broken.latent, whole.latent)
+
+
+@pytest.mark.parametrize(("kind", "strength"), [*((kind, None) for kind in SEVERAL), (SamplerKind.HEUN, 0.7)])
+def test_a_job_cut_before_any_evaluation_ends_as_an_unbroken_one(
+    model: Model, skipping: tuple[Model, Stock], kind: SamplerKind, strength: float | None
+) -> None:
+    assert_resumes_everywhere(model, replace(EVALUATED, sampler=kind, strength=strength))
+    if kind is SamplerKind.PNDM:  # without Runge-Kutta's steps
+        assert_resumes_everywhere(skipping[0], replace(EVALUATED, sampler=kind))
+
+
+def test_noise_levels_stay_on_the_cpu_when_a_job_resumes_on_a_device(model: Model) -> None:
+    spec = replace(EVALUATED, sampler=SamplerKind.HEUN)
+    request = Request(model, spec, encode_prompts(model, spec), sources=Sources(image=None))
+    evaluate(model, request)
+    sampler = Sampler(SamplerKind.HEUN, CONFIG, steps=STEPS)
+    sampler.restore(request.state().sampler, request.evaluation, torch.device("meta"))
+    restored = sampler.state().tensors
+    assert {name: tensor.device.type for name, tensor in restored.items()}["dt"] == "cpu"
+    assert any(tensor.device.type == "meta" for tensor in restored.values())
+
+
+def test_without_runge_kutta_steps_a_picture_in_a_batch_is_stocks(skipping: tuple[Model, Stock]) -> None:
+    model, stock = skipping
+    easel = ManualEngine(make_engine(model, TOGETHER))
+    spec = replace(EVALUATED, sampler=SamplerKind.PNDM)
+    others = [EngineOrder(key=kind, spec=replace(EVALUATED, sampler=kind, seed=7)) for kind in SEVERAL[1:]]
+    drawings = easel.run({0: [EngineOrder(key="pndm", spec=spec)], 1: others})
+    assert drawings["pndm"].record.provenance.mean_group_requests > 2
+    for key in ("pndm", *SEVERAL[1:]):
+        job = drawings[key].job
+        assert job is not None
+        assert_close(drawings[key].latents[0], stock.reference(job.order.spec).latent)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_progress_and_work_count_steps_and_evaluations(model: Model, kind: SamplerKind) -> None:
+    limits = EngineLimits(max_rows=2, max_wait_turns=1000, progress_interval_s=0.0)
+    easel = ManualEngine(make_engine(model, limits))
+    drawing = easel.submit(EngineOrder(key=1, spec=replace(EVALUATED, sampler=kind, num_images=2)))
+    made = STEPS + 9 if kind is SamplerKind.PNDM else 2 * STEPS - 1
+    assert dict(easel.engine.evaluations_left()) == {1: 2 * made}
+    easel.turn()
+    assert dict(easel.engine.evaluations_left()) == {1: 2 * made - 1}
+    easel.run()
+    assert drawing.job is not None
+    assert drawing.job.steps_total == 2 * STEPS
+    told = [event.steps_done for event in drawing.all(JobAdvanced)]
+    assert told == sorted(told)
+    assert set(told) == set(range(2 * STEPS + 1))
+    assert easel.engine.steps == 2 * STEPS
+    assert easel.engine.turns == 2 * made
+
+
+def test_adapters_count_whole_steps_and_controlnets_evaluations(model: Model) -> None:
+    """As the API says of LoRAs, and as Diffusers' pipelines do with ControlNets."""
+    spec = replace(EVALUATED, sampler=SamplerKind.HEUN)
+    control = ControlSpec(name="edges", image_digest="", control_guidance_start=0.25, control_guidance_end=0.75)
+    request = Request(model, spec, encode_prompts(model, spec))
+    # Of 11 evaluations: those from 0.25 on, and up to 0.75.
+    assert request.control_window(control) == (3, 8)
+    assert request.control_steps(control) == (1, 4)
+    steps = []
+    while not request.done:
+        steps.append((request.step, request.next_step, request.between_steps))
+        evaluate(model, request)
+    assert steps[:4] == [(0, 0, True), (0, 1, False), (1, 1, True), (1, 2, False)]
+    assert (request.step, request.next_step, request.between_steps) == (STEPS, STEPS, True)

@@ -51,6 +51,7 @@ from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engin
 from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
+from tests.support.slow_cases import in_every_run
 from tests.support.stock import assert_close
 
 ONE_BY_ONE = EngineLimits(max_rows=2, checkpoint_interval_s=0.0, progress_interval_s=0.0)
@@ -67,9 +68,15 @@ def test_the_engines_readme_says_which_model_draws_in_which_way() -> None:
     assert family_table() in README.read_text()
 
 
+# What a kind of model draws is seen in these ways; of the others, every run has kinds that differ most.
+_ALL_KINDS = {"text to image", "edit"}
+_SOME_KINDS = {"SD 1", "SDXL pruned", "SDXL inpainting"}
+
+
 def families(way: str) -> pytest.MarkDecorator:
     """Run a test for each kind of model that draws in this way."""
-    return pytest.mark.parametrize("family", [family for family in FAMILIES if family in WAYS[way]])
+    able = [family for family in FAMILIES if family in WAYS[way]]
+    return pytest.mark.parametrize("family", in_every_run(able, able if way in _ALL_KINDS else _SOME_KINDS))
 
 
 @functools.cache
@@ -190,16 +197,14 @@ def test_image_to_image(family: str) -> None:
     assert_close(drawing.latents[0], expected(family, from_picture()))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if reads_mask(family)])
-@pytest.mark.parametrize(
-    "order", [EngineOrder(key="it", spec=SPEC), from_picture()], ids=["text to image", "image to image"]
-)
-def test_a_model_that_reads_the_mask_refuses_what_has_none(family: str, order: EngineOrder) -> None:
-    engine = make_engine(model_of(family), ONE_BY_ONE)
-    if order.image is None:
-        engine.warm_up()
-    with pytest.raises(InvalidRequest, match="must be set: this is an inpainting model, which only edits pictures"):
-        engine.submit(order)
+def test_a_model_that_reads_the_mask_takes_edits_alone_and_masks_no_block() -> None:
+    model = model_of("SDXL inpainting")
+    engine = make_engine(model, ONE_BY_ONE)
+    engine.warm_up()
+    for order in (EngineOrder(key="it", spec=SPEC), from_picture()):
+        with pytest.raises(InvalidRequest, match="must be set: this is an inpainting model, which only edits pictures"):
+            engine.submit(order)
+    assert unsupported(model.backbone.unet) == "the network reads the mask itself"
 
 
 @families("edit")
@@ -227,11 +232,6 @@ def test_masked_blocks(family: str) -> None:
     difference = (noise(masked(row, recorded, computed)) - plain).abs().max()
     assert recorded.reused
     assert float(difference) < FLOAT16
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if reads_mask(family)])
-def test_a_model_that_reads_the_mask_computes_no_masked_blocks(family: str) -> None:
-    assert unsupported(model_of(family).backbone.unet) == "the network reads the mask itself"
 
 
 @families("resume on another worker")

@@ -1,9 +1,10 @@
-"""Models whose scheduler configuration makes their sampler another one: drawn, resumed and begun as stock does."""
+"""Scheduler configurations of models and schedules of requests: drawn and resumed as stock does, in any batch."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,23 +13,24 @@ import PIL.Image
 import pytest
 import torch
 
-from bottega.addons.cache.starts import format_start
-from bottega.engine.encode import encode_prompts
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from bottega.model_files.presets import PRESET_FILE
-from tests.fakes.scripted_latents import Cached, cached, entry
+from bottega.schedules import Schedule
 from tests.samples.edits import edit_order, ellipse_mask, template
 from tests.samples.model_folders import with_scheduler
-from tests.support.engines import make_engine
-from tests.support.manual_engine import ManualEngine, load
-from tests.support.stock import Stock, assert_close, assert_same_image, latent_of, load_stock
+from tests.samples.small_model import SIZE
+from tests.support.engines import TOGETHER, make_engine
+from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.stock import Reference, Stock, assert_close, assert_same_image, latent_of, load_stock
+from tests.support.torch_threads import torch_threads
+from tests.unit.engine.test_checkpoint import assert_resumes, cut
+from tests.unit.engine.test_exact import pixels_tensor
 
 SPEC = ResolvedSpec(
     prompt="a big red star on the left on a blue background",
@@ -39,16 +41,12 @@ SPEC = ResolvedSpec(
     sampler=SamplerKind.DPMPP_2M,
 )
 ALONE = EngineLimits(max_rows=2, max_wait_turns=1000)
-# By name, what a model's scheduler_config.json says of DPMSolverMultistepScheduler.
+# By name, what a model's scheduler_config.json says of DPMSolverMultistepScheduler. Tests of the table of schedulers
+# compare what each key does.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "sde++": {"algorithm_type": "sde-dpmsolver++"},
     "sde++ of third order": {"algorithm_type": "sde-dpmsolver++", "solver_order": 3, "use_karras_sigmas": True},
-    "sde": {"algorithm_type": "sde-dpmsolver", "final_sigmas_type": "sigma_min", "euler_at_final": True},
     "third order": {"solver_order": 3, "lower_order_final": False},
-    "first order": {"solver_order": 1},
-    "of noise": {"algorithm_type": "dpmsolver", "final_sigmas_type": "sigma_min", "solver_type": "heun"},
 }
-STOCHASTIC = ("sde++", "sde++ of third order", "sde")
 
 
 class Case(NamedTuple):
@@ -57,12 +55,6 @@ class Case(NamedTuple):
     model: Model
     stock: Stock
     spec: ResolvedSpec
-
-
-@pytest.fixture(scope="module")
-def source() -> PIL.Image.Image:
-    chance = random.Random(3)
-    return PIL.Image.frombytes("RGB", (32, 32), chance.randbytes(32 * 32 * 3)).resize((8, 8)).resize((32, 32))
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +74,6 @@ def case(request: pytest.FixtureRequest, models: dict[str, Case]) -> Case:
     return models[request.param]
 
 
-def plain_spec(model: Model) -> ResolvedSpec:
-    """What a request that names no sampler is drawn with."""
-    defaults = model.defaults
-    return replace(SPEC, sampler=defaults.sampler, use_karras_sigmas=defaults.use_karras_sigmas)
-
-
-def pixels_tensor(image: PIL.Image.Image) -> torch.Tensor:
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(image.height, image.width, 3)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*algorithm_types .* is deprecated:FutureWarning")  # stock's own
 
 
@@ -102,14 +84,6 @@ def test_each_image_of_a_job_is_stocks_of_its_seed(case: Case) -> None:
         reference = case.stock.reference(spec, index=index)
         assert_close(latent, reference.latent)
         assert_same_image(pixels, reference.pixels)
-
-
-def test_image_to_image_is_stocks(case: Case, source: PIL.Image.Image) -> None:
-    spec = replace(case.spec, strength=0.6)
-    drawing = ManualEngine(make_engine(case.model, ALONE)).draw(
-        EngineOrder(key=1, spec=spec, image=pixels_tensor(source))
-    )
-    assert_close(drawing.latents[0], case.stock.reference(spec, image=source).latent)
 
 
 def test_an_edit_is_stocks(case: Case) -> None:
@@ -131,47 +105,6 @@ def test_a_job_cut_in_the_middle_goes_on_as_if_it_had_not_been(case: Case) -> No
     assert resumed.job is not None
     assert resumed.job.steps_resumed == left.steps_done
     assert torch.equal(resumed.latents[0], unbroken.latents[0])
-
-
-def test_the_estimate_of_the_picture_is_near_the_finished_one(case: Case) -> None:
-    """It is what previews show: not the noise that some algorithms keep."""
-    spec = replace(case.spec, num_inference_steps=9)
-    easel = ManualEngine(make_engine(case.model, ALONE))
-    drawing = easel.submit(EngineOrder(key=1, spec=spec))
-    for _ in range(spec.num_inference_steps - 1):
-        easel.turn()
-    assert drawing.job is not None
-    (request,) = drawing.job.requests
-    estimate, finished = request.estimate, case.stock.reference(spec).latent
-    cosine = torch.nn.functional.cosine_similarity(estimate.flatten(), finished.flatten(), dim=0)
-    assert cosine > 0.9
-
-
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_a_start_from_a_latent_draws_what_its_own_steps_would(models: dict[str, Case], name: str) -> None:
-    """It makes no step again, and its generator is where its own first steps would have left it."""
-    case = models[name]
-    own, begun = (Request(case.model, case.spec, encode_prompts(case.model, case.spec)) for _ in range(2))
-    easel = Cached(case.model, limits=ALONE)
-    drawing = easel.draw(cached(EngineOrder(key=1, spec=case.spec)), hits=[(entry(1), 4, own.latent[0])])
-    (start,) = drawing.record.provenance.cached_starts
-    assert (start.entry, start.from_step) == (format_start(entry(1), 4), 4)
-    shape = (1, 4, 8, 8)
-    begun.start_from(own.latent[0], 4)
-    generator = torch.Generator("cpu").manual_seed(case.spec.seed)
-    torch.randn(shape, generator=generator)
-    for _ in range(4):
-        torch.randn(shape, generator=generator, dtype=torch.float32)
-    assert torch.equal(begun.state().generator, generator.get_state())
-
-
-@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
-def test_karras_sigmas_of_the_configuration_are_the_models_default(tmp_path: Path, name: str) -> None:
-    folder = with_scheduler(tmp_path / "model", name, use_karras_sigmas=True)
-    model, stock = load(folder), load_stock(folder)
-    spec = plain_spec(model)
-    drawing = ManualEngine(make_engine(model, ALONE)).draw(EngineOrder(key=1, spec=spec))
-    assert_close(drawing.latents[0], latent_of(stock, spec, width=32, height=32))  # with the scheduler that it has
 
 
 def test_a_presets_spacing_counts_where_the_configuration_has_none(tmp_path: Path) -> None:
@@ -215,3 +148,94 @@ def test_a_model_whose_own_sampler_cannot_draw_is_not_loaded(tmp_path: Path) -> 
     )
     with pytest.raises(ConfigError, match="the model's sampler, dpmpp_2m, cannot draw: the model's timestep spacing"):
         load(folder)
+
+
+TIMESTEPS = (999, 870, 610, 459, 239, 12)
+LISTS = Schedule(timesteps=TIMESTEPS)
+PLAIN = ResolvedSpec(
+    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=SIZE, height=SIZE, seed=5
+)
+SPECS: Mapping[str, ResolvedSpec] = {
+    "beta": replace(PLAIN, schedule=Schedule(use_beta_sigmas=True)),
+    "spaced": replace(PLAIN, sampler=SamplerKind.UNIPC, schedule=Schedule(timestep_spacing="linspace")),
+    "sigma_min": replace(PLAIN, sampler=SamplerKind.DPMPP_2M, schedule=Schedule(final_sigmas_type="sigma_min")),
+    "sigmas": replace(PLAIN, schedule=Schedule(sigmas=(14.0, 6.5, 3.0, 1.5, 0.6, 0.2, 0.0))),
+    "timesteps": replace(PLAIN, schedule=LISTS),
+    "of two evaluations": replace(PLAIN, sampler=SamplerKind.HEUN, schedule=LISTS),
+    "of several steps": replace(PLAIN, sampler=SamplerKind.DPMPP_2M, schedule=LISTS),
+    "that draw noise": replace(PLAIN, sampler=SamplerKind.LCM, schedule=LISTS, guidance_scale=1.0),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    with torch_threads(2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def easel(model: Model) -> ManualEngine:
+    return ManualEngine(make_engine(model, EngineLimits(max_rows=2, max_wait_turns=1000)))
+
+
+@pytest.fixture(scope="module")
+def batch(model: Model) -> dict[str, Drawing]:
+    """All of them in one batch, each of which comes a turn after the other, beside one without a schedule."""
+    engine = ManualEngine(make_engine(model, TOGETHER))
+    specs = {**SPECS, "plain": PLAIN}
+    orders = {turn: [EngineOrder(key=name, spec=specs[name])] for turn, name in enumerate(specs)}
+    return {str(key): drawing for key, drawing in engine.run(orders).items()}
+
+
+def assert_drawn(drawing: Drawing, theirs: Reference) -> None:
+    assert_close(drawing.latents[0], theirs.latent)
+    assert_same_image(drawing.pixels[0], theirs.pixels)
+
+
+@pytest.mark.parametrize("name", [*SPECS, "plain"])
+def test_a_schedule_in_a_batch_of_others_is_stocks(batch: dict[str, Drawing], stock: Stock, name: str) -> None:
+    assert batch[name].record.provenance.mean_group_requests > 2
+    assert_drawn(batch[name], stock.reference({**SPECS, "plain": PLAIN}[name]))
+
+
+@pytest.mark.parametrize("name", ["sigmas", "that draw noise"])
+def test_image_to_image_makes_the_last_steps_of_a_list_as_stock_does(
+    easel: ManualEngine, stock: Stock, name: str
+) -> None:
+    spec = replace(SPECS[name], strength=0.6)
+    source = PIL.Image.linear_gradient("L").resize((SIZE, SIZE)).convert("RGB")
+    drawing = easel.draw(EngineOrder(key=name, spec=spec, image=pixels_tensor(source)))
+    assert drawing.record.provenance.begin_step == 3
+    assert drawing.job is not None
+    assert drawing.job.steps_total == 3
+    assert_drawn(drawing, stock.reference(spec, image=source))
+
+
+@pytest.mark.parametrize("name", ["sigmas", "of two evaluations", "of several steps"])
+def test_a_job_with_a_schedule_is_resumed_at_any_step(model: Model, easel: ManualEngine, name: str) -> None:
+    order = EngineOrder(key=1, spec=SPECS[name])
+    assert_resumes(easel, order, cut(model, order, random.Random(name).randint(2, 5)))
+
+
+def test_a_checkpoint_of_another_schedule_begins_again(model: Model, easel: ManualEngine) -> None:
+    left = cut(model, EngineOrder(key=1, spec=SPECS["timesteps"]), 4)
+    other = replace(SPECS["timesteps"], schedule=Schedule(timesteps=(*TIMESTEPS[:-1], 11)))
+    drawing = easel.draw(EngineOrder(key=2, spec=other, checkpoint=left.data))
+    assert drawing.job is not None
+    assert drawing.job.steps_resumed == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "rule"),
+    [
+        (replace(PLAIN, sampler=SamplerKind.DDIM, schedule=LISTS), "timesteps", "DDIMScheduler takes none"),
+        (replace(SPECS["of two evaluations"], strength=0.6), "timesteps", "must be empty with image: the sampler heun"),
+    ],
+)
+def test_a_schedule_that_cannot_be_made_is_refused_by_its_field(
+    easel: ManualEngine, spec: ResolvedSpec, field: str, rule: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        easel.engine.submit(EngineOrder(key="refused", spec=spec))
+    assert caught.value.violations[0].field == f"spec.{field}"
+    assert rule in caught.value.violations[0].description

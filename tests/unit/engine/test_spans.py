@@ -48,15 +48,6 @@ def test_a_job_says_how_long_encoding_each_step_and_decoding_took(model: Model) 
     assert sum(span.seconds for span in steps) >= seconds["denoise"] - 1e-6
 
 
-def test_those_that_share_turns_say_so(model: Model) -> None:
-    easel = ManualEngine(make_engine(model, EngineLimits(max_wait_turns=0)))
-    for key in range(2):
-        easel.submit(EngineOrder(key=key, spec=SPEC))
-    drawings = easel.run()
-    facts = [span.facts for span in drawings[0].trace.spans if span.track == "denoise"]
-    assert {"requests in the batch": "2"} in facts
-
-
 def test_a_job_that_fails_says_what_it_took_until_then(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.vae.decoder.conv_out, "bias", nn.Parameter(torch.full((3,), torch.nan)))
     drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key=0, spec=SPEC))
@@ -89,14 +80,16 @@ class OpenEvent:
 def test_what_the_device_has_not_done_is_left_out_and_nobody_waits_for_it() -> None:
     device = CpuDevice()
     clock = DeviceClock(device)
+    set_s = time.monotonic()
     clock.set()
+    since_s = time.monotonic() - set_s + 1e-3  # It may have been set any time within.
     log = SpanLog(clock)
-    began_s, begin = time.monotonic(), device.record()
+    before_s, begin, after_s = time.monotonic(), device.record(), time.monotonic()
     log.add_of_device("step 0", "denoise", Span(begin=begin, end=device.record()), {})
     log.add_of_device("step 1", "denoise", Span(begin=device.record(), end=OpenEvent()), {})
     (span,) = log.read().spans
     assert span.name == "step 0"
-    assert abs(span.begin_s - began_s) < 0.01
+    assert before_s - since_s <= span.begin_s <= after_s + since_s
 
 
 PARTS = [field.name for field in StoreTimes.DESCRIPTOR.fields]
@@ -121,16 +114,6 @@ def test_parts_follow_one_another_in_the_middle_of_the_time_until_the_answer() -
     assert {span.service for span in spans} == {"s"}
 
 
-def test_what_came_piece_by_piece_was_being_sent_until_its_end() -> None:
-    spans = list(work(StoreTimes(wait_s=2.0), sent_s=15.5).spans("LoRA ink"))
-    assert placed(spans) == [("wait for its turn", "waits", 10.0, 12.0), ("send", "LoRA ink", 12.0, 15.5)]
-
-
-def test_every_part_of_the_contract_has_a_name() -> None:
-    spans = list(work(StoreTimes(**dict.fromkeys(PARTS, 0.1))).spans("look-ups"))
-    assert len({span.name for span in spans}) == len(PARTS)
-
-
 @given(parts=st.dictionaries(st.sampled_from(PARTS), SECONDS), seen_s=st.floats(-1.0, 1e6))
 def test_whatever_a_store_says_stands_within_what_was_seen(parts: dict[str, float], seen_s: float) -> None:
     spans = list(work(StoreTimes(**parts), answered_s=10.0 + seen_s).spans("look-ups"))
@@ -139,7 +122,3 @@ def test_whatever_a_store_says_stands_within_what_was_seen(parts: dict[str, floa
     assert all(10.0 - 1e-6 <= span.begin_s <= span.begin_s + span.seconds <= end_s + 1e-6 for span in spans)
     for one, next_one in pairwise(spans):
         assert one.begin_s + one.seconds == pytest.approx(next_one.begin_s)
-
-
-def test_nothing_said_is_nothing_drawn() -> None:
-    assert not list(work(StoreTimes()).spans("look-ups"))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.step import RequestCost, seconds_by_request
-from bottega.errors import InvalidRequest
 from bottega.fair_order import Share
 from bottega.model import sampler_choices
 from bottega.model.model import Model
@@ -28,7 +26,6 @@ from bottega.model.schedulers import SamplerKind
 from bottega.schedules import Schedule
 from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import SIZE
-from tests.support.delayed_device import DelayedDevice
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import assert_same_image
@@ -49,28 +46,6 @@ def test_a_job_says_what_it_has_used_of_the_device(model: Model) -> None:
     assert 0.0 < told[0] < told[-1] < drawing.record.provenance.device_s
 
 
-def test_jobs_that_share_turns_have_used_a_part_of_each(model: Model) -> None:
-    easel = ManualEngine(make_engine(model, EngineLimits(max_wait_turns=0)))
-    for key in range(2):
-        easel.submit(EngineOrder(key=key, spec=SMALL))
-    drawings = easel.run()
-    turns = {span.begin_s: span.seconds for each in drawings.values() for span in each.trace.spans}
-    used_s = sum(each.record.provenance.device_s for each in drawings.values())
-    assert used_s == pytest.approx(sum(turns.values()), rel=0.01)
-
-
-def test_waiting_for_controlnets_is_charged_to_those_who_have_any_and_patching_to_those_with_loras() -> None:
-    costs = [
-        RequestCost(rows=2.0, waits=False, patched=False),
-        RequestCost(rows=2.0, waits=True, patched=False),
-        RequestCost(rows=4.0, waits=False, patched=True),
-    ]
-    seconds = seconds_by_request(costs, turn_s=1.0, waited_s=0.2, patch_s=0.5)
-    assert [took.charged_s for took in seconds] == pytest.approx([0.2, 0.4, 0.9])
-    (alone,) = seconds_by_request(costs[:1], turn_s=1.0, waited_s=0.2, patch_s=0.5)
-    assert alone.charged_s == pytest.approx(0.8)
-
-
 def test_what_add_ons_add_to_shared_turns_is_told_apart_from_plain_steps() -> None:
     costs = [
         RequestCost(rows=2.0, waits=False, patched=False, alone_s=0.3),
@@ -83,8 +58,11 @@ def test_what_add_ons_add_to_shared_turns_is_told_apart_from_plain_steps() -> No
     assert (styled.controlnets_s, styled.loras_s) == pytest.approx((0.0, 0.7))
     assert [took.plain_s for took in (plain, controlled, styled)] == pytest.approx([0.3, 0.3, 0.5])
     assert [took.charged_s for took in (plain, controlled, styled)] == pytest.approx([0.25, 0.45, 1.0])
+    (alone,) = seconds_by_request(costs[:1], turn_s=1.0, waited_s=0.2, patch_s=0.5)
+    assert alone.charged_s == pytest.approx(0.8)
 
 
+@pytest.mark.usefixtures("paced")
 def test_a_long_turn_makes_way_for_another_tenant_after_its_first_row_and_draws_the_same(model: Model) -> None:
     alone = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key=0, spec=LARGE))
     easel = ManualEngine(make_engine(model, EngineLimits()))
@@ -103,17 +81,6 @@ def test_a_long_turn_makes_way_for_another_tenant_after_its_first_row_and_draws_
     assert_same_image(heavy.pixels[0], alone.pixels[0])
     assert easel.engine.steps == 4 + 4 + 4
     assert light.record.provenance.device_s < heavy.record.provenance.device_s
-
-
-def test_a_job_that_is_cancelled_in_the_middle_of_a_step_leaves_nothing(model: Model) -> None:
-    easel = ManualEngine(make_engine(model, EngineLimits()))
-    easel.engine.warm_up()
-    easel.draw(EngineOrder(key="before", spec=SMALL, share=LIGHT))
-    easel.submit(EngineOrder(key="heavy", spec=LARGE, share=HEAVY))
-    easel.turn()
-    easel.engine.cancel("heavy")
-    assert not easel.engine._stepper._halves
-    assert not easel.engine.busy
 
 
 @dataclass
@@ -191,25 +158,6 @@ def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_decoding
     assert light.record.provenance.device_s < paced.time.now - came_s
 
 
-def test_a_light_tenants_picture_is_drawn_between_the_layers_of_a_large_encoding(model: Model, paced: Paced) -> None:
-    image = torch.zeros(LARGE.height, LARGE.width, 3, dtype=torch.uint8)
-    order = EngineOrder(key="heavy", spec=replace(LARGE, strength=0.5), image=image, share=HEAVY)
-    alone = ManualEngine(make_engine(model, EngineLimits())).draw(replace(order, key=0))
-    easel = after_a_light_tenant(model)
-    easel.draw(EngineOrder(key="visit", spec=LARGE, share=HEAVY))
-    heavy = easel.submit(order)
-    easel.turn()
-    easel.submit(EngineOrder(key="light", spec=SMALL, share=LIGHT))
-    while not easel.drawings["light"].ended:
-        easel.turn()
-    assert not heavy.all(JobStarted)
-    easel.run()
-    assert_same_image(heavy.pixels[0], alone.pixels[0])
-    assert len([span for span in heavy.trace.spans if span.track == "encode"]) > 1
-    used_s = sum(span.seconds for span in heavy.trace.spans if span.track in {"encode", "denoise", "decode"})
-    assert heavy.record.provenance.device_s == pytest.approx(used_s)
-
-
 @pytest.fixture
 def slow_trials(paced: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each evaluation that is tried takes a second."""
@@ -250,43 +198,6 @@ def test_a_light_tenants_picture_is_drawn_between_the_steps_of_anothers_trial(mo
     assert paced.time.now - tried_s < 20.0, "its result is known"
 
 
-@pytest.mark.usefixtures("slow_trials")
-@pytest.mark.parametrize("delayed", [False, True], ids=["cpu", "device still busy"])
-def test_a_running_batch_makes_a_step_between_those_of_a_new_tenants_trial(
-    model: Model, paced: Paced, delayed: bool
-) -> None:
-    if delayed:
-        model = replace(model, runtime=DelayedDevice())
-    timesteps = (902 if delayed else 901, 800, 700, 600)  # A schedule is tried once.
-    easel = ManualEngine(make_engine(model, EngineLimits(), clock=paced.time.monotonic))
-    running = easel.submit(EngineOrder(key="running", spec=replace(SMALL, num_inference_steps=40)))
-    easel.turn()
-    listed = replace(SMALL, sampler=SamplerKind.DPMPP_2M, schedule=Schedule(timesteps=timesteps))
-    new = easel.submit(EngineOrder(key="new", spec=listed, share=HEAVY))
-    assert running.job is not None
-    for _ in range(3):
-        began_s, made = paced.time.now, running.job.steps_done
-        easel.turn()
-        assert running.job.steps_done == made + 1
-        assert paced.time.now - began_s < 2.0, "one evaluation is tried in a turn"
-    easel.run()
-    assert new.all(ImageDrawn)
-
-
-@pytest.mark.usefixtures("slow_trials")
-def test_a_trial_is_charged_to_its_tenant_even_if_it_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    easel = after_a_light_tenant(model)
-    monkeypatch.setattr(Sampler, "step", lambda _, noise, *__: (noise * float("inf"), noise))
-    used_s = easel.engine._batcher.used("heavy")
-    listed = replace(
-        SMALL, sampler=SamplerKind.DPMPP_2M, schedule=Schedule(timesteps=(801, 400)), num_inference_steps=2
-    )
-    error = easel.draw(EngineOrder(key="heavy", spec=listed, share=HEAVY)).error
-    assert isinstance(error, InvalidRequest)
-    assert error.message.startswith("spec.num_inference_steps: 2 steps with the model's scheduler configuration give")
-    assert easel.engine._batcher.used("heavy") > used_s
-
-
 def test_a_job_that_is_cancelled_between_the_layers_of_its_decoding_runs_no_more_of_them(
     model: Model, paced: Paced
 ) -> None:
@@ -303,22 +214,6 @@ def test_a_job_that_is_cancelled_between_the_layers_of_its_decoding_runs_no_more
     del easel.drawings["heavy"], job
     gc.collect()
     assert latent() is None
-
-
-def test_a_job_that_is_cancelled_between_the_layers_of_its_encoding_runs_no_more_of_them(
-    model: Model, paced: Paced
-) -> None:
-    image = torch.zeros(LARGE.height, LARGE.width, 3, dtype=torch.uint8)
-    easel = after_a_light_tenant(model)
-    easel.draw(EngineOrder(key="visit", spec=LARGE, share=HEAVY))
-    heavy = easel.submit(EngineOrder(key="heavy", spec=replace(LARGE, strength=0.5), image=image, share=HEAVY))
-    easel.turn()
-    layers = paced.layers
-    easel.engine.cancel("heavy")
-    assert not easel.engine.busy
-    easel.turn()
-    assert paced.layers == layers
-    assert not heavy.events
 
 
 @pytest.mark.parametrize(("available_gib", "order"), [(16.5, ["heavy", "light"]), (18, ["light", "heavy"])])

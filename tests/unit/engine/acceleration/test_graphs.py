@@ -11,14 +11,11 @@ from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.acceleration.graphs import (
-    CudaCapture,
-    GraphedActivations,
     GraphedBackbone,
     Graphs,
     Key,
     RecordedForward,
     RecordedForwards,
-    record,
 )
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
@@ -161,38 +158,6 @@ def test_loras_beside_the_weights_run_block_by_block_and_those_in_them_count(
     assert capture.launched == launched + 1
     assert (patched - beside).abs().max() < EXACT
     assert (patched - before).abs().max() > 1e-3
-
-
-def test_shapes_are_recorded_by_themselves(plain: UNetBackbone, capture: ReplayedCapture) -> None:
-    ours = graphed(plain, capture)
-    shapes = [
-        inputs(1),
-        inputs(1, 2),
-        stack([plain_row(1, size=(8, 24))]),
-        replace(inputs(1), controlled=True),
-        replace(inputs(1), prompt_embeds=inputs(1).prompt_embeds[:, :5]),
-    ]
-    for _ in range(USES_BEFORE + 1):
-        for given in shapes:
-            assert (run(ours, given) - run(plain, given)).abs().max() < EXACT
-    assert isinstance(ours.begin(shapes[0]), GraphedActivations)
-    assert capture.recorded == 4 + 1 + sum(bool(block.needs) for block in plain.blocks)
-
-
-def test_a_recording_takes_what_its_functions_do_whatever_was_cached_before(plain: UNetBackbone) -> None:
-    capture = ReplayedCapture(function_bytes=1000, cached_bytes=50_000)
-    assert record(plain, inputs(1), capture).size_bytes == 1000
-    controlled = record(plain, inputs(1, controlled=True), capture)
-    assert controlled.size_bytes == 1000 * len(controlled.segments)
-
-
-def test_a_set_of_graphs_begins_with_nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: done.append("pool"))
-    CudaCapture(torch.device("cuda:0")).begin()
-    assert done == ["emptied", "pool"]
 
 
 def key(number: int) -> Key:

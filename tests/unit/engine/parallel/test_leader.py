@@ -100,12 +100,6 @@ def test_every_row_has_the_noise_of_whoever_computed_it() -> None:
     assert prediction.offloaded == {"a"}
 
 
-def test_all_turns_are_shared_with_a_follower_that_is_as_quick() -> None:
-    pair, follower = pair_with(OWN_S)
-    assert all(shared(pair, 50))
-    assert follower.turns == 50
-
-
 @pytest.mark.parametrize("seconds", [[100 * OWN_S, OWN_S], [*[OWN_S] * 5, 50 * OWN_S, OWN_S]], ids=["first", "later"])
 def test_a_slow_answer_among_quick_ones_does_not_end_the_pair(seconds: list[float]) -> None:
     pair, _ = pair_with(*seconds)
@@ -119,12 +113,6 @@ def test_a_follower_that_stays_slow_is_left_alone_and_tried_again_ever_more_rare
     shared(pair, 100)
     assert early < 15
     assert 0 < follower.turns - early < early
-
-
-def test_one_that_is_quick_again_is_used_in_every_turn_again() -> None:
-    pair, _ = pair_with(*[5 * OWN_S] * 4, OWN_S)
-    shared(pair, 50)
-    assert all(shared(pair, 20))
 
 
 def test_a_wrong_measure_of_fewer_rows_here_does_not_keep_the_pair_apart_for_ever() -> None:

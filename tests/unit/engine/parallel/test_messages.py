@@ -1,13 +1,18 @@
-"""What the engines of a pair say to each other: it comes as it was sent, and what breaks a rule is not taken."""
+"""What the engines of a pair and their add-ons tell each other: it comes as sent; what breaks a rule is not taken."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput, ControlServer
+from bottega.addons.controlnets.engine.remote import RemoteControls, controls_part, read_controls
+from bottega.addons.loras.engine.lora_set import RemoteLoras, loras_part, read_loras
 from bottega.device_links.tensor_messages import TensorMessage, message_of
 from bottega.engine.parallel.messages import (
     PairMessageKind,
@@ -20,7 +25,8 @@ from bottega.engine.parallel.messages import (
     step_message,
 )
 from bottega.engine.parallel.remote_rows import OffloadedPart, OffloadedRow, RemoteJob, RemoteRow
-from bottega.model.rows import Embeds, Half, Row
+from bottega.engine.spec import LoraSpec
+from bottega.model.rows import Embeds, Half, LoraSet, Row
 
 EMBEDS = {
     half: Embeds(prompt=torch.randn(7, 8), added={"text_embeds": torch.randn(8), "time_ids": torch.arange(6.0)})
@@ -86,7 +92,7 @@ def test_rows_come_as_they_were_lent() -> None:
     assert step.timesteps.tolist() == [901.0, 901.0]
 
 
-def test_noise_comes_for_the_rows_that_have_some() -> None:
+def test_noise_comes_for_the_rows_that_have_some_with_what_was_waited_for() -> None:
     noise = torch.randn(2, 4, 8, 8)
     message = noise_message(RemoteNoise(number=5, places=(0, 2), noise=noise, waited_s=0.25))
     answer = read_noise(message.layout, message.buffers)
@@ -132,7 +138,98 @@ def test_a_job_without_its_conditions_or_a_part_is_not_taken() -> None:
             read_job(message.layout, message.buffers)
 
 
-def test_a_part_of_no_kind_is_not_taken() -> None:
-    message = job_message(3, RemoteJob(halves=EMBEDS, parts={"no kind": PARTS["loras"]}))
-    with pytest.raises(ValueError, match="not a kind"):
-        read_job(message.layout, message.buffers)
+CONTROL = ControlInput(
+    name="edges",
+    images=(torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8),),
+    height=64,
+    width=64,
+    halves={Half.CONDITIONAL: EMBEDS[Half.CONDITIONAL]},
+    scale=0.5,
+    guess_mode=True,
+    hosts=ControlHosts(digest="abc", servers=(ControlServer(name="s", address="h:1"),)),
+    may_be_stale=True,
+)
+ROW = Row(
+    owner="request",
+    step=4,
+    half=Half.CONDITIONAL,
+    sample=torch.randn(4, 8, 8),
+    timestep=torch.tensor(901),
+    embeds=EMBEDS[Half.CONDITIONAL],
+)
+
+
+class Opened:
+    """Whoever holds sessions, which are numbers."""
+
+    def open(self, controls: Sequence[ControlInput]) -> tuple[int, ...]:
+        return tuple(range(len(controls)))
+
+
+class Fetched:
+    """LoRAs that are here, or not."""
+
+    waiting = False
+
+    def __init__(self, loras: LoraSet | None) -> None:
+        self.loras = loras
+
+
+def test_controlnets_come_as_they_were_sent_but_never_with_stale_residuals() -> None:
+    _, control = read_controls(controls_part([CONTROL, CONTROL]), EMBEDS)
+    assert torch.equal(control.images[0], CONTROL.images[0])
+    assert (control.name, control.scale, control.guess_mode) == ("edges", 0.5, True)
+    assert (control.hosts, control.height, control.width) == (CONTROL.hosts, 64, 64)
+    assert set(control.halves) == {Half.CONDITIONAL}
+    assert not control.may_be_stale
+
+
+def test_the_images_of_a_union_come_with_their_modes_and_scales() -> None:
+    images = (CONTROL.images[0], CONTROL.images[0].flip(0))
+    union = replace(CONTROL, images=images, modes=(1, 5), image_scales=(0.8, 0.3))
+    _, control = read_controls(controls_part([CONTROL, union]), EMBEDS)
+    assert all(torch.equal(image, sent) for image, sent in zip(control.images, images, strict=True))
+    assert (control.modes, control.image_scales) == ((1, 5), (0.8, 0.3))
+    broken = [replace(union, modes=(1,)), replace(union, modes=()), replace(union, image_scales=(1.0,))]
+    for wrong in (*broken, replace(union, modes=(1, 64))):
+        with pytest.raises(ValueError):  # noqa: PT011 - pydantic's
+            read_controls(controls_part([wrong]), EMBEDS)
+
+
+def test_loras_come_as_they_were_sent() -> None:
+    lora = LoraSpec(name="outline", digest="abc", scale=-0.5)
+    assert read_loras(loras_part([lora])) == (lora,)
+
+
+WHOLE = controls_part([CONTROL])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        replace(WHOLE, tensors={}),
+        replace(WHOLE, tensors={"0.0": torch.zeros(16, 24, 3)}),
+        replace(WHOLE, header=b"[]"),
+        replace(WHOLE, header=b"nothing"),
+        controls_part([replace(CONTROL, halves=EMBEDS)]),
+        controls_part([CONTROL] * 18),
+    ],
+    ids=["no image", "floats", "none", "no JSON", "a half without conditions", "eighteen"],
+)
+def test_controlnets_that_break_a_rule_are_refused(part: OffloadedPart) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
+        read_controls(part, {Half.CONDITIONAL: EMBEDS[Half.CONDITIONAL]})
+
+
+def test_a_row_has_what_is_active_in_it_and_nothing_else() -> None:
+    provider: Any = Opened()
+    controls = RemoteControls(provider, [CONTROL, CONTROL])
+    assert controls.activate(ROW, 2).controls == (1,)
+    assert controls.activate(ROW, 3).controls == (0, 1)
+    here: Any = Fetched(LoraSet(key=(), components={}))
+    assert RemoteLoras(here).activate(ROW, 1).loras is here.loras
+    assert RemoteLoras(here).activate(ROW, 0).loras is None
+    away: Any = Fetched(None)
+    for remote, active in ((controls, 4), (RemoteLoras(here), 2), (RemoteLoras(away), 1)):
+        with pytest.raises(ValueError, match="a row has"):
+            remote.activate(ROW, active)
