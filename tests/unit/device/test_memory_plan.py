@@ -112,20 +112,6 @@ def test_what_grows_bit_by_bit_is_bounded_with_the_rest() -> None:
     plan.reserve("graphs", 40 * MIB)
 
 
-def test_room_is_left_for_a_forward_and_its_decodings() -> None:
-    plan = MemoryPlan(100 * MIB)
-    assert plan.leaves_room(16, 8, decoded_area=16), "nothing is known"
-    plan.observe_forward(16, 1, 10 * MIB)
-    plan.observe_decoding(16, 30 * MIB)
-    plan.reserve("graphs", 65 * MIB)
-    assert plan.leaves_room(16, 3, decoded_area=16)
-    assert not plan.leaves_room(16, 4, decoded_area=16)
-    plan.reserve("graphs", 75 * MIB)
-    assert not plan.leaves_room(16, 1, decoded_area=16)
-    assert plan.leaves_room(16, 1, decoded_area=8), "where it is decoded in tiles"
-    assert MemoryPlan().leaves_room(1 << 20, 64, decoded_area=1 << 20)
-
-
 def test_on_a_cpu_decoding_is_compared_with_what_the_process_can_have_at_that_moment() -> None:
     available: list[int | None] = [1000 * MIB]
     plan = MemoryPlan(available=lambda: available[0])
@@ -187,11 +173,3 @@ def test_the_driver_is_asked_once_a_second_however_often_the_heart_beats() -> No
     fake.now += 0.2
     meter.look_if_due()
     assert (meter.last.free_bytes, dict(meter.last.held_bytes)) == (100, {"model": 200, "ControlNets": 400})
-
-
-def test_on_a_cpu_only_what_is_set_aside_is_said() -> None:
-    plan = MemoryPlan()
-    plan.reserve("model", 200)
-    meter = DeviceMemoryMeter(CpuDevice(), plan)
-    meter.look_if_due()
-    assert meter.last == DeviceMemory(held_bytes={"model": 200})

@@ -13,28 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.kernels import geglu, guided_euler
+from bottega.kernels import bench, geglu, guided_euler
 from bottega.kernels.bench import main, measure
 from bottega.kernels.kernel import difference
 
-KERNELS = (
-    "group_norm_silu",
-    "geglu",
-    "lora_patch",
-    "gather_tokens",
-    "merge_tokens",
-    "cut_tiles",
-    "paste_tiles",
-    "guided_euler",
-)
+
+@pytest.fixture(autouse=True)
+def _one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times mean nothing in an interpreter."""
+    monkeypatch.setattr(bench, "_CPU_RUNS", 1)
 
 
 def test_on_a_cpu_every_kernel_agrees_with_float64_at_a_small_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu", "--dtype", "float32"]) == 0
     table = capsys.readouterr().out
     facts = json.loads(table.splitlines()[-1])
-    assert facts["bench"] == "kernels"
-    assert {each["name"].split()[0] for each in facts["kernels"]} == set(KERNELS)
+    assert len({each["name"].split()[0] for each in facts["kernels"]}) == 8
     assert all(each["agrees"] and each["kernel_us"] > 0 and each["moved_bytes"] > 0 for each in facts["kernels"])
     assert all(each["name"] in table for each in facts["kernels"])
 
@@ -46,7 +40,7 @@ def test_a_kernel_that_is_wrong_is_said_to_be(
         return geglu.reference(x) * 1.01
 
     monkeypatch.setattr(geglu, "geglu", wrong)
-    monkeypatch.setattr("bottega.kernels.bench._modules", lambda: (geglu, guided_euler))
+    monkeypatch.setattr(bench, "_modules", lambda: (geglu, guided_euler))
     assert main(["--device", "cpu", "--dtype", "float32"]) == 1
     named = [line for line in capsys.readouterr().out.splitlines() if "above" in line]
     assert len(named) == len(geglu.cases(torch.device("cpu"), torch.float32, small=True))

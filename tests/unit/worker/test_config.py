@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from bottega.errors import ConfigError
 from bottega.worker.__main__ import _imported
 from bottega.worker.config import EngineConfig, PeerConfig, VaeConfig, WorkerConfig, check_model, report_on_model
-from tests.samples.single_files import write_controlnet_file, write_single_file, write_vae_file
+from tests.samples.single_files import write_single_file, write_vae_file
 
 
 def test_a_pair_with_fixed_rows_is_refused_with_the_reason() -> None:
@@ -31,47 +29,18 @@ def test_a_worker_with_one_stage_refuses_named_accelerations() -> None:
         EngineConfig(roles=("encode", "decode"))
 
 
-@pytest.mark.parametrize(
-    ("write", "sentence"),
-    [
-        (
-            write_vae_file,
-            "VAEs of all families have the same tensors; say which one it is for: --family sd15, sd21 or sdxl",
-        ),
-        (
-            lambda path: path.write_bytes(b"{}"),
-            "it is damaged or cut off (it is shorter than the length of a header); download the file again",
-        ),
-        (lambda path: write_controlnet_file(path, "sd15"), "it is a ControlNet, and not a whole model"),
-    ],
-    ids=["a VAE", "no model", "a ControlNet"],
-)
-def test_a_single_file_of_something_else_is_refused(
-    write: Callable[[Path], object], sentence: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "model.safetensors"
-    write(file)
-    with pytest.raises(ConfigError) as refused:
-        check_model(WorkerConfig(engine=EngineConfig(model=str(file))))
-    assert refused.value.message == f"the model {file} cannot be served: {sentence}"
-
-
 def test_a_single_file_of_a_whole_model_may_be_served(tmp_path: Path) -> None:
     file = write_single_file(tmp_path / "model.safetensors", "sdxl")
     check_model(WorkerConfig(engine=EngineConfig(model=str(file))))
 
 
 def test_a_single_file_without_a_vae_needs_one(tmp_path: Path) -> None:
-    file, net = write_single_file(tmp_path / "model.safetensors", "sd15"), tmp_path / "net.safetensors"
+    file = write_single_file(tmp_path / "model.safetensors", "sd15")
     whole = load_file(file)
     save_file({name: tensor for name, tensor in whole.items() if "first_stage" not in name}, file)
     config = EngineConfig(model=str(file))
     lacking = "it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder"
     assert _refusal(config) == f"the model {file} cannot be served: {lacking}"
-    write_controlnet_file(net, "sd15")
-    wrong = replace(config, vae=VaeConfig(folder=str(net)))
-    none = f"the VAE {net} cannot be used: it is a ControlNet, and not a VAE"
-    assert _refusal(wrong) == f"the model {file} cannot be served: {none}"
     vae = write_vae_file(tmp_path / "vae.safetensors")
     check_model(WorkerConfig(engine=replace(config, vae=VaeConfig(folder=str(vae)))))
 
@@ -93,34 +62,16 @@ def _refusal(config: EngineConfig) -> str:
     return refused.value.message
 
 
-def test_a_worker_converts_its_model_as_its_configuration_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_converts_its_model_and_its_vae_as_its_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
     file = write_single_file(tmp_path / "model.safetensors", "sd21")
     vae = VaeConfig(folder=str(write_vae_file(tmp_path / "vae.safetensors")), tile_pixels=9)
     engine = asyncio.run(_imported(EngineConfig(model=str(file), prediction_type="epsilon", vae=vae)))
     scheduler = json.loads((Path(engine.model) / "scheduler" / "scheduler_config.json").read_text())
     assert (scheduler["prediction_type"], engine.vae) == ("epsilon", VaeConfig(tile_pixels=9))
-
-
-def test_a_worker_converts_the_vae_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
-    vae = VaeConfig(folder=str(write_vae_file(tmp_path / "vae.safetensors")), tile_pixels=9)
     alone = asyncio.run(_imported(EngineConfig(vae=vae)))
     assert (alone.model, alone.vae.tile_pixels) == ("miniature", 9)
     assert report_on_model(alone).problems == ()
     assert (Path(alone.vae.folder) / "config.json").is_file()
-
-
-def test_a_worker_logs_what_it_guesses_of_a_single_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
-    file = write_single_file(tmp_path / "model.safetensors", "sd21")
-    with caplog.at_level(logging.INFO):
-        engine = asyncio.run(_imported(EngineConfig(model=str(file))))
-    assert (Path(engine.model).parent.name, engine.model_name) == ("imported", "model")
-    (logged,) = (record for record in caplog.records if record.name == "bottega.worker.__main__")
-    assert logged.getMessage() == (
-        "Prediction type: v_prediction, a guess: the default of Stable Diffusion 2; for a base model at 512 pixels "
-        "give --prediction-type epsilon."
-    )

@@ -37,54 +37,36 @@ def test_waiting_and_patching_count_once_for_all_loras_of_an_attempt() -> None:
     assert registry.get_sample_value("bottega_worker_lora_patch_seconds_count") == 1
 
 
-def test_what_add_ons_measure_is_a_counter_or_a_gauge_of_its_own() -> None:
+def test_a_beat_is_shown_as_counters_and_gauges() -> None:
     registry = CollectorRegistry()
-    beat = EngineBeat(
-        metrics=[
-            EngineMetric(name="bottega_worker_lora_swaps", text="Swaps.", value=3, counts=True),
-            EngineMetric(name="bottega_worker_recordings", text="Templates.", value=2),
-        ]
-    )
-    WorkerMetrics(registry).set_beat(beat)
-    assert registry.get_sample_value("bottega_worker_lora_swaps_total") == 3
-    assert registry.get_sample_value("bottega_worker_recordings") == 2
-
-
-def test_what_add_ons_count_is_a_metric_by_kind_and_event() -> None:
-    registry = CollectorRegistry()
-    WorkerMetrics(registry).set_beat(EngineBeat(counts=[EngineCount(kind="cache", event="late_hits", count=3)]))
-    labels = {"kind": "cache", "event": "late_hits"}
-    assert registry.get_sample_value("bottega_worker_addon_events_total", labels) == 3
-
-
-def test_the_mean_batch_is_the_requests_of_all_turns_over_the_turns() -> None:
-    registry = CollectorRegistry()
-    WorkerMetrics(registry).set_beat(EngineBeat(turns=4, steps=10))
-    requests = registry.get_sample_value("bottega_worker_turn_requests_total")
-    assert (registry.get_sample_value("bottega_worker_turns_total"), requests) == (4, 10)
-
-
-def test_stages_of_an_attempt_are_counted_by_name() -> None:
-    registry = CollectorRegistry()
+    memory = DeviceMemory(budget_bytes=9, held_bytes={"model": 5}, allocated_bytes=6, free_bytes=3)
+    measured = [
+        EngineMetric(name="bottega_worker_lora_swaps", text="Swaps.", value=1, counts=True),
+        EngineMetric(name="bottega_worker_recordings", text="Templates.", value=2),
+    ]
+    counts = [EngineCount(kind="cache", event="late_hits", count=7)]
     metrics = WorkerMetrics(registry)
-    metrics.observe_stages([StageTime(stage="denoise", seconds=2.0), StageTime(stage="decode", seconds=0.5)])
-    metrics.observe_stages([StageTime(stage="denoise", seconds=1.0)])
-    read = {
-        (stage, what): registry.get_sample_value(f"bottega_worker_stage_seconds_{what}", {"stage": stage})
-        for stage in ("denoise", "decode")
-        for what in ("sum", "count")
+    metrics.set_beat(EngineBeat(turns=4, steps=10, metrics=measured, counts=counts, device_memory=memory))
+    metrics.observe_stages([StageTime(stage="decode", seconds=seconds) for seconds in (2.0, 0.5)])
+    found = {
+        "worker_lora_swaps_total": 1,
+        "worker_recordings": 2,
+        "worker_turns_total": 4,
+        "worker_turn_requests_total": 10,
+        "device_budget_bytes": 9,
+        "device_allocated_bytes": 6,
+        "device_free_bytes": 3,
     }
-    assert read == {("denoise", "sum"): 3.0, ("denoise", "count"): 2, ("decode", "sum"): 0.5, ("decode", "count"): 1}
-
-
-def test_memory_of_the_device_is_shown_by_what_has_it() -> None:
-    registry = CollectorRegistry()
-    memory = DeviceMemory(budget_bytes=9, held_bytes={"model": 5, "ControlNets": 2}, allocated_bytes=6, free_bytes=3)
-    WorkerMetrics(registry).set_beat(EngineBeat(device_memory=memory))
-    held = [registry.get_sample_value("bottega_device_held_bytes", {"holder": name}) for name in memory.held_bytes]
-    assert sorted(map(float, filter(None, held))) == [2, 5]
-    what = ("budget", "allocated", "free")
-    assert [registry.get_sample_value(f"bottega_device_{name}_bytes") for name in what] == [9, 6, 3]
+    assert {name: registry.get_sample_value(f"bottega_{name}") for name in found} == found
+    labelled = {
+        ("device_held_bytes", "holder", "model"): 5,
+        ("worker_stage_seconds_sum", "stage", "decode"): 2.5,
+        ("worker_stage_seconds_count", "stage", "decode"): 2,
+    }
+    for (name, label, value), expected in labelled.items():
+        assert registry.get_sample_value(f"bottega_{name}", {label: value}) == expected
+    event = {"kind": "cache", "event": "late_hits"}
+    assert registry.get_sample_value("bottega_worker_addon_events_total", event) == 7
 
 
 def test_the_fleet_is_told_of_what_ended_and_cancelled_attempts_are_no_failures() -> None:

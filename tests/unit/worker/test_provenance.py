@@ -13,7 +13,7 @@ from bottega.engine.events import EngineRecord, JobFinished, JobKept
 from bottega.engine.limits import EngineLimits
 from bottega.model.model import Model
 from bottega.v1.engine_pb2 import EngineStart
-from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, LoraUse, Provenance
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.worker_pb2 import RunAttemptRequest
 from bottega.worker.engine.messages import event_of, ready_of
 from bottega.worker.engine.orders import order_of
@@ -25,21 +25,6 @@ from tests.support.manual_engine import load
 @pytest.fixture(scope="module")
 def model() -> Model:
     return load(small_model())
-
-
-def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Model) -> None:
-    starts = [
-        CacheUse(
-            entry="a cached latent", similarity=0.75, from_step=4, skipped_steps=3, image=image, without_loras=image > 0
-        )
-        for image in (0, 2)
-    ]
-    record = EngineRecord(provenance=Provenance(cached_starts=starts), seconds={}, exact=False)
-    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
-    provenance = event.done.provenance
-    assert not provenance.exact
-    assert list(provenance.cached_starts) == starts
-    assert not provenance.HasField("cache")
 
 
 def test_accelerations_that_were_kept_are_named_and_all_are_told_of_at_the_start(model: Model) -> None:
@@ -66,20 +51,6 @@ def test_a_picture_that_was_not_decoded_as_stock_decodes_is_not_exact(model: Mod
     tiled_record = EngineRecord(provenance=Provenance(vae_tiled=True), seconds={}, decoded_as_stock=False)
     tiled = event_of(JobFinished(key=("job", 1), record=tiled_record), engine).done.provenance
     assert (tiled.exact, tiled.vae_tiled) == (False, True)
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-def test_a_lora_that_half_precision_rounds_otherwise_than_stock_is_named(model: Model, rounded: bool) -> None:
-    lora = LoraUse(name="ink", digest="d" * 64, scale=1.0, load_s=0.1, rounded_otherwise=rounded)
-    record = EngineRecord(provenance=Provenance(loras=[lora]), seconds={})
-    inked = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits())).done.provenance
-    assert inked.loras[0].rounded_otherwise is rounded
-
-
-def test_what_a_job_has_used_of_the_device_is_said(model: Model) -> None:
-    record = EngineRecord(provenance=Provenance(device_s=1.5), seconds={})
-    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
-    assert event.done.provenance.device_s == 1.5
 
 
 def test_shared_turns_in_half_precision_make_a_picture_approximate(model: Model) -> None:

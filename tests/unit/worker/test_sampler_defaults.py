@@ -1,19 +1,19 @@
-"""From a caller's spec to what the engine draws: the gateway's defaults of a model are what stock Diffusers has."""
+"""From a caller's spec to what the engine draws: defaults of models and presets of few-step models are stock's."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from bottega.engine.limits import EngineLimits
 from bottega.gateway.jobs import specs
-from bottega.model.sampler_choices import SamplerChoice
 from bottega.model.schedulers import SamplerKind
-from bottega.rules import MAX_STEPS
+from bottega.model_files.presets import PRESET_FILE
 from bottega.v1 import engine_pb2, generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.worker_pb2 import RunAttemptRequest
@@ -80,28 +80,6 @@ def test_what_a_model_cannot_draw_with_is_told_with_the_reason(tmp_path: Path) -
     }
 
 
-def test_steps_that_a_spacing_cannot_make_are_told_with_the_engines_reasons(tmp_path: Path) -> None:
-    folder = with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", timestep_spacing="trailing")
-    engine = make_engine(load(folder), EngineLimits())
-    samplers = engine.model.samplers
-    for told in ready_of(engine).ready.model.sampler_choices:
-        choice = SamplerChoice(kind=SAMPLERS[told.sampler], karras=told.use_karras_sigmas)
-        if told.refused_because:
-            continue
-        # By numpy's rounding; Karras' sigmas are as many as steps, and DPM++ 2S has no other spacing than its own.
-        if choice.kind in {SamplerKind.LCM, SamplerKind.TCD}:
-            assert set(told.refused_steps) == set(range(51, MAX_STEPS + 1))
-        else:
-            own = choice.karras or choice.kind is SamplerKind.DPMPP_2S
-            few = {1, 2, 3} if choice.kind is SamplerKind.PNDM else set()  # with Runge-Kutta's steps
-            assert set(told.refused_steps) == (set() if own else {61, 103, 121, 122} | few)
-        tried = {steps: samplers.refusal(choice, steps) for steps in (1, 60, 61, 62, 103)}
-        assert {steps: reason for steps, reason in tried.items() if reason} == {
-            steps: reason for steps, reason in told.refused_steps.items() if steps in tried
-        }
-    assert "makes 62 steps of 61" in samplers.refused_steps(SamplerChoice(kind=SamplerKind.EULER))[61]
-
-
 def test_that_a_model_edits_no_pictures_is_told_with_the_engines_reason() -> None:
     model = load(small_model())
     statistics = torch.zeros(1, 4, 1, 1), torch.ones(1, 4, 1, 1)
@@ -113,3 +91,56 @@ def test_that_a_model_edits_no_pictures_is_told_with_the_engines_reason() -> Non
         "",
         f"model {model.name} cannot edit pictures, because its VAE has latents_mean and latents_std; use another",
     }
+
+
+class Folder(NamedTuple):
+    """A folder as people publish it, its `bottega.json`, and the sampler that draws."""
+
+    class_name: str
+    config: dict[str, Any]
+    preset: dict[str, Any]
+    sampler: SamplerKind
+
+
+TRAILING = {"timestep_spacing": "trailing"}
+FOLDERS = {
+    "Turbo": Folder(
+        "EulerAncestralDiscreteScheduler",
+        TRAILING,
+        {"num_inference_steps": 1, "guidance_scale": 0.0},
+        SamplerKind.EULER_ANCESTRAL,
+    ),
+    "Lightning": Folder(
+        "EulerDiscreteScheduler", {}, {"num_inference_steps": 4, "guidance_scale": 0.0, **TRAILING}, SamplerKind.EULER
+    ),
+    "LCM": Folder("LCMScheduler", {}, {"num_inference_steps": 4, "guidance_scale": 1.0}, SamplerKind.LCM),
+    "LCM-LoRA merged into a plain model": Folder(
+        "EulerDiscreteScheduler",
+        {},
+        {"num_inference_steps": 4, "guidance_scale": 1.0, "sampler": "lcm"},
+        SamplerKind.LCM,
+    ),
+    "Hyper-SD": Folder(
+        "DDIMScheduler", {}, {"num_inference_steps": 2, "guidance_scale": 0.0, "sampler": "tcd"}, SamplerKind.TCD
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_request_that_says_nothing_is_drawn_as_the_preset_says(tmp_path: Path, name: str) -> None:
+    folder = FOLDERS[name]
+    path = with_scheduler(tmp_path / "model", folder.class_name, **folder.config)
+    (path / PRESET_FILE).write_text(json.dumps(folder.preset))
+    engine = make_engine(load(path), EngineLimits())
+    said = GenerationSpec(prompt="a big red star", width=32, height=32, seed=3)
+    full = specs.complete(said, ready_of(engine).ready.model)
+    order = order_of(engine_pb2.EngineStart(request=RunAttemptRequest(spec=full)), engine.model)
+    spec = order.spec
+    assert (spec.num_inference_steps, spec.guidance_scale) == tuple(folder.preset.values())[:2]
+    assert spec.sampler is folder.sampler
+    drawing = ManualEngine(engine).draw(order)
+    assert {rows for _, rows, _ in engine.step_times.entries()} == {1}
+    stock = load_stock(path)
+    spacing = {key: value for key, value in folder.preset.items() if key in TRAILING}
+    stock.scheduler = folder.sampler.scheduler_class.from_config(stock.scheduler.config, **spacing)
+    assert_close(drawing.latents[0], latent_of(stock, spec, width=32, height=32))
