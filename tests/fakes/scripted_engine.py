@@ -1,12 +1,13 @@
 """An engine process without a model: speaks the engine's frames and does what the prompt says.
 
-Words of a prompt: "slow" takes 20 ms a step, "hang" falls silent for ever, "stall" makes no step any more but says
-that it lives, "compile" runs a compiler for two seconds before its first step, "die" exits at once and "dies" at its
-third step, "nan" fails, "jumps" starts its first picture from a cached latent. A picture is its input image, or one
-flat colour by seed and index; an edit is flat everywhere. One that is "controlled" is its first control image.
+Words of a prompt: "slow" takes 20 ms a step and "slower" 100, "hang" falls silent for ever, "stall" makes no step any
+more but says that it lives, "compile" runs a compiler for two seconds before its first step, "die" exits at once. A
+picture is its input image, or one flat colour by seed and index; an edit is flat everywhere. One that is "controlled"
+is its first control image.
 
-Names of models: "broken" exits at once, "slow" says for two seconds how far it is before it is ready, "stuck" says so
-once and then nothing more.
+Names of models: "broken" exits at once, as "unusable" does with another status; "slow" says for two seconds how far it
+is before it is ready, "stuck" says so once and then nothing more. A path names a file that has one of them, or is
+"broken" where there is none.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-from bottega import kinds
 from bottega.errors import ConfigError
 from bottega.process import FramedPipe
-from bottega.v1 import engine_pb2, error_pb2, fleet_pb2, image_pb2, tensor_pb2, worker_pb2
-from bottega.v1.cache_pb2 import CacheDecision, CacheStart
+from bottega.v1 import engine_pb2, fleet_pb2, image_pb2, tensor_pb2, worker_pb2
 from bottega.v1.hosted_pb2 import Hosted
 
 # Longer than a test's engine may be silent or make no step.
@@ -33,8 +32,6 @@ MODEL = image_pb2.Model(name="scripted", model_hash="abc", dtype="float32", defa
 BEAT_S = 0.1
 # What is kept of a picture, where it is to be kept; of an edit, what was kept of its image, turned round.
 LATENTS = bytes(range(256)) * 3000
-# What the first picture of a prompt that jumps starts from.
-START = CacheStart(entry="0123456789abcdef" * 2, step=2, similarity=0.9)
 
 
 class Drawing:
@@ -93,7 +90,7 @@ class Engine:
             return
         self.turns += 1
         for drawing in list(self.drawings.values()):
-            if "die" in drawing.words or ("dies" in drawing.words and drawing.done >= 3):
+            if "die" in drawing.words:
                 os._exit(9)
             while "hang" in drawing.words:
                 time.sleep(1)
@@ -101,21 +98,15 @@ class Engine:
                 for _ in range(_COMPILING_WORDS):
                     time.sleep(_COMPILING_S)
                     self.say(compiling=engine_pb2.EngineCompiling())
-            if "nan" in drawing.words:
-                self.fail(drawing)
-            elif drawing.done < drawing.steps:
+            if drawing.done < drawing.steps:
                 self.step(drawing)
             else:
                 self.finish(drawing)
-        if any("slow" in drawing.words for drawing in self.drawings.values()):
-            time.sleep(0.02)
+        words = {word for drawing in self.drawings.values() for word in drawing.words}
+        time.sleep(0.1 if "slower" in words else 0.02 if "slow" in words else 0.0)
 
     def step(self, drawing: Drawing) -> None:
         drawing.done += 1
-        if drawing.done == 1 and "jumps" in drawing.words:
-            decision = CacheDecision(starts=[START]).SerializeToString()
-            decisions = worker_pb2.AttemptDecisions(by_kind={kinds.CACHE: decision})
-            self.say(decided=engine_pb2.EngineDecided(attempt=drawing.attempt, decisions=decisions))
         progress = engine_pb2.EngineProgress(attempt=drawing.attempt, steps_done=drawing.done)
         if drawing.start.request.preview:
             progress.preview.CopyFrom(flat(8, 8, drawing.done))
@@ -147,11 +138,6 @@ class Engine:
         for net, image in zip(spec.controlnets, drawing.start.control_images, strict=True):
             done.provenance.controlnets.add(name=net.name, image_digest=image.digest)
         self.say(done=done)
-        del self.drawings[drawing.attempt.job_id]
-
-    def fail(self, drawing: Drawing) -> None:
-        error = error_pb2.JobError(code=10, reason=error_pb2.ERROR_REASON_NOT_FINITE, message="no finite picture")
-        self.say(failed=engine_pb2.EngineFailed(attempt=drawing.attempt, error=error))
         del self.drawings[drawing.attempt.job_id]
 
     def beat(self) -> None:
@@ -193,9 +179,11 @@ def main() -> None:
     arguments = parser.parse_args()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     model = arguments.config_json["model"]
-    if model.startswith("/") and Path(model).is_file() and Path(model).read_text() == "unusable":
+    if model.startswith("/"):
+        model = Path(model).read_text() if Path(model).exists() else "broken"
+    if model == "unusable":
         raise SystemExit(ConfigError.exit_status)
-    if model == "broken" or (model.startswith("/") and not Path(model).exists()):
+    if model == "broken":
         raise SystemExit(3)
     channel = FramedPipe.from_fd(arguments.fd)
     commands: queue.Queue[engine_pb2.EngineCommand] = queue.Queue()

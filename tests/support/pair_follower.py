@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 
 from bottega.engine.engine import Engine
-from bottega.engine.parallel.remote_rows import OffloadedRow, OffloadResult
 from bottega.errors import BottegaError, Unavailable
 from bottega.transport import Endpoints, LinkCounters, ServiceOffer
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
@@ -90,32 +89,10 @@ class FollowerThread(OffersAtOnce):
                 self._following.report_jobs()
 
 
-class WatchedLeader(Leader):
-    """A leader that keeps what came back over its link. on_lent: called after each turn that was lent, from 1."""
-
-    def __init__(self, follower: FollowerThread, on_lent: Callable[[int], None]) -> None:
-        settings = PeerLinkSettings(silence_s=SILENCE_S)
-        super().__init__("follower:1", terms={}, offers=follower, counters=LinkCounters(), settings=settings)
-        self.turns = 0
-        self.kept: list[OffloadResult] = []
-        self._on_lent = on_lent
-
-    def offload(self, rows: Sequence[OffloadedRow]) -> bool:
-        lent = super().offload(rows)
-        self.turns += 1
-        self._on_lent(self.turns)
-        return lent
-
-    def result(self, timeout_s: float) -> OffloadResult | None:
-        returned = super().result(timeout_s)
-        if returned is not None:
-            self.kept.append(returned)
-        return returned
-
-
-def led(follower: FollowerThread, on_lent: Callable[[int], None] = lambda _: None) -> WatchedLeader:
+def led(follower: FollowerThread) -> Leader:
     """The follower as its leader sees it, linked. Stop it."""
-    leader = WatchedLeader(follower, on_lent)
+    settings = PeerLinkSettings(silence_s=SILENCE_S)
+    leader = Leader("follower:1", terms={}, offers=follower, counters=LinkCounters(), settings=settings)
     leader.start()
     wait_until(lambda: leader.free, "the pair to be linked")
     return leader

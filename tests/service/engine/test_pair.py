@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,20 +14,24 @@ import torch
 from diffusers import ControlNetModel
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
+from bottega.addons.controlnets.worker import RemoteControlNets
 from bottega.engine.job import EngineOrder
 from bottega.engine.parallel import pair
 from bottega.engine.spec import ResolvedSpec
-from bottega.errors import ModelMismatch, NoControlNet
+from bottega.errors import ModelMismatch
 from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.model.schedulers import SamplerKind
 from bottega.transport import LinkCounters
 from bottega.v1.generation_pb2 import PairUse
 from bottega.worker.peer import Leader
-from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
+from tests.fakes.scripted_latents import Cached, Hit, cached, entry
+from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import SIZE, small_model
+from tests.support.addon_messages import placed
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
+from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import Stock, assert_close, load_stock
@@ -44,8 +49,7 @@ UNGUIDED = replace(PLAIN, prompt="a green circle", guidance_scale=1.0, seed=2)
 NAMES = ("edges", "depth")
 IMAGES = (control_image(1), control_image(2))
 WAIT_S = 10.0
-# Longer than a forward takes here, also beside others.
-SLOW_S = 0.8
+PATIENCE_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,13 @@ def easel(model: Model, peer: Leader) -> ManualEngine:
     return leader(model, peer)
 
 
+@pytest.fixture
+def lends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is lent whenever one may be: on a busy machine it may not pay, or an answer take longer than is usual."""
+    monkeypatch.setattr(pair, "rows_to_offload", lambda _, able, **__: min(able, 1))
+    monkeypatch.setattr(pair, "_LEAST_PATIENCE_S", PATIENCE_S)
+
+
 def leader(model: Model, peer: Leader) -> ManualEngine:
     """An engine that has measured nothing, so that it lends whenever it may: the two share this process's cores."""
     return ManualEngine(make_engine(model, TOGETHER, peer=peer))
@@ -82,14 +93,9 @@ def pair_of(drawing: Drawing) -> PairUse:
     return drawing.record.provenance.pair
 
 
-@pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M, SamplerKind.DDIM])
-def test_a_guided_request_ends_as_stock_does_with_half_of_its_rows_elsewhere(
-    easel: ManualEngine, stock: Stock, kind: SamplerKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Whatever was measured: on a busy machine, sharing may not pay, and an answer may take longer than the least wait.
-    monkeypatch.setattr(pair, "rows_to_offload", lambda _, able, **__: min(able, 1))
-    monkeypatch.setattr(pair, "_LEAST_PATIENCE_S", WAIT_S)
-    spec = replace(PLAIN, sampler=kind)
+@pytest.mark.usefixtures("lends")
+def test_a_guided_request_ends_as_stock_does_with_half_of_its_rows_elsewhere(easel: ManualEngine, stock: Stock) -> None:
+    spec = replace(PLAIN, sampler=SamplerKind.EULER_ANCESTRAL)
     drawing = easel.draw(EngineOrder(key="a", spec=spec))
     assert_close(drawing.latents[0], stock.reference(spec).latent)
     record = pair_of(drawing)
@@ -134,6 +140,7 @@ def test_a_follower_with_something_of_its_own_to_do_is_left_alone(
     assert pair_of(leader(model, peer).draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
 
 
+@pytest.mark.usefixtures("lends")
 def test_rows_whose_follower_dies_in_the_middle_of_a_step_are_computed_here_and_later_ones_there_again(
     model: Model, easel: ManualEngine, peer: Leader, follower: FollowerThread, stock: Stock
 ) -> None:
@@ -153,6 +160,7 @@ def test_rows_whose_follower_dies_in_the_middle_of_a_step_are_computed_here_and_
     assert pair_of(leader(model, peer).draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
 
 
+@pytest.mark.usefixtures("lends")
 def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_changes_nothing(
     easel: ManualEngine, peer: Leader, follower: FollowerThread, stock: Stock
 ) -> None:
@@ -208,7 +216,7 @@ def controlled(**options: Any) -> EngineOrder:
     return EngineOrder(key="controlled", spec=replace(PLAIN, controlnets=specs), control_images=IMAGES)
 
 
-@pytest.mark.parametrize("options", [{}, {"control_guidance_start": 0.3}, {"guess_mode": True}], ids=str)
+@pytest.mark.parametrize("options", [{"control_guidance_start": 0.3}, {"guess_mode": True}], ids=str)
 def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
     model: Model, shelf: ControlNetCache, nets: Mapping[str, ControlNetModel], options: dict[str, Any]
 ) -> None:
@@ -222,33 +230,40 @@ def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
     assert pair_of(drawing).steps > 0
 
 
-def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
-    model: Model, shelf: ControlNetCache, peer: Leader
+@pytest.mark.usefixtures("lends")
+def test_a_follower_takes_residuals_of_its_rows_straight_from_the_server(
+    model: Model, nets: Mapping[str, ControlNetModel], tmp_path: Path
 ) -> None:
-    easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
-    alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
-    drawing = easel.draw(controlled())
-    assert not drawing.record.provenance.HasField("pair")
-    assert_close(drawing.latents[0], alone.draw(controlled()).latents[0])
+    with linked_server("near", save(nets, tmp_path), tmp_path) as server:
+        ours, theirs = (RemoteControlNets(base=layout_of(model), model=model, offers=Offers(server)) for _ in range(2))
+        with FollowerThread(make_engine(model, TOGETHER, controlnets=theirs)) as follower:
+            peer = led(follower)
+            easel = ManualEngine(make_engine(model, TOGETHER, controlnets=ours, peer=peer))
+            order = replace(controlled(), addons=placed(server.at(name) for name in NAMES))
+            drawing = easel.draw(order)
+            from_server = theirs.counters.snapshot().received.size_bytes
+            peer.stop()
+        ours.stop()
+        theirs.stop()
+    assert_close(drawing.latents[0], controlled_latent(load_stock(small_model()), nets, order.spec, IMAGES))
+    assert pair_of(drawing).steps > 0
+    assert from_server > 1 << 16
 
 
 class LosableControlNets(LocalControlNets):
-    """As on a server that can be lost. lost: whether it is; an error where nobody else will go on with it."""
+    """As on a server that can be lost. lost: whether it is."""
 
-    lost: bool | NoControlNet = False
+    lost = False
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
-        if isinstance(self.lost, NoControlNet):
-            raise self.lost
         return not self.lost and super().opened(handles)
 
     def is_void(self, row: Row) -> bool:
-        return bool(self.lost)
+        return self.lost
 
 
-@pytest.mark.parametrize("lost", [True, NoControlNet("its only server is gone")], ids=["for a while", "for good"])
 def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_that_it_still_computes(
-    model: Model, shelf: ControlNetCache, lost: bool | NoControlNet, monkeypatch: pytest.MonkeyPatch
+    model: Model, shelf: ControlNetCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever was measured.
     monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **__: min(able, rows - 1, 3))
@@ -263,7 +278,7 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
         while plain.job is None or drawing.job is None or not drawing.job.provenance.HasField("pair"):
             easel.turn()
             assert not drawing.ended
-        theirs.lost = lost
+        theirs.lost = True
         easel.turn()  # its last lent row is late
         shared, done = drawing.job.provenance.pair.steps, drawing.job.steps_done
         for _ in range(4):
@@ -276,28 +291,7 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
         peer.stop()
     alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
     assert_close(drawing.latents[0], alone.draw(order).latents[0])
-    assert (pair_of(drawing).steps > shared) == (lost is True), "it comes back where somebody goes on with it"
-
-
-class SlowControlNets(LocalControlNets):
-    """As on a server that takes long."""
-
-    def ask(self, rows: list[Row]) -> None:
-        time.sleep(SLOW_S)
-        super().ask(rows)
-
-
-def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given_up(
-    model: Model, shelf: ControlNetCache
-) -> None:
-    with FollowerThread(make_engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
-        peer = led(follower)
-        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=SlowControlNets(shelf), peer=peer))
-        drawing = easel.draw(controlled())
-        peer.stop()
-    assert pair_of(drawing).taken_back_steps == 0
-    assert pair_of(drawing).steps > 0
-    assert all(returned.seconds < SLOW_S for returned in peer.kept)
+    assert pair_of(drawing).steps > shared, "it comes back"
 
 
 @pytest.fixture(scope="module")
@@ -305,12 +299,10 @@ def styled() -> tuple[Any, dict[str, Components]]:
     return styled_stock(small_model())
 
 
-@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
+@pytest.mark.usefixtures("lends")
 def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leaders_step(
-    model: Model, styled: tuple[Any, dict[str, Components]], patches: bool, monkeypatch: pytest.MonkeyPatch
+    model: Model, styled: tuple[Any, dict[str, Components]]
 ) -> None:
-    # Whatever was measured.
-    monkeypatch.setattr(pair, "rows_to_offload", lambda _, able, **__: min(able, 1))
     pipeline, components = styled
     scales = {"pastel": 1.0, "outline": 0.8}
     ours, theirs = LorasByHand.of(components), LorasByHand.of(components)
@@ -320,7 +312,7 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
     with FollowerThread(other) as follower:
         peer = led(follower)
         easel = ManualEngine(make_engine(model, TOGETHER, loras=ours, peer=peer))
-        lora_weights(easel.engine).costs = FixedCosts(pays=patches)
+        lora_weights(easel.engine).costs = FixedCosts(pays=True)
         loras = tuple(lora_spec(name, scale, bound=6) for name, scale in scales.items())
         drawing = easel.submit(EngineOrder(key="a", spec=replace(PLAIN, num_inference_steps=9, loras=loras)))
         while drawing.job is None or drawing.job.steps_done < 4:
@@ -371,3 +363,14 @@ def test_in_half_precision_rows_at_the_follower_are_said_to_be_shared_and_some_a
     assert not alone.record.provenance.HasField("pair")
     assert not alone.record.shared_in_half_precision
     assert torch.equal(alone.latents[0], Stock(small_model(), dtype=torch.bfloat16).reference(PLAIN).latent)
+
+
+@pytest.mark.usefixtures("lends")
+def test_a_pair_draws_the_same_picture_from_a_cached_latent(model: Model, peer: Leader) -> None:
+    order = cached(EngineOrder(key=1, spec=replace(PLAIN, num_inference_steps=10, sampler=SamplerKind.EULER_ANCESTRAL)))
+    hit: Hit = (entry(1), 5, 3 * torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)))
+    alone = Cached(model, limits=TOGETHER).draw(order, hits=[hit])
+    drawing = Cached(model, limits=TOGETHER, peer=peer).draw(order, at_turn=2, hits=[hit])
+    assert_close(drawing.latents[0], alone.latents[0])
+    assert [start.from_step for start in drawing.record.provenance.cached_starts] == [5]
+    assert pair_of(drawing).steps >= 2

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from bottega.addons.edits.wire import messages
 from bottega.transport import WholeMessage, number_message
@@ -21,7 +20,7 @@ from bottega.v1.activations_pb2 import (
 )
 from bottega.v1.trace_pb2 import StoreTimes
 from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore, Section, answer
-from tests.support.stored_activations import KEY, RECORDING, SHAPES, drawn, outputs, section, step_key, worker
+from tests.support.stored_activations import KEY, RECORDING, SHAPES, drawn, section, step_key, worker
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
 NAMES = tuple(SHAPES)
@@ -70,31 +69,24 @@ def set_profile(
 ANSWERS: dict[str, Change] = {
     "an id that is none": lambda said: setattr(said, "recording", "x" * 32),
     "no sections": lambda said: said.ClearField("sections"),
-    "no size": lambda said: setattr(said, "latent_width", 0),
     "a huge size": lambda said: setattr(said, "latent_height", 1 << 30),
     "a layout that is not there": lambda said: setattr(said.sections[1], "layout", 7),
-    "a layout before the first": lambda said: setattr(said.sections[1], "layout", -1),
     "a map that is not there": lambda said: setattr(said.sections[1], "map", -1),
     "a map that is too short": lambda said: said.maps.__setitem__(0, b"\xff"),
     "a half that is none": lambda said: setattr(said.sections[0].key, "half", 2),
     "a timestep that is no number": lambda said: setattr(said.sections[0].key, "timestep", float("nan")),
-    "no noise": lambda said: setattr(said.sections[0].key, "noise_level", 0.0),
     "noise without an end": lambda said: setattr(said.sections[0].key, "noise_level", float("inf")),
     "a crowd of ControlNets": lambda said: said.sections[0].key.controls.extend(range(100)),
     "a digest that is none": lambda said: setattr(said.sections[0], "digest", "zz"),
-    "a prompt that is none": lambda said: setattr(said.sections[0], "prompt", "a star"),
     "one forward twice": lambda said: said.sections[1].key.CopyFrom(said.sections[0].key),
     "a tensor without a shape": lambda said: said.layouts[0].tensors[0].ClearField("shape"),
     "a tensor beyond all bounds": lambda said: said.layouts[0].tensors[0].shape.append(1 << 30),
     "a tensor twice": lambda said: said.layouts[0].tensors.add(name=NAMES[0], shape=[1]),
     "an empty layout": lambda said: said.layouts[0].CopyFrom(SectionLayout()),
-    "a seed that is none": lambda said: setattr(said, "seed", 2**60),
     "latent and noise that do not follow": lambda said: setattr(said, "has_drawn", False),
     "latent and noise of another size": lambda said: said.MergeFrom(TemplateAnswer(latent_height=6, latent_width=4)),
     "a profile of endless seconds": lambda said: set_profile(said, full_s=float("inf")),
     "a profile of seconds that are no number": lambda said: set_profile(said, forward_s=float("nan")),
-    "a profile of shares twice": lambda said: set_profile(said, shares=(0.2, 0.2)),
-    "a profile of other shares than its blocks": lambda said: set_profile(said, masked_s=(0.1,)),
     "too many sections": lambda said: said.sections.extend(
         SectionInfo(key=SectionKey(timestep=step, noise_level=1.0), digest=FIRST.digest) for step in range(5000)
     ),
@@ -108,14 +100,6 @@ def test_an_answer_that_cannot_be_is_none(far: ScriptedStore, change: Change, ca
         assert here.find() is None
         assert broke_rules(caplog)
         assert here.source.begin(KEY, (4, 6)) is not None
-
-
-def test_a_profile_that_can_be_comes_with_its_template(far: ScriptedStore) -> None:
-    far.header, far.drawn = changed(set_profile), drawn()
-    with worker(far) as here:
-        profile = here.found().profile
-        assert profile is not None
-        assert [block.full_s for block in profile.blocks] == [0.5]
 
 
 def test_latent_and_noise_that_are_no_numbers_are_none(far: ScriptedStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,21 +151,6 @@ def test_what_was_not_requested_ends_the_link_and_nothing_of_it_is_used(
         assert (step.get(NAMES[0]), step.held_bytes) == (None, 0)
 
 
-def test_a_chunk_of_a_number_that_nobody_has_asked_by_is_thrown_away(far: ScriptedStore) -> None:
-    far.put(RECORDING, FIRST)
-
-    def send(link: ScriptedLink, number: int, request: SectionRequest) -> None:
-        link.connection.send(chunk(number + 5))
-        far.send(link, number, request)
-
-    far.fetched = send
-    with worker(far) as here:
-        step = here.found().steps[step_key(0)]
-        step.request(NAMES)
-        assert all(step.wait(name, EVENTUALLY_S) for name in NAMES)
-        assert all(torch.equal(_get(step.get(name)), tensor) for name, tensor in outputs(0).items())
-
-
 def other_template(said: Section) -> bytes:
     return said.data[:-64] + bytes(64)
 
@@ -208,8 +177,3 @@ def test_a_file_that_is_not_the_section_is_not_used(near: ScriptedStore, file: C
         other.request(NAMES)
         assert other.wait(NAMES[0], EVENTUALLY_S), "the link lives"
         assert here.counts["loads_refused"] == 1
-
-
-def _get(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor

@@ -20,7 +20,7 @@ from bottega.addons.edits.wire import messages
 from bottega.addons.edits.worker.load_meter import LoadMeter
 from bottega.addons.edits.worker.stored_step import SectionFetch, StoredStep
 from bottega.addons.edits.worker.template import AnsweredSection
-from bottega.v1.activations_pb2 import BlockProfile, SectionRequest, TemplateAnswer
+from bottega.v1.activations_pb2 import BlockProfile, SectionRequest
 from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore
 from tests.support.stored_activations import (
     KEY,
@@ -113,19 +113,6 @@ def test_of_a_store_of_this_host_nothing_is_copied_and_it_is_let_go_with_its_las
         here.source.release(recording)
         assert step.get(NAMES[1]) is None
         assert not here.source.recordings
-
-
-def test_what_lies_beside_another_prompts_step_is_let_go_as_well(tmp_path: Path) -> None:
-    store = ScriptedStore("one", folder=tmp_path)
-    store.put(RECORDING, section(0, prompt="34" * 32))
-    with worker(store) as here:
-        recording = here.found()
-        step = load(recording, 0)
-        here.add(recording, 0)
-        assert recording.step(step_key(0), "34" * 32) is step
-        here.source.release(recording)
-        assert list(here.source.recordings) == [recording]
-        assert step.get(NAMES[0]) is None
 
 
 def test_what_was_copied_counts_and_stays_for_the_next_edit(far: ScriptedStore) -> None:
@@ -286,21 +273,6 @@ def test_a_chunk_of_a_cancelled_request_is_none_of_a_newer_one() -> None:
     assert torch.equal(_tensor(step), outputs(0)[NAMES[0]])
 
 
-def test_what_another_edit_may_wait_for_is_not_cancelled(far: ScriptedStore) -> None:
-    far.put(RECORDING, section(0))
-    held: list[tuple[ScriptedLink, int, SectionRequest]] = []
-    far.fetched = lambda *asked: held.append(asked)
-    with worker(far) as here:
-        recording = here.found()
-        assert here.found() is recording
-        step = recording.steps[step_key(0)]
-        step.request(NAMES)
-        wait_until(lambda: bool(held), "the request")
-        step.drop_requests()
-        far.send(*held[0])
-        assert step.wait(NAMES[2], EVENTUALLY_S)
-
-
 def test_sections_that_the_store_has_replaced_take_the_place_of_what_is_not_here(far: ScriptedStore) -> None:
     far.put(RECORDING, section(0), section(1))
     with worker(far) as here:
@@ -313,19 +285,6 @@ def test_sections_that_the_store_has_replaced_take_the_place_of_what_is_not_here
         assert is_equal(recording.steps[step_key(0)], 0)
         assert is_equal(load(recording, 1), 11)
         assert is_equal(load(recording, 2), 2)
-
-
-def test_one_that_the_store_has_lost_is_forgotten_and_recorded_anew(far: ScriptedStore) -> None:
-    far.put(RECORDING, section(0))
-    with worker(far) as here:
-        recording = here.found()
-        load(recording, 0, NAMES[0])
-        here.source.release(recording)
-        far.header, far.drawn = TemplateAnswer(record=True), None
-        assert here.find() is None
-        begun = here.source.begin(KEY, SHAPE)
-        assert begun is not None
-        assert begun.id != RECORDING
 
 
 def test_one_in_use_is_never_replaced_by_another(far: ScriptedStore) -> None:
@@ -342,17 +301,6 @@ def test_one_in_use_is_never_replaced_by_another(far: ScriptedStore) -> None:
         assert here.found(recording=other).id == other
 
 
-def test_an_attempt_that_goes_on_finds_what_it_has_begun_with_and_nothing_else(far: ScriptedStore) -> None:
-    with worker(far) as here:
-        own = here.record()
-        assert here.find(recording=own.id) is own
-        here.source.release(own)
-        far.put(RECORDING, section(0))
-        assert here.found() is own, "as good as the store's"
-        here.source.release(own)
-        assert here.found(recording=RECORDING).id == RECORDING
-
-
 def test_where_a_store_is_away_questions_are_answered_at_once(far: ScriptedStore) -> None:
     with worker(far) as here:
         here.offers.there.clear()
@@ -362,12 +310,6 @@ def test_where_a_store_is_away_questions_are_answered_at_once(far: ScriptedStore
         assert asked.done()
         own = here.record()
         assert here.found() is own
-
-
-def test_without_stores_all_is_here(far: ScriptedStore) -> None:
-    with worker(far, opens=False) as here:
-        assert here.source.load_bytes_per_s is None
-        assert here.source.ask(TemplateQuery(key=KEY)).done()
 
 
 def test_the_first_question_waits_for_the_first_link(far: ScriptedStore) -> None:
@@ -391,79 +333,6 @@ def test_a_question_whose_store_is_lost_or_says_nothing_is_given_up(far: Scripte
         far.close()
         lost.result(EVENTUALLY_S)
         assert here.source.find(KEY) is None
-
-
-def test_an_answer_that_nobody_waits_for_any_more_is_thrown_away(far: ScriptedStore) -> None:
-    asked: list[int] = []
-    far.reply = lambda number, _question: asked.append(number)
-    with worker(far) as here:
-        late = here.source.ask(TemplateQuery(key=KEY))
-        wait_until(lambda: bool(asked), "the question")
-        assert late.cancel()
-        far.put(RECORDING, section(0))
-        far.say(far.answer(asked[0], far.questions.get(timeout=EVENTUALLY_S)))
-        far.reply = lambda number, question: messages.answer_message(number, TemplateAnswer(record=True), None)
-        assert here.find() is None
-
-
-def test_a_template_belongs_to_one_store_and_one_that_goes_takes_its_own_alone() -> None:
-    stores = [ScriptedStore(name) for name in ("one", "two", "three")]
-    keys = [replace(KEY, template=f"{number:064x}") for number in range(24)]
-    with worker(*stores) as here:
-
-        def asked() -> dict[str, str]:
-            for key in keys:
-                here.ask(key)
-            return {
-                stores_key.key: store.name
-                for store in stores
-                for stores_key in (store.questions.get(timeout=1) for _ in range(store.questions.qsize()))
-            }
-
-        before = asked()
-        assert set(before.values()) == {"one", "two", "three"}
-        here.source.set_stores([stores[2].address, stores[0].address])
-        after = asked()
-        assert set(after.values()) == {"one", "three"}
-        assert all(after[key] == name for key, name in before.items() if name != "two")
-
-
-def test_how_fast_loads_are_is_measured(far: ScriptedStore) -> None:
-    """Chunks of 256 bytes, 20 ms apart."""
-    far.put(RECORDING, section(0), section(1))
-
-    def send_slowly(link: ScriptedLink, number: int, request: SectionRequest) -> None:
-        asked = far.sections[request.digest]
-        for place in request.tensors:
-            data = list(asked.tensors.values())[place].numpy().tobytes()
-            for start in range(0, len(data), 64):
-                time.sleep(0.005)
-                part = data[start : start + 64]
-                link.connection.send(messages.chunk_message(number, tensor=place, start=start, data=part))
-
-    far.fetched = send_slowly
-    with worker(far) as here:
-        recording = here.found()
-        load(recording, 0)
-        measured = here.source.load_bytes_per_s
-        assert measured is not None
-        assert 500 < measured < 64 / 0.005
-        assert here.counts["load_bytes"] == sum(tensor.nbytes for tensor in outputs(0).values())
-        assert here.counts["load_ms"] >= 5 * here.counts["load_bytes"] / 64
-
-
-def test_steps_of_one_edit_are_told_from_those_of_another(far: ScriptedStore) -> None:
-    other = replace(KEY, template="ee" * 32)
-    with worker(far) as here:
-        far.put(RECORDING, section(0), section(1))
-        first = here.found()
-        load(first, 0)
-        load(first, 1)
-        far.put("0" * 31 + "2", section(0, key=other))
-        load(here.found(other), 0)
-        edits = [far.requests.get(timeout=EVENTUALLY_S).edit for _ in range(3)]
-        assert edits[0] == edits[1] != edits[2]
-        assert 0 not in edits
 
 
 def test_a_step_that_is_to_be_written_is_copied_first(store: ScriptedStore) -> None:

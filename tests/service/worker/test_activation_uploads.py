@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
-from bottega.addons.edits.wire import messages
 from bottega.v1.activations_pb2 import AbandonHeader, RecordingHeader, SectionHeader, TemplateAnswer
-from load.bench.throttle import Throttle
 from tests.fakes.scripted_activation_store import ScriptedStore, Sent
 from tests.support.stored_activations import (
     KEY,
@@ -169,69 +167,6 @@ def test_what_was_being_recorded_when_a_store_is_lost_it_is_given_when_it_is_bac
         assert far.questions.qsize() == asked, "the store has it"
 
 
-def test_what_was_recorded_while_the_store_was_away_it_is_given_when_it_is_there(far: ScriptedStore) -> None:
-    with worker(far, opens=False) as here:
-        own = here.record()
-        here.source.set_stores([far.address])
-        wait_until(lambda: here.source.linked == 1, "the link")
-        far.header = TemplateAnswer(record=False)
-        assert here.found() is own
-        assert far.sent.empty(), "another worker is recording it"
-        far.header = TemplateAnswer(record=True)
-        assert here.found() is own
-        come = [sent(far).header for _ in range(3)]
-        assert [type(each) for each in come] == [SectionHeader, SectionHeader, RecordingHeader]
-
-
-def test_of_a_template_of_which_the_store_has_another_recording_it_is_asked_once(far: ScriptedStore) -> None:
-    with worker(far, opens=False) as here:
-        own = here.record()
-        far.put(RECORDING, section(0))
-        here.source.set_stores([far.address])
-        wait_until(lambda: here.source.linked == 1, "the link")
-        assert here.found() is own
-        assert here.found() is own
-        assert far.questions.qsize() == 1
-        assert far.sent.empty()
-
-
-def test_its_own_does_not_go_for_one_that_is_nowhere(far: ScriptedStore) -> None:
-    far.header = TemplateAnswer(record=False)
-    with worker(far) as here:
-        own = here.record()
-        assert here.find(recording=RECORDING) is None
-        assert here.found() is own
-
-
-def test_of_what_the_store_takes_nothing_more_is_sent_and_it_is_asked_again(far: ScriptedStore) -> None:
-    with worker(far) as here:
-        own = here.record(1)
-        assert [type(sent(far).header) for _ in range(2)] == [SectionHeader, RecordingHeader]
-        far.say(messages.abandon_message(own.id, own.key.digest))
-        wait_until(here.counted("upload_dropped_not_granted"), "the store's word")
-        here.add(own, 0, seed=9)
-        assert far.sent.empty()
-        assert here.found() is own
-        assert [type(sent(far).header) for _ in range(2)] == [SectionHeader, RecordingHeader]
-
-
-def test_sections_that_the_store_has_lost_it_is_given_again(far: ScriptedStore) -> None:
-    with worker(far) as here:
-        own = here.record(2)
-        assert [type(sent(far).header) for _ in range(3)] == [SectionHeader, SectionHeader, RecordingHeader]
-        far.put(own.id, section(1))
-        for link in far.handlers:
-            assert link.connection.link is not None
-            link.connection.link.close()
-        wait_until(lambda: here.counts["loads_lost"] == 0 and here.source.linked == 0, "the end of the link")
-        wait_until(lambda: here.source.linked == 1, "the link, again")
-        assert here.found() is own
-        come = sent(far)
-        assert isinstance(come.header, SectionHeader)
-        assert come.header.section.timestep == step_key(0).timestep
-        assert own.steps[step_key(1)].writable, "its own are as good"
-
-
 def test_what_was_copied_of_one_that_the_store_has_lost_it_is_given_back(far: ScriptedStore) -> None:
     far.put(RECORDING, section(0), section(1), section(2))
     with worker(far) as here:
@@ -248,19 +183,6 @@ def test_what_was_copied_of_one_that_the_store_has_lost_it_is_given_back(far: Sc
         assert come.header.section.timestep == step_key(0).timestep
         assert all(torch.equal(tensor, outputs(0)[name]) for name, tensor in come.tensors.items())
         assert list(recording.steps) == [step_key(0), step_key(2)], "what is not here is recorded anew"
-
-
-def test_what_lies_beside_another_prompts_step_and_was_lost_is_forgotten(far: ScriptedStore) -> None:
-    far.put(RECORDING, section(0, prompt="34" * 32))
-    with worker(far) as here:
-        recording = here.found()
-        here.add(recording, 0)
-        own = recording.steps[step_key(0)]
-        assert recording.step(step_key(0), "34" * 32) is not own
-        here.source.release(recording)
-        far.put(RECORDING, section(0, seed=9))
-        assert here.found() is recording
-        assert recording.step(step_key(0), "34" * 32) is own
 
 
 def test_what_an_edit_adds_to_a_stored_recording_others_are_given(store: ScriptedStore) -> None:
@@ -310,44 +232,3 @@ def _query() -> TemplateQuery:
 
 def _hold(reading: threading.Event) -> None:
     reading.wait(EVENTUALLY_S)
-
-
-def test_a_slow_link_carries_a_section_for_longer_than_one_message_may_take(far: ScriptedStore) -> None:
-    made = settings(upload_bytes=1 << 24, budget_bytes=1 << 24)
-    made = replace(made, link=replace(made.link, send_s=0.3))
-    with Throttle(bytes_per_s=4e6) as relay:
-        far.relay = relay
-        with worker(far, made=made) as here:
-            here.ask()
-            begun = here.source.begin(KEY, SHAPE)
-            assert begun is not None
-            large = outputs(0, {"down.block": (24, 1 << 16), "up.block": (7, 1 << 16), "up.resnet": (3,)})
-            assert here.source.reserve(begun, sum(tensor.nbytes for tensor in large.values()))
-            begun.add(step_key(0), large, valid_map(0), prompt="12" * 32)
-            here.source.changed(begun, step_key(0))
-            wait_until(lambda: far.chunks.qsize() > 0, "the first chunk")
-            here.ask(replace(KEY, template="ee" * 32))
-            assert far.sent.empty(), "a question goes before the rest of a section"
-            come = sent(far)
-            assert all(torch.equal(tensor, large[name]) for name, tensor in come.tensors.items())
-            assert list(come.tensors) == list(large)
-            assert far.chunks.qsize() > 8
-            assert (here.source.linked, here.counts.get("upload_dropped_lost", 0)) == (1, 0)
-
-
-def test_the_rest_of_a_section_whose_recording_is_given_up_is_not_sent(far: ScriptedStore) -> None:
-    with Throttle(bytes_per_s=4e6) as relay:
-        far.relay = relay
-        with worker(far, made=settings(upload_bytes=1 << 24, budget_bytes=1 << 24)) as here:
-            here.ask()
-            begun = here.source.begin(KEY, SHAPE)
-            assert begun is not None
-            large = outputs(0, {"down.block": (32, 1 << 16)})
-            assert here.source.reserve(begun, sum(tensor.nbytes for tensor in large.values()))
-            begun.add(step_key(0), large, valid_map(0), prompt="12" * 32)
-            here.source.changed(begun, step_key(0))
-            wait_until(lambda: far.chunks.qsize() > 0, "the first chunk")
-            here.source.abandon(begun)
-            assert sent(far).header == AbandonHeader(recording=begun.id, key=begun.key.digest)
-            here.record(key=replace(KEY, template="ee" * 32))
-            assert isinstance(sent(far).header, SectionHeader), "the link goes on"

@@ -232,14 +232,6 @@ def test_what_a_link_had_is_given_back_when_it_ends(server: LinkedServer, base: 
     server.computes.set()
 
 
-def test_a_closed_loans_sessions_are_not_there_any_more(base: ControlLayout, link: Link) -> None:
-    send(link, open_message(opening(base)))
-    assert heard(link) == (ControlMessageKind.OPENED, 1)
-    send(link, number_message(ControlMessageKind.CLOSE, 1))
-    send(link, open_message(opening(base)))  # its numbers are free again
-    assert heard(link) == (ControlMessageKind.OPENED, 1)
-
-
 def test_a_draining_server_opens_no_sessions_and_goes_on_with_those_that_are_open(
     model: Model, base: ControlLayout, tmp_path: Path
 ) -> None:

@@ -19,7 +19,6 @@ from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
-from bottega.worker.attempts import Attempts
 from bottega.worker.config import EngineConfig
 from tests.support.running_front import CONFIG, Running, Start, kinds, request, running_workers
 from tests.support.waiting import eventually
@@ -35,7 +34,7 @@ async def start() -> AsyncIterator[Start]:
 async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, prompt: str) -> None:
     running = await start()
     before = running.engine.pid
-    bystander = request("slow", job_id="bystander")
+    bystander = request("slower", job_id="bystander")
     bystander.spec.num_inference_steps = 200
     beside = asyncio.create_task(running.events(bystander))
     await running.drawing()
@@ -74,32 +73,21 @@ def _be_stopped(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_while_there_is_no_engine_health_says_so(start: Start) -> None:
-    running = await start()
+async def test_while_there_is_no_engine_health_says_so(start: Start, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.touch()
+    running = await start(replace(CONFIG, engine=EngineConfig(model=str(model))))
     assert await running.is_serving()
+    model.write_text("stuck")
     assert running.engine.pid
     os.kill(running.engine.pid, signal.SIGKILL)
-    while await running.is_serving():
-        pass
+
+    async def is_lost() -> bool:
+        return not await running.is_serving()
+
+    await eventually(is_lost)
     events = await running.events(request())
     assert events[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
-
-
-async def test_a_fault_while_results_are_swept_is_logged_and_they_are_swept_again(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    sweeps = 0
-
-    def sweep(_: Attempts) -> None:
-        nonlocal sweeps
-        sweeps += 1
-        if sweeps == 1:
-            raise OSError("a fault")
-
-    monkeypatch.setattr(Attempts, "sweep", sweep)
-    await start()
-    await eventually(lambda: sweeps >= 2)
-    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_an_engine_that_never_gets_ready_ends_the_start(start: Start) -> None:
@@ -177,7 +165,7 @@ async def _lose_engine(running: Running) -> None:
 async def test_draining_refuses_new_work_and_finishes_what_runs(start: Start) -> None:
     running = await start()
     order = request("slow")
-    order.spec.num_inference_steps = 30
+    order.spec.num_inference_steps = 100
     watching = running.stub.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest(), timeout=15)
     following = asyncio.create_task(running.events(order))
     await running.drawing()
@@ -194,9 +182,9 @@ async def test_draining_refuses_new_work_and_finishes_what_runs(start: Start) ->
 
 async def test_what_does_not_end_within_the_grace_is_handed_over(start: Start) -> None:
     running = await start(replace(CONFIG, server=ServerConfig(drain_grace_s=0.3)))
-    orders = [request("slow", job_id=f"job-{number}") for number in range(2)]
+    orders = [request("slower", job_id=f"job-{number}") for number in range(2)]
     for order in orders:
-        order.spec.num_inference_steps = 200  # 4 s
+        order.spec.num_inference_steps = 200
     following = [asyncio.create_task(running.events(order)) for order in orders]
     await eventually(lambda: sum(a.steps_done > 0 for a in running.worker.attempts) == 2)
     await asyncio.wait_for(running.server.drain(running.worker.drain), 5)
@@ -291,13 +279,13 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(gateway: Gat
     assert 0 < started_s <= time.monotonic() - began
     assert running.server.registry.get_sample_value("bottega_worker_engine_start_seconds") == started_s
     told, since = len(gateway.loads), time.monotonic()
-    await asyncio.sleep(1.0)
+    await eventually(lambda: len(gateway.loads) > told + 1)
     reports, in_s = len(gateway.loads) - told, time.monotonic() - since
-    assert 1 <= reports <= 4 * in_s, "ten beats a second say the same, which two reports do as well"
-    slow = request("slow")
-    slow.spec.num_inference_steps = 100
+    assert reports <= 4 * (in_s + 0.5), "ten beats a second say the same, which two reports do as well"
+    slow = request("slower")
+    slow.spec.num_inference_steps = 200
     following = asyncio.create_task(running.events(slow))
-    await eventually(lambda: any(0 < r.steps_left < 100 for r in gateway.loads[-1].running))
+    await eventually(lambda: any(0 < r.steps_left < 200 for r in gateway.loads[-1].running))
     assert running.engine.pid
     killed = time.monotonic()
     os.kill(running.engine.pid, signal.SIGKILL)

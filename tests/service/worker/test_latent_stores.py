@@ -90,7 +90,7 @@ def ask(stores: LatentStores) -> Future[LatentReply]:
     return asked
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_answer_comes_as_it_was_sent(dtype: torch.dtype) -> None:
     sent = latent(1, dtype), latent(2, dtype)
     cache = replying(*sent)
@@ -123,19 +123,6 @@ def test_the_cache_of_the_prompt_is_asked_and_when_it_is_lost_the_next() -> None
         first.close()
         assert len(asked.result(EVENTUALLY_S).latents) == 1
         assert len(stores.ask(question(embedding)).result(EVENTUALLY_S).latents) == 1
-
-
-def test_similar_prompts_ask_one_cache_and_others_are_spread_over_all() -> None:
-    caches = [replying(latent(), name=name) for name in ("one", "two", "three")]
-    chance = torch.Generator().manual_seed(1)
-    with linked(*caches) as (stores, _):
-        for embedding in itertools.islice(_embeddings(), 30):
-            works = [
-                stores.ask(question(near)).result(EVENTUALLY_S).work
-                for near in (embedding, embedding + 1e-3 * torch.randn(32, generator=chance))
-            ]
-            assert len({work.store for work in works if work is not None}) == 1
-        assert all(cache.questions.qsize() >= 6 for cache in caches)
 
 
 def test_a_job_with_loras_asks_where_pictures_without_them_are_recorded() -> None:
@@ -186,20 +173,6 @@ def test_a_named_entry_may_be_in_a_cache_that_is_away_or_fails() -> None:
         assert asked.result(EVENTUALLY_S).header.outcome != CACHE_OUTCOME_UNAVAILABLE
 
 
-def test_recordings_for_a_lost_cache_go_to_the_next_one() -> None:
-    one, two = silent("one"), silent("two")
-    embedding = embedding_of("one", "one", "two")
-    with linked(one, two) as (stores, offers):
-        assert stores.record(recording(embedding=embedding))
-        one.recordings.get(timeout=EVENTUALLY_S)
-        assert two.recordings.empty()
-        del offers.there["one"]
-        one.close()
-        wait_until(lambda: stores.linked == 1, "the loss")
-        assert stores.record(recording(embedding=embedding))
-        two.recordings.get(timeout=EVENTUALLY_S)
-
-
 def test_a_question_waits_for_a_cache_that_is_away_and_a_cancelled_one_is_not_asked_again() -> None:
     with linked() as (stores, offers):
         waiting, cancelled = ask(stores), ask(stores)
@@ -214,14 +187,18 @@ def test_a_question_waits_for_a_cache_that_is_away_and_a_cancelled_one_is_not_as
         cache.close()
 
 
-def test_a_cache_that_is_lost_is_linked_again_and_asked_again() -> None:
+# A hit without its latent, and what is no duration, break rules, which ends the link.
+LIES = [CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)]), CacheAnswer(times=StoreTimes(search_s=float("nan")))]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=["no latent", "no duration"])
+def test_a_cache_that_is_lost_is_linked_again_and_asked_again(lie: CacheAnswer) -> None:
     cache = silent()
     with linked(cache) as (stores, _):
         asked = ask(stores)
         cache.questions.get(timeout=EVENTUALLY_S)
         cache.reply = lambda number, _: answer_with(latent(), number=number)
-        # A hit without its latent breaks a rule, which ends the link.
-        cache.say(wire.answer_message(99, CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)]), []))
+        cache.say(wire.answer_message(1, lie, []))
         assert len(asked.result(EVENTUALLY_S).latents) == 1
         assert stores.linked == 1
 
@@ -236,27 +213,6 @@ def test_a_question_that_ends_every_link_is_given_up_and_others_are_answered() -
         poison = stores.ask(question(words=99))
         assert poison.result(EVENTUALLY_S).header.outcome == CACHE_OUTCOME_UNAVAILABLE
         assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
-
-
-def test_what_a_cache_says_that_it_has_spent_comes_with_when_it_was_asked() -> None:
-    times = StoreTimes(search_s=0.25, read_s=1e-6)
-    cache = ScriptedCache("one", lambda number, _: wire.answer_message(number, CacheAnswer(times=times), []))
-    with linked(cache) as (stores, _):
-        before_s = time.monotonic()
-        work = ask(stores).result(EVENTUALLY_S).work
-        assert work is not None
-        assert (work.store, work.times) == ("one", times)
-        assert before_s <= work.asked_s <= work.answered_s <= time.monotonic()
-
-
-def test_a_cache_that_says_what_is_no_duration_is_lost() -> None:
-    cache = silent()
-    with linked(cache) as (stores, _):
-        asked = ask(stores)
-        cache.questions.get(timeout=EVENTUALLY_S)
-        cache.reply = lambda number, _: answer_with(latent(), number=number)
-        cache.say(wire.answer_message(1, CacheAnswer(times=StoreTimes(search_s=float("nan"))), []))
-        assert len(asked.result(EVENTUALLY_S).latents) == 1, "it was linked and asked again"
 
 
 def test_an_answer_to_what_nobody_asks_any_more_is_thrown_away() -> None:
@@ -349,14 +305,6 @@ def test_a_recording_comes_whole_with_what_was_drawn() -> None:
         ]
 
 
-def test_a_large_picture_is_sent_small() -> None:
-    cache = silent()
-    with linked(cache, budget_bytes=4 << 20) as (stores, _):
-        assert stores.record(recording(side=1024))
-        got = cache.recordings.get(timeout=EVENTUALLY_S)
-        assert got.layout.specs[3].shape == (128, 256, 3)
-
-
 def test_recordings_are_bounded_in_bytes_and_lost_without_a_link() -> None:
     with linked() as (stores, _):
         assert not stores.record(recording())
@@ -376,24 +324,3 @@ def test_a_recording_that_cannot_be_made_is_left_out() -> None:
         assert stores.record(recording())
         assert list(cache.recordings.get(timeout=EVENTUALLY_S).header.steps) == [1, 3]
         assert stores.linked == 1
-
-
-def test_latents_of_a_cache_that_lacks_some_are_reported_as_unused() -> None:
-    entries = [ENTRY, "0" * 31 + "2"]
-
-    def has(count: int, name: str) -> ScriptedCache:
-        hits = [CacheStart(entry=entry, step=1) for entry in entries[:count]]
-        zeros = [
-            (wire.latent_spec(place, DTYPES[torch.float32], (4, 8, 8)), memoryview(bytes(4 * 4 * 8 * 8)))
-            for place in range(count)
-        ]
-        header = CacheAnswer(hits=hits, counts_starts=True)
-        return ScriptedCache(name, lambda number, _: wire.answer_message(number, header, zeros))
-
-    some, every = has(1, "one"), has(2, "two")
-    with linked(some, every) as (stores, _):
-        pinned = [CacheStart(entry=entry, step=1) for entry in entries]
-        asked = stores.ask(question(embedding_of("one", "one", "two"), pinned=pinned))
-        assert len(asked.result(EVENTUALLY_S).latents) == 2
-        assert some.starts.get(timeout=EVENTUALLY_S) == CacheStarts(key=KEY, unused=[ENTRY])
-        assert every.starts.empty()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from bottega.addons.loras.engine import LoraHandle, LoraRef, WholeLayer
+from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.worker.addon import LoraCache
 from bottega.addons.loras.worker.store_link import LoraLinkSettings
@@ -121,31 +120,6 @@ async def test_layers_are_those_of_the_file(store: Running, worker: _Worker, tmp
     assert 0 < handle.load_s < PATIENCE_S
 
 
-async def test_what_the_store_did_to_send_one_is_known(store: Running, worker: _Worker, tmp_path: Path) -> None:
-    worker.know(store)
-    lora = await store.upload("a", lora_file(tmp_path))
-    before_s = time.monotonic()
-    handle = worker.begin(lora)
-    assert await worker.wait(handle)
-    assert handle.work is not None
-    spans = list(handle.work.spans("LoRA a"))
-    assert {span.service for span in spans} == {store.store.name}
-    names = [span.name for span in spans]
-    assert names == ["wait for its turn", "read from the disk", "compare with the checksum", "wait to be sent", "send"]
-    ends = [before_s, *(span.begin_s + span.seconds for span in spans)]
-    assert all(span.begin_s >= end_s - 1e-6 for span, end_s in zip(spans, ends, strict=False))
-    assert ends[-1] <= time.monotonic()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-async def test_layers_come_in_the_models_element_type(store: Running, tmp_path: Path, dtype: torch.dtype) -> None:
-    with contextlib.closing(_Worker(dtype=dtype)) as worker:
-        worker.know(store)
-        handle = worker.begin(await store.upload("a", lora_file(tmp_path)))
-        assert await worker.wait(handle)
-        assert {layer.down.dtype for layer in low_rank(handle.layers("unet")).values()} == {dtype}
-
-
 async def test_what_is_here_is_not_fetched_again(store: Running, worker: _Worker, tmp_path: Path) -> None:
     lora = await store.upload("a", lora_file(tmp_path))
     worker.know(store)
@@ -162,7 +136,8 @@ async def test_what_is_here_is_not_fetched_again(store: Running, worker: _Worker
 async def test_what_a_prompt_waits_for_waits_for_no_other_lora(tmp_path: Path, worker: _Worker) -> None:
     """Of two LoRAs on a slow link both text parts are here before the rest of either is."""
     async with running(tmp_path / "store", config(links=SLOW)) as store:
-        parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
+        # The rest takes longer than this thread may have to wait for a core.
+        parts = {("unet", MODULE): Part(rank=512, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
         loras = []
         for seed in range(2):
             tensors, _ = kohya(parts, seed=seed)
@@ -174,32 +149,13 @@ async def test_what_a_prompt_waits_for_waits_for_no_other_lora(tmp_path: Path, w
             await asyncio.to_thread(worker.source.settle, handles, 0.1)
         assert not any(handle.ready for handle in handles)
         assert all(TEXT_MODULE in handle.layers("text_encoder") for handle in handles)
-        for handle in handles:
-            assert await worker.wait(handle)
-
-
-async def test_nobody_spins_while_one_of_two_loras_is_here(tmp_path: Path, worker: _Worker) -> None:
-    async with running(tmp_path / "store", config(links=SLOW)) as store:
-        loras = [
-            await store.upload(f"l{seed}", lora_file(tmp_path, seed=seed, rank=rank))
-            for seed, rank in [(0, 1), (1, 64)]
-        ]
-        worker.know(store)
-        handles = [worker.begin(loras[0])]
-        assert await worker.wait(handles[0])
-        handles.append(worker.begin(loras[1]))
-        began_s, calls = time.monotonic(), 0
-        while not handles[1].ready:
-            await asyncio.to_thread(worker.source.settle, handles, 0.1)
-            calls += 1
-        assert time.monotonic() - began_s > 0.2, "else nothing was seen"
-        assert calls <= (time.monotonic() - began_s) / 0.1 + 4
+        worker.source.close(handles)
 
 
 async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_path: Path, worker: _Worker) -> None:
     """Without room in memory a store sends straight from its disk, where somebody cuts the file short."""
     async with running(tmp_path / "store", config(budget_bytes=1, links=SLOW)) as store:
-        cut = await store.upload("cut", lora_file(tmp_path, rank=64))
+        cut = await store.upload("cut", lora_file(tmp_path, rank=256))
         good = await store.upload("good", lora_file(tmp_path, seed=1))
         (path,) = (tmp_path / "store" / "files").glob(f"??/{cut.digest}.safetensors")
         worker.know(store)
@@ -281,7 +237,7 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
 ) -> None:
     """A prompt that was encoded with it would be another picture's, whatever comes afterwards."""
     slow = config(budget_bytes=1, links=SLOW)
-    parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
+    parts = {("unet", MODULE): Part(rank=192, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
     path = save(kohya(parts)[0], tmp_path / "a.safetensors")
     async with running(tmp_path / "one", slow) as one, running(tmp_path / "two") as two:
         lora = await one.upload("a", path)
@@ -331,23 +287,3 @@ async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_
         assert store.server.address != first
         worker.know(store)
         assert await worker.wait(handle)
-
-
-async def test_an_embedding_comes_with_its_vectors_and_a_partial_lora_with_what_it_lacks(
-    store: Running, worker: _Worker, tmp_path: Path
-) -> None:
-    worker.know(store)
-    vectors = {name: torch.randn(2, 64) for name in ("clip_l", "clip_g")}
-    toy = await store.upload("toy", save(vectors, tmp_path / "toy.safetensors"))
-    tensors, _ = kohya({("unet", MODULE): Part(rank=2, alpha=1.0)})
-    tensors |= {f"lora_unet_elsewhere.lora_{part}.weight": torch.ones(2, 2) for part in ("up", "down")}
-    part = await store.upload("part", save(tensors, tmp_path / "part.safetensors"), allow_partial=True)
-    handles = [worker.begin(lora) for lora in (toy, part)]
-    for handle in handles:
-        assert await worker.wait(handle)
-    for component, rows in zip(("text_encoder", "text_encoder_2"), vectors.values(), strict=True):
-        (layer,) = handles[0].layers(component).values()
-        assert isinstance(layer, WholeLayer)
-        assert layer.vectors is not None
-        assert torch.equal(layer.vectors, rows)
-    assert [handle.ignored for handle in handles] == [0, 1]

@@ -78,19 +78,6 @@ def test_what_was_closed_before_it_came_never_stays(tmp_path: Path, worker: _Wor
         assert (worker.source.resident, worker.source.used_bytes) == ([], 0)
 
 
-def test_one_that_is_closed_while_it_is_checked_is_let_go(tmp_path: Path, worker: _Worker) -> None:
-    with shelf(tmp_path) as store:
-        worker.link_to(store)
-        large, small = store.put(canonical_file(LARGE)), store.put(canonical_file(SMALL))
-        handle = worker.begin(large)
-        wait_until(lambda: handle.text_ready, "the LoRA's text")
-        worker.source.close([handle])
-        assert worker.source.used_bytes == 0
-        behind = worker.begin(small)  # is checked after it
-        wait_until(lambda: behind.ready, "the LoRA behind it")
-        assert worker.source.resident == [small]
-
-
 def test_a_link_carries_no_more_of_what_is_given_up(tmp_path: Path, worker: _Worker) -> None:
     with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
         worker.link_to(store)
@@ -131,28 +118,3 @@ def test_who_asks_again_at_once_has_all_of_it_sent_anew(tmp_path: Path, worker: 
         wait_until(lambda: handle.ready, "the LoRA")
         assert len(handle.layers("unet")) == 4
         assert worker.source.resident == [digest]
-
-
-def test_what_waits_for_a_store_and_is_given_up_is_never_asked_for(tmp_path: Path, worker: _Worker) -> None:
-    with shelf(tmp_path) as store:
-        worker.source.set_stores(())
-        given_up, wanted = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(2))
-        worker.source.close([worker.begin(given_up)])
-        handle = worker.begin(wanted)
-        worker.link_to(store)
-        worker.source.set_stores((_STORE,))
-        wait_until(lambda: handle.ready, "the LoRA")
-        assert store.tiers.state(given_up) is None, "nobody had it loaded"
-
-
-def test_a_fetch_that_a_lost_store_had_not_answered_is_not_asked_for_again(tmp_path: Path, worker: _Worker) -> None:
-    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
-        worker.link_to(store)
-        digests = [store.put(canonical_file(_MIDDLE, seed=seed)) for seed in range(2)]
-        handles = [worker.begin(digest) for digest in digests]
-        wait_until(lambda: handles[0].text_ready, "the first LoRA's text")
-    worker.source.close(handles[:1])
-    with shelf(tmp_path, unix=False) as store:
-        worker.link_to(store)
-        wait_until(lambda: handles[1].ready, "the second LoRA")
-        assert store.tiers.state(digests[0]) is None, "nobody had it loaded"

@@ -1,11 +1,14 @@
-"""A worker whose model cannot be served tells the fleet so before it ends."""
+"""A worker whose model cannot be served ends at once with one sentence, which the fleet is told too."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from bottega import kinds
 from bottega.client.cli.fleet import fleet_table
@@ -13,6 +16,8 @@ from bottega.client.types.fleet import fleet_from
 from bottega.errors import ConfigError
 from bottega.v1 import fleet_pb2
 from tests.samples.model_folders import with_scheduler
+from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder
+from tests.support.processor_speed import on_this_machine, seconds_of_children
 from tests.support.running_gateway import running_gateway
 from tests.support.services import worker_config
 
@@ -48,8 +53,35 @@ async def test_the_fleet_shows_which_worker_has_ended_and_why(tmp_path: Path) ->
     assert "_class_name must be EulerDiscreteScheduler" in caption
 
 
-async def test_a_worker_that_finds_no_gateway_ends_all_the_same(tmp_path: Path) -> None:
-    folder = with_scheduler(tmp_path / "flow", "FlowMatchEulerDiscreteScheduler")
-    status, last = await run_worker(folder, "127.0.0.1:1", tmp_path / "worker.json")
-    assert status == ConfigError.exit_status
-    assert last.startswith(f"bottega.worker: the model {folder} cannot be served: scheduler/")
+# Of processor time, the start of Python and the imports of the front included.
+LIMIT_S = 2.0
+_GATEWAYS = {"alone": "''", "without its gateway": "127.0.0.1:9"}
+# One of another family, and one whose weights are damaged; the checker is the same for all.
+_IN_EVERY_RUN = {("Stable Diffusion 3", "alone"), ("a file that is cut off", "without its gateway")}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "gateway"),
+    [
+        pytest.param(
+            wrong,
+            address,
+            marks=() if (wrong.name, gateway) in _IN_EVERY_RUN else pytest.mark.slow,
+            id=f"{wrong.name}-{gateway}",
+        )
+        for wrong in WRONG_FOLDERS
+        for gateway, address in _GATEWAYS.items()
+    ],
+)
+def test_a_worker_ends_with_the_sentence(wrong: WrongFolder, gateway: str, tmp_path: Path) -> None:
+    given, sentence = wrong.make_at(tmp_path / "model")
+    config = tmp_path / "worker.yaml"
+    config.write_text(f"gateway: {gateway}\nengine: {{model: '{given}'}}\n")
+    command = [sys.executable, "-m", "bottega.worker", "--config", str(config)]
+    before_s = seconds_of_children()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    took_s = seconds_of_children() - before_s
+    assert done.stderr == f"bottega.worker: the model {given} cannot be served: {sentence}\n"
+    assert done.stdout == ""
+    assert done.returncode == ConfigError.exit_status  # systemd's units do not start it again
+    assert took_s < on_this_machine(LIMIT_S)

@@ -21,7 +21,7 @@ from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.addons.controlnets.worker import server_link
 from bottega.addons.controlnets.worker.server_link import ChangeCondition, ControlLinkSettings, ServerLink, StepResult
 from bottega.device_links.tensor_messages import message_of
-from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead, Unavailable
+from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead
 from bottega.model.rows import Half
 from bottega.transport import (
     Deadline,
@@ -31,7 +31,6 @@ from bottega.transport import (
     Offer,
     OfferSource,
     ServiceOffer,
-    TcpEndpoint,
 )
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
@@ -116,46 +115,6 @@ def test_a_server_that_is_full_is_asked_again_until_it_has_a_place(listener: Lin
         assert link.lost is None
         assert len(offers.asked) == 4
     wait_until(lambda: not threads_of_links(), "the threads of the link to end")
-
-
-def test_a_server_that_stays_full_is_lost_in_time_with_its_reason() -> None:
-    offers = Slowly()
-    offers.offer.set_exception(LinksFull("full", retry_after_s=0.1))
-    link = begun(offers, connect_s=0.5)
-    wait_until(lambda: link.lost is not None, "the link to be lost")
-    assert isinstance(link.lost, LinksFull)
-    wait_until(lambda: not threads_of_links(), "the threads of the link to end")
-
-
-def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: LinkListener) -> None:
-    offers = Slowly()
-    link = begun(offers)
-    nowhere = TcpEndpoint(host="a" * 64 + ".example", port=1)  # no name of a host, which is no error of a socket
-    offers.offer.set_result(offer_of(replace(listener.offer(), memfd=None, tcp=nowhere)))
-    wait_until(lambda: link.lost is not None, "the link to be lost")
-    assert isinstance(link.lost, PeerDead)
-    wait_until(lambda: not threads_of_links(), "the threads of the link to end")
-
-
-def test_answers_hold_slots_from_the_asking_until_they_are_refused() -> None:
-    offers = Slowly()
-    link = begun(offers)
-    results = [
-        StepResult(residuals_layout(1, ((4, 8, 8),), torch.float32), 1)
-        for _ in range(ControlLinkSettings().limits.slots // 2)
-    ]
-    seen = []
-    for result in results:
-        seen.append(link.has_slots_to_spare)
-        link.ask(step(link.number()), result)
-    link.spare_slots()
-    seen.append(link.has_slots_to_spare)
-    results[0].refused = True
-    link.spare_slots()
-    seen.append(link.has_slots_to_spare)
-    assert seen == [*[True] * len(results), False, True]
-    offers.offer.set_exception(Unavailable("no offers"))
-    link.end()
 
 
 def test_a_server_is_not_given_up_for_the_time_in_which_the_worker_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,24 +8,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import PIL.Image
 import pytest
 import torch
 
 from bottega import kinds
-from bottega.addons.cache.engine.addon import EngineCachedStarts
-from bottega.addons.controlnets.engine import LocalControlNets
-from bottega.addons.loras.engine import UNET
 from bottega.device.heartbeat import Heartbeat
 from bottega.device_links.tensor_messages import TensorMessage
 from bottega.engine.addon import EngineAddOnContext
 from bottega.engine.engine import Engine
-from bottega.engine.events import JobAdvanced, JobCheckpointed
+from bottega.engine.events import JobAdvanced
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.spec import LoraSpec, ResolvedSpec
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, InternalError, PeerDead, Poisoned, TooLarge, Unavailable
 from bottega.fair_order import Share
 from bottega.miniature import WEIGHTS
@@ -40,12 +37,7 @@ from bottega.worker.stages.addons import RemoteDecoders, stage_addons
 from bottega.worker.stages.client import StageClient, StageLink
 from bottega.worker.stages.messages import refused_message
 from bottega.worker.stages.server import StageLinks, StageLoop, StageQueue, StageTask
-from tests.fakes.scripted_latents import cached
-from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of
 from tests.samples.edits import box_mask, edit_order
-from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
-from tests.support.cached_desk import cache_desk
-from tests.support.engines import lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
@@ -121,14 +113,9 @@ class Offers(OffersAtOnce):
 
 
 class Parted:
-    """An engine without text encoders and decoder, and its stage workers by name.
+    """An engine without text encoders and decoder, and its stage workers by name. roles: its own."""
 
-    roles: its own. options: of `make_engine`.
-    """
-
-    def __init__(
-        self, folder: Path, *, vae: VaeSettings | None = None, roles: tuple[str, ...] = ("denoise",), **options: Any
-    ) -> None:
+    def __init__(self, folder: Path, *, vae: VaeSettings | None = None, roles: tuple[str, ...] = ("denoise",)) -> None:
         encoder, decoder = loaded("encode"), loaded("decode", vae=vae)
         self.workers = {
             "enc": StageWorker("encode", encoder, folder / "enc.sock"),
@@ -145,12 +132,7 @@ class Parted:
             heartbeat=Heartbeat(),
         )
         self.addons = tuple(stage_addons([kind for kind in kinds.STAGES if kind not in roles], context))
-        others = options.pop("addons", ())
-        addons = (*self.addons, *others)
-        engine = (
-            make_engine(model, LIMITS, addons=addons, **options) if options else Engine(model, LIMITS, addons=addons)
-        )
-        self.engine = ManualEngine(engine)
+        self.engine = ManualEngine(Engine(model, LIMITS, addons=self.addons))
         self.set_services("enc", "dec-1", "dec-2")
 
     def set_services(self, *names: str) -> None:
@@ -239,21 +221,6 @@ def test_weights_of_other_stages_are_not_loaded() -> None:
     together = kib(loaded("encode", "denoise", "decode"))
     assert abs(sum(sizes.values()) - together) <= 3
     assert all(0 < size < together for size in sizes.values())
-
-
-def test_checkpoints_of_one_resume_at_the_other(parted: Parted, whole: ManualEngine) -> None:
-    wanted = whole.submit(EngineOrder(key="w", spec=SPEC))
-    whole.run()
-    for first, second in ((whole, parted.engine), (parted.engine, whole)):
-        drawn = first.submit(EngineOrder(key="a", spec=SPEC))
-        while not drawn.all(JobCheckpointed):
-            first.turn()
-        first.engine.cancel("a")
-        resumed = second.submit(EngineOrder(key="b", spec=SPEC, checkpoint=drawn.all(JobCheckpointed)[0].data))
-        second.run()
-        assert resumed.job is not None
-        assert resumed.job.steps_resumed > 0
-        assert (resumed.pixels[0] == wanted.pixels[0]).all()
 
 
 def decode_client(parted: Parted) -> StageClient:
@@ -394,27 +361,6 @@ def test_an_internal_error_of_a_decoder_is_tried_at_another_one(
     assert isinstance(parted.draw(EngineOrder(key=3, spec=SPEC)).error, InternalError)
 
 
-def test_images_of_two_jobs_are_decoded_at_the_same_time(parted: Parted) -> None:
-    names = ("dec-1", "dec-2")
-    for name in names:
-        parted.workers[name].gate.acquire()
-    try:
-        drawn = [parted.engine.submit(EngineOrder(key=key, spec=SPEC)) for key in names]
-        (decoders,) = [addon for addon in parted.addons if addon.kind == kinds.DECODE]
-        links = decoders.client._links  # type: ignore[attr-defined]
-        for _ in range(200):
-            parted.engine.turn()
-            asked = [decoders.client.pending(links[name]) for name in names]  # type: ignore[attr-defined]
-            if asked == [1, 1]:
-                break
-        assert asked == [1, 1], "each decoder has one image"
-    finally:
-        for name in names:
-            parted.workers[name].gate.release()
-    parted.engine.run()
-    assert all(len(drawing.pixels) == 1 for drawing in drawn)
-
-
 def test_a_job_is_given_back_when_no_stage_worker_is_left(parted: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_PROVIDER_S", 0.1)
     parted.set_services("enc")
@@ -423,12 +369,6 @@ def test_a_job_is_given_back_when_no_stage_worker_is_left(parted: Parted, monkey
     assert "no worker with the role decode" in error.message
     parted.set_services("dec-1")
     assert "no worker with the role encode" in parted.draw(EngineOrder(key="none", spec=SPEC)).error.message
-
-
-def test_jobs_that_need_the_text_encoders_are_refused(parted: Parted) -> None:
-    lora = LoraSpec(name="ink", digest="a" * 64, scale=1.0, from_step=None, bound=0)
-    with pytest.raises(InternalError, match="worker without text encoders"):
-        parted.engine.submit(EngineOrder(key="lora", spec=replace(SPEC, loras=(lora,))))
 
 
 def test_a_cancelled_job_leaves_no_request_behind(parted: Parted) -> None:
@@ -465,73 +405,6 @@ def test_a_picture_that_a_decoder_refuses_fails_with_its_error(parted: Parted) -
     assert "the worker that decodes draws at most 64" in error.message
 
 
-def test_images_of_one_job_are_decoded_at_the_same_time(parted: Parted, whole: ManualEngine) -> None:
-    order = EngineOrder(key="several", spec=replace(SPEC, num_images=3), shared_turns=False)
-    wanted = whole.draw(order)
-    (decoders,) = [addon for addon in parted.addons if addon.kind == kinds.DECODE]
-    names = ("dec-1", "dec-2")
-    for name in names:
-        parted.workers[name].gate.acquire()
-    try:
-        drawn = parted.engine.submit(order)
-        links = decoders.client._links  # type: ignore[attr-defined]
-        for _ in range(200):
-            parted.engine.turn()
-            asked = sorted(decoders.client.pending(links[name]) for name in names)  # type: ignore[attr-defined]
-            if asked == [1, 2]:
-                break
-        assert asked == [1, 2], "all images wait at the decoders"
-    finally:
-        for name in names:
-            parted.workers[name].gate.release()
-    parted.engine.run()
-    assert all((one == other).all() for one, other in zip(drawn.pixels, wanted.pixels, strict=True))
-
-
-def test_controlnets_draw_with_conditions_of_another_worker(tmp_path: Path) -> None:
-    image = control_image(1)
-    spec = replace(SPEC, controlnets=(control_spec("edges", image),))
-    order = EngineOrder(key="controlled", spec=spec, control_images=(image,))
-    unet = loaded("encode", "denoise", "decode").backbone.unet
-    folders = save({"edges": random_controlnet(unet, 0)}, tmp_path / "nets")
-    drawn: list[Drawing] = []
-    with shelf_of(loaded("denoise"), folders) as shelf:
-        made = Parted(tmp_path, controlnets=LocalControlNets(shelf))
-        try:
-            drawn += [made.draw(order), made.draw(replace(order, key="plain", spec=SPEC, control_images=()))]
-            assert made.computed("enc") == made.computed("dec-1", "dec-2") == 2
-        finally:
-            made.stop()
-        own = ManualEngine(
-            make_engine(loaded("encode", "denoise", "decode"), LIMITS, controlnets=LocalControlNets(shelf))
-        )
-        wanted = own.draw(order)
-    assert (drawn[0].pixels[0] == wanted.pixels[0]).all()
-    assert not (drawn[0].pixels[0] == drawn[1].pixels[0]).all(), "the ControlNet matters"
-
-
-def test_a_worker_with_text_encoders_applies_loras_and_has_them_decoded(tmp_path: Path) -> None:
-    model = loaded("encode", "denoise")
-    parts = {UNET: random_layers(model.backbone.unet, 1)}
-    parts |= {"text_encoder": random_layers(model.text_encoders[0], 2, targets=["q_proj"])}
-    spec = replace(SPEC, loras=(lora_spec("ink"),))
-    drawn: list[Drawing] = []
-    made = Parted(tmp_path, roles=("encode", "denoise"), loras=LorasByHand.of({"ink": parts}))
-    own = ManualEngine(make_engine(loaded("encode", "denoise", "decode"), LIMITS, loras=LorasByHand.of({"ink": parts})))
-    try:
-        for key, each in (("ink", spec), ("plain", SPEC)):
-            drawn.append(made.draw(EngineOrder(key=key, spec=each)))
-            wanted = own.draw(EngineOrder(key=key, spec=each))
-            assert (drawn[-1].pixels[0] == wanted.pixels[0]).all(), key
-        assert made.computed("enc") == 0
-        assert made.computed("dec-1", "dec-2") == 2
-    finally:
-        made.stop()
-        lora_weights(made.engine.engine).restore()
-        lora_weights(own.engine).restore()
-    assert not (drawn[0].pixels[0] == drawn[1].pixels[0]).all(), "the LoRA matters"
-
-
 def test_a_worker_with_text_encoders_edits_and_has_the_image_decoded(tmp_path: Path, whole: ManualEngine) -> None:
     spec = replace(SPEC, strength=0.8, prompt="a green circle")
     order = edit_order(spec, PIL.Image.fromarray(PICTURE.numpy()), box_mask(), preview=True)
@@ -544,30 +417,3 @@ def test_a_worker_with_text_encoders_edits_and_has_the_image_decoded(tmp_path: P
     assert (drawn.pixels[0] == wanted.pixels[0]).all()
     assert drawn.record.provenance.mask == wanted.record.provenance.mask
     assert made.computed("dec-1", "dec-2") == 1
-
-
-def test_the_cache_finds_prompts_that_another_worker_encoded(tmp_path: Path) -> None:
-    spec = replace(SPEC, num_inference_steps=20)
-    made: list[Parted] = []
-
-    def parted_with(starts: EngineCachedStarts) -> ManualEngine:
-        made.append(Parted(tmp_path, addons=(starts,)))
-        return made[0].engine
-
-    def whole_with(starts: EngineCachedStarts) -> ManualEngine:
-        return ManualEngine(Engine(loaded("encode", "denoise", "decode"), LIMITS, addons=(starts,)))
-
-    other = replace(spec, seed=9)
-    with cache_desk(loaded("denoise"), tmp_path / "cache", parted_with) as desk:
-        assert desk.draw(cached(EngineOrder(key="first", spec=spec))).record.exact, "the cache is empty"
-        desk.recorded(1)
-        second = desk.draw(cached(EngineOrder(key="second", spec=other)))
-        (start,) = second.record.provenance.cached_starts
-        assert start.similarity == pytest.approx(1.0, abs=1e-3)
-        assert start.skipped_steps
-        assert made[0].computed("enc") == 2
-        starts = EngineCachedStarts(desk.starts.model, desk.stores)
-        own = replace(desk, starts=starts, easel=whole_with(starts))
-        wanted = own.draw(cached(EngineOrder(key="pinned", spec=other), pin=start.entry))
-        made[0].stop()
-    assert (second.pixels[0] == wanted.pixels[0]).all()

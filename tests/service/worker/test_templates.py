@@ -20,7 +20,7 @@ from bottega.worker.config import EngineConfig
 from bottega.worker.engine_client import ENGINE_MODULE
 from tests.samples.edits import box_mask, template
 from tests.samples.hostile_images import saved
-from tests.support.running_front import CONFIG, Running, images, running_workers
+from tests.support.running_front import CONFIG, Running, running_workers
 from tests.support.waiting import eventually
 
 # One worker for all tests here: it needs some seconds to load its model.
@@ -97,21 +97,6 @@ async def test_a_template_is_recorded_used_listed_and_dropped(running: Running) 
     assert not (await templates(running)).templates
 
 
-async def test_the_first_edit_of_a_kept_picture_computes_masked_blocks_alone(running: Running) -> None:
-    events = await running.events(order("generation", keep_for_editing=True))
-    kept = b"".join(event.kept.chunk for event in events if event.HasField("kept"))
-    (picture,) = images(events).values()
-    assert 0 < len(kept) < 1 << 20
-    request = edit("own picture", 9, image=picture, strength=1.0)
-    request.kept = kept
-    said = await provenance(running, request)
-    assert 0 < said.blocks_reused == said.blocks_total
-    assert said.mask.kept_latents
-    without = await provenance(running, edit("not kept", 9, image=picture, strength=1.0))
-    assert not without.blocks_reused
-    assert not without.mask.kept_latents
-
-
 async def test_blocks_are_measured_on_request_and_refusals_say_why(running: Running) -> None:
     profile = (await running.templates.ProfileBlocks(ProfileBlocksRequest(), timeout=60)).profile
     assert (profile.width, profile.height) == (64, 64)
@@ -125,10 +110,3 @@ async def test_blocks_are_measured_on_request_and_refusals_say_why(running: Runn
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await running.templates.ProfileBlocks(request, timeout=60)
         assert refused.value.code() is code
-
-
-@pytest.mark.parametrize("template_id", ["0123456", "x" * 32])
-async def test_an_id_that_is_none_is_refused(running: Running, template_id: str) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await running.templates.DropTemplate(DropTemplateRequest(id=template_id), timeout=10)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -123,12 +123,14 @@ def test_an_element_type_that_stock_would_not_decode_in_is_said(
 def broken(bias: torch.Tensor | None) -> Iterator[None]:
     """NaN in a bias, as a damaged file has it; finite weights are not enough for a finite picture."""
     assert bias is not None
-    before = bias.data.clone()
-    bias.data[0] = torch.nan
+    before = bias.detach().clone()
+    with torch.inference_mode():
+        bias[0] = torch.nan
     try:
         yield
     finally:
-        bias.data.copy_(before)
+        with torch.inference_mode():
+            bias.copy_(before)
 
 
 def assert_no_picture(drawing: Drawing, *sentence: str) -> None:
