@@ -149,6 +149,12 @@ def fetch(link: Link, digest: str, number: int = 1) -> bytes:
     return data
 
 
+async def served(store: Running, digest: str) -> bool:
+    """Whether a worker gets the LoRA with its digest. Raises what the store refuses it with."""
+    with await store.link() as link:
+        return hashlib.sha256(await asyncio.to_thread(fetch, link, digest)).hexdigest() == digest
+
+
 def _head(link: Link, number: int) -> bytes | tuple[bytes, bytes, int]:
     """The whole file where it came with its message; else its head, its first section and the second one's size."""
     with link.recv(Deadline.after(PATIENCE_S)) as incoming:

@@ -34,8 +34,6 @@ from tests.support.running_cache import (
 from tests.support.running_loras import refused
 from tests.support.waiting import eventually
 
-OTHER = "cd" * 32
-
 
 @pytest.fixture
 async def cache(tmp_path: Path) -> AsyncIterator[Running]:
@@ -67,20 +65,6 @@ async def test_what_is_no_entry_is_refused_and_what_is_gone_is_not_found(cache: 
         wrong = await _refused(cache, "GetCacheEntry", entry=entry)
         assert isinstance(wrong, InvalidRequest)
         assert [violation.field for violation in wrong.violations] == ["entry"]
-
-
-async def test_entries_are_listed_and_cleared_by_model(cache: Running) -> None:
-    await cache.fill("one", "two", "three")
-    await cache.fill("other", model_hash=OTHER)
-    assert [entry.parameters.prompt for entry in (await cache.call("ListCacheEntries", limit=2)).entries] == [
-        "other",
-        "three",
-    ]
-    (only,) = (await cache.call("ListCacheEntries", model_hash=OTHER)).entries
-    assert (await cache.call("ClearCache", model_hash=MODEL_HASH)).entries == 3
-    assert [*(await cache.call("ListCacheEntries")).entries] == [only]
-    assert (await cache.call("ClearCache")).entries == 1
-    assert not (await cache.call("GetCacheStats")).models
 
 
 async def test_a_profile_is_kept_over_a_restart_replaced_and_forgotten(tmp_path: Path) -> None:

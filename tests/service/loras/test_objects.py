@@ -17,34 +17,16 @@ from tests.support.running_loras import (
     PATIENCE_S,
     Running,
     config,
-    fetch,
     lora_file,
     refused,
     running,
+    served,
     upload_requests,
 )
 
 
-@pytest.fixture
-def server(s3_servers: s3.S3Servers, monkeypatch: pytest.MonkeyPatch) -> s3.S3Server:
-    server = s3_servers.get("nanio")
-    s3.set_environment(monkeypatch, server.url)
-    return server
-
-
-@pytest.fixture
-def bucket(server: s3.S3Server) -> str:
-    return server.bucket()
-
-
 def _settings(bucket: str, **changed: object) -> LoraConfig:
     return config(objects=f"s3://{bucket}/loras", **changed)
-
-
-async def _served(store: Running, digest: str) -> bool:
-    """Whether a worker gets the LoRA with its digest. Raises what the store refuses it with."""
-    with await store.link() as link:
-        return hashlib.sha256(await asyncio.to_thread(fetch, link, digest)).hexdigest() == digest
 
 
 async def _listed(store: Running) -> dict[str, pb.StoredLora]:
@@ -61,11 +43,11 @@ async def test_loras_in_s3_are_served_after_the_store_has_lost_its_disk(tmp_path
     async with running(folder, _settings(bucket)) as store:
         ink = await store.upload("ink", lora_file(tmp_path), trigger_words=["in ink"])
         wash = await store.upload("wash", lora_file(tmp_path, seed=1))
-        assert await _served(store, ink.digest)
+        assert await served(store, ink.digest)
     _lose_files(folder)
     async with running(folder, _settings(bucket)) as store:
         assert len(await _listed(store)) == 2
-        assert await _served(store, ink.digest)
+        assert await served(store, ink.digest)
     shutil.rmtree(folder)  # with the catalogue
     async with running(folder, _settings(bucket)) as store:
         assert await _listed(store) == {}
@@ -77,16 +59,16 @@ async def test_loras_in_s3_are_served_after_the_store_has_lost_its_disk(tmp_path
         assert list(listed["ink"].trigger_words) == ["in ink"]
         assert listed["wash"].added_s == wash.added_s
         assert not (await store.call("ListQuarantine")).loras
-        assert await _served(store, wash.digest)
+        assert await served(store, wash.digest)
 
 
-async def test_copies_on_disk_stay_within_their_budget_and_all_loras_are_served(tmp_path: Path, bucket: str) -> None:
+async def test_copies_on_disk_stay_within_their_budget_and_all_loras_areserved(tmp_path: Path, bucket: str) -> None:
     files = [lora_file(tmp_path, seed=seed, rank=16) for seed in range(4)]
     most = 3 * files[0].stat().st_size + 10_000
     async with running(tmp_path / "store", _settings(bucket, disk_bytes=most, budget_bytes=1)) as store:
         loras = [await store.upload(f"lora-{number}", path) for number, path in enumerate(files)]
         for lora in [*loras, *reversed(loras)]:
-            assert await _served(store, lora.digest)
+            assert await served(store, lora.digest)
             copies = [path.stat().st_size for path in (tmp_path / "store/tier").glob("??/*")]
             assert 0 < sum(copies) <= most
         assert len(copies) < len(loras)
@@ -111,7 +93,7 @@ async def test_a_damaged_copy_is_read_from_s3_again(tmp_path: Path, bucket: str)
     (copy,) = (folder / "tier").glob("??/*")
     copy.write_bytes(bytes(copy.stat().st_size))
     async with running(folder, _settings(bucket)) as store:
-        assert await _served(store, lora.digest)
+        assert await served(store, lora.digest)
     assert hashlib.sha256(copy.read_bytes()).hexdigest() == lora.digest
 
 
@@ -125,12 +107,12 @@ async def test_a_damaged_object_is_data_loss_until_it_is_uploaded_again(
         (key,) = [key for key in server.keys(bucket) if key.endswith(".safetensors")]
         server.put(bucket, key, bytes(lora.size_bytes))
         with pytest.raises(DataLoss, match="upload the LoRA again"):
-            await _served(store, lora.digest)
+            await served(store, lora.digest)
         await store.upload("a", lora_file(tmp_path))
-        assert await _served(store, lora.digest)
+        assert await served(store, lora.digest)
 
 
-async def test_without_s3_nothing_is_imported_and_copies_are_served(
+async def test_without_s3_nothing_is_imported_and_copies_areserved(
     tmp_path: Path, server: s3.S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3.failing_proxy(server) as proxy:
@@ -143,7 +125,7 @@ async def test_without_s3_nothing_is_imported_and_copies_are_served(
             assert isinstance(error, StorageUnavailable)
             assert "allow s3:ListBucket" in error.message
             assert s3.SECRET not in error.message
-            assert await _served(store, lora.digest)
+            assert await served(store, lora.digest)
             for _ in range(200):
                 error = await refused(store.call("DeleteLora", name="a"))
                 if not isinstance(error, LoraInUse):
@@ -155,7 +137,7 @@ async def test_without_s3_nothing_is_imported_and_copies_are_served(
             await store.upload("b", other)
             await store.call("DeleteLora", name="a")
             with pytest.raises(LoraNotFound):
-                await _served(store, lora.digest)
+                await served(store, lora.digest)
     assert len(server.keys(bucket)) == 2, "the weights and the description of b"
 
 
@@ -165,7 +147,7 @@ async def test_weights_stay_in_s3_as_long_as_a_lora_has_them(tmp_path: Path, ser
         second = await store.upload("b", lora_file(tmp_path))
         assert first.digest == second.digest
         await store.call("DeleteLora", name="a")
-        assert await _served(store, first.digest)
+        assert await served(store, first.digest)
         assert len(server.keys(bucket)) == 2
         await store.call("DeleteLora", name="b")
     assert server.keys(bucket) == []
@@ -181,7 +163,7 @@ async def test_the_files_of_a_store_are_moved_to_s3(tmp_path: Path, server: s3.S
         assert len((await store.call("ListQuarantine")).loras) == 1
     async with running(folder, _settings(bucket)) as store:
         assert list(await _listed(store)) == ["listed"]
-        assert await _served(store, listed.digest)
+        assert await served(store, listed.digest)
         (other,) = (await store.call("ListQuarantine")).loras
         assert other.name == "unlisted"
         assert (await store.call("DiscardLora", id=other.id)).freed_bytes == other.size_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -18,26 +17,18 @@ from bottega.loras import store as store_module
 from bottega.loras.__main__ import build
 from bottega.loras.config import LoraConfig
 from bottega.v1 import lora_pb2 as pb
-from tests.support import s3
 from tests.support.postgresql import PASSWORD, new_database, shared_server
 from tests.support.running_loras import (
     PATIENCE_S,
     Running,
     config,
-    fetch,
     lora_file,
     refused,
     running,
+    served,
     upload_requests,
 )
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-def bucket(s3_servers: s3.S3Servers, monkeypatch: pytest.MonkeyPatch) -> str:
-    server = s3_servers.get("nanio")
-    s3.set_environment(monkeypatch, server.url)
-    return server.bucket()
 
 
 @pytest.fixture
@@ -52,12 +43,6 @@ async def _two(folder: Path, settings: LoraConfig) -> AsyncIterator[tuple[Runnin
         yield one, two
 
 
-async def _served(store: Running, digest: str) -> bool:
-    """Whether a worker gets the LoRA with its digest. Raises what the store refuses it with."""
-    with await store.link() as link:
-        return hashlib.sha256(await asyncio.to_thread(fetch, link, digest)).hexdigest() == digest
-
-
 async def _names(store: Running) -> list[str]:
     return [lora.name for lora in (await store.call("ListLoras")).loras]
 
@@ -69,14 +54,14 @@ async def test_all_stores_serve_what_one_has_imported_and_its_loss_loses_nothing
         lora = await one.upload("ink@shop", lora_file(tmp_path), trigger_words=["in ink"])
         found = (await two.call("GetLora", name="ink@shop")).lora
         assert (found.digest, list(found.trigger_words)) == (lora.digest, ["in ink"])
-        assert await _served(two, lora.digest)
+        assert await served(two, lora.digest)
         assert (await two.call("PrefetchLoras", digests=[lora.digest])).accepted == [lora.digest]
     shutil.rmtree(tmp_path / "one")
     shutil.rmtree(tmp_path / "two")
     async with running(tmp_path / "three", settings) as three:
         assert (await three.call("GetLora", name="ink@shop")).lora == found
         assert (await three.call("PrefetchLoras", digests=[lora.digest])).accepted == [lora.digest]
-        assert await _served(three, lora.digest)
+        assert await served(three, lora.digest)
         assert not (await three.call("ListQuarantine")).loras
 
 
@@ -116,7 +101,7 @@ async def test_a_deletion_waits_for_the_import_of_the_same_weights_at_another_st
         await deleting
         assert await _names(one) == ["b"]
     async with running(tmp_path / "three", settings) as three:
-        assert await _served(three, digest)
+        assert await served(three, digest)
         assert not (await three.call("ListQuarantine")).loras
 
 
@@ -129,7 +114,7 @@ async def test_what_one_store_has_restored_is_not_discarded_at_another(tmp_path:
         await one.store.recovery.reconcile()
         await one.call("RestoreLora", id=found.id)
         assert isinstance(await refused(two.call("DiscardLora", id=found.id)), LoraNotFound)
-        assert await _served(two, lora.digest)
+        assert await served(two, lora.digest)
 
 
 async def test_a_pin_at_one_store_loads_the_lora_at_the_others(
@@ -163,7 +148,7 @@ async def test_while_the_database_is_away_loras_are_served_and_none_is_changed(
         )
         for error in await asyncio.gather(*map(refused, calls)):
             assert isinstance(error, StorageUnavailable)
-        assert await _served(store, lora.digest)
+        assert await served(store, lora.digest)
         server.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS true")
 
         async def is_back() -> bool:

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from bottega.addons.loras.engine import TEXT_ENCODERS, UNET
-from bottega.addons.loras.engine.job_loras import JobLoras
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.spans import StoreWork
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from bottega.model.model import Model
-from bottega.v1.trace_pb2 import StoreTimes
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import SIZE
@@ -72,23 +69,6 @@ def turn_until(easel: ManualEngine, happened: Callable[[], object]) -> None:
 
 def steps_done(drawing: Drawing) -> int:
     return drawing.job.steps_done if drawing.job is not None else 0
-
-
-def test_what_a_store_did_before_the_job_asked_is_not_in_its_trace(
-    easel: ManualEngine, loras: LorasByHand, clock: FakeTime
-) -> None:
-    now_s = clock.monotonic()
-    times = StoreTimes(read_s=2.0, check_s=1.0)
-    for name, asked_s in (("outline", now_s), ("pastel", now_s - 2.0)):
-        loras.works[name] = StoreWork(store="s", times=times, asked_s=asked_s, answered_s=asked_s + 3.0)
-    loras.come("outline", "pastel")
-    drawing = easel.draw(styled("outline", "pastel"))
-    spans = [(span.track, span.name, span.begin_s - now_s) for span in drawing.trace.spans if span.service == "s"]
-    assert spans == [
-        ("LoRA outline", "read from the disk", 0.0),
-        ("LoRA pastel", "compare with the checksum", 0.0),
-        ("LoRA outline", "compare with the checksum", 2.0),
-    ]
 
 
 def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
@@ -257,26 +237,6 @@ def test_loras_that_are_too_strong_are_named_with_their_scales(
     assert "its LoRAs (pastel at scale 0.5, outline at scale 1e+38); try scales nearer to 0" in drawing.error.message
     assert drawing.error.metadata == {"loras": "pastel,outline"}
     assert easel.draw(EngineOrder(key="plain", spec=SPEC)).all(ImageDrawn), "nothing of it stays in the weights"
-
-
-def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, loras: LorasByHand) -> None:
-    lora_weights(easel.engine).costs = FixedCosts(pays=True)
-    loras.come("outline")
-    first = easel.submit(styled("outline", spec=LONG, key="first"))
-    turn_until(easel, lambda: steps_done(first) == 4)
-    assert first.job is not None
-    (part,) = first.job.addons.values()
-    assert isinstance(part, JobLoras)
-    put_in_s = part.patch_s
-    assert put_in_s > 0
-    with_it = easel.submit(styled("outline", key="with it"))
-    turn_until(easel, lambda: with_it.ended)
-    beside = easel.submit(styled("outline", key="beside", scale=0.5))
-    turn_until(easel, lambda: beside.ended)
-    assert lora_weights(easel.engine).swaps == 2, "in, and out for the sake of both"
-    patch_s = [drawing.record.provenance.loras[0].patch_s for drawing in (with_it, beside)]
-    assert patch_s == [0.0, 0.0], "it was in already; it never went in"
-    assert part.patch_s == put_in_s
 
 
 def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:
