@@ -20,8 +20,6 @@ from bottega.addons.controlnets.engine.messages import (
     residuals_layout,
     step_message,
 )
-from bottega.addons.edits.wire import messages as sections
-from bottega.addons.loras.wire import messages as loras
 from bottega.device.memory_plan import MemoryPlan
 from bottega.device_links import ends, tensors
 from bottega.device_links.devices import Devices, Ends, open_gloo, pool_opener
@@ -117,19 +115,6 @@ def test_residuals_are_written_into_slots_of_the_device_point_by_point(link_ends
         assert read_residuals_head(layout, incoming.part(0)) == (11, True)
         for index, tensor in enumerate(sent, start=1):
             assert torch.equal(tensor_at(layout, _parts(incoming), index), tensor)
-
-
-@pytest.mark.usefixtures("on_device")
-def test_loras_and_activations_go_through_unchanged(link_ends: tuple[Link, Link]) -> None:
-    with _passed(link_ends, loras.fetch_message(4, "ab" * 32)) as incoming:
-        assert loras.read_fetch(incoming.layout, [incoming.view(0), incoming.view(1)]) == (4, "ab" * 32)
-    data = bytes(range(250)) * 40
-    with _passed(link_ends, sections.chunk_message(9, tensor=2, start=64, data=data)) as incoming:
-        number, header = sections.read_chunk(incoming.layout, _parts(incoming))
-        assert (number, header.tensor, header.start) == (9, 2, 64)
-        piece = incoming.part(2)
-        assert isinstance(piece, DeviceTensor)
-        assert bytes(piece.to_host()) == data
 
 
 def _corrupt(connections: ProvenConnections, deadline: Deadline) -> Ends:

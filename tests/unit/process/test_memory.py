@@ -25,8 +25,8 @@ import time
 
 from bottega.process import memory
 
-memory._REST_S = 0.2
-memory._AT_REST = 0.04  # it works even if other processes leave it a tenth of a core
+memory._REST_S = 0.4
+memory._AT_REST = 0.01  # it works even if other processes leave it a fiftieth of a core
 
 def mib():
     return memory.resident_bytes([os.getpid()]) / 2**20
