@@ -27,11 +27,12 @@ LARGE_ANSWER = "x" * (900 << 10)
 
 
 class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
-    """Does what the request's id says."""
+    """Does what the request's id says. large_answers: methods that made one. waiting: calls that have waited."""
 
     def __init__(self) -> None:
         self.seen_request_id = ""
-        self.waits = False
+        self.large_answers: set[str] = set()
+        self.waiting = 0
         self.stream_ended = asyncio.Event()
         self.release = asyncio.Event()
 
@@ -47,9 +48,10 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
             case "hang":
                 await asyncio.sleep(60)
             case "wait":
-                self.waits = True
+                self.waiting += 1
                 await self.release.wait()
             case "large" | "huge":
+                self.large_answers.add("GetJob")
                 size = 2 if request.job_id == "huge" else 1
                 return image_pb2.GetJobResponse(job=image_pb2.Job(job_id=size * LARGE_ANSWER))
         return image_pb2.GetJobResponse()
@@ -61,6 +63,8 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
             yield image_pb2.WatchJobResponse()
             if request.job_id == "refuse":
                 raise errors.JobNotFound("no such job")
+            if request.job_id == "large":
+                self.large_answers.add("WatchJob")
             while request.job_id in ("small", "large"):
                 answer = SMALL_ANSWER if request.job_id == "small" else LARGE_ANSWER
                 yield image_pb2.WatchJobResponse(event=image_pb2.JobEvent(job_id=answer))

@@ -13,6 +13,7 @@ from bottega.rpc.interceptor import call_limits
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_images import NAME, narrow_channel, scripted_images, stub, until
+from tests.support.waiting import eventually
 
 
 def ask(channel: grpc.aio.Channel, method: str, job_id: str) -> Any:
@@ -21,12 +22,14 @@ def ask(channel: grpc.aio.Channel, method: str, job_id: str) -> Any:
     return call(image_pb2.GetJobRequest(job_id=job_id).SerializeToString())  # WatchJob's request has the same field
 
 
-async def _until(channel: grpc.aio.Channel, kind: type[errors.BottegaError]) -> None:
-    """Ask for streams, which are refused by their handler if they find a place, until one ends with that error."""
+async def _until_there_is_a_place(channel: grpc.aio.Channel) -> list[type[errors.BottegaError]]:
+    """Ask for streams that their handler refuses, until one finds a place. Return what each ended with."""
+    ends = []
     async with asyncio.timeout(60):
         while True:
-            if type(await _end_of(ask(channel, "WatchJob", "refuse"))) is kind:
-                return
+            ends.append(type(await _end_of(ask(channel, "WatchJob", "refuse"))))
+            if ends[-1] is errors.JobNotFound:
+                return ends
             await asyncio.sleep(0.02)
 
 
@@ -43,8 +46,9 @@ async def test_who_does_not_read_gives_its_place_to_others_and_hears_why_when_it
         narrow_channel(server.address) as narrow,
     ):
         stalled = [ask(narrow, "WatchJob", size) for _ in range(2)]
-        await _until(channel, errors.QueueFull)
-        await _until(channel, errors.JobNotFound)
+        for call in stalled:
+            await call.read()  # it has a place
+        await _until_there_is_a_place(channel)
         assert not any(call.done() for call in stalled)
         for call in stalled:
             assert type(await asyncio.wait_for(_end_of(call), 30)) is errors.ReaderStalled
@@ -66,18 +70,19 @@ async def test_who_does_not_read_is_waited_for_less_when_others_are_refused(monk
         narrow_channel(server.address) as narrow,
     ):
         stalled = ask(narrow, "WatchJob", "small")
-        await _until(channel, errors.QueueFull)
-        await _until(channel, errors.JobNotFound)
+        await stalled.read()  # it has the place
+        assert (await _until_there_is_a_place(channel))[0] is errors.QueueFull
         stalled.cancel()
 
 
 async def test_large_answers_that_nobody_reads_leave_no_room_for_others_and_give_it_back() -> None:
     async with (
-        scripted_images(max_answers_mib=2, answer_wait_s=0.2) as (server, _, channel),
+        scripted_images(max_answers_mib=2, answer_wait_s=0.2) as (server, servicer, channel),
         narrow_channel(server.address) as narrow,
     ):
         streams = ask(narrow, "WatchJob", "large")
         unary = ask(narrow, "GetJob", "large")
+        await eventually(lambda: servicer.large_answers == {"GetJob", "WatchJob"})
         await asyncio.sleep(0.5)  # the stream has been ended by now, and what it had is still held
         refused = await until(channel, refused=True, job_id="large")
         assert refused is not None

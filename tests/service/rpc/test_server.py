@@ -142,7 +142,7 @@ async def test_drain_lets_a_running_call_end_and_is_not_held_up_by_health_watche
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
         await watch.read()
         running = asyncio.ensure_future(stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait"), timeout=60))
-        await eventually(lambda: servicer.waits)
+        await eventually(lambda: servicer.waiting > 0)
         draining = asyncio.create_task(server.drain())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         servicer.release.set()

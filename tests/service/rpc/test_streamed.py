@@ -13,7 +13,8 @@ from bottega import errors
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2, lora_pb2
-from tests.fakes.scripted_images import scripted_images, stub, until
+from tests.fakes.scripted_images import failure, scripted_images, stub, until
+from tests.support.waiting import eventually
 
 JOIN = "/bottega.v1.FleetService/Join"
 UPLOAD = "/bottega.v1.LoraService/UploadLora"
@@ -37,11 +38,11 @@ async def _joined(channel: grpc.aio.Channel) -> Any:
 
 
 async def test_the_fleet_has_its_place_where_others_find_none_and_takes_no_place_of_theirs() -> None:
-    async with scripted_images(max_calls=2, peer_share=1.0) as (_, _, channel):
+    async with scripted_images(max_calls=2, peer_share=1.0) as (_, servicer, channel):
         ordered = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
-        refused = await until(channel, refused=True)
-        assert refused is not None
-        assert refused.metadata == {"limit": "max_calls"}
+        await eventually(lambda: servicer.waiting == 2)
+        refused = from_rpc_error(await failure(channel, "one more"))
+        assert (type(refused), refused.metadata) == (errors.QueueFull, {"limit": "max_calls"})
         joined = [await _joined(channel) for _ in range(2)]
         assert type(await _failure_of(channel, JOIN, b"")) is errors.QueueFull
         for call in ordered:

@@ -33,16 +33,7 @@ CALLERS = (
     "tenant/shop",
     "tenant/other",
     "operator/anna",
-    *(
-        f"{role}/one"
-        for role in Role
-        if role.value
-        not in (
-            "local",
-            "tenant",
-            "operator",
-        )
-    ),
+    *(f"{role}/one" for role in Role if role.value not in ("local", "tenant", "operator")),
 )
 LIST = "/bottega.v1.WorkerService/ListAttempts"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
