@@ -265,15 +265,23 @@ def cases() -> list[Case]:
     ] + [Case(part=part, name=name, value=value, more=more) for part, name, value, more in WITH_OTHERS]
 
 
+# Fields of the index that change nothing of a picture; each by itself is tried slowly.
+_IGNORED: dict[str, Any] = {
+    "add_watermarker": False,
+    "requires_aesthetics_score": False,
+    "image_encoder": ["transformers", "CLIPVisionModelWithProjection"],
+    "feature_extractor": ["transformers", "CLIPImageProcessor"],
+    "safety_checker": [None, None],
+}
 # By file and field, values of what model_index.json and the tokenizers say; ... takes the field away.
 FILES: dict[str, dict[str, tuple[Any, ...]]] = {
     "model_index.json": {
         "force_zeros_for_empty_prompt": (False, Slow(None), ...),
-        "add_watermarker": (False, True, Slow(...)),
-        "requires_aesthetics_score": (False, Slow(None), True),
-        "image_encoder": (Slow([None, None]), Slow(None), ["transformers", "CLIPVisionModelWithProjection"]),
-        "feature_extractor": (Slow([None, None]), None, ["transformers", "CLIPImageProcessor"]),
-        "safety_checker": ([None, None],),
+        "add_watermarker": (Slow(False), True, Slow(...)),
+        "requires_aesthetics_score": (Slow(False), Slow(None), True),
+        "image_encoder": (Slow([None, None]), Slow(None), Slow(_IGNORED["image_encoder"])),
+        "feature_extractor": (Slow([None, None]), Slow(None), Slow(_IGNORED["feature_extractor"])),
+        "safety_checker": (Slow([None, None]),),
         "unet": (["diffusers", "UNet3DConditionModel"], [None, None], None, ...),
         "vae": (["diffusers", "AutoencoderTiny"], ["diffusers", "ConsistencyDecoderVAE"]),
         "text_encoder": ([None, None], ["transformers", "CLIPTextModelWithProjection"]),
@@ -596,6 +604,15 @@ def test_of_index_and_tokenizers_a_value_draws_what_stock_draws_or_is_refused(
     stock, model = load_stock(folder, **parts), load(folder)
     for negative in (None, "", "a circle"):
         assert_encodes_as_stock(stock, model, negative)
+
+
+def test_an_index_with_all_fields_that_change_no_picture_encodes_as_stock(tmp_path: Path, pair: Pair) -> None:
+    for name, value in _IGNORED.items():
+        folder = changed(tmp_path / "model", "model_index.json", name, value)
+    assert check_model_folder(folder).problems == ()
+    parts: dict[str, Any] = {"image_encoder": None, "feature_extractor": None}
+    parts |= {name: getattr(pair.stock, name) for name in PARTS}
+    assert_encodes_as_stock(load_stock(folder, **parts), load(folder), "a circle")
 
 
 def test_two_tokenizers_of_another_length_encode_as_stock(tmp_path: Path) -> None:
