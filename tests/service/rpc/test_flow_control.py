@@ -35,7 +35,8 @@ async def _until_there_is_a_place(channel: grpc.aio.Channel) -> list[type[errors
 
 async def _end_of(call: Any) -> errors.BottegaError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [answer async for answer in call]
+        while await call.read() is not grpc.aio.EOF:
+            pass
     return from_rpc_error(caught.value)
 
 
