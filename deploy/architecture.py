@@ -43,7 +43,7 @@ FLOWS = (CALLS, HTTP, JOINS, LINKS, FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class Plate:
     """A process, or several of the same kind."""
 
     at: Point
@@ -69,7 +69,7 @@ class Arrow:
 
 
 BOXES = (
-    Box(
+    Plate(
         at=(420, 30),
         size=(340, 92),
         title="Callers",
@@ -77,7 +77,7 @@ BOXES = (
         fill="#f4f6f9",
         edge="#9aa5b5",
     ),
-    Box(
+    Plate(
         at=(130, 130),
         size=(220, 80),
         title="http",
@@ -86,7 +86,7 @@ BOXES = (
         edge="#8a3ffc",
         behind=1,
     ),
-    Box(
+    Plate(
         at=(420, 232),
         size=(340, 142),
         title="gateway",
@@ -99,7 +99,7 @@ BOXES = (
         fill="#e6effb",
         edge="#2563c4",
     ),
-    Box(
+    Plate(
         at=(40, 500),
         size=(290, 118),
         title="controlnet",
@@ -108,7 +108,7 @@ BOXES = (
         edge="#d9730d",
         behind=1,
     ),
-    Box(
+    Plate(
         at=(455, 500),
         size=(270, 118),
         title="worker",
@@ -116,7 +116,7 @@ BOXES = (
         fill="#e8f5ec",
         edge="#2f8a4f",
     ),
-    Box(
+    Plate(
         at=(850, 500),
         size=(290, 118),
         title="loras",
@@ -124,7 +124,7 @@ BOXES = (
         fill="#fdf0e3",
         edge="#d9730d",
     ),
-    Box(
+    Plate(
         at=(850, 676),
         size=(290, 98),
         title="cache",
@@ -132,7 +132,7 @@ BOXES = (
         fill="#fdf0e3",
         edge="#d9730d",
     ),
-    Box(
+    Plate(
         at=(40, 676),
         size=(290, 98),
         title="activations",
@@ -140,7 +140,7 @@ BOXES = (
         fill="#fdf0e3",
         edge="#d9730d",
     ),
-    Box(
+    Plate(
         at=(40, 800),
         size=(290, 62),
         title="scale",
@@ -148,7 +148,7 @@ BOXES = (
         fill="#f1eefb",
         edge="#6b4fc4",
     ),
-    Box(
+    Plate(
         at=(455, 800),
         size=(270, 62),
         title="worker",
@@ -330,7 +330,7 @@ def _head(flow: Flow) -> str:
     )
 
 
-def _box(box: Box) -> Iterator[str]:
+def _box(box: Plate) -> Iterator[str]:
     (x, y), (width, height) = box.at, box.size
     for behind in range(box.behind, -1, -1):
         shift = 8 * behind

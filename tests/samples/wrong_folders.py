@@ -196,11 +196,6 @@ def _mixed_variants(path: Path) -> None:
     _rename_part(path / VAE, "bf16")
 
 
-def _empty_tokenizer(path: Path) -> None:
-    for file in (path / "tokenizer").iterdir():
-        file.unlink()
-
-
 def _no_vocabulary(path: Path) -> None:
     write_vocabulary(path / "tokenizer_2")
     (path / "tokenizer_2" / "vocab.json").write_text("{}")
@@ -550,11 +545,6 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         "no variant fits all parts (unet of fp16; vae of bf16); download all parts in one variant, or all without one",
     ),
     # Tokenizers.
-    WrongFolder(
-        "an empty tokenizer",
-        _spoiled(_empty_tokenizer),
-        "tokenizer/tokenizer_config.json: there is no such file; download the model again, with all of its files",
-    ),
     WrongFolder(
         "no vocabulary",
         _spoiled(lambda path: (path / "tokenizer" / "tokenizer.json").unlink()),

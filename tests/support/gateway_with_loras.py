@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bottega import kinds
-from bottega.v1 import fleet_pb2
 from bottega.v1 import lora_pb2 as pb
 from tests.support import running_loras
 from tests.support.running_gateway import Running, running_gateway
-from tests.support.running_loras import PATIENCE_S, lora_file
+from tests.support.running_loras import lora_file
 
 _BASES = {"miniature": "miniature", "other": "miniature"}
 
@@ -45,13 +42,6 @@ async def lora_store(
     settings = running_loras.config(
         **{"lease_s": 30.0} | config, gateway=gateway.fleet_address, name=name, bases=dict(bases)
     )
-    async with running_loras.running(folder, settings) as store, asyncio.timeout(PATIENCE_S):
-        while name not in await _stores(gateway):  # noqa: ASYNC110 - joining has no event here
-            await asyncio.sleep(0.02)
+    async with running_loras.running(folder, settings) as store:
+        await gateway.until_joined(name)
         yield store
-
-
-async def _stores(gateway: Running) -> set[str]:
-    members = (await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-    kind = kinds.LORAS
-    return {member.registration.name for member in members if member.registration.kind == kind}

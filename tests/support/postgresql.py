@@ -15,7 +15,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import psutil
 import psycopg
 import pytest
 
+from bottega.client.suite.plan import free_ports
 from tests.support.waiting import wait_until
 
 PASSWORD = "geheim-im-test"
@@ -92,7 +92,7 @@ class PostgresServer:
         Call it in a thread that lasts: the server ends with it.
         """
         for _ in range(_PORT_TRIES):
-            self.port = self.port or _free_port()
+            self.port = self.port or free_ports(1)[0]
             settings = self._settings | {"port": str(self.port), "unix_socket_directories": str(self.folder)}
             options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
             command = self._command("postgres", "-D", str(self._data), *options)
@@ -278,9 +278,3 @@ def _user() -> str:
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name).pw_name
     pytest.skip("PostgreSQL does not run as root, and there is no other user")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

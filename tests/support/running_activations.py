@@ -29,7 +29,7 @@ from bottega.rpc.server_config import LimitedLinksConfig, ServerConfig
 from bottega.rpc.status import from_job_error
 from bottega.transport import Deadline, Limits, Link, WholeMessage, connect, kind_of, offer_from_wire, read_number
 from bottega.v1 import activations_pb2 as pb
-from bottega.v1 import activations_pb2_grpc, fleet_pb2, link_pb2_grpc
+from bottega.v1 import activations_pb2_grpc, link_pb2_grpc
 from bottega.v1.error_pb2 import JobError
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.support.running_gateway import Running as RunningGateway
@@ -196,13 +196,8 @@ async def joined_store(
 ) -> AsyncIterator[Running]:
     """A store that has joined a gateway's fleet."""
     async with running(folder, config(gateway=gateway.fleet_address, name=name, **overrides)) as store:
-        await eventually(lambda: _has_joined(gateway, name))
+        await gateway.until_joined(name)
         yield store
-
-
-async def _has_joined(gateway: RunningGateway, name: str) -> bool:
-    members = (await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-    return any(member.registration.name == name for member in members)
 
 
 def send(link: Link, message: WholeMessage) -> None:

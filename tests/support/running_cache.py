@@ -23,7 +23,7 @@ from bottega.rpc.server import Server
 from bottega.rpc.server_config import LinksConfig, ServerConfig
 from bottega.transport import BytesMessage, Deadline, DType, Layout, Limits, Link, connect, kind_of, offer_from_wire
 from bottega.v1 import cache_pb2 as pb
-from bottega.v1 import cache_pb2_grpc, fleet_pb2, link_pb2_grpc
+from bottega.v1 import cache_pb2_grpc, link_pb2_grpc
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.support.running_gateway import Running as RunningGateway
@@ -119,13 +119,8 @@ async def running(folder: Path, settings: CacheConfig | None = None) -> AsyncIte
 async def joined_cache(gateway: RunningGateway, folder: Path, *, name: str = "cache") -> AsyncIterator[Running]:
     """A cache that has joined a gateway's fleet."""
     async with running(folder, config(gateway=gateway.fleet_address, name=name)) as cache:
-        await eventually(lambda: _has_joined(gateway, name))
+        await gateway.until_joined(name)
         yield cache
-
-
-async def _has_joined(gateway: RunningGateway, name: str) -> bool:
-    members = (await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-    return any(member.registration.name == name for member in members)
 
 
 def profile(model_hash: str = MODEL_HASH, *, similarity: float = 0.9, about: str = "") -> pb.CacheProfile:

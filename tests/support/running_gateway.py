@@ -61,12 +61,17 @@ class Running:
         """Adds a scripted ControlNet server, whose first report is heard; it goes when the gateway goes."""
         server = await ScriptedControlNetServer(name, self.fleet_address, nets).start()
         self.servers.append(server)
-        await eventually(lambda: self._hosts(name, len(nets)))
+        await self.until_joined(name, hosted=len(nets))
         return server
 
-    async def _hosts(self, name: str, count: int) -> bool:
-        members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-        return any(member.registration.name == name and len(member.load.hosted) == count for member in members)
+    async def until_joined(self, name: str, *, hosted: int = 0) -> None:
+        """Return when a service of that name has joined and reports that it hosts so much."""
+
+        async def joined() -> bool:
+            members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+            return any(each.registration.name == name and len(each.load.hosted) >= hosted for each in members)
+
+        await eventually(joined, f"{name} to join")
 
     def generate(
         self, request_id: str = "", *, preview: bool = False, timeout: float | None = 20, **spec: Any

@@ -1,6 +1,6 @@
 """Servers of S3 as real processes: moto, and nanio of another maker; and a proxy in front that fails, delays or cuts.
 
-A process of pytest starts each once. They listen on ports that the system chose.
+A process of pytest starts each once. They listen on ports that the system assigns to nobody.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+from bottega.client.suite.plan import free_ports
 from tests.support.waiting import wait_until
 
 KEY, SECRET = "AKIAIOSFODNN7TESTING", "the-secret-of-the-tests"
@@ -113,10 +114,7 @@ class S3Server:
 
 def started(kind: str) -> S3Server:
     """Return a new server. The caller ends it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = S3Server(kind=kind, port=port, folder=Path(tempfile.mkdtemp(prefix=f"bottega-{kind}-")))
+    server = S3Server(kind=kind, port=free_ports(1)[0], folder=Path(tempfile.mkdtemp(prefix=f"bottega-{kind}-")))
     server.start()
     return server
 

@@ -1,4 +1,4 @@
-"""What a tool can see of the structure: names that mean one thing, small constructors, callbacks that are there."""
+"""What a tool can see: names that mean one thing, small constructors, callbacks that are there, plain English."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ _MOST_PARAMETERS = 8
 # Of a dataclass that is not frozen: its constructor takes as many, and all of them may change.
 _MOST_FIELDS = 15
 
+_NO_OPENING = re.compile(
+    "of|that|which|what|who|whom|whose|where|with|without|under|as|to|in|by|for|from|on|at|between|those|these|it|they|"
+    "one|both|all|each|some|there|so|such|among|beside|beneath|until|while|lest"
+)
+_PARAMETER = re.compile(r"[a-z_][a-z0-9_]*(, [a-z_][a-z0-9_]*)*: ")
+# Old-fashioned words, and "said" where it stands for "named" or "given".
+_BANNED = re.compile(
+    r"\b(lest|whoever|whomever|thereof|hourglass|nobody's|for want of)\b|\bsaid\b(?! to)", re.IGNORECASE
+)
+
 # The nodes of each.
 Modules = Mapping[str, Sequence[ast.AST]]
 # The file, the place in it, and what is wrong there.
@@ -32,8 +42,8 @@ def modules() -> Iterator[Modules]:
     gc.disable()  # millions of nodes, all of which stay: looking for garbage among them takes longer than parsing
     yield {
         str(path.relative_to(ROOT)): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        for base in ("libs", "services", "kernels")
-        for path in sorted((ROOT / base / "bottega").rglob("*.py"))
+        for base in ("libs/bottega", "services/bottega", "kernels/bottega", "deploy")
+        for path in sorted((ROOT / base).rglob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
     }
     gc.enable()
@@ -81,6 +91,15 @@ def a_docstring_says_it_itself(modules: Modules) -> Violations:
     for path, node in (*_functions(modules), *_all(modules, ast.ClassDef)):
         if (ast.get_docstring(node) or "").startswith("See "):
             yield path, node, node.name
+
+
+def a_docstring_opens_with_a_noun_or_a_verb(modules: Modules) -> Violations:
+    """Open with a noun (classes) or a verb (functions): no preposition, pronoun, conjunction or parameter."""
+    for path, node in (*_functions(modules), *_all(modules, ast.ClassDef)):
+        text = ast.get_docstring(node) or "-"
+        first = text.split(maxsplit=1)[0].strip(",.;:").lower()
+        if _NO_OPENING.fullmatch(first) or _PARAMETER.match(text):
+            yield path, node, repr(text[:60])
 
 
 def a_callback_is_given_to_the_constructor(modules: Modules) -> Violations:
@@ -183,6 +202,18 @@ def one():  # broken
 def two():
     'Sees.'
 """,
+    a_docstring_opens_with_a_noun_or_a_verb: """
+class One:  # broken
+    "Of a request."
+class Two:  # broken
+    "first, last: rows."
+class Three:
+    "Jobs by id: the newest first."
+def one():  # broken
+    "What a worker holds."
+def two():
+    "Return the share."
+""",
     a_callback_is_given_to_the_constructor: """
 Report = Callable[[int], None]
 class One:
@@ -237,6 +268,16 @@ def test_the_rule_sees_what_breaks_it(rule: Rule) -> None:
     lines = PLANTED[rule].splitlines()
     broken = {number for number, line in enumerate(lines, 1) if line.endswith("# broken")}
     assert {node.lineno for _, node, _ in rule({"planted.py": list(ast.walk(ast.parse(PLANTED[rule])))})} == broken
+
+
+def test_banned_words_do_not_occur(modules: Modules) -> None:
+    found = [
+        f"{path}:{number}: {line.strip()[:80]}"
+        for path in modules
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
+        if _BANNED.search(line)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_code_is_where_this_test_looks(modules: Modules) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 import sqlite3
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bottega import errors
+from bottega.client.suite.plan import free_ports
 from bottega.storage import ContentStore
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from tests.fakes.scripted_worker import MODEL, ScriptedWorker
@@ -27,8 +27,7 @@ MIB = 1 << 20
 
 def _address() -> str:
     """One that is free now: a later life listens where the earlier one did, and workers find it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another_one_is_refused(tmp_path: Path) -> None:
