@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 from bottega.gateway.api.fleet_service import TARGETS_PATH
 from bottega.gateway.config import DEFAULT_METRICS_ADDRESS
 from tests.support.deployed_metrics import DEPLOY, PROMETHEUS, expressions, rules
+from tests.unit.house.conftest import RunScript
 
 RULES = ["bottega.rules.yml", "bottega.alerts.yml"]
 
@@ -36,9 +36,9 @@ def alert_cases() -> dict[str, Any]:
     return read
 
 
-def test_the_dashboard_is_what_its_panels_make(tmp_path: Path) -> None:
+def test_the_dashboard_is_what_its_panels_make(tmp_path: Path, run_script: RunScript) -> None:
     made = tmp_path / "made.json"
-    subprocess.run([sys.executable, DEPLOY / "dashboard.py", made], check=True, timeout=60)
+    run_script("dashboard.py", made)
     there = DEPLOY / "grafana" / "dashboards" / "bottega.json"
     assert made.read_text() == there.read_text(), "python deploy/dashboard.py writes it anew"
 
