@@ -79,5 +79,7 @@ def limits(
 
 def shown(value: object) -> str:
     """Short enough for the name of a case."""
+    if isinstance(value, list) and len(value) > 4:
+        return f"{len(value)} of {shown(value[0])}"
     text = ascii(value)
     return text if len(text) <= 40 else f"{text[:16]}... ({len(str(value))})"

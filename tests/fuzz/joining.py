@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -14,16 +14,19 @@ from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import SAMPLER_EULER, SAMPLER_UNSPECIFIED
 from bottega.v1.hosted_pb2 import LeftOut
 from bottega.v1.image_pb2 import SamplerChoice
-from tests.fuzz.case import INF, INVALID, LEAST_INT32, MIB_TEXT, MOST_INT32, NAN, OK, Case, limits, refused_load, shown
+from tests.fuzz.case import INF, INVALID, LEAST_INT32, MIB_TEXT, MOST_INT32, NAN, OK, Case, limits, shown
 from tests.fuzz.controls import control_loads
 from tests.fuzz.loras import lora_loads
+
+Sides = tuple[Sequence[Any], Sequence[Any]]
+"""Values of a field that are taken, and that are not."""
 
 _EULER = SamplerChoice(sampler=SAMPLER_EULER, is_default=True)
 _KARRAS = SamplerChoice(sampler=SAMPLER_EULER, use_karras_sigmas=True)
 # Values of a model's field that a request could be drawn with, and that it could not.
 _SIDES = ((0, 16_384), (-1, 16_385))
 _TEXTS = (("", "x" * 128), ("x" * 129, MIB_TEXT))
-_MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+_MODELS: Mapping[str, Sides] = {
     "name": (("x", "x" * 200), ("", "x" * 201, MIB_TEXT)),
     **dict.fromkeys(("model_hash", "dtype", "base"), _TEXTS),
     **dict.fromkeys(("default_width", "default_height", "size_multiple", "vae_scale_factor"), _SIDES),
@@ -87,7 +90,7 @@ def joining_corpus() -> Iterator[Case]:
         yield case(f"kinds that it uses: {name}", INVALID, "uses", uses=uses)
     addresses = ("x", ":1", "x:", "x:65536", "x:-1", "unix:/run/x", "dns:///x:1", "a b:1", "\0:1", "x" * 257 + ":1")
     metrics = ("", "127.0.0.1:9001", "[::]:9001", "x" * 254 + ":1")
-    bounds: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    bounds: dict[str, Sides] = {
         "kind": ((), ("", "Worker", "a b", "-", "x" * 33, "x" * 10_000)),
         "name": ((), ("", "x" * 129, MIB_TEXT)),
         "address": ((), ("", *addresses)),
@@ -113,10 +116,6 @@ def joining_corpus() -> Iterator[Case]:
         models=[image_pb2.Model()] * 2,
     )
     yield from _loads(case)
-    yield from _masked(case)
-    yield from _accelerations(case)
-    yield from _left_out(case)
-    yield from _counted(case)
     yield from _planned(case)
     yield from control_loads(case)
     yield from lora_loads(case)
@@ -140,144 +139,113 @@ def _models(case: Any) -> Iterator[Case]:
 
 
 def _loads(case: Any) -> Iterator[Case]:
+    """Yield reports of services. case: makes one of a service that joins."""
+
+    def loaded(name: str, code: grpc.StatusCode = OK, /, *fields: str, **load: Any) -> Case:
+        made: Case = case(f"load: {name}", load=fleet_pb2.Load(**load))
+        return dataclasses.replace(made, code=code, fields=frozenset(fields))
+
     step = fleet_pb2.StepTime(latent_height=-1, latent_width=MOST_INT32, rows=0, seconds=NAN)
     running = fleet_pb2.RunningAttempt(steps_left=LEAST_INT32)
-    yield case("a load with nonsense in it", load=fleet_pb2.Load(running=[running] * 9, step_times=[step] * 9))
-    load = fleet_pb2.Load(running=[running] * 4097, step_times=[step] * 4097, fixed_s=INF, max_rows=-1, memory_bytes=-1)
-    fields = frozenset({f"load.{name}" for name in ("running", "step_times", "fixed_s", "max_rows", "memory_bytes")})
-    yield dataclasses.replace(case("a load of nonsense", load=load), code=INVALID, fields=fields)
-    for field, good, bad in (
-        ("running", [running] * 4096, [running] * 4097),
-        ("step_times", [step] * 4096, [step] * 4097),
-        ("running", [_running("x" * 128)], [_running("x" * 129)]),
-    ):
-        facts: dict[str, Any] = {field: good}
-        yield case(f"{len(good)} of {field} at the limit", load=fleet_pb2.Load(**facts))
-        facts = {field: bad}
-        yield refused_load(case(f"{len(bad)} of {field} past it", load=fleet_pb2.Load(**facts)), field)
-    yield case("a start of a day", load=fleet_pb2.Load(start_s=86_400.0))
-    stage = fleet_pb2.StartProgress(stage="x" * 64, done_bytes=2**63 - 1, total_bytes=2**63 - 1)
-    yield case("a start at its limits", load=fleet_pb2.Load(starting=stage))
-    starts: list[dict[str, Any]] = [{"stage": ""}, {"stage": "x" * 65}]
-    starts += [{"stage": "x", field: number} for field in ("done_bytes", "total_bytes") for number in (-1, -(2**63))]
-    for facts in starts:
-        load = fleet_pb2.Load(starting=fleet_pb2.StartProgress(**facts))
-        yield refused_load(case(f"a start with {shown(str(facts))}", load=load), "starting")
-    yield from _pools(case)
-    for field, values in {
-        "fixed_s": (-0.001, NAN, INF, -INF),
-        "start_s": (-0.001, 86_400.001, NAN, INF, -INF),
-        "max_rows": (-1, LEAST_INT32),
-        "memory_bytes": (-1, -(2**63)),
-        "queued_rows": (-1, LEAST_INT32),
-        "budget_bytes": (-1, -(2**63)),
-    }.items():
-        for value in values:
-            facts = {field: value}
-            yield refused_load(case(f"{field} {value}", load=fleet_pb2.Load(**facts)), field)
-
-
-def _pools(case: Any) -> Iterator[Case]:
-    """Yield reports of scalers. Other services are not asked what they report as pools."""
-    most: dict[str, Any] = {
-        "model": "x" * 200,
-        "minimum": 256,
-        "maximum": 256,
-        "ready": 1,
-        "failed": 1,
-        "starting_s": [0.0] * 254,
+    yield loaded("nonsense that is not used", running=[running] * 9, step_times=[step] * 9)
+    wrong: dict[str, Any] = {"running": [running] * 4097, "step_times": [step] * 4097}
+    wrong |= {"fixed_s": INF, "max_rows": -1, "memory_bytes": -1}
+    yield loaded("all of it wrong", INVALID, *(f"load.{name}" for name in wrong), **wrong)
+    long = ([_running("x" * 128)], [_running("x" * 129)])
+    bounds: dict[str, Sides] = {
+        "running": (([running] * 4096, long[0]), ([running] * 4097, long[1])),
+        "step_times": (([step] * 4096,), ([step] * 4097,)),
+        "fixed_s": ((), (-0.001, NAN, INF, -INF)),
+        "start_s": ((86_400.0,), (-0.001, 86_400.001, NAN, INF, -INF)),
+        **dict.fromkeys(("max_rows", "queued_rows"), ((), (-1, LEAST_INT32))),
+        **dict.fromkeys(("memory_bytes", "budget_bytes"), ((), (-1, -(2**63)))),
+        "starting": _starts(),
+        "pools": _pools(),
+        "mask_tokens": _mask_tokens(),
+        "masked_times": _masked_times(),
+        "accelerations": _accelerations(),
+        "left_out": _left_out(),
+        "activity": _activities(),
     }
-    pools = [fleet_pb2.Pool(kind=kind, **most) for kind in (kinds.WORKER, kinds.CONTROLNET)]
-    yield case("pools at their limits", load=fleet_pb2.Load(pools=pools))
+    for field, (good, bad) in bounds.items():
+        yield from limits(loaded, field, good, bad, within="load.")
+
+
+def _starts() -> Sides:
+    wrong: list[dict[str, Any]] = [{"stage": ""}, {"stage": "x" * 65}]
+    wrong += [{"stage": "x", field: number} for field in ("done_bytes", "total_bytes") for number in (-1, -(2**63))]
+    most = fleet_pb2.StartProgress(stage="x" * 64, done_bytes=2**63 - 1, total_bytes=2**63 - 1)
+    return [most], [fleet_pb2.StartProgress(**facts) for facts in wrong]
+
+
+def _pools() -> Sides:
+    """Return what scalers report. Other services are not asked what they report as pools."""
+    most: dict[str, Any] = {"model": "x" * 200, "minimum": 256, "maximum": 256, "starting_s": [0.0] * 254}
+    most |= {"ready": 1, "failed": 1}
     several = [fleet_pb2.Pool(kind="worker", model=str(number), maximum=1) for number in range(65)]
-    yield case("64 pools", load=fleet_pb2.Load(pools=several[:64]))
+    good = [[fleet_pb2.Pool(kind=kind, **most) for kind in (kinds.WORKER, kinds.CONTROLNET)], several[:64]]
     wrong: list[dict[str, Any]] = [
-        {"kind": ""},
-        {"kind": "cache"},
-        {"model": ""},
-        {"model": "x" * 201},
-        {"minimum": -1},
-        {"minimum": 5},
-        {"maximum": 257},
-        {"maximum": -1},
-        {"ready": -1},
-        {"ready": 5},
-        {"failed": -1},
-        {"failed": MOST_INT32},
-        *({"starting_s": [seconds]} for seconds in (-1.0, NAN, INF)),
-        {"starting_s": [0.0] * 5},
+        *({"kind": kind} for kind in ("", "cache")),
+        *({"model": model} for model in ("", "x" * 201)),
+        *({"minimum": number} for number in (-1, 5)),
+        *({"maximum": number} for number in (-1, 257)),
+        *({"ready": number} for number in (-1, 5)),
+        *({"failed": number} for number in (-1, MOST_INT32)),
+        *({"starting_s": seconds} for seconds in ([-1.0], [NAN], [INF], [0.0] * 5)),
     ]
-    for facts in wrong:
-        whole: dict[str, Any] = {"kind": "worker", "model": "x", "maximum": 4, **facts}
-        pool = fleet_pb2.Pool(**whole)
-        yield refused_load(case(f"a pool with {shown(str(facts))}", load=fleet_pb2.Load(pools=[pool])), "pools")
-    for name, pools in {"65 pools": several, "a pool twice": several[:1] * 2}.items():
-        yield refused_load(case(name, load=fleet_pb2.Load(pools=pools)), "pools")
+    whole: dict[str, Any] = {"kind": "worker", "model": "x", "maximum": 4}
+    return good, [several, several[:1] * 2, *([fleet_pb2.Pool(**{**whole, **facts})] for facts in wrong)]
 
 
-def _masked(case: Any) -> Iterator[Case]:
-    """What a worker says of masked rows. What of it is nonsense is not used."""
-    tokens, most = "mask_tokens", fleet_pb2.MaskTokens(token_elements=64, margin_tokens=64)
-    yield case("tokens at their limits", load=fleet_pb2.Load(mask_tokens=most))
-    for field in ("token_elements", "margin_tokens"):
-        for number in (-1, 65, MOST_INT32, LEAST_INT32):
-            facts: dict[str, Any] = {field: number}
-            load = fleet_pb2.Load(mask_tokens=fleet_pb2.MaskTokens(**facts))
-            yield refused_load(case(f"{field} {number}", load=load), tokens)
+def _mask_tokens() -> Sides:
+    """Return what a worker says of masked rows."""
+    facts = [
+        {field: number} for field in ("token_elements", "margin_tokens") for number in (-1, 65, MOST_INT32, LEAST_INT32)
+    ]
+    most = fleet_pb2.MaskTokens(token_elements=64, margin_tokens=64)
+    return [most], [fleet_pb2.MaskTokens(**each) for each in facts]
+
+
+def _masked_times() -> Sides:
+    """Return times of masked rows, of which nonsense is not used."""
     odd = fleet_pb2.PlannedTime(rows=NAN, seconds=-INF)
-    for sizes, planned, refused in ((32, 32, False), (33, 1, True), (1, 33, True)):
-        time = fleet_pb2.MaskedTimes(
-            latent_height=-1, latent_width=MOST_INT32, fixed_share=NAN, planned=[odd] * planned
-        )
-        each = case(f"{sizes} sizes of {planned} masked times", load=fleet_pb2.Load(masked_times=[time] * sizes))
-        yield refused_load(each, "masked_times") if refused else each
+    sides: dict[str, Any] = {"latent_height": -1, "latent_width": MOST_INT32}
+    most, more = (fleet_pb2.MaskedTimes(**sides, fixed_share=NAN, planned=[odd] * planned) for planned in (32, 33))
+    few = fleet_pb2.MaskedTimes(**sides, fixed_share=NAN, planned=[odd])
+    return [[most] * 32], [[few] * 33, [more]]
 
 
-def _accelerations(case: Any) -> Iterator[Case]:
-    """What a worker's self-check has found."""
-    name, most = "x" * 64, {"speedup": 1e308, "difference": 1e308, "tolerance": 1e308, "reason": "r" * 512}
-    good: dict[str, Any] = {"name": name, "kept": True, **most}
+def _accelerations() -> Sides:
+    """Return what a worker's self-check has found."""
+    good: dict[str, Any] = {"name": "x" * 64, "kept": True, "reason": "r" * 512}
+    measured = ("speedup", "difference", "tolerance")
+    good |= dict.fromkeys(measured, 1e308)
     found = [fleet_pb2.Acceleration(**{**good, "name": f"kernels.a-b_{number}"}) for number in range(64)]
-    yield case("64 accelerations", load=fleet_pb2.Load(accelerations=found))
-    yield case("an acceleration at its limits", load=fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(**good)]))
-    bad: list[dict[str, Any]] = [{"name": text} for text in ("", "x" * 65, "Kernels", "a b", "a\n")]
-    bad += [{field: number} for field in ("speedup", "difference", "tolerance") for number in (-0.001, NAN, INF, -INF)]
-    bad.append({"reason": "r" * 513})
-    for facts in bad:
-        load = fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(**{**good, **facts})])
-        ((field, value),) = facts.items()
-        yield refused_load(case(f"an acceleration's {field} {shown(value)}", load=load), "accelerations")
-    for number, what in ((65, "65 accelerations"), (2, "one acceleration twice")):
-        names = [f"a{each}" if number > 2 else "a" for each in range(number)]
-        load = fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(name=each) for each in names])
-        yield refused_load(case(what, load=load), "accelerations")
+    wrong: list[dict[str, Any]] = [{"name": text} for text in ("", "x" * 65, "Kernels", "a b", "a\n")]
+    wrong += [
+        {field: number} for field in ("speedup", "difference", "tolerance") for number in (-0.001, NAN, INF, -INF)
+    ]
+    wrong.append({"reason": "r" * 513})
+    bad = [[fleet_pb2.Acceleration(**{**good, **facts})] for facts in wrong]
+    many = [fleet_pb2.Acceleration(name=f"a{number}") for number in range(65)]
+    return [found, [fleet_pb2.Acceleration(**good)]], [*bad, many, [fleet_pb2.Acceleration(name="a")] * 2]
 
 
-def _left_out(case: Any) -> Iterator[Case]:
-    """What a service does not host."""
+def _left_out() -> Sides:
+    """Return what a service does not host."""
     good: dict[str, Any] = {"kind": "loras", "name": "n" * 200, "reason": "r" * 512}
-    yield case("64 things left out", load=fleet_pb2.Load(left_out=[LeftOut(**good)] * 64))
-    bad: list[dict[str, Any]] = [{"kind": text} for text in ("", "LoRAs", "a b")]
-    bad += [{"name": ""}, {"name": "n" * 201}, {"reason": ""}, {"reason": "r" * 513}]
-    for facts in bad:
-        load = fleet_pb2.Load(left_out=[LeftOut(**{**good, **facts})])
-        ((field, value),) = facts.items()
-        yield refused_load(case(f"a {field} of what is left out {shown(value)}", load=load), "left_out")
-    load = fleet_pb2.Load(left_out=[LeftOut(**good)] * 65)
-    yield refused_load(case("65 things left out", load=load), "left_out")
+    wrong = [{"kind": text} for text in ("", "LoRAs", "a b")]
+    wrong += [{"name": ""}, {"name": "n" * 201}, {"reason": ""}, {"reason": "r" * 513}]
+    return [[LeftOut(**good)] * 64], [[LeftOut(**good)] * 65, *([LeftOut(**{**good, **facts})] for facts in wrong)]
 
 
-def _counted(case: Any) -> Iterator[Case]:
-    """What a service says that it has counted."""
+def _activities() -> Sides:
+    """Return what a service says that it has counted."""
     names = [field.name for field in fleet_pb2.Activity.DESCRIPTOR.fields if field.name != "waited_s"]
     most: dict[str, Any] = dict.fromkeys(names, 2**63 - 1)
-    yield case("counts at their limits", load=fleet_pb2.Load(activity=fleet_pb2.Activity(**most, waited_s=1e308)))
-    bad: list[tuple[str, Any]] = [(name, number) for name in names for number in (-1, -(2**63))]
-    bad += [("waited_s", number) for number in (-0.001, NAN, INF, -INF)]
-    for name, number in bad:
-        facts: dict[str, Any] = {name: number}
-        load = fleet_pb2.Load(activity=fleet_pb2.Activity(**facts))
-        yield refused_load(case(f"{name} {number}", load=load), "activity")
+    wrong: list[dict[str, Any]] = [{name: number} for name in names for number in (-1, -(2**63))]
+    wrong += [{"waited_s": number} for number in (-0.001, NAN, INF, -INF)]
+    return [fleet_pb2.Activity(**most, waited_s=1e308)], [fleet_pb2.Activity(**facts) for facts in wrong]
 
 
 def _planned(case: Any) -> Iterator[Case]:

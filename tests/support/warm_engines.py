@@ -119,7 +119,8 @@ class Server:
             self._forks[link] = _Fork(pid=pid, ended=ended, stands_for_it=json.loads(message)["process"])
             self._selector.register(link, selectors.EVENT_READ)
             self._selector.register(ended, selectors.EVENT_READ, link)
-            link.send(FORKED)
+            with contextlib.suppress(OSError):  # the other process was killed meanwhile, as the link will say
+                link.send(FORKED)
         for file in files:
             os.close(file)
 
