@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import grpc
+
 from bottega import kinds
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetServer
 from bottega.v1.generation_pb2 import ControlNet, Lora
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, ForwardTime, Hosted, ResidualProfile
-from tests.fuzz.case import BAD_NAMES, INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, refused_load, shown
+from tests.fuzz.case import BAD_NAMES, INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, limits, refused_load, shown
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
 from tests.support.addon_messages import placed
 
 _SCALES = (0.0, -1.0, 1e308, 5e-324)
 _BAD_SCALES = (NAN, INF, -INF)
+_WITHIN = "spec.controlnets[0]."
 # Where it starts and ends.
 _SPANS = ((0.0, 1.0), (0.0, 5e-324), (0.999, 1.0))
 _BAD_SPANS = ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0), (0.0, NAN), (INF, 1.0), (0.0, -INF))
@@ -29,22 +32,26 @@ def control_drawings(case: Any) -> Iterator[Case]:
     """Of callers, to a gateway that knows a server which hosts some. case: makes one."""
     png = good_images()["png"]
     yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
-    for name in BAD_NAMES:
-        nets = [ControlNet(name=name, image=png)]
-        yield case(f"ControlNet {shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
-    for scale in _BAD_SCALES:
-        field, nets = "controlnet_conditioning_scale", [ControlNet(name="edges", image=png)]
-        setattr(nets[0], field, scale)
-        yield case(f"ControlNet scaled {scale}", INVALID, f"spec.controlnets[0].{field}", controlnets=nets)
-    for start, end in _BAD_SPANS:
-        nets = [ControlNet(name="edges", image=png, control_guidance_start=start, control_guidance_end=end)]
-        field = "spec.controlnets[0].control_guidance_start"
-        yield case(f"ControlNet from {start} to {end}", INVALID, field, controlnets=nets)
-    for mode in ("sketch", "64", "depth"):  # the last is refused because the net is no union
-        nets = [ControlNet(name="edges", image=png, control_mode=mode)]
-        yield case(f"mode {mode}", INVALID, "spec.controlnets[0].control_mode", controlnets=nets)
+
+    def one(title: str, code: grpc.StatusCode = OK, /, *fields: str, **facts: Any) -> Case:
+        nets = [ControlNet(**{"name": "edges", "image": png, **facts})]
+        made: Case = case(f"ControlNet of {title}", code, *fields, controlnets=nets)
+        return made
+
+    yield from _bounds(one)
+    # The last mode is refused because the net is no union.
+    yield from limits(one, "control_mode", (), ("sketch", "64", "depth"), within=_WITHIN)
     yield from _control_images(case)
     yield from _controlnets(case, png)
+
+
+def _bounds(one: Any) -> Iterator[Case]:
+    """Yield cases of one ControlNet, whoever asks for it. one: makes one with these fields of it."""
+    yield from limits(one, "name", (), BAD_NAMES, within=_WITHIN)
+    yield from limits(one, "controlnet_conditioning_scale", _SCALES, _BAD_SCALES, within=_WITHIN)
+    for spans, refused in ((_SPANS, ()), (_BAD_SPANS, (INVALID, f"{_WITHIN}control_guidance_start"))):
+        for start, end in spans:
+            yield one(f"{start} to {end}", *refused, control_guidance_start=start, control_guidance_end=end)
 
 
 def _control_images(case: Any) -> Iterator[Case]:
@@ -65,11 +72,6 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
 
     yield case("eight ControlNets", controlnets=[net()] * 8)
     yield case("the longest name", controlnets=[net(LONGEST_NAME)])
-    for scale in _SCALES:
-        yield case(f"ControlNet scaled {scale}", controlnets=[net(controlnet_conditioning_scale=scale)])
-    for start, end in _SPANS:
-        nets = [net(control_guidance_start=start, control_guidance_end=end)]
-        yield case(f"ControlNet from {start} to {end}", controlnets=nets)
     yield case("guess mode", controlnets=[net(guess_mode=True)])
     yield case("measured residuals", controlnets=[net(measure_similarity=True)])
     yield case("a ControlNet that nobody hosts", NOT_FOUND, controlnets=[net(), net("nobody")])
@@ -142,11 +144,11 @@ def control_attempts(case: Any) -> Iterator[Case]:
     """Of a gateway, to a worker. case: makes one."""
     png = good_images()["png"]
 
-    def ordered(title: str, /, *fields: str, hosts: Any = None, **facts: Any) -> Case:
+    def ordered(title: str, code: grpc.StatusCode = OK, /, *fields: str, hosts: Any = None, **facts: Any) -> Case:
         net = ControlNet(**{"name": "edges", "image": png, **facts})
         told = ControlNetHosts(**{"digest": "ab", "servers": [_NOWHERE], **(hosts or {})})
-        code = INVALID if fields else OK
-        made: Case = case(f"ControlNet {title}", code, *fields, whole={"addons": placed([told])}, controlnets=[net])
+        whole = {"addons": placed([told])}
+        made: Case = case(f"ControlNet {title}", code, *fields, whole=whole, controlnets=[net])
         return made
 
     yield case("a ControlNet without hosts", controlnets=[ControlNet(name="edges", image=png)])
@@ -164,17 +166,9 @@ def control_attempts(case: Any) -> Iterator[Case]:
     yield ordered("measured, in guess mode", guess_mode=True, measure_similarity=True)
     yield ordered("with the largest image", image=largest_image())
     yield ordered("with a mode", control_mode="depth")
-    yield ordered("with no such mode", "spec.controlnets[0].control_mode", control_mode="sketch")
-    for name in BAD_NAMES:
-        yield ordered(f"called {shown(name)}", "spec.controlnets[0].name", name=name)
-    yield ordered("with an image too large", "spec.controlnets[0].image", image=too_large_image())
-    for scales, fields in ((_SCALES, ()), (_BAD_SCALES, ("spec.controlnets[0].controlnet_conditioning_scale",))):
-        for scale in scales:
-            yield ordered(f"scaled {scale}", *fields, controlnet_conditioning_scale=scale)
-    for spans, fields in ((_SPANS, ()), (_BAD_SPANS, ("spec.controlnets[0].control_guidance_start",))):
-        for start, end in spans:
-            span = {"control_guidance_start": start, "control_guidance_end": end}
-            yield ordered(f"from {start} to {end}", *fields, **span)
+    yield ordered("with no such mode", INVALID, "spec.controlnets[0].control_mode", control_mode="sketch")
+    yield ordered("with an image too large", INVALID, "spec.controlnets[0].image", image=too_large_image())
+    yield from _bounds(ordered)
 
 
 def _ordered_hosts(ordered: Any) -> Iterator[Case]:
