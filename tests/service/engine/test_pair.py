@@ -27,7 +27,7 @@ from bottega.v1.generation_pb2 import PairUse
 from bottega.worker.peer import Leader
 from tests.fakes.scripted_latents import Cached, Hit, cached, entry
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save, shelf_of
-from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
+from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import SIZE, small_model
 from tests.support.addon_messages import placed
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
@@ -326,22 +326,6 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
     spec = replace(PLAIN, num_inference_steps=9)
     assert_close(drawing.latents[0], styled_latent(pipeline, spec, scales, 4))
     assert pair_of(drawing).steps > 5
-
-
-def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
-    model: Model, styled: tuple[Any, dict[str, Components]]
-) -> None:
-    pipeline, components = styled
-    theirs = LorasByHand.of(components, here=False)
-    theirs.failed["outline"] = STORE_DOWN
-    with FollowerThread(make_engine(load(small_model()), TOGETHER, loras=theirs)) as follower:
-        peer = led(follower)
-        easel = ManualEngine(make_engine(model, TOGETHER, loras=LorasByHand.of(components), peer=peer))
-        drawing = easel.draw(EngineOrder(key="a", spec=replace(PLAIN, loras=(lora_spec("outline"),))))
-        peer.stop()
-    lora_weights(easel.engine).restore()
-    assert not drawing.record.provenance.HasField("pair")
-    assert_close(drawing.latents[0], styled_latent(pipeline, PLAIN, {"outline": 1.0}))
 
 
 def test_the_follower_forgets_jobs_that_have_ended(easel: ManualEngine, follower: FollowerThread) -> None:

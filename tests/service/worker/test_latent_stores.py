@@ -215,18 +215,6 @@ def test_a_question_that_ends_every_link_is_given_up_and_others_are_answered() -
         assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
 
 
-def test_an_answer_to_what_nobody_asks_any_more_is_thrown_away() -> None:
-    cache = silent()
-    with linked(cache) as (stores, _):
-        asked = ask(stores)
-        cache.questions.get(timeout=EVENTUALLY_S)
-        assert asked.cancel()
-        cache.say(answer_with(latent(), number=1))
-        cache.say(answer_with(latent(), number=77))
-        cache.reply = lambda number, _: answer_with(latent(), number=number)
-        assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
-
-
 def _hit(number: int, *, counts_starts: bool = False) -> CacheMessage:
     header = CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)], counts_starts=counts_starts)
     one = latent()

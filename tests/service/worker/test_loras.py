@@ -1,4 +1,4 @@
-"""A worker's LoRAs come over real links from a real store: right, once, late, damaged, or never."""
+"""A worker's LoRAs come over real links from a real store: right, once, late, damaged, never, or given up midway."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from bottega.v1 import lora_pb2 as pb
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.samples.lora_files import Part, delta, kohya, low_rank, save
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
+from tests.support.shared_loras import LARGE, SMALL, QueuedOffers, Shelf, canonical_file, shelf
+from tests.support.waiting import wait_until
 
 SLOW = LimitedLinksConfig(socket=None, bytes_per_s=50_000)
 
@@ -197,13 +199,6 @@ async def test_a_digest_that_no_store_has_is_said_and_can_be_asked_for_again(
     assert await worker.wait(worker.begin(lora))
 
 
-async def test_another_store_is_asked_when_the_first_has_not_got_it(tmp_path: Path, worker: _Worker) -> None:
-    async with running(tmp_path / "one") as one, running(tmp_path / "two") as two:
-        lora = await two.upload("a", lora_file(tmp_path))
-        worker.know(one, two)
-        assert await worker.wait(worker.begin(lora))
-
-
 async def test_weights_of_another_digest_are_data_loss_and_others_undisturbed(tmp_path: Path, worker: _Worker) -> None:
     # Without room in memory a store sends straight from its disk, and checks nothing: the worker does.
     async with running(tmp_path / "store", config(budget_bytes=1)) as store:
@@ -287,3 +282,107 @@ async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_
         assert store.server.address != first
         worker.know(store)
         assert await worker.wait(handle)
+
+
+_STORE = ServiceAddress(name="s", address="s")
+_MIDDLE = (64, 4096)  # some 4 MiB
+_SLOW_BYTES_PER_S = 4 << 20
+
+
+class _Impatient:
+    """A source that keeps nothing, and offers for its links that the test brings."""
+
+    def __init__(self, *, budget_bytes: int = 1) -> None:
+        self.counters = LinkCounters()
+        self.offers = QueuedOffers()
+        self.source = LoraCache(
+            offers=self.offers,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            budget_bytes=budget_bytes,
+            settings=LoraLinkSettings(),
+            counters=self.counters,
+        )
+        self.source.set_stores([_STORE])
+
+    def link_to(self, store: Shelf) -> None:
+        """As another process of this host would be."""
+        self.offers.brought.put(store.links.offer("w", "", caller=""))
+
+    def begin(self, digest: str) -> LoraHandle:
+        return self.source.begin(LoraRef(name="ink", digest=digest))
+
+    @property
+    def received_bytes(self) -> int:
+        return self.counters.snapshot().received.size_bytes
+
+
+@pytest.fixture
+def impatient() -> Iterator[_Impatient]:
+    made = _Impatient()
+    yield made
+    made.source.stop()
+
+
+@pytest.mark.parametrize("unix", [True, False], ids=["in its memory", "in bytes"])
+def test_what_was_closed_before_it_came_never_stays(tmp_path: Path, impatient: _Impatient, unix: bool) -> None:
+    # Slowly, in bytes, so that what is given up is heard of before it has been sent, however busy the machine is.
+    with shelf(tmp_path, unix=unix, bytes_per_s=0 if unix else 1 << 20) as store:
+        impatient.link_to(store)
+        linked, *digests = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(14))
+        first = impatient.begin(linked)
+        wait_until(lambda: first.ready, "the LoRA")
+        impatient.source.close([first])
+        for digest in digests[:-1]:
+            impatient.source.close([impatient.begin(digest)])
+        last = impatient.begin(digests[-1])  # comes after all that was asked for before it
+        wait_until(lambda: last.ready, "the last LoRA")
+        wait_until(lambda: not any(map(store.tiers.leases, digests)), "the store to let all go")
+        assert impatient.source.resident == digests[-1:]
+        size_bytes = (tmp_path / digests[-1]).stat().st_size
+        assert impatient.source.used_bytes <= size_bytes
+        assert impatient.received_bytes < 8 * size_bytes, "of fourteen: the store has heard of it"
+        impatient.source.close([last])
+        assert (impatient.source.resident, impatient.source.used_bytes) == ([], 0)
+
+
+def test_a_link_carries_no_more_of_what_is_given_up(tmp_path: Path, impatient: _Impatient) -> None:
+    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
+        impatient.link_to(store)
+        file = canonical_file(LARGE)
+        large, small = store.put(file), store.put(canonical_file(SMALL))
+        handle = impatient.begin(large)
+        wait_until(lambda: impatient.received_bytes > 1 << 20, "a MiB")
+        assert (handle.text_ready, handle.ready) == (True, False)
+        impatient.source.close([handle])
+        wait_until(lambda: not store.tiers.leases(large), "the store to let it go")
+        behind = impatient.begin(small)
+        wait_until(lambda: behind.ready, "the LoRA behind it")
+        assert impatient.received_bytes < len(file) // 4
+
+
+def test_another_who_waits_for_the_same_still_gets_it(tmp_path: Path, impatient: _Impatient) -> None:
+    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
+        impatient.link_to(store)
+        digest = store.put(canonical_file(_MIDDLE))
+        one, two = impatient.begin(digest), impatient.begin(digest)
+        wait_until(lambda: one.text_ready, "the LoRA's text")
+        impatient.source.close([one])
+        impatient.source.close([one])  # is harmless
+        wait_until(lambda: two.ready, "the LoRA")
+        assert impatient.received_bytes < 1.5 * (tmp_path / digest).stat().st_size, "once"
+
+
+def test_who_asks_again_at_once_has_all_of_it_sent_anew(tmp_path: Path, impatient: _Impatient) -> None:
+    """Pieces of the first answer that still come are none of the second's."""
+    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
+        impatient.link_to(store)
+        digest = store.put(canonical_file(_MIDDLE))
+        for _ in range(3):
+            given_up = impatient.begin(digest)
+            wait_until(lambda: given_up.text_ready, "the LoRA's text")  # noqa: B023 - is waited for here
+            impatient.source.close([given_up])
+        handle = impatient.begin(digest)
+        wait_until(lambda: handle.ready, "the LoRA")
+        assert len(handle.layers("unet")) == 4
+        assert impatient.source.resident == [digest]

@@ -405,6 +405,22 @@ def test_a_picture_that_a_decoder_refuses_fails_with_its_error(parted: Parted) -
     assert "the worker that decodes draws at most 64" in error.message
 
 
+def test_images_of_one_job_are_decoded_at_the_same_time(parted: Parted, whole: ManualEngine) -> None:
+    order = EngineOrder(key="several", spec=replace(SPEC, num_images=3), shared_turns=False)
+    wanted = whole.draw(order)
+    client, decoders = decode_client(parted), [parted.workers[name] for name in ("dec-1", "dec-2")]
+    with decoders[0].gate, decoders[1].gate:
+        drawn = parted.engine.submit(order)
+
+        def are_asked() -> bool:
+            parted.engine.turn()
+            return sorted(client.pending(link) for link in client._links.values()) == [1, 2]
+
+        wait_until(are_asked, "all images to wait at the decoders")
+    parted.engine.run()
+    assert all((one == other).all() for one, other in zip(drawn.pixels, wanted.pixels, strict=True))
+
+
 def test_a_worker_with_text_encoders_edits_and_has_the_image_decoded(tmp_path: Path, whole: ManualEngine) -> None:
     spec = replace(SPEC, strength=0.8, prompt="a green circle")
     order = edit_order(spec, PIL.Image.fromarray(PICTURE.numpy()), box_mask(), preview=True)

@@ -344,14 +344,6 @@ def test_a_turn_on_trial_is_twice_as_wide_as_pays_off_and_the_next_one_is_not() 
     assert [len(chosen.next_turn().requests) for _ in range(4)] == [2, 1, 1, 1]
 
 
-@pytest.mark.parametrize("max_rows", [3, 16])
-def test_what_cannot_share_a_turn_is_not_tried(max_rows: int) -> None:
-    chosen: Batcher[Asked] = Batcher(outdated(proportional), max_rows=max_rows, max_wait_turns=8)
-    for number in range(3):
-        chosen.add(Asked(30, key=key(number if max_rows == 16 else 0)))
-    assert [len(chosen.next_turn().requests) for _ in range(20)] == [1] * 20
-
-
 @settings(max_examples=75, deadline=None)
 @given(plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 4), one_tenant=st.booleans())
 def test_wider_groups_keep_the_bound_for_as_many_as_fit(

@@ -102,16 +102,6 @@ def test_a_job_from_a_picture_ends_as_an_unbroken_one(model: Model, easel: Manua
     assert assert_resumes(easel, order, left).record.provenance.begin_step == 4
 
 
-def test_beside_others_a_resumed_job_ends_as_an_unbroken_one(model: Model, easel: ManualEngine) -> None:
-    order = EngineOrder(key="resumed", spec=replace(SPEC, sampler=SamplerKind.DPMPP_2M))
-    left = cut(model, order, 5)
-    others = [EngineOrder(key=seed, spec=replace(SPEC, seed=seed)) for seed in (5, 6)]
-    together = ManualEngine(make_engine(model, EngineLimits(max_wait_turns=0)))
-    drawings = together.run({0: [*others, replace(order, checkpoint=left.data)]})
-    assert drawings["resumed"].record.provenance.mean_group_requests > 1
-    assert_close(drawings["resumed"].latents[0], easel.draw(order).latents[0])
-
-
 def checkpointed_steps(model: Model, order: EngineOrder, *, turn_s: float) -> list[int]:
     """At which steps, if every turn takes so long by the engine's clock."""
     now_s = itertools.count(start=0.0, step=turn_s)

@@ -1,12 +1,14 @@
-"""The engine on a device that is behind it, as a GPU is: what it draws and says, and what it waits for."""
+"""The engine on a device that is behind it, as a GPU is: what it draws and says, and that it waits where it says so."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
+from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobCheckpointed, JobFailed, JobFinished
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
@@ -14,10 +16,15 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.errors import NotFinite
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
-from tests.samples.small_model import SIZE
+from tests.samples.controlnets import shelf_of
+from tests.samples.masked_edits import ELSEWHERE, FIRST, SECOND, EditDesk
+from tests.samples.masked_edits import SPEC as EDITED
+from tests.samples.small_model import SIZE, small_model
+from tests.support.controlled_engine import controlled, random_folders
 from tests.support.delayed_device import STEPS, DelayedDevice
 from tests.support.engines import make_engine
-from tests.support.manual_engine import Drawing, ManualEngine
+from tests.support.hidden_waits import hidden_waits_refused
+from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.torch_threads import torch_threads
 
 SPEC = ResolvedSpec(prompt="a red star", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
@@ -110,21 +117,6 @@ def test_steps_of_others_go_on_while_an_image_is_decoded(model: Model) -> None:
     assert device.waits == 0
 
 
-def test_one_image_at_a_time_is_decoded(model: Model) -> None:
-    device = DelayedDevice()
-    easel = on(device, model)
-    drawing = easel.submit(EngineOrder(key="three", spec=replace(SPEC, num_images=3)))
-    while drawing.job is None or not all(request.done for request in drawing.job.requests):
-        easel.turn()
-        device.finish(STEPS)
-    assert (device.streams["decode"], device.waits) == (1, 0)
-    easel.turn()  # nothing else is left to do: it waits for the decoding, and hands it out in the next one
-    assert (device.streams["decode"], device.waits) == (1, 1)
-    easel.run()
-    assert [event.index for event in drawing.all(ImageDrawn)] == [0, 1, 2]
-    assert device.streams["decode"] == 3
-
-
 def test_a_job_that_is_cancelled_while_it_is_decoded_says_nothing_more(model: Model) -> None:
     device = DelayedDevice()
     easel = on(device, model)
@@ -155,3 +147,53 @@ def test_a_latent_that_is_not_finite_is_noticed_when_its_copy_comes(model: Model
     assert isinstance(drawing.error, NotFinite)
     assert not drawing.all(ImageDrawn)
     assert all(saved.steps_done < steps for saved in drawing.all(JobCheckpointed))
+
+
+PLAIN = EngineOrder(key="plain", spec=replace(EDITED, strength=None), preview=True)
+ANCESTRAL = replace(PLAIN, key="ancestral", spec=replace(PLAIN.spec, seed=9, sampler=SamplerKind.EULER_ANCESTRAL))
+# Its image is embedded at the first step that it controls, which is none of the first.
+CONTROLLED = controlled((0, 0.8), spec=PLAIN.spec, control_guidance_start=0.5)
+
+# By what they are: what is drawn before, and what is drawn together.
+CASES: dict[str, tuple[Sequence[EngineOrder], Sequence[EngineOrder]]] = {
+    "plain": ([], [PLAIN, ANCESTRAL]),
+    "an edit that records": ([], [FIRST]),
+    "an edit beside a plain row": ([FIRST], [SECOND, PLAIN]),
+    "plain rows around an edit": ([FIRST], [PLAIN, SECOND, ANCESTRAL]),
+    "an edit that completes a recording": ([FIRST], [ELSEWHERE]),
+    "with a ControlNet": ([], [CONTROLLED, PLAIN]),
+}
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def placed_model(request: pytest.FixtureRequest) -> Model:
+    return load(small_model(), device=request.param)
+
+
+@pytest.fixture(scope="module")
+def desk(placed_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EditDesk]:
+    folders = random_folders(placed_model, tmp_path_factory.mktemp("controlnets"))
+    with shelf_of(placed_model, folders) as shelf:
+        yield EditDesk(placed_model, controlnets=LocalControlNets(shelf))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_makes_its_thread_wait_unsaid(desk: EditDesk, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    before, together = CASES[case]
+    desk.source.drop("")
+    for order in before:
+        desk.draw(order)
+    drawings = [desk.submit(order) for order in together]
+    while min(map(steps_done, drawings)) == 0:
+        desk.turn()  # encodes prompts, and loads ControlNets
+    with hidden_waits_refused(desk.engine.model.device):
+        while min(map(steps_done, drawings)) < EDITED.num_inference_steps:
+            desk.turn()
+    desk.run()
+    assert not [each for each in caplog.messages if "a batch failed" in each]  # its requests had gone on one by one
+    assert all(isinstance(drawing.events[-1], JobFinished) for drawing in drawings)
+
+
+def steps_done(drawing: Drawing) -> int:
+    assert not drawing.all(JobFailed)
+    return drawing.job.requests[0].step if drawing.job is not None else 0

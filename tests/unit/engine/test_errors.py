@@ -123,15 +123,6 @@ def test_a_request_that_fails_alone_ends_and_the_others_finish(
         assert_right(drawing, right)
 
 
-def test_a_job_that_cannot_be_encoded_fails_by_itself(easel: ManualEngine, right: dict[ResolvedSpec, Pixels]) -> None:
-    good = submit_all(easel)
-    bad = easel.submit(EngineOrder(key="bad", spec=SPEC, image=torch.zeros(3, dtype=torch.uint8)))
-    easel.run()
-    assert isinstance(bad.error, InternalError)
-    for drawing in good:
-        assert_right(drawing, right)
-
-
 def requests_of(drawing: Drawing) -> list[weakref.ref[Request]]:
     """Of a started job, without keeping them."""
     assert drawing.job is not None

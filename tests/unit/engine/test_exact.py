@@ -174,13 +174,6 @@ def test_several_prompts_are_drawn_as_stock_draws_a_list_of_them(model: Model, s
         assert_same_image(drawing.pixels[place], theirs.pixels)
 
 
-def test_each_of_several_prompts_that_was_cut_is_named(easel: ManualEngine) -> None:
-    long = "a star " * 200
-    spec = replace(PLAIN, num_inference_steps=1, prompts=("a star", long, long), num_images=3)
-    (cut,) = easel.draw(EngineOrder(key="long", spec=spec)).record.provenance.truncations
-    assert cut.field == "prompts[1]"
-
-
 @pytest.mark.parametrize(
     ("kind", "strength"),
     [*((kind, 0.3) for kind, _ in ALONE), (SamplerKind.EULER_ANCESTRAL, 1.0)],

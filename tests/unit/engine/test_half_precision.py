@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bottega.device.devices import pick_device
-from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
@@ -99,21 +98,6 @@ def test_a_step_is_split_for_another_tenant_only_if_it_may_be(half: Model, may_s
     assert heavy.job.steps_done == (0 if may_share else 1)
     easel.run()
     assert heavy.record.shared_in_half_precision == may_share
-
-
-def test_rows_that_find_no_memory_together_say_that_they_were_computed_apart(half: Model) -> None:
-    easel = ManualEngine(make_engine(replace(half, memory=MemoryPlan()), TOGETHER))
-
-    def refuse_two(_: object, inputs: object, arguments: dict[str, torch.Tensor]) -> None:
-        if len(arguments["hidden_states"]) > 1:
-            raise torch.OutOfMemoryError("none left")
-
-    hook = half.backbone.unet.up_blocks[0].register_forward_pre_hook(refuse_two, with_kwargs=True)
-    try:
-        drawing = easel.draw(EngineOrder(key="large", spec=SPEC, shared_turns=False))
-    finally:
-        hook.remove()
-    assert drawing.record.shared_in_half_precision
 
 
 @pytest.mark.parametrize("company", [True, False])

@@ -135,13 +135,6 @@ def test_a_sampler_that_the_configuration_rules_out_is_refused_with_the_reason(t
     assert easel.draw(EngineOrder(key=2, spec=SPEC)).record.exact
 
 
-def test_a_number_of_steps_that_the_spacing_does_not_make_is_refused(tmp_path: Path) -> None:
-    folder = with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", timestep_spacing="trailing")
-    easel = ManualEngine(make_engine(load(folder), ALONE))
-    with pytest.raises(InvalidRequest, match=r"spec.num_inference_steps: the model's timestep spacing makes 62 steps"):
-        easel.submit(EngineOrder(key=1, spec=replace(SPEC, sampler=SamplerKind.EULER, num_inference_steps=61)))
-
-
 def test_a_model_whose_own_sampler_cannot_draw_is_not_loaded(tmp_path: Path) -> None:
     folder = with_scheduler(
         tmp_path / "model", "DPMSolverMultistepScheduler", timestep_spacing="trailing", lambda_min_clipped=-2.0
@@ -215,14 +208,6 @@ def test_image_to_image_makes_the_last_steps_of_a_list_as_stock_does(
 def test_a_job_with_a_schedule_is_resumed_at_any_step(model: Model, easel: ManualEngine, name: str) -> None:
     order = EngineOrder(key=1, spec=SPECS[name])
     assert_resumes(easel, order, cut(model, order, random.Random(name).randint(2, 5)))
-
-
-def test_a_checkpoint_of_another_schedule_begins_again(model: Model, easel: ManualEngine) -> None:
-    left = cut(model, EngineOrder(key=1, spec=SPECS["timesteps"]), 4)
-    other = replace(SPECS["timesteps"], schedule=Schedule(timesteps=(*TIMESTEPS[:-1], 11)))
-    drawing = easel.draw(EngineOrder(key=2, spec=other, checkpoint=left.data))
-    assert drawing.job is not None
-    assert drawing.job.steps_resumed == 0
 
 
 @pytest.mark.parametrize(

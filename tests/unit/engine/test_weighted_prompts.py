@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,19 +26,15 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
 from bottega.prompt_syntax import MalformedPrompt
-from tests.samples.controlnets import control_image, control_spec, save
 from tests.samples.family_models import (
     FAMILIES,
     SIZE,
     FamilyStock,
-    control_networks,
     family_model,
     is_sdxl,
     reads_mask,
 )
-from tests.support.controlled_engine import Desk, on
 from tests.support.engines import TOGETHER, make_engine
-from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close
 
@@ -257,22 +252,6 @@ def test_rows_of_any_length_are_drawn_in_one_engine_as_alone() -> None:
         expected = drawn_by_stock("SDXL", order.spec, chunks, [[]] * len(chunks))
         assert_close(drawings[order.key].latents[0], expected)
         assert drawings[order.key].record.provenance.mean_group_requests > 1
-
-
-LONG_SPEC = replace(WEIGHTED, prompt="a (red:1.4) BREAK star", negative_prompt="", num_inference_steps=6)
-LONG_WORDS: list[Words] = [[("a", 1), ("red", 1.4)], words("star")]
-
-
-def test_controlnets_on_servers_read_all_chunks(tmp_path: Path) -> None:
-    networks, images = control_networks("SDXL"), [control_image(seed, SIZE, SIZE) for seed in (1, 2)]
-    folders = save(dict(zip(("edges", "depth"), networks, strict=True)), tmp_path)
-    controls = tuple(control_spec(name, image, 0.6) for name, image in zip(folders, images, strict=True))
-    spec = replace(LONG_SPEC, controlnets=controls)
-    order = EngineOrder(key=0, spec=spec, control_images=tuple(images))
-    with linked_server("server", folders, tmp_path) as server, Desk.closing():
-        drawing = Desk(model_of("SDXL"), Offers(server)).draw(on(order, server))
-    expected = drawn_by_stock("SDXL", spec, LONG_WORDS, [[], []], networks=networks, control_images=images)
-    assert_close(drawing.latents[0], expected)
 
 
 @pytest.mark.parametrize("family", DRAWING)

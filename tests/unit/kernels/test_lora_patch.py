@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.kernels.lora_patch import PatchedLayer, lora_patch, reference
+from bottega.kernels.lora_patch import PatchedLayer, lora_patch
 from tests.support.poisoned import Poisoned
 
 # Of the largest value: the interpreter cuts bfloat16 off, where a device rounds it.
@@ -47,16 +47,6 @@ def test_each_tile_finds_its_layer_whatever_their_number(count: int) -> None:
     lora_patch(layers)
     for layer, exact in zip(layers, expected, strict=True):
         assert (layer.weight - exact).abs().max() < 1e-5
-
-
-def test_it_is_as_close_as_torch_is() -> None:
-    size = (66, 70, 128)
-    ours, theirs = (random_layer(size, torch.float16) for _ in range(2))
-    exact = sum_of(ours)
-    lora_patch([ours])
-    reference([theirs])
-    apart = (ours.weight.double() - exact).abs().max()
-    assert apart <= 1.01 * (theirs.weight.double() - exact).abs().max()
 
 
 def test_an_empty_set_writes_nothing() -> None:

@@ -100,17 +100,6 @@ async def test_a_slow_follower_is_told_only_the_newest_progress() -> None:
     assert await told(stream) == ProgressEvent(steps_done=4)
 
 
-async def test_nothing_follows_the_end_for_one_who_was_slow_just_before_it() -> None:
-    attempt = Attempt(KEY)
-    attempt.start(STARTED)
-    attempt.advance(ProgressEvent(steps_done=1))
-    stream = attempt.follow()
-    assert [await told(stream), await told(stream)] == [STARTED, ProgressEvent(steps_done=1)]
-    attempt.advance(ProgressEvent(steps_done=10))
-    attempt.complete(Provenance(), Trace())
-    assert [event async for event in stream] == [CompletedEvent(provenance=Provenance())]
-
-
 async def test_a_second_follower_starts_from_the_current_state() -> None:
     attempt = Attempt(KEY)
     attempt.start(STARTED)

@@ -246,17 +246,6 @@ def test_an_acceleration_of_an_add_on_is_tried_where_the_engine_has_that(
     acceleration.disable()
 
 
-def test_an_engine_computes_by_what_its_check_has_kept(model: Model) -> None:
-    engine = Engine(model, EngineLimits())
-    engine.check_accelerations(candidates(["channels_last.vae", "attention.cudnn"], model), deadline_s=60.0)
-    found = {each.name: each for each in engine.accelerations}
-    assert "CUDA" in found["attention.cudnn"].reason
-    vae = found["channels_last.vae"]
-    assert vae.speedup > 0
-    assert vae.kept == (vae.reason == "")
-    model.vae.to(memory_format=torch.contiguous_format)
-
-
 def test_what_needs_a_cuda_device_says_so_on_a_cpu(model: Model) -> None:
     of_cuda = [each for each in all_accelerations() if not each.name.startswith(("channels_last.", "compile"))]
     assert of_cuda

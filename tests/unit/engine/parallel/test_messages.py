@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput, ControlServer
-from bottega.addons.controlnets.engine.remote import RemoteControls, controls_part, read_controls
-from bottega.addons.loras.engine.lora_set import RemoteLoras, loras_part, read_loras
+from bottega.addons.controlnets.engine.remote import controls_part, read_controls
 from bottega.device_links.tensor_messages import TensorMessage, message_of
 from bottega.engine.parallel.messages import (
     PairMessageKind,
@@ -22,11 +20,9 @@ from bottega.engine.parallel.messages import (
     read_job,
     read_noise,
     read_step,
-    step_message,
 )
-from bottega.engine.parallel.remote_rows import OffloadedPart, OffloadedRow, RemoteJob, RemoteRow
-from bottega.engine.spec import LoraSpec
-from bottega.model.rows import Embeds, Half, LoraSet, Row
+from bottega.engine.parallel.remote_rows import OffloadedPart, RemoteJob
+from bottega.model.rows import Embeds, Half
 
 EMBEDS = {
     half: Embeds(prompt=torch.randn(7, 8), added={"text_embeds": torch.randn(8), "time_ids": torch.arange(6.0)})
@@ -41,18 +37,6 @@ GUEST = RemoteJob(halves=EMBEDS, parts=PARTS)
 TABLE = [[5, 0, 0, 0, 0, 0], [3, 0, 1, 4, 2, 0]]
 
 
-def lent(half: Half = Half.CONDITIONAL, active: tuple[int, ...] = ()) -> OffloadedRow:
-    row = Row(
-        owner="request",
-        step=4,
-        half=half,
-        sample=torch.randn(4, 8, 8),
-        timestep=torch.tensor(901),
-        embeds=EMBEDS[half],
-    )
-    return OffloadedRow(row=row, remote_job=GUEST, image=2, active=active)
-
-
 def step_of(**changed: Tensor) -> TensorMessage:
     """A step of one row, with some of its tensors changed."""
     parts: Mapping[str, Tensor] = {
@@ -61,35 +45,6 @@ def step_of(**changed: Tensor) -> TensorMessage:
         "samples": torch.zeros(1, 4, 8, 8),
     }
     return message_of({**parts, **changed})
-
-
-def test_a_job_comes_as_it_was_sent() -> None:
-    message = job_message(3, GUEST)
-    assert message.layout.specs[0].name == PairMessageKind.JOB
-    number, remote_job = read_job(message.layout, message.buffers)
-    assert number == 3
-    for half in Half:
-        assert remote_job.halves[half].tensors.keys() == {"prompt", "text_embeds", "time_ids"}
-        for name, tensor in remote_job.halves[half].tensors.items():
-            assert torch.equal(tensor, EMBEDS[half].tensors[name])
-    assert {kind: part.header.strip() for kind, part in remote_job.parts.items()} == {
-        kind: part.header for kind, part in PARTS.items()
-    }
-    assert torch.equal(remote_job.parts["controlnet"].tensors["0"], IMAGE)
-    assert not remote_job.parts["loras"].tensors
-
-
-def test_rows_come_as_they_were_lent() -> None:
-    rows = [lent(), lent(Half.UNCONDITIONAL, (2, 1))]
-    message = step_message(5, rows, {GUEST: 3})
-    step = read_step(message.layout, message.buffers)
-    assert step.number == 5
-    assert step.rows == (
-        RemoteRow(remote_job=3, image=2, half=Half.CONDITIONAL, step=4, active=(0, 0)),
-        RemoteRow(remote_job=3, image=2, half=Half.UNCONDITIONAL, step=4, active=(2, 1)),
-    )
-    assert torch.equal(step.samples, torch.stack([each.row.sample for each in rows]))
-    assert step.timesteps.tolist() == [901.0, 901.0]
 
 
 def test_noise_comes_for_the_rows_that_have_some_with_what_was_waited_for() -> None:
@@ -149,30 +104,6 @@ CONTROL = ControlInput(
     hosts=ControlHosts(digest="abc", servers=(ControlServer(name="s", address="h:1"),)),
     may_be_stale=True,
 )
-ROW = Row(
-    owner="request",
-    step=4,
-    half=Half.CONDITIONAL,
-    sample=torch.randn(4, 8, 8),
-    timestep=torch.tensor(901),
-    embeds=EMBEDS[Half.CONDITIONAL],
-)
-
-
-class Opened:
-    """Whoever holds sessions, which are numbers."""
-
-    def open(self, controls: Sequence[ControlInput]) -> tuple[int, ...]:
-        return tuple(range(len(controls)))
-
-
-class Fetched:
-    """LoRAs that are here, or not."""
-
-    waiting = False
-
-    def __init__(self, loras: LoraSet | None) -> None:
-        self.loras = loras
 
 
 def test_controlnets_come_as_they_were_sent_but_never_with_stale_residuals() -> None:
@@ -196,11 +127,6 @@ def test_the_images_of_a_union_come_with_their_modes_and_scales() -> None:
             read_controls(controls_part([wrong]), EMBEDS)
 
 
-def test_loras_come_as_they_were_sent() -> None:
-    lora = LoraSpec(name="outline", digest="abc", scale=-0.5)
-    assert read_loras(loras_part([lora])) == (lora,)
-
-
 WHOLE = controls_part([CONTROL])
 
 
@@ -219,17 +145,3 @@ WHOLE = controls_part([CONTROL])
 def test_controlnets_that_break_a_rule_are_refused(part: OffloadedPart) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
         read_controls(part, {Half.CONDITIONAL: EMBEDS[Half.CONDITIONAL]})
-
-
-def test_a_row_has_what_is_active_in_it_and_nothing_else() -> None:
-    provider: Any = Opened()
-    controls = RemoteControls(provider, [CONTROL, CONTROL])
-    assert controls.activate(ROW, 2).controls == (1,)
-    assert controls.activate(ROW, 3).controls == (0, 1)
-    here: Any = Fetched(LoraSet(key=(), components={}))
-    assert RemoteLoras(here).activate(ROW, 1).loras is here.loras
-    assert RemoteLoras(here).activate(ROW, 0).loras is None
-    away: Any = Fetched(None)
-    for remote, active in ((controls, 4), (RemoteLoras(here), 2), (RemoteLoras(away), 1)):
-        with pytest.raises(ValueError, match="a row has"):
-            remote.activate(ROW, active)
