@@ -87,36 +87,25 @@ async def test_a_burst_starts_a_second_worker_which_drains_away_after_it(tmp_pat
         assert {job.state for job in ended} == {image_pb2.JOB_STATE_COMPLETED}
 
 
-async def test_the_first_job_of_a_model_without_workers_starts_one(tmp_path: Path) -> None:
-    async with running_gateway(scaling=SCALING, model_grace_s=1.0) as house, scaling(house, tmp_path, minimum=0):
+async def test_the_first_job_of_a_model_starts_a_worker_and_another_if_that_cannot_start(tmp_path: Path) -> None:
+    async with (
+        running_gateway(scaling=SCALING, model_grace_s=1.0) as house,
+        scaling(house, tmp_path, minimum=0, broken=True) as server,
+    ):
 
         async def is_offered() -> bool:
             error = await refusal(lambda: house.submit(prompt="a star", model=MODEL))
             return isinstance(error, errors.NoWorker) and "is being started" in error.message
 
+        async def are(*names: str) -> bool:
+            return await workers(house) == list(names)
+
         await eventually(is_offered)
-
-        async def starts() -> bool:
-            return await workers(house) == ["a"]
-
-        await eventually(starts)
-        job = await house.ended(await submit(house, 1))
-        assert job.state == image_pb2.JOB_STATE_COMPLETED
-
-        async def stopped() -> bool:
-            return await workers(house) == []
-
-        await eventually(stopped)
-        again = await house.ended(await submit(house, 2))
-        assert again.state == image_pb2.JOB_STATE_COMPLETED, "its features are known now, so it waits for a start"
-
-
-async def test_a_worker_that_cannot_start_is_replaced_by_another(tmp_path: Path) -> None:
-    async with running_gateway(scaling=SCALING) as house, scaling(house, tmp_path, minimum=1, broken=True) as server:
-
-        async def starts() -> bool:
-            return await workers(house) == ["b"]
-
-        await eventually(starts)
+        await eventually(lambda: are("b"))
         labels = {"kind": "worker", "model": MODEL}
         assert server.registry.get_sample_value("bottega_scale_failed_starts_total", labels) == 1
+        job = await house.ended(await submit(house, 1))
+        assert job.state == image_pb2.JOB_STATE_COMPLETED
+        await eventually(lambda: are())
+        again = await house.ended(await submit(house, 2))
+        assert again.state == image_pb2.JOB_STATE_COMPLETED, "its features are known now, so it waits for a start"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.planning import RemainingWork, StepTimes, best_width, completion_times, rows_to_offload
@@ -51,11 +51,13 @@ def _turn_by_turn(works: Sequence[RemainingWork], seconds: Cost, width: int) -> 
     return [ends[index] for index in range(len(works))]
 
 
+@settings(max_examples=50)
 @given(works=_works, seconds=_costs, width=st.integers(1, 12))
 def test_completion_times_are_those_of_every_turn_run(works: list[RemainingWork], seconds: Cost, width: int) -> None:
     assert completion_times(works, seconds, width) == pytest.approx(_turn_by_turn(works, seconds, width))
 
 
+@settings(max_examples=50)
 @given(works=_works, seconds=_costs, max_rows=st.integers(1, 16))
 def test_the_width_is_the_widest_whose_mean_is_near_the_best(
     works: list[RemainingWork], seconds: Cost, max_rows: int

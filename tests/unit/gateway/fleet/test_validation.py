@@ -24,6 +24,7 @@ from bottega.v1.fleet_pb2 import (
 )
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, LeftOut
 from tests.samples.hosted_loras import applied, at_hand
+from tests.support.processor_speed import on_this_machine
 
 
 def _of_registration(**facts: Any) -> list[str]:
@@ -123,8 +124,8 @@ def test_kinds_are_bounded_and_each_has_its_own_bound_on_items() -> None:
     loras = at_hand(*(f"{number:064x}" for number in range(1016)))
     assert _violated(*nets, *loras, *[applied("a" * 64)] * 8) == set()
     began_s = time.process_time()
-    assert _violated(*[_hosted(f"k{index}", name="one") for index in range(100_000)]) == {"load.hosted"}
-    assert time.process_time() - began_s < 2
+    assert _violated(*[_hosted(f"k{index}", name="one") for index in range(30_000)]) == {"load.hosted"}
+    assert time.process_time() - began_s < on_this_machine(0.6)
     assert _violated(Hosted(kind="no kind", name="n")) == {"load.hosted"}
 
 

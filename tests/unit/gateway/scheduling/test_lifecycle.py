@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,7 +32,6 @@ from bottega.errors import (
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.channel import Target
-from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.trace_pb2 import Trace
@@ -40,15 +39,13 @@ from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
     Attempts,
-    CompletedEvent,
-    Event,
-    FailedEvent,
     PictureEvent,
     ProgressEvent,
     StartedEvent,
 )
+from bottega.worker.service import _responses
 from tests.fakes.fake_time import FakeTime
-from tests.fakes.gateway_rules import Shop
+from tests.fakes.gateway_rules import FakeClient, Shop
 from tests.samples import controlnet_hosts
 from tests.samples.jobs import sample_job
 
@@ -136,19 +133,20 @@ class Process:
         return held
 
 
-class Line:
+class Line(FakeClient):
     """What the gateway calls a worker by. Nothing arrives before a rule says so."""
 
     def __init__(self, wire: Wire, process: Process) -> None:
+        super().__init__()
         self._wire, self._process = wire, process
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
         call = Call(self._process, request)
         self._wire.calls.append(call)
         self._wire.numbers.setdefault(call.key.job_id, []).append(call.key.number)
-        return self._events(call)
+        return self._answers(call)
 
-    async def _events(self, call: Call) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+    async def _answers(self, call: Call) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
         try:
             while True:
                 answer = await call.answers.get()
@@ -158,21 +156,11 @@ class Line:
         finally:
             call.over = True
 
-    async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        await asyncio.Event().wait()
-        yield worker_pb2.WatchCheckpointsResponse()
-
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         self._wire.cancels.append((self._process, AttemptKey.of(attempt)))
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
         return [worker_pb2.AttemptSummary(attempt=attempt.key.message()) for attempt in self._process.attempts]
-
-    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Nothing to show."""
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
 
 class Wire(Shop):
@@ -245,21 +233,6 @@ async def _follow(attempt: Attempt, call: Call) -> None:
         if not call.process.alive:
             return
         call.pending.extend(_responses(event))
-
-
-def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
-    pb = worker_pb2
-    match event:
-        case StartedEvent(steps_total=total, steps_resumed=resumed):
-            yield pb.RunAttemptResponse(started=pb.AttemptStarted(steps_total=total, steps_resumed=resumed))
-        case ProgressEvent(steps_done=done):
-            yield pb.RunAttemptResponse(progress=pb.AttemptProgress(steps_done=done))
-        case PictureEvent(index=index, data=data):
-            yield pb.RunAttemptResponse(image=pb.AttemptImageChunk(index=index, chunk=data, last=True))
-        case CompletedEvent(provenance=provenance):
-            yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))
-        case FailedEvent(error=error):
-            yield pb.RunAttemptResponse(failed=to_job_error(error))
 
 
 @dataclass(frozen=True, slots=True)

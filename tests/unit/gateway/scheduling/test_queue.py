@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.errors import QueueFull
@@ -275,6 +275,7 @@ def test_a_long_job_with_a_deadline_is_due_by_that() -> None:
 _MOVES = st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.floats(0, 40), st.integers(1, 200))
 
 
+@settings(max_examples=50)
 @given(st.lists(_MOVES, max_size=60))
 def test_whatever_comes_and_goes_places_and_jobs_agree(moves: list[tuple[int, int, bool, float, int]]) -> None:
     time, here = FakeTime(), list[Job]()
