@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.fakes.scripted_worker import ScriptedWorker
+from tests.fakes.scripted_worker import Script, ScriptedWorker
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import Door, running_http
+from tests.support.waiting import eventually
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -20,10 +21,11 @@ async def house() -> AsyncIterator[Running]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def worker(house: Running) -> ScriptedWorker:
-    """The only one; what tests before this one told it is forgotten."""
+    """The only one; what tests before this one told it is forgotten, and their jobs have ended."""
     worker = house.workers[0] if house.workers else await house.worker()
     worker.script.release.set()
-    worker.script = type(worker.script)(picture=lambda index: b"picture %d" % index)
+    worker.script = Script()
+    await eventually(lambda: not house.gateway._controller.has_jobs)
     worker.requests.clear()
     worker.arrived.clear()
     worker.cancelled = asyncio.Queue()

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from bottega.gateway.jobs.checkpoints import CHECKPOINT_NAMES, SharedCheckpoints
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.storage import BlobFiles
-from bottega.storage.objects import StoredObject
 from tests.samples.jobs import sample_job
 from tests.support.waiting import eventually
 
@@ -120,26 +118,6 @@ async def test_a_sweep_leaves_checkpoints_of_live_jobs_and_young_ones(tmp_path: 
     await writer.checkpoints.sweep(lambda: jobs[:1])
     assert writer.steps() == [1, 3]
     await writer.checkpoints.close()
-
-
-async def test_objects_are_listed_while_jobs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await _stored(tmp_path, _job(runs=True))
-    scheduler, job, listed = Scheduler(tmp_path), _job(), []
-    objects = scheduler.files.objects
-
-    def listing(start: str = "") -> Iterator[StoredObject]:
-        listed.append(start)
-        return objects(start)
-
-    monkeypatch.setattr(scheduler.files, "objects", listing)
-
-    async def read() -> list[Job]:
-        await eventually(lambda: bool(listed))
-        return [job]
-
-    await scheduler.checkpoints.restore(read(), lambda: [job])
-    assert job.checkpoint == JobCheckpoint(steps_done=5, data=b"5")
-    await scheduler.checkpoints.close()
 
 
 async def test_a_new_scheduler_soon_deletes_checkpoints_of_ended_jobs(

@@ -110,11 +110,6 @@ class Life:
 
 
 @pytest.fixture
-def time() -> FakeTime:
-    return FakeTime()
-
-
-@pytest.fixture
 async def life(tmp_path: Path, time: FakeTime) -> AsyncIterator[Life]:
     life = await Life.begin(tmp_path, time)
     yield life

@@ -29,11 +29,6 @@ def measured(plain_s: float = 1.0, *, controlnets_s: float = 0.0, loras_s: float
 
 
 @pytest.fixture
-def time() -> FakeTime:
-    return FakeTime()
-
-
-@pytest.fixture
 def costs(time: FakeTime) -> AddOnCosts:
     return AddOnCosts(time.clock())
 

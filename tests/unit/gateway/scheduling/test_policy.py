@@ -239,29 +239,6 @@ def test_of_two_workers_as_busy_the_one_gets_an_edit_at_which_it_computes_less()
     assert _pairs([loads], workers) == [("e", "w1")], "where loading takes longer than it saves"
 
 
-def test_edits_share_a_turn_where_whole_pictures_do_not() -> None:
-    """Up to two rows a turn costs the same; beyond that each row costs as much as a turn."""
-    times = StepTimes.from_entries((SHAPE, rows, max(1.0, rows - 1.0)) for rows in (1, 2, 4, 8, 16))
-    plain, masked = _request(20), _edit(0.2, 20)
-    cheap = RowFractions.from_entries([(SHAPE, 0.0)])
-    states = [
-        replace(_worker("w1", running, times=times), fractions=cheap, findings=Findings())
-        for running in (plain, masked)
-    ]
-    jobs = [PendingJob(job_id="j", request=_request(20)), PendingJob(job_id="j", request=masked)]
-    assert [_pairs([job], [state]) for job, state in zip(jobs, states, strict=True)] == [[], [("j", "w1")]]
-
-
-def test_whole_rows_alone_measure_anything_by_a_trial() -> None:
-    old = StepTimes.from_entries([(SHAPE, 2, 0.1), (SHAPE, 4, 9.0)], outdated=[(SHAPE, 4)])
-    assert _pairs(_line(1), [_worker("w1", _request(), times=old)]) == [("j0", "w1")]
-    edit = PendingJob(job_id="j0", request=_edit(0.99))
-    running = replace(
-        _worker("w1", _edit(0.99), times=old), fractions=RowFractions.from_entries([(SHAPE, 1.0)]), findings=Findings()
-    )
-    assert _pairs([edit], [running]) == []
-
-
 def test_of_many_workers_the_idle_one_is_found() -> None:
     workers = [_worker(f"w{number}", _request(5 + number)) for number in range(40)]
     workers.insert(33, _worker("idle"))

@@ -26,8 +26,12 @@ def _queue(time: FakeTime, *, max_jobs: int = 99, **options: Any) -> JobQueue:
     return JobQueue(max_jobs=max_jobs, budget_bytes=1 << 20, clock=time.clock(), **options)
 
 
-def test_the_queue_is_bounded_in_number_and_bytes() -> None:
-    time = FakeTime()
+@pytest.fixture
+def queue(time: FakeTime) -> JobQueue:
+    return _queue(time)
+
+
+def test_the_queue_is_bounded_in_number_and_bytes(time: FakeTime) -> None:
     queue = JobQueue(max_jobs=2, budget_bytes=2000, clock=time.clock())
     queue.add(sample_job(time, size_bytes=920))
     with pytest.raises(QueueFull):
@@ -42,8 +46,7 @@ def test_the_queue_is_bounded_in_number_and_bytes() -> None:
     queue.remove(second)
 
 
-def test_a_tenant_that_floods_leaves_places_and_bytes_to_others() -> None:
-    time = FakeTime()
+def test_a_tenant_that_floods_leaves_places_and_bytes_to_others(time: FakeTime) -> None:
     queue = _queue(time, max_jobs=100)
     flood = [sample_job(time, tenant="flood") for _ in range(75)]
     for job in flood:
@@ -77,8 +80,7 @@ class _Terms(TenantTerms):
         return 3.0 if tenant == "one" else 1.0
 
 
-def test_tenants_take_turns_by_weight_however_many_jobs_each_has() -> None:
-    time = FakeTime()
+def test_tenants_take_turns_by_weight_however_many_jobs_each_has(time: FakeTime) -> None:
     queue = _queue(time, terms=_Terms())
     for tenant in ("other", "one"):
         for _ in range(40):
@@ -88,9 +90,7 @@ def test_tenants_take_turns_by_weight_however_many_jobs_each_has() -> None:
     assert queue.waiting("m") == 80
 
 
-def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so() -> None:
-    time = FakeTime()
-    queue = _queue(time)
+def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so(time: FakeTime, queue: JobQueue) -> None:
     flood = [sample_job(time, tenant="flood") for _ in range(50)]
     for job in flood:
         queue.add(job)
@@ -109,9 +109,9 @@ def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so()
     assert (queue.place(late), queue.place(victim), queue.place(second)) == (0, 1, 3)
 
 
-def test_tenants_share_seconds_of_devices_whatever_was_expected() -> None:
+def test_tenants_share_seconds_of_devices_whatever_was_expected(time: FakeTime) -> None:
     """Jobs of one are longer, and those of another take longer than expected, as those with unmeasured ControlNets."""
-    time, used_s = FakeTime(), Counter[str]()
+    used_s = Counter[str]()
     slower = {"heavy": 1.0, "light": 1.0, "liar": 16.0}
     queue = _queue(time, max_jobs=9999, sizes=_Sizes(1.0))
     for tenant, steps in {"heavy": 160, "light": 10, "liar": 10}.items():
@@ -130,9 +130,9 @@ def test_tenants_share_seconds_of_devices_whatever_was_expected() -> None:
     assert [seconds / used_s.total() for seconds in used_s.values()] == pytest.approx([1 / 3] * 3, abs=0.02)
 
 
-def test_jobs_that_are_cancelled_or_returned_before_they_used_anything_cost_nothing() -> None:
-    time = FakeTime()
-    queue = _queue(time)
+def test_jobs_that_are_cancelled_or_returned_before_they_used_anything_cost_nothing(
+    time: FakeTime, queue: JobQueue
+) -> None:
     queue.add(sample_job(time, tenant="other"))
     for _ in range(20):
         gone, returned = sample_job(time, tenant="one"), sample_job(time, tenant="one")
@@ -162,8 +162,7 @@ def _urgency(time: FakeTime, step_s: float = 0.1) -> tuple[JobQueue, _Sizes, Cal
     return queue, sizes, add
 
 
-def test_a_job_of_high_priority_is_before_others_of_its_tenant_and_one_of_low_priority_behind() -> None:
-    time = FakeTime()
+def test_a_job_of_high_priority_is_before_others_of_its_tenant_and_one_of_low_priority_behind(time: FakeTime) -> None:
     queue, _, add = _urgency(time)
     low, normal, high, second = add(PRIORITY_LOW), add(), add(PRIORITY_HIGH), add(PRIORITY_HIGH)
     assert list(queue.line("m")) == [high, second, normal, low]
@@ -174,8 +173,7 @@ def test_a_job_of_high_priority_is_before_others_of_its_tenant_and_one_of_low_pr
     assert list(queue.line("m")) == [lost, high, normal, low]
 
 
-def test_jobs_age_so_that_none_is_passed_over_for_longer_than_the_head_start() -> None:
-    time = FakeTime()
+def test_jobs_age_so_that_none_is_passed_over_for_longer_than_the_head_start(time: FakeTime) -> None:
     queue, _, add = _urgency(time)
     low, normal = add(PRIORITY_LOW), add()
     time.now += 59.0
@@ -185,8 +183,7 @@ def test_jobs_age_so_that_none_is_passed_over_for_longer_than_the_head_start() -
     assert list(queue.line("m")) == [hurried, normal, late, low, later]
 
 
-def test_priorities_change_nothing_between_tenants() -> None:
-    time = FakeTime()
+def test_priorities_change_nothing_between_tenants(time: FakeTime) -> None:
     queue, _, add = _urgency(time)
     urgent = [add(PRIORITY_HIGH, "greedy") for _ in range(4)]
     patient = [add(PRIORITY_LOW, "patient") for _ in range(4)]
@@ -209,8 +206,7 @@ class _Sizes:
         return self.step_s * request.steps
 
 
-def test_a_short_job_is_served_before_a_long_one_that_came_shortly_before_it() -> None:
-    time = FakeTime()
+def test_a_short_job_is_served_before_a_long_one_that_came_shortly_before_it(time: FakeTime) -> None:
     queue, _, add = _urgency(time)
     long, short, middle = add(steps=100), add(steps=10), add(steps=50)
     assert list(queue.line("m")) == [short, middle, long]
@@ -222,8 +218,9 @@ def test_a_short_job_is_served_before_a_long_one_that_came_shortly_before_it() -
     assert (long.due_s, later.due_s) == pytest.approx((2.0, 3.0))
 
 
-def test_jobs_of_one_length_are_served_in_the_order_in_which_they_came_whatever_is_measured_meanwhile() -> None:
-    time = FakeTime()
+def test_jobs_of_one_length_are_served_in_the_order_in_which_they_came_whatever_is_measured_meanwhile(
+    time: FakeTime,
+) -> None:
     queue, sizes, add = _urgency(time, step_s=0.0)
     jobs = []
     for sizes.step_s in (0.0, 0.4, 0.2, 0.1):
@@ -238,8 +235,7 @@ def test_jobs_of_one_length_are_served_in_the_order_in_which_they_came_whatever_
     assert list(queue.line("m")) == [short, long]
 
 
-def test_no_job_is_due_while_nothing_is_measured_nor_where_the_first_that_came_is_served_first() -> None:
-    time = FakeTime()
+def test_no_job_is_due_while_nothing_is_measured_nor_where_the_first_that_came_is_served_first(time: FakeTime) -> None:
     _, _, unmeasured = _urgency(time, step_s=0.0)
     due = DuePolicy(head_start_s=60.0)
     queue = _queue(time, due=due, sizes=_Sizes(0.1))
@@ -249,8 +245,7 @@ def test_no_job_is_due_while_nothing_is_measured_nor_where_the_first_that_came_i
     assert {job.due_s for job in (unmeasured(), first, second)} == {math.inf}
 
 
-def test_a_job_of_high_priority_is_served_earlier_however_long_it_is_and_due_as_others() -> None:
-    time = FakeTime()
+def test_a_job_of_high_priority_is_served_earlier_however_long_it_is_and_due_as_others(time: FakeTime) -> None:
     queue, _, add = _urgency(time)
     short, long = add(steps=10), sample_job(time, steps=100, priority=PRIORITY_HIGH)
     queue.add(long)
@@ -258,8 +253,7 @@ def test_a_job_of_high_priority_is_served_earlier_however_long_it_is_and_due_as_
     assert long.due_s == pytest.approx(30.0)
 
 
-def test_a_long_job_with_a_deadline_is_due_by_that() -> None:
-    time = FakeTime()
+def test_a_long_job_with_a_deadline_is_due_by_that(time: FakeTime) -> None:
     queue, _, add = _urgency(time)
     for in_s, first in ((12.0, True), (31.0, False)):
         long = sample_job(time, steps=100)
@@ -300,9 +294,7 @@ def _served_as_if_due(job: Job) -> float:
     return job.times.created_at - earlier + 3.0 * 0.1 * job.steps.total
 
 
-def test_a_line_that_was_empty_owes_nobody_anything() -> None:
-    time = FakeTime()
-    queue = _queue(time)
+def test_a_line_that_was_empty_owes_nobody_anything(time: FakeTime, queue: JobQueue) -> None:
     for _ in range(20):
         job = sample_job(time, tenant="busy")
         queue.add(job)
@@ -313,8 +305,7 @@ def test_a_line_that_was_empty_owes_nobody_anything() -> None:
     assert list(queue.line("m")) == jobs
 
 
-def test_the_longest_wait_is_of_all_that_wait_whatever_their_place() -> None:
-    time = FakeTime()
+def test_the_longest_wait_is_of_all_that_wait_whatever_their_place(time: FakeTime) -> None:
     queue = _queue(time, max_jobs=9)
     assert queue.longest_wait_s() == 0
     first = sample_job(time, size_bytes=30)
