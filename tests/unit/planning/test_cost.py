@@ -276,6 +276,13 @@ def test_a_shape_that_never_ran_costs_as_the_last_one_that_did() -> None:
     assert fractions.fraction(OTHER, 0.1) == pytest.approx(0.9, abs=0.01) != first
 
 
+def test_of_many_shapes_with_edits_the_one_that_ran_longest_ago_is_forgotten() -> None:
+    fractions = RowFractions()
+    for side in range(8, 8 + MAX_SHAPES + 1):
+        fractions.observe(times(gaining), (side, side), rows=2, shares=[0.1, 0.1], seconds=0.0)
+    assert [shape for shape, _ in fractions.entries()] == [(side, side) for side in range(9, 9 + MAX_SHAPES)]
+
+
 def test_turns_that_say_nothing_change_nothing() -> None:
     fractions = RowFractions()
     before = fractions.fraction(SHAPE, 0.2)

@@ -6,10 +6,12 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
-from bottega.addons.interface.views import MAX_ATTEMPTS
+from bottega.addons.interface.gateway_addon import AddOn, JobCosts, WorkerCosts
+from bottega.addons.interface.views import MAX_ATTEMPTS, AddOnJob
 from bottega.errors import (
     BottegaError,
     DeadlineUnmeetable,
@@ -286,6 +288,32 @@ async def test_a_job_whose_turn_comes_too_late_is_not_begun_while_others_wait(sh
     await late.ended.wait()
     assert isinstance(late.error, DeadlineUnmeetable)
     assert waits.worker == "w1"
+
+
+@dataclass(frozen=True)
+class _Loads(AddOn):
+    """Something that every job has to load first."""
+
+    load_s: float
+
+    def costs(self, job: AddOnJob) -> JobCosts:
+        return JobCosts(key=self.load_s, at=lambda workers: WorkerCosts(load_s=dict.fromkeys(workers, self.load_s)))
+
+
+@pytest.mark.parametrize(("loads_s", "begins"), [((0.1,), True), ((0.25, 0.35), False)])
+async def test_a_job_that_has_to_load_for_too_long_is_not_begun_while_others_wait(
+    loads_s: tuple[float, ...], begins: bool
+) -> None:
+    shop = Shop(addons=[_Loads(load_s) for load_s in loads_s])
+    shop.worker()
+    runs = shop.submit()
+    due = shop.take(_due(shop, 5.0))
+    shop.submit()
+    shop.time.now += 3.5  # alone its turns take a second of what is left, and others may join it
+    shop.report(shop.member("w1"))
+    await shop.complete(runs)
+    assert (due.worker == "w1", isinstance(due.error, DeadlineUnmeetable)) == (begins, not begins)
+    await shop.stop()
 
 
 async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job() -> None:
