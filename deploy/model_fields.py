@@ -48,7 +48,7 @@ def scheduler_table() -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for field, samplers in sorted(served.items()):
         for (values, why), names in samplers.items():
-            of = ", ".join(names) if len(samplers) > 1 else "all"
+            of = ", ".join(names) if len(samplers) > 1 or len(names) == 1 else "all"
             rows.setdefault((of, values, why), []).append(f"`{field}`")
     cells = [("fields", "samplers", "served", "why"), ("---",) * 4]
     cells += [(", ".join(fields), *row) for row, fields in rows.items()]

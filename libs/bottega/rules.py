@@ -44,6 +44,7 @@ SamplerName = Literal[
     "heun",
     "kdpm2",
     "kdpm2_ancestral",
+    "flow_match_euler",
 ]
 """The samplers by the names that callers and models' presets use."""
 TimestepSpacingName = Literal["leading", "trailing", "linspace"]
@@ -120,6 +121,7 @@ _KARRAS_SAMPLERS = frozenset(
         "HEUN",
         "KDPM2",
         "KDPM2_ANCESTRAL",
+        "FLOW_MATCH_EULER",
     )
 )
 _KARRAS_NAMES = ", ".join(Sampler.Name(sampler).removeprefix("SAMPLER_") for sampler in sorted(_KARRAS_SAMPLERS))
@@ -294,13 +296,18 @@ NO_CONTROLNETS = "must be empty with image: image-to-image of this model takes n
 """Why ControlNets are refused in image-to-image of a model that `strength_keeps_steps`."""
 
 
-def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
+def flows(sampler: Sampler.ValueType) -> bool:
+    """Return whether a sampler is for models that were trained with flow matching."""
+    return sampler == Sampler.SAMPLER_FLOW_MATCH_EULER
+
+
+def check_steps_left(steps: int, strength: float, *, flows: bool = False) -> Iterator[Violation]:
     """Check that image-to-image, which skips the first steps, has steps left. Diffusers refuses it otherwise.
 
     Yields nothing if `check_ranges` refuses one of the two values.
     """
     sensible = 0 < strength <= 1 and 0 < steps <= MAX_STEPS
-    if sensible and steps_to_run(steps, strength) < 1:
+    if sensible and steps_to_run(steps, strength, flows=flows) < 1:
         rule = f"leaves no denoising step: {steps} steps x {strength:g} is below 1; strength 1 makes all of them"
         yield Violation(field="spec.strength", description=rule)
 

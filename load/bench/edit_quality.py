@@ -269,7 +269,7 @@ def dilated(model: Model, mask: PIL.Image.Image) -> torch.Tensor:
     """Return the pixels of the tokens that masked blocks compute with this mask: bool [height, width]."""
     scale = model.latent_scale
     latent = torch.from_numpy(np.asarray(mask) >= _WHITE)[::scale, ::scale]
-    computed = tokens.dilate(latent, MARGIN_TOKENS, tokens.finest_stride(model.backbone.unet))
+    computed = tokens.dilate(latent, MARGIN_TOKENS, tokens.finest_stride(model.backbone.network))
     return computed.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
 
 

@@ -29,13 +29,13 @@ _TEXTS = (("", "x" * 128), ("x" * 129, MIB_TEXT))
 _MODELS: Mapping[str, Sides] = {
     "name": (("x", "x" * 200), ("", "x" * 201, MIB_TEXT)),
     **dict.fromkeys(("model_hash", "dtype", "base"), _TEXTS),
-    **dict.fromkeys(("default_width", "default_height", "size_multiple", "vae_scale_factor"), _SIDES),
+    **dict.fromkeys(("default_width", "default_height", "max_side", "size_multiple", "vae_scale_factor"), _SIDES),
     "default_steps": ((0, 200), (-1, 201)),
     "default_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     "default_edit_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     **dict.fromkeys(("default_strength", "default_edit_strength"), ((0.01, 1.0), (0.0, 1.01, NAN))),
     "default_edit_controlnet_scale": ((0.0, 0.5, 2.0), (NAN, INF)),
-    "default_sampler": ((0, 18), (19, 99)),
+    "default_sampler": ((0, 19), (20, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
     "max_clip_skip": ((0, 100), (-1, 101)),
     "sampler_choices": (
@@ -64,7 +64,9 @@ _MODELS: Mapping[str, Sides] = {
         ),
     ),
     "edits_refused_because": (("", "x" * 512), ("x" * 513,)),
-    **dict.fromkeys(("edits_only", "one_text_encoder", "strength_keeps_steps"), ((False, True), ())),
+    **dict.fromkeys(
+        ("edits_only", "one_text_encoder", "plain_prompts_only", "strength_keeps_steps"), ((False, True), ())
+    ),
     "workers": ((-1, MOST_INT32), ()),
 }
 

@@ -105,7 +105,7 @@ def save(nets: Mapping[str, ControlNetModel | ControlNetUnionModel], folder: Pat
 
 def layout_of(model: Model) -> ControlLayout:
     """What ControlNets of this model look like."""
-    return base_layout(model.backbone.unet.config, model.latent_scale)
+    return base_layout(model.backbone.network.config, model.latent_scale)
 
 
 def sources(model: Model, folders: Mapping[str, Path]) -> dict[str, ControlNetSource]:

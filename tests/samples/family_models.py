@@ -18,14 +18,26 @@ from diffusers import (
     ControlNetModel,
     DDIMScheduler,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
     PNDMScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     UNet2DConditionModel,
 )
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
+from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import stock_options
 from tests.support.stock import said
 
@@ -64,20 +76,32 @@ _UNETS: Mapping[str, Mapping[str, Any]] = {
     "SDXL LCM": {**_SDXL, "time_cond_proj_dim": 16},
     "SD 2 inpainting": {**_SD, "attention_head_dim": (2, 4), "use_linear_projection": True, "in_channels": 9},
 }
-FAMILIES = tuple(_UNETS)
+_SD3_WIDTH = 96
+# The pipeline for inpainting takes no other number.
+_SD3_CHANNELS = 16
+# Of the transformer. The models differ as SD3 without T5, SD3 medium and SD3.5 do.
+_TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
+    "SD 3": {},
+    "SD 3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
+    "SD 3 no T5": {},
+}
+FAMILIES = (*_UNETS, *_TRANSFORMERS)
 """All kinds of models."""
+FLOWS = frozenset(_TRANSFORMERS)
+"""Kinds of models that were trained with flow matching, and are transformers."""
 _INPAINTING = frozenset(family for family in FAMILIES if family.endswith("inpainting"))
 _NOT_INPAINTING = frozenset(FAMILIES) - _INPAINTING
 _OF_BOTH = ("inpainting", "LCM")
+_UNET_KINDS = frozenset(_UNETS)
 _ONE_ROW = frozenset(family for family in FAMILIES if family.endswith("LCM"))
 WAYS: Mapping[str, frozenset[str]] = {
     "text to image": _NOT_INPAINTING,
     "image to image": _NOT_INPAINTING,
     "edit": frozenset(FAMILIES),
-    "edit with masked blocks": _NOT_INPAINTING,
+    "edit with masked blocks": _NOT_INPAINTING & _UNET_KINDS,
     "mixed batch": frozenset(FAMILIES),
-    "LoRA": frozenset(FAMILIES),
-    "two ControlNets on servers": frozenset(FAMILIES),
+    "LoRA": _UNET_KINDS,
+    "two ControlNets on servers": _UNET_KINDS,
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,
     "cached start": _NOT_INPAINTING,
@@ -86,12 +110,19 @@ WAYS: Mapping[str, frozenset[str]] = {
 guidance scale there is one row, of which a pair has nothing to share."""
 
 
+def _kind(family: str) -> str:
+    """Return the column of a model in the table: one for those that read a mask, LCM, and the versions of SD 3."""
+    if family in FLOWS:
+        return "SD 3"
+    return family.rsplit(maxsplit=1)[-1] if family.endswith(_OF_BOTH) else family
+
+
 def family_table() -> str:
-    """Return WAYS as a table in Markdown, with one column for models of one kind that are made of SD 1 or SDXL."""
-    kinds = dict.fromkeys(family.split()[-1] if family.endswith(_OF_BOTH) else family for family in FAMILIES)
+    """Return WAYS as a table in Markdown."""
+    kinds = dict.fromkeys(map(_kind, FAMILIES))
     lines = [["", *kinds], ["-"] * (1 + len(kinds))]
     for way, able in WAYS.items():
-        marks = ["x" if all(family in able for family in FAMILIES if family.endswith(kind)) else "" for kind in kinds]
+        marks = ["x" if all(family in able for family in FAMILIES if _kind(family) == kind) else "" for kind in kinds]
         lines.append([way, *marks])
     return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
@@ -103,6 +134,11 @@ SIZE = 32
 def reads_mask(family: str) -> bool:
     """Return whether models of this kind draw only edits."""
     return family in _INPAINTING
+
+
+def sampler_of(family: str) -> SamplerKind:
+    """Return a sampler with which a model can draw: Euler's, or that of flow matching."""
+    return SamplerKind.FLOW_MATCH_EULER if family in FLOWS else SamplerKind.EULER
 
 
 def is_sdxl(family: str) -> bool:
@@ -169,8 +205,9 @@ class FamilyStock:
         config = {"force_zeros_for_empty_prompt": True} if is_sdxl(self.family) else {}
         pipeline = self._kind(kind)(**parts, **{k: v for k, v in self._extra.items() if k not in parts}, **config)
         pipeline.set_progress_bar_config(disable=True)
-        options = {} if is_sdxl(self.family) or kind in ("", "ControlNet") else {"guidance_rescale": None}
-        if not is_sdxl(self.family):
+        rescales = is_sdxl(self.family) or (kind in ("", "ControlNet") and self.family not in FLOWS)
+        options = {} if rescales else {"guidance_rescale": None}
+        if self.family in _UNETS and not is_sdxl(self.family):
             options |= dict.fromkeys(("prompt_2", "negative_prompt_2"))
         asked = {name: value for name, value in said(spec).items() if name not in options}
         if conditions:
@@ -197,12 +234,15 @@ class FamilyStock:
 
     @property
     def _extra(self) -> dict[str, Any]:
+        if self.family in FLOWS:
+            return dict.fromkeys(("text_encoder_3", "tokenizer_3")) if "no T5" in self.family else {}
         if is_sdxl(self.family):
             return {"add_watermarker": False}
         return {"safety_checker": None, "requires_safety_checker": False}
 
     def _kind(self, what: str) -> Any:
-        return getattr(diffusers, f"StableDiffusion{'XL' if is_sdxl(self.family) else ''}{what}Pipeline")
+        series = "3" if self.family in FLOWS else "XL" if is_sdxl(self.family) else ""
+        return getattr(diffusers, f"StableDiffusion{series}{what}Pipeline")
 
 
 def _sampler(spec: ResolvedSpec, config: Any) -> Any:
@@ -214,6 +254,8 @@ _MIDDLE = "UNetMidBlock2DCrossAttn"
 
 def _pipeline(family: str) -> Any:
     tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
+    if family in FLOWS:
+        return _sd3_pipeline(family, tokenizers)
     kind = "Inpaint" if reads_mask(family) else ""
     parts: dict[str, Any] = {
         "unet": _unet(_UNETS[family]),
@@ -228,6 +270,56 @@ def _pipeline(family: str) -> Any:
     second = CLIPTextModelWithProjection(_text_config(tokenizers[1], "gelu"))
     made = getattr(diffusers, f"StableDiffusionXL{kind}Pipeline")
     return made(**parts, text_encoder_2=second, tokenizer_2=tokenizers[1], add_watermarker=False)
+
+
+def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDiffusion3Pipeline:
+    transformer = SD3Transformer2DModel(
+        sample_size=SIZE // 4,
+        in_channels=_SD3_CHANNELS,
+        out_channels=_SD3_CHANNELS,
+        num_layers=3,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=_SD3_WIDTH,
+        caption_projection_dim=32,
+        pooled_projection_dim=2 * _TEXT,
+        pos_embed_max_size=12,
+        **_TRANSFORMERS[family],
+    )
+    encoders = [
+        CLIPTextModelWithProjection(_text_config(tokenizer, activation))
+        for tokenizer, activation in zip(tokenizers, ("quick_gelu", "gelu"), strict=True)
+    ]
+    third, letters = None, "abcdefghijklmnopqrstuvwxyz"
+    if "no T5" not in family:
+        pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
+        config = T5Config(
+            vocab_size=len(pieces) + 2,
+            d_model=_SD3_WIDTH,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+        )
+        third = T5EncoderModel(config), T5Tokenizer(vocab=pieces, extra_ids=0)
+    return StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_vae(
+            latent_channels=_SD3_CHANNELS,
+            shift_factor=0.06,
+            scaling_factor=1.5,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+        text_encoder=encoders[0],
+        tokenizer=tokenizers[0],
+        text_encoder_2=encoders[1],
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=third and third[0],
+        tokenizer_3=third and third[1],
+    )
 
 
 def _unet(options: Mapping[str, Any]) -> Any:
@@ -257,8 +349,9 @@ def _controlnet(unet: UNet2DConditionModel) -> ControlNetModel:
     return network.eval()
 
 
-def _vae() -> Any:
+def _vae(**options: Any) -> Any:
     return AutoencoderKL(
+        **options,
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(8, 16, 16),

@@ -22,10 +22,8 @@ _PARTS = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5135149760\n"
 _SHARDS = ("diffusion_pytorch_model-00001-of-00002.safetensors", "diffusion_pytorch_model-00002-of-00002.safetensors")
 
-_ONLY = (
-    "only Stable Diffusion 1, Stable Diffusion 2 and SDXL are served; give the folder of a model in Diffusers' layout"
-)
 _GIVE = "give the folder of a model in Diffusers' layout"
+_ONLY = f"only Stable Diffusion 1, Stable Diffusion 2, SDXL and Stable Diffusion 3 are served; {_GIVE}"
 _AGAIN = "download the file again"
 
 
@@ -282,9 +280,9 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         "served: other pipelines draw other pictures; give the folder of a Stable Diffusion 1 base model",
     ),
     WrongFolder(
-        "Stable Diffusion 3",
-        _of_class("StableDiffusion3Pipeline"),
-        f"model_index.json: _class_name is StableDiffusion3Pipeline: this is a Stable Diffusion 3 model, and {_ONLY}",
+        "Stable Cascade",
+        _of_class("StableCascadePipeline"),
+        f"model_index.json: _class_name is StableCascadePipeline: this is a Stable Cascade model, and {_ONLY}",
     ),
     WrongFolder(
         "an unknown pipeline",

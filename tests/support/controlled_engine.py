@@ -113,7 +113,7 @@ class Pair(OffersAtOnce):
 
 def random_folders(model: Model, folder: Path) -> dict[str, Path]:
     """A random ControlNet for each of NAMES, saved."""
-    return save({name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(NAMES)}, folder)
+    return save({name: random_controlnet(model.backbone.network, seed) for seed, name in enumerate(NAMES)}, folder)
 
 
 def steps_done(drawing: Drawing) -> int:

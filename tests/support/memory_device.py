@@ -55,7 +55,7 @@ def taking(device: MemoryDevice, model: Model, *, row_bytes: int, decoding_bytes
         device.take(height * width * decoding_bytes)
 
     hooks = [
-        model.backbone.unet.conv_in.register_forward_pre_hook(forward),
+        model.backbone.network.conv_in.register_forward_pre_hook(forward),
         model.vae.decoder.conv_in.register_forward_pre_hook(decode),
     ]
     try:

@@ -8,13 +8,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from diffusers import HeunDiscreteScheduler, KDPM2AncestralDiscreteScheduler, KDPM2DiscreteScheduler
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    KDPM2AncestralDiscreteScheduler,
+    KDPM2DiscreteScheduler,
+)
 from diffusers.schedulers.scheduling_lms_discrete import LMSDiscreteScheduler
 from torch import Tensor
 
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import SamplerKind
+from bottega.planning import steps_to_run
 
+PLAIN = tuple(kind for kind in SamplerKind if not kind.value.startswith(("edm_", "flow_")))
+"""Samplers with which models draw that predict noise, and were not trained with EDM's noise levels."""
 BASIC = (SamplerKind.EULER, SamplerKind.EULER_ANCESTRAL, SamplerKind.DDIM, SamplerKind.DPMPP_2M)
 """A sampler of each kind that the engine treats in its own way; tables of the model's tests have all samplers."""
 TWICE = (SamplerKind.HEUN, SamplerKind.KDPM2, SamplerKind.KDPM2_ANCESTRAL)
@@ -52,7 +60,8 @@ def predicted(sample: Tensor, timestep: Tensor) -> Tensor:
 def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None, **custom: Any) -> Tensor:
     """Return the finished latent of Diffusers' pipelines.
 
-    Source: StableDiffusionXLPipeline and StableDiffusionXLImg2ImgPipeline, from `retrieve_timesteps` on.
+    Source: StableDiffusionXLPipeline and StableDiffusionXLImg2ImgPipeline, from `retrieve_timesteps` on; for flow
+    matching the pipelines of Stable Diffusion 3.
 
     Args:
         scheduler: A scheduler of Diffusers.
@@ -65,7 +74,8 @@ def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None, *
     timesteps: Tensor = scheduler.timesteps
     begin = 0
     if strength is not None:
-        begin = max(steps - min(int(steps * strength), steps), 0)
+        kept = steps * strength if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else int(steps * strength)
+        begin = int(max(steps - min(kept, steps), 0))
         timesteps = timesteps[begin * scheduler.order :]
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(begin * scheduler.order)
@@ -100,7 +110,8 @@ def our_latent(
         generator: Of the request, at SEED; one is made without it.
     """
     generator = generator or torch.Generator("cpu").manual_seed(SEED)
-    begin = 0 if strength is None else steps - int(steps * strength)
+    flows = choice.kind is SamplerKind.FLOW_MATCH_EULER
+    begin = steps - steps_to_run(steps, strength, flows=flows)
     sampler = samplers.open(choice, steps=steps, begin=begin)
     noise = torch.randn(SHAPE, generator=generator)
     first = sampler.first_evaluation
@@ -116,10 +127,30 @@ def stock_scheduler(kind: Any, config: Mapping[str, Any], **overrides: Any) -> A
     with warnings.catch_warnings():
         for category in (FutureWarning, DeprecationWarning):  # Diffusers' advice, and what it asks of NumPy
             warnings.simplefilter("ignore", category)
+        if kind is FlowMatchEulerDiscreteScheduler:
+            kind = _Flows
         if not issubclass(kind, _TRAINED_FIRST):
             return kind.from_config(config, **overrides)
         with patch.object(kind, "set_timesteps", _no_timesteps):
             return kind.from_config(config, **overrides)
+
+
+class _Flows(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+    """What the pipelines of Stable Diffusion 3 do with it, by the names that other schedulers have."""
+
+    init_noise_sigma = 1.0
+
+    def set_timesteps(self, num_inference_steps: int, **custom: Any) -> None:
+        # A picture with the fewest tokens.
+        shift = {"mu": self.config.base_shift} if self.config.use_dynamic_shifting else {}
+        super().set_timesteps(num_inference_steps, **shift, **custom)
+
+    def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        return sample
+
+    def add_noise(self, sample: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        noised: Tensor = self.scale_noise(sample, timesteps, noise)
+        return noised
 
 
 def _no_timesteps(scheduler: Any, *_: object) -> None:

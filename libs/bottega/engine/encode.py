@@ -105,10 +105,9 @@ def encode_prompts(
         negatives: Encoded negative prompts of the spec by number of chunks, which are used and added to.
     """
     negatives = {} if negatives is None else negatives
-    # As in Diffusers, an empty second prompt means the first one.
-    prompts = _read(
-        model, spec, (spec.prompt, spec.prompt_2 or spec.prompt), (field, "prompt_2" if spec.prompt_2 else field)
-    )
+    # As in Diffusers, an empty second prompt means the first one. The third text encoder has no prompt of its own.
+    texts = (spec.prompt, spec.prompt_2 or spec.prompt, spec.prompt)
+    prompts = _read(model, spec, texts, (field, "prompt_2" if spec.prompt_2 else field, field))
     guided = spec.guided and not model.guidance_width
     zeros = spec.negative_prompt is None and model.zeros_for_absent_negative
     negative_prompts = _read_negative(model, spec) if guided and not zeros else _Prompts()
@@ -140,8 +139,9 @@ def sample_conditions(model: Model, spec: ResolvedSpec) -> Conditions:
     if model.encodes:
         return encode_prompts(model, spec)
     states, outputs = list[Tensor](), list[Any]()
-    for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True):
-        chunk, _ = plain_chunk("", tokenizer)
+    encoders = zip(model.family.text_encoders, model.tokenizers, model.text_encoders, strict=True)
+    for part, tokenizer, encoder in encoders:
+        chunk, _ = plain_chunk("", tokenizer, model.family.prompt_tokens.get(part))
         outputs.append(encoder(torch.tensor([chunk.ids], device=encoder.device), output_hidden_states=True))
         states.append(model.family.states(encoder, outputs[-1], None))
     text, generator = model.family.join(states, outputs), torch.Generator("cpu").manual_seed(0)
@@ -190,7 +190,8 @@ def to_latent(model: Model, latent: Tensor) -> Tensor:
     """Convert a latent [1, channels, height, width] from the VAE's scale to the backbone's."""
     config = model.vae.config
     if config.latents_mean is None or config.latents_std is None:
-        scaled: Tensor = config.scaling_factor * latent
+        shifted = latent - config.shift_factor if config.shift_factor else latent
+        scaled: Tensor = config.scaling_factor * shifted
         return scaled
     mean, std = (
         model.runtime.to_device(torch.tensor(values).view(1, -1, 1, 1), latent.dtype)
@@ -231,20 +232,23 @@ class _Prompts:
 
 def _read_negative(model: Model, spec: ResolvedSpec) -> _Prompts:
     words = spec.negative_prompt or ""
-    fields = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
-    return _read(model, spec, (words, spec.negative_prompt_2 or words), fields)
+    fields = (
+        "negative_prompt",
+        "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt",
+        "negative_prompt",
+    )
+    return _read(model, spec, (words, spec.negative_prompt_2 or words, words), fields)
 
 
-def _read(model: Model, spec: ResolvedSpec, texts: tuple[str, str], fields: tuple[str, str]) -> _Prompts:
-    """Divide the first text into chunks, and the second one if the family has two text encoders.
+def _read(model: Model, spec: ResolvedSpec, texts: Sequence[str], fields: Sequence[str]) -> _Prompts:
+    """Divide the text of each text encoder into chunks.
 
     Args:
         model: The model.
         spec: Says how the texts are read.
-        texts: The texts.
+        texts: Texts for up to three text encoders. A family may have fewer.
         fields: The field name of each text.
     """
-    # Families with one text encoder have no second prompt.
     sources = list(zip(texts, model.tokenizers, strict=False))
     if spec.weighted:
         try:
@@ -254,7 +258,7 @@ def _read(model: Model, spec: ResolvedSpec, texts: tuple[str, str], fields: tupl
     chunks: list[list[Chunk]] = []
     encoders_of: dict[tuple[str, str], list[str]] = {}
     for (text, tokenizer), field, part in zip(sources, fields, model.family.text_encoders, strict=False):
-        chunk, lost = plain_chunk(text, tokenizer)
+        chunk, lost = plain_chunk(text, tokenizer, model.family.prompt_tokens.get(part))
         chunks.append([chunk])
         if lost:
             encoders_of.setdefault((field, lost), []).append(part)
@@ -268,7 +272,7 @@ def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) 
     """Encode prompts, to which empty chunks are added up to `count`."""
     states, first_outputs = list[Tensor](), list[Any]()
     for own, tokenizer, encoder in zip(prompts.chunks, model.tokenizers, model.text_encoders, strict=True):
-        chunks = [*own, *[empty_chunk(tokenizer)] * (count - len(own))]
+        chunks = [*own, *(empty_chunk(tokenizer) for _ in range(count - len(own)))]
         encoded: dict[Chunk, Tensor] = {}
         for chunk in dict.fromkeys(chunks):
             # The states of all layers are freed before the next chunk: a prompt may have 20 chunks.

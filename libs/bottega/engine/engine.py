@@ -62,7 +62,7 @@ class Engine:
     ) -> None:
         check_fixed_rows(limits.fixed_rows, model.device)
         if heartbeat is not None:  # Before the preview is fitted, which runs the VAE.
-            call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
+            call_after_blocks((model.backbone.network, model.vae, *model.text_encoders), heartbeat.beat)
         self.model = model
         self.fixed_s = 0.0
         """Seconds that a job takes besides its steps: for encoding, and for decoding one image."""

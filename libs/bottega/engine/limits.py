@@ -90,6 +90,13 @@ def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[V
 
 def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     """Yield a violation for each field that the model's kind does not have, and for one that it needs."""
+    if model.max_side is not None:
+        for name in ("width", "height"):
+            if getattr(spec, name) > model.max_side:
+                yield Violation(field=f"spec.{name}", description=f"must be at most {model.max_side} with this model")
+    if spec.weighted and not model.family.weighs_words:
+        what = f"must be plain: {model.family.name} reads no weighted prompts"
+        yield Violation(field="spec.prompt_syntax", description=what)
     if len(model.text_encoders) == 1:
         for name in ("prompt_2", "negative_prompt_2"):
             if getattr(spec, name):
@@ -108,7 +115,7 @@ def _unreadable(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     if spec.clip_skip is not None and not 0 <= spec.clip_skip <= model.max_clip_skip:
         rule = f"must be 0 to {model.max_clip_skip} with this model, by the layers of its text encoders"
         yield Violation(field="spec.clip_skip", description=rule)
-    if not spec.weighted:
+    if not (spec.weighted and model.family.weighs_words):
         return
     texts = {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts)} or {"prompt": spec.prompt}
     texts |= {name: getattr(spec, name) or "" for name in ("prompt_2", "negative_prompt", "negative_prompt_2")}

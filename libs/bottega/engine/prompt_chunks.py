@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from diffusers.loaders import TextualInversionLoaderMixin
 from torch import Tensor
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, T5Tokenizer
 
 from bottega.prompt_syntax import MAX_PROMPT_CHUNKS, MalformedPrompt, parse_weighted
 
@@ -27,6 +28,8 @@ _COMMA_TOKENS = 20
 _TEXTS_AT_ONCE = 100
 _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
+Tokenizer: TypeAlias = CLIPTokenizer | T5Tokenizer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -37,10 +40,16 @@ class Chunk:
     """Weight of each token; empty if all are 1."""
 
 
-def plain_chunk(prompt: str, tokenizer: CLIPTokenizer) -> tuple[Chunk, str]:
-    """Return the only chunk of a plain prompt, and the text that did not fit."""
+def plain_chunk(prompt: str, tokenizer: Tokenizer, tokens: int | None = None) -> tuple[Chunk, str]:
+    """Return the only chunk of a plain prompt, and the text that did not fit.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: Tokenizer of the text encoder.
+        tokens: Length of the chunk; None for the most that the tokenizer makes.
+    """
     prompt = _with_all_vectors(prompt, tokenizer)
-    length = tokenizer.model_max_length
+    length = tokens or tokenizer.model_max_length
     ids = tokenizer(prompt, padding="max_length", max_length=length, truncation=True).input_ids
     whole = tokenizer(prompt).input_ids
     lost = tokenizer.decode(whole[length - 1 : -1]) if len(whole) > length else ""
@@ -139,7 +148,7 @@ class _ChunkWriter:
         return self._chunks
 
 
-def _with_all_vectors(prompt: str, tokenizer: CLIPTokenizer) -> str:
+def _with_all_vectors(prompt: str, tokenizer: Tokenizer) -> str:
     """Return a prompt in which a word with several embeddings (textual inversion) is as many tokens."""
     converted: str = _TEXTUAL_INVERSION.maybe_convert_prompt(prompt, tokenizer)
     return converted

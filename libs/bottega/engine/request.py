@@ -317,8 +317,14 @@ class Request:
         )
 
     def _new_sampler(self, begin: int, *, restarts: bool = False) -> Sampler:
-        steps = self.spec.num_inference_steps
-        return self._model.samplers.open(self.spec.sampling, steps=steps, begin=begin, restarts=restarts)
+        spec, model = self.spec, self._model
+        return model.samplers.open(
+            spec.sampling,
+            steps=spec.num_inference_steps,
+            begin=begin,
+            tokens=model.tokens(spec.width, spec.height),
+            restarts=restarts,
+        )
 
     @property
     def _strength(self) -> float:

@@ -143,7 +143,7 @@ class ResolvedSpec:
         """Number of steps of one image."""
         if self.schedule.strength is not None:
             return self.num_inference_steps
-        return steps_to_run(self.num_inference_steps, self.strength)
+        return steps_to_run(self.num_inference_steps, self.strength, flows=self.sampler is SamplerKind.FLOW_MATCH_EULER)
 
     @property
     def begin_step(self) -> int:

@@ -11,13 +11,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor
 
 from bottega.model.rows import RowActivations
 
 TIMESTEP_COND = "timestep_cond"
 """Name of the embedding of the guidance scale among added conditions."""
+
+POOLED = "pooled_projections"
+"""Name of the pooled outputs of text encoders among added conditions of transformers."""
 
 PromptOrigin = tuple[Tensor, Hashable]
 """Embeddings of a prompt, and the key of the LoRAs. Both determine its projections, which may be cached over steps."""
@@ -50,6 +53,9 @@ class Activations:
     hidden: Tensor
     embedding: Tensor
     context: Tensor
+    """Embeddings of the prompts. The blocks of a transformer change them."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width of the latent, for networks whose `hidden` does not have them."""
     points: dict[int, Tensor] = field(default_factory=dict)
     """The tensors that residuals are added to, by residual point."""
 
@@ -123,7 +129,8 @@ class UNetBackbone:
     spans: RowSpans | None = None
 
     def __init__(self, unet: UNet2DConditionModel) -> None:
-        self.unet = unet
+        self.network = unet
+        """The UNet, as Diffusers loads it."""
         blocks: list[Block] = []
         skips = 1
         for index, block in enumerate(unet.down_blocks):
@@ -141,12 +148,12 @@ class UNetBackbone:
 
     def begin(self, inputs: Inputs) -> Activations:
         sample, embedding = self.embed(inputs)
-        hidden = self.unet.conv_in(sample)
+        hidden = self.network.conv_in(sample)
         return Activations(hidden=hidden, embedding=embedding, context=inputs.prompt_embeds, points={0: hidden})
 
     def embed(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return the input of the first convolution, and the embedding of timesteps and added conditions."""
-        unet = self.unet
+        unet = self.network
         sample = 2 * inputs.sample - 1.0 if unet.config.center_input_sample else inputs.sample
         embedding = unet.time_embedding(
             unet.get_time_embed(sample=sample, timestep=inputs.timestep), inputs.added.get(TIMESTEP_COND)
@@ -161,7 +168,7 @@ class UNetBackbone:
         return sample, embedding
 
     def finish(self, activations: Activations) -> Tensor:
-        unet = self.unet
+        unet = self.network
         hidden = activations.hidden
         if unet.conv_norm_out:
             hidden = unet.conv_act(unet.conv_norm_out(hidden))
@@ -169,7 +176,7 @@ class UNetBackbone:
         return prediction
 
     def _down(self, index: int, first_point: int) -> Callable[[Activations], None]:
-        block = self.unet.down_blocks[index]
+        block = self.network.down_blocks[index]
         attends = getattr(block, "has_cross_attention", False)
 
         def run(activations: Activations) -> None:
@@ -180,7 +187,7 @@ class UNetBackbone:
         return run
 
     def _middle(self, activations: Activations) -> None:
-        block = self.unet.mid_block
+        block = self.network.mid_block
         if block is not None:
             attends = getattr(block, "has_cross_attention", False)
             extra = {"encoder_hidden_states": activations.context} if attends else {}
@@ -191,9 +198,9 @@ class UNetBackbone:
         activations.points[self.middle_point] = activations.hidden
 
     def _up(self, index: int, taken: tuple[int, ...]) -> Callable[[Activations], None]:
-        block = self.unet.up_blocks[index]
+        block = self.network.up_blocks[index]
         attends = getattr(block, "has_cross_attention", False)
-        last = index == len(self.unet.up_blocks) - 1
+        last = index == len(self.network.up_blocks) - 1
         middle = self.middle_point if index == 0 else None
 
         def run(activations: Activations) -> None:
@@ -213,3 +220,66 @@ class UNetBackbone:
             )
 
         return run
+
+
+class Sd3Backbone:
+    """Stable Diffusion 3's transformer in blocks. Their results are bit-equal to those of its forward.
+
+    Residual point i is the output of block i, to which a ControlNet adds. The last block has none.
+    """
+
+    spans: RowSpans | None = None
+
+    def __init__(self, transformer: SD3Transformer2DModel) -> None:
+        self.network = transformer
+        """The transformer, as Diffusers loads it."""
+        self.blocks: Sequence[Block] = [
+            Block(name=f"transformer_blocks.{index}", run=self._joint(index), needs=(index - 1,) if index else ())
+            for index in range(len(transformer.transformer_blocks))
+        ]
+
+    def begin(self, inputs: Inputs) -> Activations:
+        network = self.network
+        return Activations(
+            # Contiguous, as in the network's forward: the last bits of a sum depend on the memory layout.
+            hidden=network.pos_embed(inputs.sample).contiguous(),
+            embedding=network.time_text_embed(inputs.timestep, inputs.added[POOLED]),
+            context=network.context_embedder(inputs.prompt_embeds),
+            size=(inputs.sample.shape[-2], inputs.sample.shape[-1]),
+        )
+
+    def finish(self, activations: Activations) -> Tensor:
+        network = self.network
+        tokens = network.proj_out(network.norm_out(activations.hidden, activations.embedding))
+        patch, channels = network.config.patch_size, network.out_channels
+        height, width = (side // patch for side in activations.size)
+        patches = tokens.reshape(len(tokens), height, width, patch, patch, channels)
+        prediction: Tensor = patches.permute(0, 5, 1, 3, 2, 4).reshape(
+            len(tokens), channels, height * patch, width * patch
+        )
+        return prediction
+
+    def _joint(self, index: int) -> Callable[[Activations], None]:
+        block = self.network.transformer_blocks[index]
+
+        def run(activations: Activations) -> None:
+            activations.points.pop(index - 1, None)
+            context, activations.hidden = block(
+                hidden_states=activations.hidden,
+                encoder_hidden_states=activations.context,
+                temb=activations.embedding,
+            )
+            if context is not None:  # The last block returns none.
+                activations.context = context
+                activations.points[index] = activations.hidden
+
+        return run
+
+
+MadeBackbone = UNetBackbone | Sd3Backbone
+"""The backbones of models that are loaded."""
+
+
+def make_backbone(network: ModelMixin) -> MadeBackbone:
+    """Return the blocks of a denoising network."""
+    return UNetBackbone(network) if isinstance(network, UNet2DConditionModel) else Sd3Backbone(network)

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from diffusers import LatentConsistencyModelPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    AutoencoderKL,
+    LatentConsistencyModelPipeline,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from torch import Tensor
 from torch.nn import functional
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
 
 from bottega.model_files.families import LCM_PIPELINE
-from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.family_names import SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET
 from bottega.model_files.report import ModelReport
+
+# Tokens of a prompt that T5 reads, by the default of StableDiffusion3Pipeline.
+_T5_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +56,8 @@ class ModelFamily:
     """Diffusers' text-to-image pipeline, which assembles the parts."""
     left_out: Mapping[str, Any]
     """Arguments of the pipeline that leave out parts which the suite does not use."""
+    networks: Mapping[str, Any] = field(default_factory=lambda: {UNET: UNet2DConditionModel, "vae": AutoencoderKL})
+    """Classes of the denoising network and the VAE by the name of their part, in the order in which they are loaded."""
     text_encoders: Mapping[str, Any]
     """Classes of the text encoders by the name of their part, in the order in which prompts are encoded.
 
@@ -54,6 +68,10 @@ class ModelFamily:
 
     Its arguments are the encoder, its output with hidden states, and `ResolvedSpec.clip_skip`.
     """
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Number of tokens that a text encoder reads, by its part, where it is not `model_max_length` of the tokenizer."""
+    weighs_words: bool = True
+    """Whether weighted prompts are served."""
     states_from_end: int
     """Place of these states among all hidden states, counted from the end, with a `clip_skip` of 0; 1 is the last."""
     join: Callable[[Sequence[Tensor], Sequence[Any]], EncodedText]
@@ -133,6 +151,30 @@ def _join_single(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedTex
     return EncodedText(prompt=states[0][0], added={}, summary=outputs[0].pooler_output[0])
 
 
+def _sd3_states(encoder: Any, output: Any, clip_skip: int | None) -> Tensor:
+    """Return the last states of T5, and those before the last layer of CLIP's encoders, or before further ones."""
+    if isinstance(encoder, T5EncoderModel):
+        states: Tensor = output.last_hidden_state
+        return states
+    return _penultimate_states(encoder, output, clip_skip)
+
+
+def _join_sd3(states: Sequence[Tensor], outputs: Sequence[Any], *, width: int) -> EncodedText:
+    """Append T5's tokens to those of both CLIP encoders, whose states are padded to T5's width.
+
+    Args:
+        states: Of the two CLIP encoders and, unless the model has none, of T5.
+        outputs: Outputs of the encoders.
+        width: Features of a token.
+    """
+    dtype = states[0].dtype
+    clip = torch.cat([states[0], states[1].to(dtype)], dim=-1)
+    clip = functional.pad(clip, (0, width - clip.shape[-1]))
+    t5 = states[2] if len(states) > 2 else clip.new_zeros((1, _T5_TOKENS, width))
+    pooled = torch.cat([outputs[0].text_embeds[0], outputs[1].text_embeds[0]], dim=-1)
+    return EncodedText(prompt=torch.cat([clip, t5], dim=1)[0], added={"pooled_projections": pooled}, summary=pooled)
+
+
 def _stable_diffusion(name: str) -> ModelFamily:
     return ModelFamily(
         name=name,
@@ -180,6 +222,31 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             edit_strength=0.9999,
             edit_controlnet_scale=1.0,
         ),
+        SD3: ModelFamily(
+            name=TITLES[SD3],
+            pipeline=StableDiffusion3Pipeline,
+            # Only IP-Adapters use the image encoder.
+            left_out={"image_encoder": None, "feature_extractor": None},
+            networks={TRANSFORMER: SD3Transformer2DModel, "vae": AutoencoderKL},
+            text_encoders={
+                "text_encoder": CLIPTextModelWithProjection,
+                "text_encoder_2": CLIPTextModelWithProjection,
+                "text_encoder_3": T5EncoderModel,
+            },
+            states=_sd3_states,
+            prompt_tokens={"text_encoder_3": _T5_TOKENS},
+            weighs_words=False,
+            states_from_end=2,
+            join=partial(_join_sd3, width=4096),
+            picture_conditions=lambda _height, _width: {},
+            guidance_scale=7.0,
+            edit_guidance_scale=7.0,
+            strength=0.6,
+            edit_strength=0.6,
+            edit_controlnet_scale=1.0,
+            num_inference_steps=28,
+            vae_overrides={"force_upcast": False, "latents_mean": None, "latents_std": None},
+        ),
     }
 )
 """The families by their names in reports on model folders."""
@@ -188,6 +255,10 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
 def family_of(report: ModelReport) -> ModelFamily:
     """Return the family of a model that can be served, with the defaults of its own pipeline."""
     family = FAMILIES[report.family]
+    if report.family == SD3:
+        width: Any = report.denoiser.config.get("joint_attention_dim", 4096)
+        encoders = {part: kind for part, kind in family.text_encoders.items() if part in report.parts}
+        return replace(family, text_encoders=encoders, join=partial(_join_sd3, width=width))
     if report.pipeline_class == LCM_PIPELINE:
         return replace(
             family,

@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKL, SchedulerMixin, UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from bottega.device.device import Device
@@ -26,7 +26,7 @@ from bottega.device.devices import use_device
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory, open_memory_plan
 from bottega.errors import ConfigError
-from bottega.model.backbone import UNetBackbone
+from bottega.model.backbone import MadeBackbone, UNetBackbone, make_backbone
 from bottega.model.family import ModelFamily, family_of
 from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
@@ -43,6 +43,7 @@ from bottega.model.weights import (
     size_bytes,
 )
 from bottega.model_files.digest import KnownDigests, model_digest
+from bottega.model_files.family_names import OPTIONAL_PARTS
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import Preset, read_preset
 from bottega.model_files.report import ModelReport
@@ -52,11 +53,8 @@ _SHOWN_CHARACTERS = 200
 # Seconds between reports of the progress of hashing.
 _HASH_REPORT_S = 0.1
 
-# Networks by subfolder, in the order in which they are loaded.
-_NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}
-
 ROLES = frozenset({"encode", "denoise", "decode"})
-"""The stages of a picture: the text encoders, the UNet with the VAE's encoder of pictures, and the VAE's decoder."""
+"""The stages of a picture: the text encoders, the network with the VAE's encoder of pictures, and the VAE's decoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,20 +87,18 @@ class Model:
     """With its index if it is a GPU."""
     runtime: Device
     """Streams, events and copies of the device."""
-    tokenizers: tuple[CLIPTokenizer, ...]
+    tokenizers: tuple[CLIPTokenizer | T5Tokenizer, ...]
     """In the order of the text encoders."""
-    text_encoders: tuple[CLIPTextModel | CLIPTextModelWithProjection, ...]
+    text_encoders: tuple[CLIPTextModel | CLIPTextModelWithProjection | T5EncoderModel, ...]
     """In the family's order."""
-    backbone: UNetBackbone
+    backbone: MadeBackbone
     vae: AutoencoderKL
     decoder: VaeDecoder
     """Decodes with the VAE."""
     samplers: ModelSamplers
     zeros_for_absent_negative: bool
     latent_scale: int
-    """Number of pixels, on each side, that one latent element stands for. Width and height of requests are multiples of
-    it.
-    """
+    """Number of pixels, on each side, that one latent element stands for."""
     defaults: Defaults
     operations: Operations = field(default_factory=Operations)
     """Operations that accelerations may replace."""
@@ -130,31 +126,62 @@ class Model:
         return int(self.vae.config.latent_channels)
 
     @property
+    def unet(self) -> UNet2DConditionModel | None:
+        """The denoising network if it is a UNet; None if it is a transformer."""
+        return self.backbone.network if isinstance(self.backbone, UNetBackbone) else None
+
+    @property
     def image_channels(self) -> int:
-        """Number of channels of a mask and a masked image that the UNet reads after the latent; 0 if it reads none."""
-        config = self.backbone.unet.config
+        """Number of channels of a mask and a masked image that the network reads after the latent; 0 if it has none."""
+        config = self.backbone.network.config
         return int(config.in_channels - config.out_channels)
 
     @property
     def guidance_width(self) -> int:
         """Width of the embedding of the guidance scale that the UNet reads instead of a second row; 0 without one."""
-        return int(self.backbone.unet.config.time_cond_proj_dim or 0)
+        return int(self.backbone.network.config.get("time_cond_proj_dim") or 0)
+
+    @property
+    def patch_size(self) -> int:
+        """Number of elements of the latent, on each side, that one token of a transformer stands for; 1 for UNets."""
+        return int(self.backbone.network.config.get("patch_size") or 1)
+
+    @property
+    def max_side(self) -> int | None:
+        """Largest width or height in pixels for which the network has embeddings of positions; None for any."""
+        places = self.backbone.network.config.get("pos_embed_max_size")
+        return int(places) * self.patch_size * self.latent_scale if places else None
+
+    def tokens(self, width: int, height: int) -> int:
+        """Return the number of tokens of a picture, of patches of its latent. Sides are in pixels."""
+        side = self.latent_scale * self.patch_size
+        return (width // side) * (height // side)
 
     @property
     def max_clip_skip(self) -> int:
         """The largest `clip_skip`: it takes the token embeddings of the text encoder with the fewest layers."""
-        layers = min(encoder.config.num_hidden_layers for encoder in self.text_encoders)
+        layers = min(
+            encoder.config.num_hidden_layers
+            for encoder in self.text_encoders
+            if not isinstance(encoder, T5EncoderModel)  # which never leaves out layers
+        )
         return int(layers) + 1 - self.family.states_from_end
+
+    @property
+    def denoiser(self) -> tuple[str, nn.Module]:
+        """The part of the denoising network, such as `unet`, and the network."""
+        return next(iter(self.family.networks)), self.backbone.network
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
         """The networks that LoRAs may change, by the name of their part."""
-        return {**dict(zip(self.family.text_encoders, self.text_encoders, strict=True)), "unet": self.backbone.unet}
+        encoders = dict(zip(self.family.text_encoders, self.text_encoders, strict=True))
+        return {**encoders, **dict([self.denoiser])}
 
     @property
     def size_multiple(self) -> int:
         """Number of pixels that width and height must be multiples of. Diffusers accepts multiples of 8."""
-        return math.lcm(8, self.latent_scale)
+        return math.lcm(8, self.latent_scale * self.patch_size)
 
     def is_tiled(self, area: int) -> bool:
         """Return whether a latent of `area` elements is decoded in tiles, by the measurements so far."""
@@ -229,7 +256,8 @@ def load_model(
         pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter, roles=roles)
         model_hash = hashing.result(reporter)
     config = _scheduler_config(pipeline.scheduler, preset, family.scheduler_overrides)
-    size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+    denoiser = getattr(pipeline, next(iter(family.networks)))
+    size = denoiser.config.sample_size * pipeline.vae_scale_factor
     defaults = _defaults(family, preset, size, config)
     return Model(
         name=name,
@@ -240,7 +268,7 @@ def load_model(
         runtime=runtime,
         tokenizers=tuple(getattr(pipeline, part) for part in family.tokenizers),
         text_encoders=tuple(getattr(pipeline, part) for part in family.text_encoders),
-        backbone=UNetBackbone(pipeline.unet),
+        backbone=make_backbone(denoiser),
         vae=pipeline.vae,
         decoder=decoder,
         memory=memory,
@@ -296,7 +324,7 @@ def _load_parts(
     """
     family, parts = family_of(report), dict[str, nn.Module]()
     try:
-        for name, kind in {**family.text_encoders, **_NETWORKS}.items():
+        for name, kind in {**family.text_encoders, **family.networks}.items():
             is_encoder = name in family.text_encoders
             if not _is_needed(name, roles, is_encoder=is_encoder):
                 parts[name] = outline(kind, report.parts[name], target.dtype)
@@ -305,11 +333,12 @@ def _load_parts(
             load = load_text_encoder if is_encoder else load_network
             parts[name] = load(kind, report.parts[name], target)
             _reserve(memory, parts)
+        absent = dict.fromkeys(part for part in OPTIONAL_PARTS.get(report.family, ()) if part not in report.parts)
         with ignored_algorithm_advice(), warnings.catch_warnings():
             # Old configurations, which the family's pipeline corrects: see `scheduler_overrides`.
             warnings.filterwarnings("ignore", "The configuration file of", FutureWarning)
             pipeline = family.pipeline.from_pretrained(
-                str(report.folder), **parts, **family.left_out, local_files_only=True
+                str(report.folder), **parts, **absent, **family.left_out, local_files_only=True
             )
         pipeline.vae.register_to_config(**family.vae_overrides)
         if _is_needed("vae", roles):

@@ -97,7 +97,9 @@ class ModelSamplers:
         """Return how many evaluations of the network a sampler makes."""
         return pace_of(kind, self.config)
 
-    def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0, restarts: bool = False) -> Sampler:
+    def open(
+        self, choice: SamplerChoice, *, steps: int, begin: int = 0, tokens: int = 0, restarts: bool = False
+    ) -> Sampler:
         """Return a sampler for one request; see `Sampler`."""
         return Sampler(
             choice.kind,
@@ -106,6 +108,7 @@ class ModelSamplers:
             begin=begin,
             karras=choice.karras,
             schedule=choice.schedule,
+            tokens=tokens,
             restarts=restarts,
         )
 
@@ -146,12 +149,13 @@ class ModelSamplers:
         """Return which numbers of steps, up to MAX_STEPS, a choice cannot make, each with its reason.
 
         This checks only timesteps, in about 10 ms for a choice; `refusal` also tries one number of steps. It does not
-        check converted sigmas, such as Karras': there are as many as steps, and they would take a second.
+        check converted sigmas, such as Karras': there are as many as steps, and they would take a second. Flow matching
+        makes any number of steps.
         """
         # KDPM2 has as many timesteps as Heun, and computes those between two steps slowly.
         counted = SamplerKind.HEUN if choice.kind in _SLOW_TO_COUNT else choice.kind
         scheduler, pace = make_scheduler(counted, self.config, choice.overrides), self.pace(choice.kind)
-        if any(scheduler.config.get(name) for name in CONVERTED_SIGMAS):
+        if any(scheduler.config.get(name) for name in CONVERTED_SIGMAS) or choice.kind is SamplerKind.FLOW_MATCH_EULER:
             return {}
         refused: dict[int, str] = {}
         for steps in range(1, MAX_STEPS + 1):

@@ -19,6 +19,7 @@ from bottega.model.schedulers import (
     SamplerKind,
     ancestral_step,
     draws_noise,
+    flow_shift,
     make_scheduler,
 )
 from bottega.schedules import AS_CONFIGURED, Schedule
@@ -121,6 +122,7 @@ class Sampler:
         begin: The first step that is made.
         karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
         schedule: Other changes of the schedule.
+        tokens: Number of tokens of the picture, on which some schedules for flow matching depend; 0 for the fewest.
         restarts: Whether step `begin` continues from the latent of another picture. LMS then begins with order 1. It
             otherwise uses the order of that step, although the steps before were skipped, as Diffusers' image-to-image
             does.
@@ -135,10 +137,18 @@ class Sampler:
         begin: int = 0,
         karras: bool | None = None,
         schedule: Schedule = AS_CONFIGURED,
+        tokens: int = 0,
         restarts: bool = False,
     ) -> None:
         self._kind = kind
         self._scheduler = make_scheduler(kind, config, schedule.overrides(kind.value, karras))
+        self._flows = kind is SamplerKind.FLOW_MATCH_EULER
+        own = self._scheduler.config
+        shift = (
+            {"mu": flow_shift(own, tokens or own["base_image_seq_len"])}
+            if self._flows and own["use_dynamic_shifting"]
+            else {}
+        )
         if schedule.timesteps:
             self._scheduler.set_timesteps(timesteps=list(schedule.timesteps))
         elif schedule.sigmas:
@@ -146,7 +156,7 @@ class Sampler:
         elif schedule.strength is not None:
             self._scheduler.set_timesteps(steps, strength=schedule.strength)
         else:
-            self._scheduler.set_timesteps(steps)
+            self._scheduler.set_timesteps(steps, **shift)
         self._draws = draws_noise(kind, config)
         self._restarts = restarts
         self.steps = steps
@@ -161,7 +171,7 @@ class Sampler:
     @property
     def init_noise_sigma(self) -> float:
         """Factor of a standard normal latent before step 0."""
-        return float(self._scheduler.init_noise_sigma)
+        return 1.0 if self._flows else float(self._scheduler.init_noise_sigma)
 
     def evaluation_of(self, step: int) -> int:
         """Return the first evaluation of a step; `evaluations` for the step after the last one."""
@@ -195,7 +205,7 @@ class Sampler:
         """
         timestep, (signal, deviation) = float(self.timestep(evaluation)), self._noise_level(evaluation)
         level = deviation / max(signal, _LEAST_SIGNAL)
-        if self._kind in _EDM:
+        if self._kind in _EDM or self._flows:
             return level
         kept = self._scheduler.alphas_cumprod
         if timestep.is_integer() and 0 <= timestep < len(kept):
@@ -215,6 +225,9 @@ class Sampler:
             kept: Tensor = self._scheduler.alphas_cumprod[int(self.timestep(evaluation))].to(latent.dtype)
             return kept**0.5 * latent + (1 - kept) ** 0.5 * noise
         sigma: Tensor = self._scheduler.sigmas[evaluation].to(latent.dtype)
+        if self._flows:
+            noised: Tensor = sigma * noise + (1.0 - sigma) * latent
+            return noised
         if self._kind in _VARIANCE_KEPT:
             levels: tuple[Tensor, Tensor] = self._scheduler._sigma_to_alpha_sigma_t(sigma)
             return levels[0] * latent + levels[1] * noise
@@ -239,6 +252,8 @@ class Sampler:
 
     def model_input(self, latent: Tensor, evaluation: int) -> Tensor:
         """Return the latent scaled for the model's input. It may be called again for the same evaluation."""
+        if self._flows:
+            return latent
         scaled: Tensor = self._scheduler.scale_model_input(latent, self.timestep(evaluation))
         return scaled
 
@@ -281,7 +296,8 @@ class Sampler:
         """
         if not self._draws:
             return
-        drawn = torch.float32 if self._kind in {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE} else dtype
+        in_float32 = {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE, SamplerKind.FLOW_MATCH_EULER}
+        drawn = torch.float32 if self._kind in in_float32 else dtype
         for step in range(steps):
             last = float(self.timestep(step)) <= 0 if self._kind is SamplerKind.DDPM else step == self.steps - 1
             if not (last and self._kind in _QUIET_AT_LAST):
@@ -349,7 +365,7 @@ class Sampler:
             estimate: Tensor = self._scheduler.model_outputs[-1]
             return estimate
         signal, deviation = self._noise_level(evaluation)
-        prediction = self._scheduler.config.prediction_type
+        prediction = "flow_prediction" if self._flows else self._scheduler.config.prediction_type
         if prediction == "sample":
             return predicted
         if prediction == "v_prediction":
@@ -370,7 +386,7 @@ class Sampler:
         if self._kind in _VARIANCE_KEPT:
             signal, deviation = self._scheduler._sigma_to_alpha_sigma_t(sigma)
             return float(signal), float(deviation)
-        return 1.0, float(sigma)
+        return (1.0 - float(sigma) if self._flows else 1.0), float(sigma)
 
     def _first_evaluations(self, begin: int) -> list[int]:
         """Return the first evaluation of each step, if step `begin` is the first one that is made."""

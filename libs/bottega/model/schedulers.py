@@ -49,6 +49,7 @@ class SamplerKind(Enum):
     HEUN = "heun"
     KDPM2 = "kdpm2"
     KDPM2_ANCESTRAL = "kdpm2_ancestral"
+    FLOW_MATCH_EULER = "flow_match_euler"
 
     @property
     def scheduler_class(self) -> Any:
@@ -95,6 +96,8 @@ def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
     """
     if kind in {SamplerKind.EULER_ANCESTRAL, SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.KDPM2_ANCESTRAL}:
         return True
+    if kind is SamplerKind.FLOW_MATCH_EULER:
+        return bool(config.get("stochastic_sampling"))
     return kind in _SOLVERS and {**config, **kind.overrides}.get("algorithm_type") in _STOCHASTIC_ALGORITHMS
 
 
@@ -135,6 +138,21 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
         # A reference of the scheduler to itself would keep its tensors until a garbage collection.
         scheduler.get_lms_coefficient = partial(_lms_coefficient, weakref.proxy(scheduler))
     return scheduler
+
+
+def flow_shift(config: Mapping[str, Any], tokens: int) -> float:
+    """Return the `mu` by which flow matching shifts a schedule to noisier steps the larger a picture is.
+
+    Args:
+        config: Configuration of the scheduler, with all defaults.
+        tokens: Number of tokens of the picture, of patches of its latent.
+
+    Source: calculate_shift of Diffusers' pipelines for SD3 and Flux.
+    """
+    shortest, longest = config["base_image_seq_len"], config["max_image_seq_len"]
+    slope = (config["max_shift"] - config["base_shift"]) / (longest - shortest)
+    shift: float = tokens * slope + (config["base_shift"] - slope * shortest)
+    return shift
 
 
 def ancestral_step(

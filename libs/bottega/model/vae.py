@@ -101,7 +101,7 @@ class VaeDecoder:
         The layers run in the order of `AutoencoderKL.decode` and `tiled_decode`, so that the result is the same bit for
         bit.
         """
-        latent = _to_vae_scale(latent.to(self.dtype), self.vae.config.scaling_factor, self.statistics)
+        latent = _to_vae_scale(latent.to(self.dtype), self.vae.config, self.statistics)
         return (yield from _decode_tiles(self.vae, latent) if tiled else _decode_layers(self.vae, latent))
 
 
@@ -189,7 +189,7 @@ def _trial_latent(vae: AutoencoderKL, device: torch.device) -> Tensor:
     """Return a latent of noise, of the magnitude that latents have after the last step, in the VAE's scale."""
     side = max(_LEAST_TRIAL, int(vae.tile_latent_min_size * _TRIAL_SHARE))
     noise = torch.randn(1, int(vae.config.latent_channels), side, side, generator=torch.Generator().manual_seed(0))
-    return _to_vae_scale(noise.to(device), vae.config.scaling_factor, _statistics(vae, device))
+    return _to_vae_scale(noise.to(device), vae.config, _statistics(vae, device))
 
 
 def _drawn(vae: AutoencoderKL, latent: Tensor) -> Tensor:
@@ -273,11 +273,12 @@ def _statistics(vae: AutoencoderKL, device: torch.device) -> tuple[Tensor, Tenso
     return torch.tensor(mean, device=device).view(1, -1, 1, 1), torch.tensor(std, device=device).view(1, -1, 1, 1)
 
 
-def _to_vae_scale(latent: Tensor, factor: float, statistics: tuple[Tensor, Tensor] | None) -> Tensor:
+def _to_vae_scale(latent: Tensor, config: Any, statistics: tuple[Tensor, Tensor] | None) -> Tensor:
     if statistics is None:
-        return latent / factor
+        scaled: Tensor = latent / config.scaling_factor
+        return scaled + float(config.shift_factor) if config.shift_factor else scaled
     mean, std = (tensor.to(latent.dtype) for tensor in statistics)
-    return latent * std / factor + mean
+    return latent * std / float(config.scaling_factor) + mean
 
 
 def _shrink_sums(vae: AutoencoderKL) -> bool:

@@ -19,16 +19,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import AutoencoderKL, ModelMixin, UNet2DConditionModel
+from diffusers import AutoencoderKL, ModelMixin
 from diffusers.models.modeling_utils import no_init_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from bottega.model_files.presets import read_preset
 from bottega.model_files.report import ModelReport, PartReport
@@ -96,8 +95,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def files_dtype(report: ModelReport) -> torch.dtype:
-    """Return the element type of most of the UNet's files, by bytes."""
-    sizes = report.parts["unet"].bytes_by_dtype
+    """Return the element type of most of the denoising network's files, by bytes."""
+    sizes = report.denoiser.bytes_by_dtype
     return _FILE_DTYPES.get(max(sizes, key=lambda name: sizes[name]), torch.float32)
 
 
@@ -152,9 +151,6 @@ def _shortest(run: Callable[[], None], clock: Callable[[], float] = time.perf_co
 # Maximum number of names in a message; a network has hundreds.
 _LISTED = 3
 
-NetworkT = TypeVar("NetworkT", AutoencoderKL, UNet2DConditionModel)
-TextEncoderT = TypeVar("TextEncoderT", CLIPTextModel, CLIPTextModelWithProjection)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -166,7 +162,7 @@ class Placement:
     """Called with the number of bytes that were read since the last call."""
 
 
-def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> NetworkT:
+def load_network(kind: Any, part: PartReport, target: Placement) -> Any:
     """Load a Diffusers network in evaluation mode, with the weights that its `from_pretrained` gives it.
 
     Raises:
@@ -176,7 +172,7 @@ def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> N
     folder = part.files[0].parent
     config = kind.load_config(folder, local_files_only=True)
     with no_init_weights(), init_empty_weights():
-        network: NetworkT = kind.from_config(config)
+        network = kind.from_config(config)
     state: dict[str, Tensor] = {}
     for file in part.files:
         for name, tensor in _read(file, network, target.on_read):
@@ -193,7 +189,7 @@ def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> N
     return network.to(target.device).eval()
 
 
-def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Placement) -> TextEncoderT:
+def load_text_encoder(kind: Any, part: PartReport, target: Placement) -> Any:
     """Load a text encoder in evaluation mode, as its `from_pretrained` does.
 
     transformers knows the names of weights in files. It maps the whole file, whose pages count as this process's memory

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-from bottega.model_files.family_names import FAMILIES, SDXL
+from bottega.model_files.family_names import (
+    FAMILIES,
+    OPTIONAL_PARTS,
+    PARTS,
+    SD3,
+    SDXL,
+    TITLES,
+    TRANSFORMER,
+    UNET,
+    class_of,
+)
 from bottega.model_files.field_rules import (
     ANY,
     FLAG,
@@ -26,6 +37,8 @@ from bottega.model_files.field_rules import (
 )
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_check import check_scheduler_config
+from bottega.model_files.scheduler_rules import FLOW_MATCHING, SCHEDULER_RULES
+from bottega.model_files.transformer_rules import SD3_RULES, T5_RULES, check_sd3_config
 from bottega.model_files.unet_rules import TIME_IDS, UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
 from bottega.plain_text import excerpt
@@ -93,30 +106,32 @@ def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
 _Rules = Callable[[Mapping[str, object]], Iterable[str]]
 
 INDEX_FILE = "model_index.json"
-CONFIG_FILES = {
-    "scheduler": "scheduler_config.json",
-    "text_encoder": "config.json",
-    "text_encoder_2": "config.json",
-    "tokenizer": "tokenizer_config.json",
-    "tokenizer_2": "tokenizer_config.json",
-    "unet": "config.json",
-    "vae": "config.json",
-}
-"""Configuration file of each part."""
-_SECOND = ("text_encoder_2", "tokenizer_2")
+_NO_PART: list[object] = [None, None]
 
 
-def config_files(family: str) -> Mapping[str, str]:
-    """Return the configuration file of each part that a family has; see bottega.model_files.families."""
-    two = FAMILIES[family].has_two_encoders
-    return {part: file for part, file in CONFIG_FILES.items() if two or part not in _SECOND}
+def config_files(family: str, index: Mapping[str, object] = MappingProxyType({})) -> Mapping[str, str]:
+    """Return the configuration file of each part of a model, in the order of the parts' names.
+
+    Args:
+        family: Its family; see bottega.model_files.families.
+        index: Contents of its model_index.json, which may leave out some parts.
+    """
+    left_out = {part for part in OPTIONAL_PARTS.get(family, ()) if index.get(part, True) in (None, _NO_PART)}
+    parts = sorted({*PARTS[family], "scheduler"} - left_out)
+    return {part: config_file(part) for part in parts}
+
+
+def config_file(part: str) -> str:
+    """Return the name of a part's configuration file."""
+    if part == "scheduler":
+        return "scheduler_config.json"
+    return "tokenizer_config.json" if part.startswith("tokenizer") else "config.json"
 
 
 _SHOWN_CHARACTERS = 40
 # Widths and heights of pictures are multiples of this, as in Diffusers.
 _SIZE_MULTIPLE = 8
 
-_NO_PART: list[object] = [None, None]
 _NOT_LOADED = "only IP-Adapters use it: it is not loaded"
 _PART = Values(
     text="the library and the class of a part, or [null, null]",
@@ -142,20 +157,12 @@ INDEX_RULES = (
     FieldRule(name="image_encoder", default=_NO_PART, values=_PART, why=_NOT_LOADED),
     FieldRule(name="feature_extractor", default=_NO_PART, values=_PART, why=_NOT_LOADED),
 )
-# Library and class of each part but the scheduler.
-_CLASSES = {
-    "unet": ("diffusers", "UNet2DConditionModel"),
-    "vae": ("diffusers", "AutoencoderKL"),
-    "text_encoder": ("transformers", "CLIPTextModel"),
-    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
-    "tokenizer": ("transformers", "CLIPTokenizer"),
-    "tokenizer_2": ("transformers", "CLIPTokenizer"),
-}
-_KNOWN_PARTS = frozenset({*_CLASSES, "scheduler", "image_encoder", "feature_extractor"})
+_NOT_LOADED_PARTS = frozenset({"image_encoder", "feature_extractor"})
 # Published folders of Stable Diffusion have a filter of pictures, which the suite does not run.
 _IGNORED = frozenset({"safety_checker"})
-_ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer"}
+_ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer", "T5Tokenizer": "T5TokenizerFast"}
 TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole(1)),)
+_T5_TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=ANY),)
 
 
 def check_configurations(
@@ -173,31 +180,30 @@ def check_configurations(
         preset: The model's bottega.json, which overrides its scheduler_config.json.
     """
     problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index, family)]
-    scheduler_rules = partial(_check_scheduler, preset or Preset())
-    unet_rules = partial(check_unet_config, added_conditions=FAMILIES[family].has_two_encoders)
-    rules: Mapping[str, _Rules] = {**_RULES, "scheduler": scheduler_rules, "unet": unet_rules}
+    scheduler_rules = partial(_check_scheduler, preset or Preset(), family)
+    rules: dict[str, _Rules] = {part: _RULES[class_of(part, family)] for part in PARTS[family]}
+    rules |= {"scheduler": scheduler_rules, "vae": partial(check_vae_config, shifts=family == SD3)}
+    if UNET in rules:
+        rules[UNET] = partial(check_unet_config, added_conditions=FAMILIES[family].has_two_encoders)
     for part, config in configs.items():
-        problems += [f"{part}/{CONFIG_FILES[part]}: {sentence}" for sentence in rules[part](config)]
-    if not problems and configs.keys() >= config_files(family).keys():
-        problems += check_parts_together(configs)
+        problems += [f"{part}/{config_file(part)}: {sentence}" for sentence in rules[part](config)]
+    if not problems and configs.keys() >= config_files(family, index).keys():
+        problems += check_parts_together(configs, family)
     return problems
 
 
 def check_index(index: Mapping[str, object], family: str = SDXL) -> Iterator[str]:
     """Yield a sentence for each field of model_index.json, and each class of a part, that is not served."""
     yield from broken_fields(INDEX_RULES, index)
-    parts = config_files(family)
-    for part, (library, name) in _CLASSES.items():
-        if part not in parts:
-            continue
+    classes = {part: names for part, names in PARTS[family].items() if part in config_files(family, index)}
+    for part, (library, name) in classes.items():
         entry = index.get(part)
         found = [_ALIASES.get(str(each), each) for each in entry] if isinstance(entry, list) else entry
         if found != [library, name]:
             yield f"{part} must be {shown([library, name])}, not {shown(entry)}: no other class is served"
     for name, entry in index.items():
-        known = name in _KNOWN_PARTS and (name in parts or name not in _CLASSES)
-        ignored = family != SDXL and name in _IGNORED
-        if not (known or ignored) and isinstance(entry, list) and entry != _NO_PART:
+        known = {*classes, "scheduler", *_NOT_LOADED_PARTS, *(() if family == SDXL else _IGNORED)}
+        if name not in known and isinstance(entry, list) and entry != _NO_PART:
             what = excerpt(name, _SHOWN_CHARACTERS)
             yield f"{what} is a part that is not served: pictures would be drawn without it; remove it from the model"
     scheduler = index.get("scheduler")
@@ -205,8 +211,13 @@ def check_index(index: Mapping[str, object], family: str = SDXL) -> Iterator[str
         yield f'scheduler must be ["diffusers", "CLASS"], not {shown(scheduler)}'
 
 
-def _check_scheduler(preset: Preset, config: Mapping[str, object]) -> Iterator[str]:
+def _check_scheduler(preset: Preset, family: str, config: Mapping[str, object]) -> Iterator[str]:
     """Yield a sentence for each field of the scheduler, with the preset applied, that is not served."""
+    name = config.get("_class_name")
+    if name in SCHEDULER_RULES and (name == FLOW_MATCHING) != (TRANSFORMER in PARTS[family]):
+        trained = "with flow matching" if TRANSFORMER in PARTS[family] else "to predict noise"
+        yield f"_class_name is {shown(name)}, and models of {TITLES[family]} were trained {trained}"
+        return
     yield from check_scheduler_config({**config, **preset.scheduler_overrides}, sampler=preset.sampler or "")
 
 
@@ -215,21 +226,31 @@ def check_tokenizer_config(config: Mapping[str, object]) -> Iterator[str]:
     yield from broken_fields(TOKENIZER_RULES, config)
 
 
-def check_parts_together(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def check_parts_together(configs: Mapping[str, Mapping[str, Any]], family: str = SDXL) -> Iterator[str]:
     """Yield a sentence, with the file's name, for each field that does not fit another part.
 
     Args:
         configs: Configurations by part, of all parts. Each must be valid.
     """
-    filled = {part: with_defaults(_TABLES[part], config) for part, config in configs.items() if part in _TABLES}
-    yield from _broken_widths(filled)
+    filled = {
+        part: filled_config(class_of(part, family), config) for part, config in configs.items() if part != "scheduler"
+    }
+    yield from _broken_transformer_widths(filled) if TRANSFORMER in filled else _broken_widths(filled)
     yield from _broken_sizes(filled)
     yield from _broken_lengths(filled)
+    encoders = [part for part in filled if part.startswith("text_encoder")]
+    tokenizers = [part for part in filled if part.startswith("tokenizer")]
+    if len(encoders) != len(tokenizers):
+        yield f"{INDEX_FILE}: a text encoder and its tokenizer must both be there, or both be [null, null]"
 
 
-def filled_config(part: str, config: Mapping[str, object]) -> dict[str, Any]:
-    """Return a part's configuration with the defaults of Diffusers or transformers for missing fields."""
-    return with_defaults(_TABLES[part], config)
+def filled_config(kind: str, config: Mapping[str, object]) -> dict[str, Any]:
+    """Return a part's configuration with the defaults of Diffusers or transformers for missing fields.
+
+    Args:
+        kind: Name of the part's class; see `class_of`.
+    """
+    return with_defaults(_TABLES[kind], config)
 
 
 def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -260,17 +281,37 @@ def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             yield f"unet/config.json: {name} must be {width}, {why}, not {unet[name]}"
 
 
+def _broken_transformer_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each width of the transformer that differs from the text encoders' outputs."""
+    transformer, encoders = configs[TRANSFORMER], [configs["text_encoder"], configs["text_encoder_2"]]
+    if any(encoder["projection_dim"] is None for encoder in encoders):
+        yield "text_encoder/config.json and that of text_encoder_2: projection_dim must be a whole number from 1"
+        return
+    pooled = sum(encoder["projection_dim"] for encoder in encoders)
+    if transformer["pooled_projection_dim"] != pooled:
+        why = "projection_dim of text_encoder and of text_encoder_2 together"
+        yield f"transformer/config.json: pooled_projection_dim must be {pooled}, {why}"
+    joined, context = sum(encoder["hidden_size"] for encoder in encoders), transformer["joint_attention_dim"]
+    if joined > context:
+        why = "hidden_size of text_encoder and of text_encoder_2 together"
+        yield f"transformer/config.json: joint_attention_dim must be at least {joined}, {why}, not {context}"
+    t5 = configs.get("text_encoder_3")
+    if t5 is not None and t5["d_model"] != context:
+        yield f"transformer/config.json: joint_attention_dim must be {t5['d_model']}, d_model of text_encoder_3"
+
+
 def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each size of the UNet's latent that does not fit the VAE."""
-    unet, vae = configs["unet"], configs["vae"]
-    name = "in_channels" if unet["in_channels"] == unet["out_channels"] else "out_channels"
+    """Yield a sentence for each size of the denoising network's latent that does not fit the VAE."""
+    part, vae = TRANSFORMER if TRANSFORMER in configs else UNET, configs["vae"]
+    network = configs[part]
+    name = "in_channels" if network["in_channels"] == network["out_channels"] else "out_channels"
     channels = vae["latent_channels"]
-    if unet[name] != channels:
-        yield f"unet/config.json: {name} must be {channels}, as latent_channels of the VAE is, not {unet[name]}"
-    size = unet["sample_size"] * latent_scale(vae)
+    if network[name] != channels:
+        yield f"{part}/config.json: {name} must be {channels}, as latent_channels of the VAE is, not {network[name]}"
+    size = network["sample_size"] * latent_scale(vae)
     if size % _SIZE_MULTIPLE:
         yield (
-            f"unet/config.json: sample_size must give pictures whose sides are multiples of {_SIZE_MULTIPLE} pixels, "
+            f"{part}/config.json: sample_size must give pictures whose sides are multiples of {_SIZE_MULTIPLE} pixels, "
             f"not {size}"
         )
 
@@ -292,18 +333,24 @@ def _broken_lengths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 _TABLES: Mapping[str, Sequence[FieldRule]] = {
-    "text_encoder": TEXT_ENCODER_RULES,
-    "text_encoder_2": TEXT_ENCODER_RULES,
-    "tokenizer": TOKENIZER_RULES,
-    "tokenizer_2": TOKENIZER_RULES,
-    "unet": UNET_RULES,
-    "vae": VAE_RULES,
+    "CLIPTextModel": TEXT_ENCODER_RULES,
+    "CLIPTextModelWithProjection": TEXT_ENCODER_RULES,
+    "T5EncoderModel": T5_RULES,
+    "CLIPTokenizer": TOKENIZER_RULES,
+    "T5TokenizerFast": _T5_TOKENIZER_RULES,
+    "UNet2DConditionModel": UNET_RULES,
+    "SD3Transformer2DModel": SD3_RULES,
+    "AutoencoderKL": VAE_RULES,
 }
-# Checks of each part's configuration.
+"""Rules for the fields of a part's configuration, by its class."""
+# Checks of each class's configuration.
 _RULES: Mapping[str, _Rules] = {
-    "text_encoder": check_text_encoder_config,
-    "text_encoder_2": check_text_encoder_config,
-    "tokenizer": check_tokenizer_config,
-    "tokenizer_2": check_tokenizer_config,
-    "vae": check_vae_config,
+    "CLIPTextModel": check_text_encoder_config,
+    "CLIPTextModelWithProjection": check_text_encoder_config,
+    "T5EncoderModel": partial(broken_fields, T5_RULES),
+    "CLIPTokenizer": check_tokenizer_config,
+    "T5TokenizerFast": lambda _config: (),
+    "UNet2DConditionModel": check_unet_config,
+    "SD3Transformer2DModel": check_sd3_config,
+    "AutoencoderKL": check_vae_config,
 }

@@ -293,6 +293,14 @@ def controlnet_layout(config: NetworkConfig) -> ControlLayout:
 
 
 def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
+    if "joint_attention_dim" in config:  # a transformer, for which no ControlNets are served
+        return ControlLayout(
+            latent_channels=config["in_channels"],
+            context_width=config["joint_attention_dim"],
+            pooled_width=config["pooled_projection_dim"],
+            latent_scale=latent_scale,
+            points=(),
+        )
     pooled = 0
     if config.get("addition_embed_type") == TEXT_TIME:
         pooled = config["projection_class_embeddings_input_dim"] - TIME_IDS * config["addition_time_embed_dim"]

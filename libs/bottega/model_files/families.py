@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from shlex import quote
 
-from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES, served_titles, with_article
+from bottega.model_files.family_names import SD3, SD15, SD21, SDXL, TITLES, served_titles, with_article
 from bottega.model_files.json_files import read_json_object
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.plain_text import excerpt
@@ -24,7 +24,7 @@ _STABLE_DIFFUSION = "Stable Diffusion"
 # Families by the beginning of the pipeline's class name in Diffusers, longest first.
 _FAMILIES = {
     "StableDiffusionXL": SDXL,
-    "StableDiffusion3": "Stable Diffusion 3",
+    "StableDiffusion3": SD3,
     "StableDiffusion": _STABLE_DIFFUSION,
     "Flux": "FLUX",
     "Kandinsky": "Kandinsky",
@@ -43,7 +43,13 @@ _SDXL_PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipelin
 _SD_PIPELINES = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
 LCM_PIPELINE = "LatentConsistencyModelPipeline"
 """Pipeline of Stable Diffusion 1 for UNets that read the guidance scale; it draws as StableDiffusionPipeline does."""
-_PIPELINES = {SD15: (*_SD_PIPELINES, LCM_PIPELINE), SD21: _SD_PIPELINES, SDXL: _SDXL_PIPELINES}
+_SD3_PIPELINES = ("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline")
+_PIPELINES = {
+    SD15: (*_SD_PIPELINES, LCM_PIPELINE),
+    SD21: _SD_PIPELINES,
+    SDXL: _SDXL_PIPELINES,
+    SD3: _SD3_PIPELINES,
+}
 
 
 def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SD15, SD21, SDXL = "sd15", "sd21", "sdxl"
+SD15, SD21, SDXL, SD3 = "sd15", "sd21", "sdxl", "sd3"
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 """What UNets predict, by the names of Diffusers."""
 EPSILON, V_PREDICTION, _ = PREDICTION_TYPES
@@ -13,7 +13,7 @@ EPSILON, V_PREDICTION, _ = PREDICTION_TYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFacts:
-    """The facts that hold for all published models of a family, and which no tensor tells.
+    """The facts that hold for all published models of a family with a UNet, and which no tensor tells.
 
     Sources are the folders stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and
     -2-1-base, and stabilityai/stable-diffusion-xl-base-1.0.
@@ -83,8 +83,52 @@ FAMILIES: Mapping[str, FamilyFacts] = {
         open_clip=frozenset({"text_encoder_2"}),
     ),
 }
-TITLES: Mapping[str, str] = {name: family.title for name, family in FAMILIES.items()}
+"""The families of which single files are converted."""
+TITLES: Mapping[str, str] = {name: family.title for name, family in FAMILIES.items()} | {SD3: "Stable Diffusion 3"}
 """Display names of the families whose folders are checked part by part."""
+
+UNET, TRANSFORMER = "unet", "transformer"
+"""Parts of the denoising network; a family has one of them."""
+PartClass = tuple[str, str]
+"""Library and class of a part."""
+_CLIP_TEXT = ("transformers", "CLIPTextModel")
+_CLIP_PROJECTING = ("transformers", "CLIPTextModelWithProjection")
+_CLIP_TOKENIZER = ("transformers", "CLIPTokenizer")
+_VAE = ("diffusers", "AutoencoderKL")
+_STABLE_DIFFUSION: Mapping[str, PartClass] = {
+    "text_encoder": _CLIP_TEXT,
+    "tokenizer": _CLIP_TOKENIZER,
+    UNET: ("diffusers", "UNet2DConditionModel"),
+    "vae": _VAE,
+}
+PARTS: Mapping[str, Mapping[str, PartClass]] = {
+    SD15: _STABLE_DIFFUSION,
+    SD21: _STABLE_DIFFUSION,
+    SDXL: {**_STABLE_DIFFUSION, "text_encoder_2": _CLIP_PROJECTING, "tokenizer_2": _CLIP_TOKENIZER},
+    SD3: {
+        "text_encoder": _CLIP_PROJECTING,
+        "text_encoder_2": _CLIP_PROJECTING,
+        "text_encoder_3": ("transformers", "T5EncoderModel"),
+        "tokenizer": _CLIP_TOKENIZER,
+        "tokenizer_2": _CLIP_TOKENIZER,
+        "tokenizer_3": ("transformers", "T5TokenizerFast"),
+        TRANSFORMER: ("diffusers", "SD3Transformer2DModel"),
+        "vae": _VAE,
+    },
+}
+"""Parts of each family but the scheduler, whose class may differ between models."""
+OPTIONAL_PARTS: Mapping[str, frozenset[str]] = {SD3: frozenset({"text_encoder_3", "tokenizer_3"})}
+"""Parts that a model may leave out together. Stable Diffusion 3 then reads zeros in place of T5's states."""
+
+
+def class_of(part: str, family: str) -> str:
+    """Return the name of a part's class; that of an unknown family is as in SDXL."""
+    return PARTS.get(family, PARTS[SDXL])[part][1]
+
+
+def denoiser_part(family: str) -> str:
+    """Return the part that is the denoising network of a family's models."""
+    return TRANSFORMER if TRANSFORMER in PARTS[family] else UNET
 
 
 def served_titles() -> str:

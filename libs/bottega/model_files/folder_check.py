@@ -13,19 +13,19 @@ from typing import Any
 from bottega.miniature import WEIGHTS
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
 from bottega.model_files.families import describe_other, family_of
+from bottega.model_files.family_names import PARTS, class_of, denoiser_part
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
 from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
-from bottega.model_files.tensor_check import check_tensors
+from bottega.model_files.tensor_check import EXPECTED_TENSORS, check_tensors
 from bottega.model_files.vae_rules import latent_scale
 from bottega.model_files.weights import DIFFUSERS, TRANSFORMERS, Weights, choose_variant, read_weights, variants_of
 from bottega.plain_text import excerpt
 
-_NAMING = {"text_encoder": TRANSFORMERS, "text_encoder_2": TRANSFORMERS, "unet": DIFFUSERS, "vae": DIFFUSERS}
-_TOKENIZERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 # Tokenizer files of CLIP have 2 MiB.
 _MAX_TOKENIZER_BYTES = 32 << 20
 _SHOWN_CHARACTERS = 60
+_T5_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
 _SPECIAL = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 
 
@@ -54,7 +54,7 @@ def check_model_folder(folder: Path, variant: str = "", *, vae: Path | None = No
 
 
 def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant: str, vae: Path | None) -> ModelReport:
-    files = config_files(family)
+    files = config_files(family, index)
     places = {name: folder / name for name in files}
     if vae is not None:
         places["vae"] = vae
@@ -67,10 +67,10 @@ def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant
     except ValueError as error:
         problems.append(f"{PRESET_FILE}: {error}")
     problems += check_configurations(index, configs, preset, family)
-    weights, broken = _read_weights(places, variant)
+    weights, broken = _read_weights(places, family, variant)
     problems += broken
     if not problems:
-        problems += _check_contents(places, configs, weights)
+        problems += _check_contents(places, family, configs, weights)
     proposal = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"])
     return ModelReport(
         folder=folder,
@@ -80,7 +80,7 @@ def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant
             name: _part(name, place, index, configs.get(name, {}), weights.get(name)) for name, place in places.items()
         },
         variant=next((part.variant for part in weights.values() if part.variant), ""),
-        default_size=0 if problems else _default_size(configs),
+        default_size=0 if problems else _default_size(configs, family),
         problems=tuple(problems),
         proposal=proposal,
     )
@@ -117,11 +117,15 @@ def _read_configs(
     return configs, problems
 
 
-def _read_weights(places: Mapping[str, Path], wanted: str) -> tuple[dict[str, Weights], list[str]]:
+def _read_weights(places: Mapping[str, Path], family: str, wanted: str) -> tuple[dict[str, Weights], list[str]]:
     """Return each part's weights in the variant to be loaded, and a sentence for each part without any."""
     variants, problems = {}, []
     weights: dict[str, Weights] = {}
-    there = {name: naming for name, naming in _NAMING.items() if name in places and is_there(places[name])}
+    there = {
+        name: DIFFUSERS if PARTS[family][name][0] == "diffusers" else TRANSFORMERS
+        for name, place in places.items()
+        if name != "scheduler" and class_of(name, family) in EXPECTED_TENSORS and is_there(place)
+    }
     for name, naming in there.items():
         try:
             variants[name] = variants_of(places[name], naming)
@@ -142,16 +146,23 @@ def _read_weights(places: Mapping[str, Path], wanted: str) -> tuple[dict[str, We
 
 
 def _check_contents(
-    places: Mapping[str, Path], configs: Mapping[str, Mapping[str, object]], weights: Mapping[str, Weights]
+    places: Mapping[str, Path],
+    family: str,
+    configs: Mapping[str, Mapping[str, object]],
+    weights: Mapping[str, Weights],
 ) -> Iterator[str]:
     """Yield a sentence for each part whose tensors or tokens do not fit its configuration, which must be valid."""
     for name, part in weights.items():
-        yield from check_tensors(name, filled_config(name, configs[name]), part)
-    for name, encoder in _TOKENIZERS.items():
-        if name not in configs:
+        kind = class_of(name, family)
+        yield from check_tensors(name, kind, filled_config(kind, configs[name]), part)
+    for name in configs:
+        encoder = name.replace("tokenizer", "text_encoder")
+        if encoder == name:
             continue
-        vocab_size = filled_config(encoder, configs[encoder])["vocab_size"]
-        yield from check_tokenizer(places[name], configs[name], vocab_size=vocab_size)
+        kind = class_of(encoder, family)
+        vocab_size = filled_config(kind, configs[encoder])["vocab_size"]
+        check = check_tokenizer if kind.startswith("CLIP") else check_t5_tokenizer
+        yield from check(places[name], configs[name], vocab_size=vocab_size)
 
 
 def _part(
@@ -172,9 +183,9 @@ def _part(
     )
 
 
-def _default_size(configs: Mapping[str, Mapping[str, object]]) -> int:
-    unet, vae = (filled_config(name, configs[name]) for name in ("unet", "vae"))
-    return int(unet["sample_size"]) * latent_scale(vae)
+def _default_size(configs: Mapping[str, Mapping[str, object]], family: str) -> int:
+    denoiser, vae = (filled_config(class_of(name, family), configs[name]) for name in (denoiser_part(family), "vae"))
+    return int(denoiser["sample_size"]) * latent_scale(vae)
 
 
 def _class_name(index: Mapping[str, object], part: str) -> str:
@@ -220,6 +231,43 @@ def check_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: i
                 f"{where}: the vocabulary lacks {excerpt(token, _SHOWN_CHARACTERS)}, the {name} of "
                 f"{folder.name}/tokenizer_config.json; download the tokenizer again"
             )
+            return
+
+
+def check_t5_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: int) -> Iterator[str]:
+    """Yield a sentence, with the file's name, for each fault of the tokenizer.json of T5's tokenizer.
+
+    Args:
+        folder: Folder of the tokenizer.
+        config: Contents of its tokenizer_config.json.
+        vocab_size: Number of tokens that the text encoder knows.
+    """
+    where = f"{folder.name}/tokenizer.json"
+    try:
+        values = read_json_object(folder / "tokenizer.json", max_bytes=_MAX_TOKENIZER_BYTES)
+    except ValueError as error:
+        yield f"{where}: {error}"
+        return
+    model, added = values.get("model"), values.get("added_tokens")
+    pieces = model.get("vocab") if isinstance(model, dict) and model.get("type") == "Unigram" else None
+    if not isinstance(pieces, list) or not pieces or not isinstance(added, list):
+        yield f"{where}: it is no Unigram tokenizer with model and added_tokens; download T5's tokenizer"
+        return
+    if not all(isinstance(piece, list) and len(piece) == 2 and isinstance(piece[0], str) for piece in pieces):
+        yield f"{where}: its vocabulary is no list of tokens with numbers; {DOWNLOAD_AGAIN}"
+        return
+    known = {piece[0] for piece in pieces} | {token.get("content") for token in added if isinstance(token, dict)}
+    if len(known) > vocab_size:
+        yield (
+            f"{where}: it has {len(known)} tokens and the text encoder knows {vocab_size} (vocab_size); download both "
+            "from one model"
+        )
+    for name, default in _T5_SPECIAL.items():
+        token = _text(config.get(name, default))
+        if token not in known:
+            shown = excerpt(token, _SHOWN_CHARACTERS)
+            what = f"the {name} of {folder.name}/tokenizer_config.json"
+            yield f"{where}: the vocabulary lacks {shown}, {what}; download the tokenizer again"
             return
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bottega.model_files.family_names import TITLES
+from bottega.model_files.family_names import TITLES, denoiser_part
 from bottega.model_files.presets import PRESET_FILE, Proposal, preset_text
 
 
@@ -43,7 +43,7 @@ class ModelReport:
 
     folder: Path
     family: str = ""
-    """`sd15`, `sd21` or `sdxl`, else the display name of another kind of model; empty if unknown."""
+    """`sd15`, `sd21`, `sdxl` or `sd3`, else the display name of another kind of model; empty if unknown."""
     pipeline_class: str = ""
     """`_class_name` of model_index.json."""
     parts: Mapping[str, PartReport] = field(default_factory=dict)
@@ -61,6 +61,11 @@ class ModelReport:
     def family_title(self) -> str:
         """Display name of the family, such as `SDXL` or `Stable Diffusion 1`; empty if unknown."""
         return TITLES.get(self.family, self.family)
+
+    @property
+    def denoiser(self) -> PartReport:
+        """The denoising network of a model that can be served."""
+        return self.parts[denoiser_part(self.family)]
 
     @property
     def edits_only(self) -> bool:

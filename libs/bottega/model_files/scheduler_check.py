@@ -15,6 +15,7 @@ from bottega.model_files.field_rules import (
     with_defaults,
 )
 from bottega.model_files.scheduler_rules import (
+    FLOW_MATCHING,
     REQUESTED_SIGMAS,
     SAMPLER_CLASSES,
     SAMPLER_OVERRIDES,
@@ -55,6 +56,12 @@ def sampler_problems(sampler: str, config: Mapping[str, object]) -> list[str]:
     table = SCHEDULER_RULES[SAMPLER_CLASSES[sampler]]
     if sampler in _EDM_SAMPLERS and config.get("_class_name") not in {SAMPLER_CLASSES[name] for name in _EDM_SAMPLERS}:
         return ["it is for models that were trained with EDM's noise levels"]
+    flows = config.get("_class_name") == FLOW_MATCHING
+    if flows != (SAMPLER_CLASSES[sampler] == FLOW_MATCHING):
+        what = (
+            "predict noise, and this one was trained with flow matching" if flows else "were trained with flow matching"
+        )
+        return [f"it is for models that {what}"]
     config = {**config, **SAMPLER_OVERRIDES.get(sampler, {})}
     problems = list(broken_fields(table, config))
     # Rules between fields assume valid fields.
@@ -76,6 +83,8 @@ def _broken_together(class_name: str, config: Mapping[str, Any]) -> Iterator[str
             yield from _broken_zero_snr(config, has_last_timestep=config["timestep_spacing"] != "leading")
         case "LCMScheduler" | "TCDScheduler":
             yield from _broken_zero_snr(config, has_last_timestep=True)
+        case "FlowMatchEulerDiscreteScheduler" if config["max_image_seq_len"] <= config["base_image_seq_len"]:
+            yield f"max_image_seq_len must be above base_image_seq_len ({config['base_image_seq_len']})"
         case "EulerDiscreteScheduler":
             yield from _broken_continuous(config)
         case "DPMSolverMultistepScheduler" | "DPMSolverSinglestepScheduler":

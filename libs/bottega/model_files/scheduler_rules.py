@@ -26,6 +26,8 @@ from bottega.model_files.field_rules import (
     whole,
 )
 
+FLOW_MATCHING = "FlowMatchEulerDiscreteScheduler"
+"""Class of the schedulers of models that were trained with flow matching."""
 SAMPLER_CLASSES: Mapping[str, str] = MappingProxyType(
     {
         "euler": "EulerDiscreteScheduler",
@@ -46,6 +48,7 @@ SAMPLER_CLASSES: Mapping[str, str] = MappingProxyType(
         "heun": "HeunDiscreteScheduler",
         "kdpm2": "KDPM2DiscreteScheduler",
         "kdpm2_ancestral": "KDPM2AncestralDiscreteScheduler",
+        "flow_match_euler": FLOW_MATCHING,
     }
 )
 """The served samplers, as requests name them, with their classes in Diffusers; a class's own sampler comes first."""
@@ -59,7 +62,6 @@ UNSERVED_CLASSES: Mapping[str, str] = MappingProxyType(
     {
         "CosineDPMSolverMultistepScheduler": "it is for models of sound",
         "DPMSolverSDEScheduler": "it needs torchsde, which is not installed with the suite",
-        "FlowMatchEulerDiscreteScheduler": "it is for models that were trained with flow matching",
     }
 )
 """Classes of Diffusers that are known and not served, each with its reason."""
@@ -73,18 +75,18 @@ CONVERTED_SIGMAS = (*REQUESTED_SIGMAS, "use_lu_lambdas", "use_flow_sigmas")
 """Fields with which a scheduler computes its own sigmas, one for each step."""
 
 
+_TRAIN_TIMESTEPS = FieldRule(
+    name="num_train_timesteps",
+    default=1000,
+    values=whole(1, _MOST_TRAIN_TIMESTEPS),
+    why="each of them takes memory; published models have 1000",
+)
+
+
 def _betas(start: float, end: float, schedule: str) -> tuple[FieldRule, ...]:
     """Return the rules for the noise of training, with a class's defaults."""
     return (
-        FieldRule(
-            name="num_train_timesteps",
-            default=1000,
-            values=Values(
-                text=f"a whole number from 1 to {_MOST_TRAIN_TIMESTEPS}",
-                accepts=lambda value: whole(1).accepts(value) and value <= _MOST_TRAIN_TIMESTEPS,  # type: ignore[operator]
-            ),
-            why="each of them takes memory; published models have 1000",
-        ),
+        _TRAIN_TIMESTEPS,
         FieldRule(name="beta_start", default=start, values=_SHARE),
         FieldRule(name="beta_end", default=end, values=_SHARE),
         FieldRule(name="beta_schedule", default=schedule, values=only("linear", "scaled_linear", "squaredcos_cap_v2")),
@@ -173,6 +175,20 @@ _DYNAMIC_SHIFTING = (
 _FLOW_SIGMAS = (
     FieldRule(name="use_flow_sigmas", default=False, values=FLAG),
     FieldRule(name="flow_shift", default=1.0, values=POSITIVE),
+)
+_FLOW_MATCHING = (
+    _TRAIN_TIMESTEPS,
+    FieldRule(name="shift", default=1.0, values=POSITIVE),
+    FieldRule(name="use_dynamic_shifting", default=False, values=FLAG),
+    FieldRule(name="base_shift", default=0.5, values=number("a number")),
+    FieldRule(name="max_shift", default=1.15, values=number("a number")),
+    FieldRule(name="base_image_seq_len", default=256, values=whole(1)),
+    FieldRule(name="max_image_seq_len", default=4096, values=whole(1)),
+    FieldRule(name="invert_sigmas", default=False, values=OFF, why="only models of video use it"),
+    FieldRule(name="shift_terminal", default=None, values=NULL | _SHARE),
+    *_SIGMA_RULES,
+    FieldRule(name="time_shift_type", default="exponential", values=only("exponential", "linear")),
+    FieldRule(name="stochastic_sampling", default=False, values=FLAG),
 )
 _SOLVER_ORDER = FieldRule(name="solver_order", default=2, values=only(1, 2, 3), why="Diffusers has no other solvers")
 _CLIPPED_LAMBDA = FieldRule(
@@ -328,6 +344,7 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
         ),
         "KDPM2DiscreteScheduler": _second_order("epsilon", "v_prediction"),
         "KDPM2AncestralDiscreteScheduler": _second_order("epsilon", "v_prediction"),
+        FLOW_MATCHING: _FLOW_MATCHING,
         "LCMScheduler": _consistency(),
         "TCDScheduler": _consistency(),
         "EDMEulerScheduler": _EDM_LEVELS,

@@ -17,7 +17,7 @@ from typing import Any
 from bottega.errors import InvalidRequest
 from bottega.model_files.configuration_rules import check_configurations, filled_config
 from bottega.model_files.controlnet_config import read_network_config
-from bottega.model_files.family_names import FAMILIES
+from bottega.model_files.family_names import FAMILIES, SDXL, class_of
 from bottega.model_files.single_file import (
     DIFFUSERS_HINT,
     OTHER_VERSION,
@@ -321,7 +321,8 @@ def expected_tensors(part: str, config: Config) -> Tensors:
             return controlnet_tensors(read_network_config(json.dumps(config).encode()).fields)
         except InvalidRequest as error:
             raise ValueError(error.message) from None
-    return EXPECTED_TENSORS[part](filled_config(part, config))
+    kind = class_of(part, SDXL)  # of all families whose files are converted
+    return EXPECTED_TENSORS[kind](filled_config(kind, config))
 
 
 def configurations_of(source: SingleFile) -> dict[str, Config]:

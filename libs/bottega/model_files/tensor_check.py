@@ -1,9 +1,9 @@
 """Checks the names and shapes of a part's tensors, in the headers of its files, against its configuration.
 
 `unet_tensors`, `controlnet_tensors`, `vae_tensors` and `text_encoder_tensors` yield the names and shapes in a network's
-`state_dict()`. They require a valid configuration with a value for each field that they read; see `unet_rules`,
-`controlnet_config`, `vae_rules` and `text_encoder_rules`. They yield one tensor at a time, because a configuration may
-describe any number.
+`state_dict()`; those of transformers are in `transformer_rules`. They require a valid configuration with a value for
+each field that they read; see `unet_rules`, `controlnet_config` and `vae_rules`. They yield one tensor at a time,
+because a configuration may describe any number.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
+from bottega.model_files.transformer_rules import sd3_tensors, t5_tensors
 from bottega.model_files.weights import FLOATING_POINT, Weights
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS
@@ -27,19 +28,20 @@ _GATED = 2
 _CROSS_ATTENTION = "CrossAttn"
 _SHOWN_CHARACTERS = 120
 _TEXT_PREFIX = "text_model."
-# A tensor that published text encoders have in addition.
-_POSITIONS = "embeddings.position_ids"
+# Tensors that published text encoders have in addition: positions of CLIP, and a copy of T5's embeddings.
+_ADDITIONAL = frozenset({"embeddings.position_ids", "encoder.embed_tokens.weight"})
 _OLD_VAE_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def check_tensors(part: str, config: Mapping[str, Any], weights: Weights) -> Iterator[str]:
+def check_tensors(part: str, kind: str, config: Mapping[str, Any], weights: Weights) -> Iterator[str]:
     """Yield a sentence for each way in which a part's tensors differ from those of its configuration.
 
     Args:
-        part: `unet`, `vae`, `text_encoder` or `text_encoder_2`.
+        part: Name of the part, such as `text_encoder`.
+        kind: Name of its class, of EXPECTED_TENSORS.
         config: Valid configuration of the part with all defaults.
     """
-    wanted = dict(islice(EXPECTED_TENSORS[part](config), MAX_TENSORS + 1))
+    wanted = dict(islice(EXPECTED_TENSORS[kind](config), MAX_TENSORS + 1))
     if len(wanted) > MAX_TENSORS:
         yield f"{part}/config.json: it asks for over {MAX_TENSORS} tensors; download the file again"
         return
@@ -68,7 +70,9 @@ def check_tensors(part: str, config: Mapping[str, Any], weights: Weights) -> Ite
             return
     # Diffusers and transformers ignore tensors outside the network's modules. Inside one, the network differs.
     modules = {name.split(".")[0] for name in wanted}
-    unused = [name for name in found if name not in wanted and name.split(".")[0] in modules and name != _POSITIONS]
+    unused = [
+        name for name in found if name not in wanted and name.split(".")[0] in modules and name not in _ADDITIONAL
+    ]
     if unused:
         yield (
             f"{where}: {len(unused)} tensors have no place in the network that config.json describes, such as "
@@ -376,9 +380,11 @@ def _norm(name: str, width: int) -> Tensors:
 
 
 EXPECTED_TENSORS: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
-    "unet": unet_tensors,
-    "vae": vae_tensors,
-    "text_encoder": partial(text_encoder_tensors, projects=False),
-    "text_encoder_2": partial(text_encoder_tensors, projects=True),
+    "UNet2DConditionModel": unet_tensors,
+    "SD3Transformer2DModel": sd3_tensors,
+    "AutoencoderKL": vae_tensors,
+    "CLIPTextModel": partial(text_encoder_tensors, projects=False),
+    "CLIPTextModelWithProjection": partial(text_encoder_tensors, projects=True),
+    "T5EncoderModel": t5_tensors,
 }
-"""For each part, a function that yields its tensors from its valid configuration with all defaults."""
+"""For each class, a function that yields its tensors from its valid configuration with all defaults."""

@@ -71,7 +71,7 @@ VAE_RULES = (
         name="shift_factor",
         default=None,
         values=only(None, 0),
-        why="SDXL's pipeline applies none, so that colours shift",
+        why="only pipelines of Stable Diffusion 3 shift latents",
     ),
     FieldRule(name="latents_mean", default=None, values=NULL | _NUMBERS),
     FieldRule(name="latents_std", default=None, values=NULL | _NUMBERS),
@@ -82,13 +82,19 @@ VAE_RULES = (
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
 
+_ANY_SHIFT = FieldRule(name="shift_factor", default=None, values=NULL | number("a number"))
 
-def check_vae_config(config: Mapping[str, object]) -> Iterator[str]:
+
+def check_vae_config(config: Mapping[str, object], *, shifts: bool = False) -> Iterator[str]:
     """Yield a sentence for each field of the VAE's config.json whose value is not served.
 
     A sentence names the field and says what to do; the caller puts the file's name before it.
+
+    Args:
+        shifts: Whether the family's pipelines apply `shift_factor`.
     """
-    broken = list(broken_fields(VAE_RULES, config))
+    rules = [_ANY_SHIFT if shifts and rule.name == _ANY_SHIFT.name else rule for rule in VAE_RULES]
+    broken = list(broken_fields(rules, config))
     # Rules between fields assume valid fields.
     yield from broken or _broken_together(with_defaults(VAE_RULES, config))
 

@@ -64,13 +64,20 @@ def rows_per_image(guidance_scale: float) -> int:
     return 2 if guidance_scale > 1.0 else 1
 
 
-def steps_to_run(num_inference_steps: int, strength: float | None) -> int:
+def steps_to_run(num_inference_steps: int, strength: float | None, *, flows: bool = False) -> int:
     """Return the number of denoising steps of one image. A strength means image-to-image, which skips the first steps.
 
-    Source: get_timesteps of Diffusers' StableDiffusionXLImg2ImgPipeline.
+    Args:
+        num_inference_steps: Number of steps of the whole schedule.
+        strength: Strength of image-to-image; None if no step is skipped.
+        flows: Whether the model was trained with flow matching. A part of a step is then a whole one.
+
+    Source: get_timesteps of Diffusers' StableDiffusionXLImg2ImgPipeline and StableDiffusion3Img2ImgPipeline.
     """
     if strength is None:
         return num_inference_steps
+    if flows:
+        return num_inference_steps - int(max(num_inference_steps - num_inference_steps * strength, 0))
     return min(int(num_inference_steps * strength), num_inference_steps)
 
 

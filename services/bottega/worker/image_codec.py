@@ -44,6 +44,7 @@ SAMPLER_TITLES = {
     Sampler.SAMPLER_HEUN: "Heun",
     Sampler.SAMPLER_KDPM2: "DPM2",
     Sampler.SAMPLER_KDPM2_ANCESTRAL: "DPM2 a",
+    Sampler.SAMPLER_FLOW_MATCH_EULER: "Euler",
 }
 """The samplers by the names of AUTOMATIC1111's web UI, or by names in its manner where it has none."""
 

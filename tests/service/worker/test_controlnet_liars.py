@@ -73,7 +73,7 @@ def base(model: Model) -> ControlLayout:
 
 @pytest.fixture(scope="module")
 def server(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
-    folders = save({"edges": random_controlnet(model.backbone.unet, 0)}, tmp_path_factory.mktemp("nets"))
+    folders = save({"edges": random_controlnet(model.backbone.network, 0)}, tmp_path_factory.mktemp("nets"))
     with linked_server("liars", folders, tmp_path_factory.mktemp("liars")) as server:
         yield server
 
@@ -235,7 +235,7 @@ def test_what_a_link_had_is_given_back_when_it_ends(server: LinkedServer, base: 
 def test_a_draining_server_opens_no_sessions_and_goes_on_with_those_that_are_open(
     model: Model, base: ControlLayout, tmp_path: Path
 ) -> None:
-    folders: Mapping[str, Path] = save({"edges": random_controlnet(model.backbone.unet, 0)}, tmp_path)
+    folders: Mapping[str, Path] = save({"edges": random_controlnet(model.backbone.network, 0)}, tmp_path)
     with linked_server("draining", folders, tmp_path) as server, connect(server.offer(""), soon()) as link:
         send(link, open_message(opening(base)))
         assert heard(link) == (ControlMessageKind.OPENED, 1)

@@ -214,7 +214,7 @@ def test_pictures_and_records_are_those_of_a_whole_worker(parted: Parted, whole:
 
 def test_weights_of_other_stages_are_not_loaded() -> None:
     def kib(model: Model) -> int:
-        networks = (model.backbone.unet, model.vae, *model.text_encoders)
+        networks = (model.backbone.network, model.vae, *model.text_encoders)
         return sum(int(p.nbytes) for network in networks for p in network.parameters() if p.device.type != "meta") >> 10
 
     sizes = {role: kib(loaded(role)) for role in ("encode", "denoise", "decode")}

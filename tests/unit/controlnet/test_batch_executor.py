@@ -35,7 +35,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def cache(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlNetCache]:
-    nets = {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(("edges", "depth"))}
+    nets = {name: random_controlnet(model.backbone.network, seed) for seed, name in enumerate(("edges", "depth"))}
     folders: dict[str, Path] = save(nets, tmp_path_factory.mktemp("nets"))
     with shelf_of(model, folders) as cache:
         yield cache

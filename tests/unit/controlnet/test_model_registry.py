@@ -30,7 +30,7 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def base() -> ControlLayout:
     model = load(published_model())
-    return base_layout(model.backbone.unet.config, model.latent_scale)
+    return base_layout(model.backbone.network.config, model.latent_scale)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_a_request_that_fails_alone_ends_and_the_others_finish(
         bad_sample = bad.job.requests[0].rows()[0].sample
         return RuntimeError("a secret of the engine") if any(torch.equal(row, bad_sample) for row in sample) else None
 
-    with failing(model.backbone.unet.conv_in, is_bad):
+    with failing(model.backbone.network.conv_in, is_bad):
         easel.run()
     assert isinstance(bad.error, InternalError)
     assert "secret" not in bad.error.message

@@ -37,6 +37,7 @@ from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.family_models import (
     FAMILIES,
+    FLOWS,
     SIZE,
     WAYS,
     FamilyStock,
@@ -44,6 +45,7 @@ from tests.samples.family_models import (
     family_model,
     family_table,
     reads_mask,
+    sampler_of,
 )
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, recording
 from tests.support.controlled_engine import Desk, on
@@ -97,7 +99,7 @@ def stock_of(family: str) -> FamilyStock:
 
 def order_of(family: str, key: object = "it", **changes: Any) -> EngineOrder:
     """Return an order for a picture, or for an edit where the model draws nothing else."""
-    spec = replace(SPEC, **changes)
+    spec = replace(SPEC, **{"sampler": sampler_of(family), **changes})
     if not reads_mask(family):
         return EngineOrder(key=key, spec=spec)
     return edit_order(replace(spec, strength=spec.strength or 1.0), IMAGE, MASK, key=key)
@@ -116,13 +118,15 @@ def pixels(image: PIL.Image.Image) -> Tensor:
 
 def mixed_orders(family: str) -> Iterator[EngineOrder]:
     """Yield orders that share turns: of other samplers and guidance, from a picture, and an edit."""
+    only: dict[str, Any] = {"sampler": sampler_of(family)} if family in FLOWS else {}
     yield order_of(family, "euler")
-    yield order_of(family, "ancestral", sampler=SamplerKind.EULER_ANCESTRAL, seed=4)
-    yield order_of(family, "ddim", sampler=SamplerKind.DDIM, guidance_scale=1.0, num_inference_steps=5)
-    yield order_of(family, "dpm++", sampler=SamplerKind.DPMPP_2M, negative_prompt="a circle", seed=6)
+    yield order_of(family, "ancestral", **{"sampler": SamplerKind.EULER_ANCESTRAL, **only}, seed=4)
+    yield order_of(family, "ddim", **{"sampler": SamplerKind.DDIM, **only}, guidance_scale=1.0, num_inference_steps=5)
+    yield order_of(family, "dpm++", **{"sampler": SamplerKind.DPMPP_2M, **only}, negative_prompt="a circle", seed=6)
     if not reads_mask(family):
-        yield EngineOrder(key="from a picture", spec=replace(SPEC, strength=0.5, seed=7), image=pixels(IMAGE))
-        yield edit_order(replace(SPEC, strength=1.0, seed=8), IMAGE, MASK, key="edit")
+        spec = replace(SPEC, **only)
+        yield EngineOrder(key="from a picture", spec=replace(spec, strength=0.5, seed=7), image=pixels(IMAGE))
+        yield edit_order(replace(spec, strength=1.0, seed=8), IMAGE, MASK, key="edit")
 
 
 @families("text to image")
@@ -186,31 +190,32 @@ def test_two_controlnets_on_servers(family: str, tmp_path: Path) -> None:
     assert_close(drawing.latents[0], expected(family, order, networks=networks, control_images=images))
 
 
-def from_picture() -> EngineOrder:
-    spec = replace(SPEC, strength=0.6, num_inference_steps=6)
+def from_picture(family: str) -> EngineOrder:
+    spec = replace(SPEC, strength=0.6, num_inference_steps=6, sampler=sampler_of(family))
     return EngineOrder(key="it", spec=spec, image=pixels(IMAGE))
 
 
 @families("image to image")
 def test_image_to_image(family: str) -> None:
-    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(from_picture())
-    assert_close(drawing.latents[0], expected(family, from_picture()))
+    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(from_picture(family))
+    assert_close(drawing.latents[0], expected(family, from_picture(family)))
 
 
 def test_a_model_that_reads_the_mask_takes_edits_alone_and_masks_no_block() -> None:
     model = model_of("SDXL inpainting")
     engine = make_engine(model, ONE_BY_ONE)
     engine.warm_up()
-    for order in (EngineOrder(key="it", spec=SPEC), from_picture()):
+    for order in (EngineOrder(key="it", spec=SPEC), from_picture("SDXL inpainting")):
         with pytest.raises(InvalidRequest, match="must be set: this is an inpainting model, which only edits pictures"):
             engine.submit(order)
-    assert unsupported(model.backbone.unet) == "the network reads the mask itself"
+    assert unsupported(model.backbone.network) == "the network reads the mask itself"
 
 
 @families("edit")
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 def test_exact_edit(family: str, strength: float) -> None:
-    order = edit_order(replace(SPEC, strength=strength, num_inference_steps=6), IMAGE, MASK)
+    spec = replace(SPEC, strength=strength, num_inference_steps=6, sampler=sampler_of(family))
+    order = edit_order(spec, IMAGE, MASK)
     drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(order)
     assert_close(drawing.latents[0], expected(family, order))
 
@@ -221,7 +226,7 @@ def test_masked_blocks(family: str) -> None:
     model = model_of(family)
     (conditions,) = encode_all_prompts(model, SPEC)
     row = Request(model, SPEC, conditions).rows()[-1]
-    denoiser = denoiser_of(model.backbone.unet, MaskedBackbone(model.backbone.unet))
+    denoiser = denoiser_of(model.backbone.network, MaskedBackbone(model.backbone.network))
     recorded, computed = StepInMemory(), box(1, 2, 4, 4, size=(SIZE // 4, SIZE // 4))
 
     def noise(of: Row) -> Tensor:
@@ -236,7 +241,8 @@ def test_masked_blocks(family: str) -> None:
 
 @families("resume on another worker")
 def test_resumed_on_another_worker(family: str) -> None:
-    order = order_of(family, sampler=SamplerKind.EULER_ANCESTRAL, num_inference_steps=6)
+    sampler = sampler_of(family) if family in FLOWS else SamplerKind.EULER_ANCESTRAL
+    order = order_of(family, sampler=sampler, num_inference_steps=6)
     first = ManualEngine(make_engine(other_model_of(family), ONE_BY_ONE))
     drawing = first.submit(order)
     while not drawing.all(JobCheckpointed):
@@ -277,7 +283,11 @@ def test_cached_start(family: str) -> None:
     fresh = torch.randn(recorded.shape, generator=generator)
     sampler = model_of(family).samplers.open(order.spec.sampling, steps=order.spec.num_inference_steps)
     high, low = (sampler.noise_level(step) for step in (STARTED - 1, STARTED))
-    noised = recorded + math.sqrt(high**2 - low**2) * fresh
+    scale, deviation = 1.0, math.sqrt(high**2 - low**2)
+    if family in FLOWS:  # Latents are (1 - sigma) x0 + sigma n; levels are of a picture of factor 1.
+        signal_before, signal = 1 / (1 + high), 1 / (1 + low)
+        scale, deviation = signal_before / signal, signal_before * deviation
+    noised = scale * recorded + deviation * fresh
 
     def start(step: int, latent: Tensor) -> Tensor:
         return noised if step == STARTED - 2 else latent

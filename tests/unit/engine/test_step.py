@@ -254,7 +254,8 @@ def sides_run(model: Model) -> Iterator[set[int]]:
     def note(_: object, inputs: tuple[Tensor, ...]) -> None:
         sides.add(inputs[0].shape[-1])
 
-    hooks = [part.register_forward_pre_hook(note) for part in (model.backbone.unet.conv_in, model.vae.decoder.conv_in)]
+    parts = (model.backbone.network.conv_in, model.vae.decoder.conv_in)
+    hooks = [part.register_forward_pre_hook(note) for part in parts]
     try:
         yield sides
     finally:

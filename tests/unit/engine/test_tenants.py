@@ -108,7 +108,7 @@ def paced(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Paced]:
     monkeypatch.setattr(devices, "perf_counter", paced.time.monotonic)
     blocks = [module for module in model.vae.modules() if isinstance(module, ResnetBlock2D)]
     hooks = [block.register_forward_pre_hook(paced.layer) for block in blocks]
-    hooks.append(model.backbone.unet.conv_in.register_forward_pre_hook(paced.step))
+    hooks.append(model.backbone.network.conv_in.register_forward_pre_hook(paced.step))
     yield paced
     for hook in hooks:
         hook.remove()

@@ -50,6 +50,7 @@ from bottega.model.model import Model
 from bottega.model.rows import Embeds, Row
 from bottega.model.vae import VaeSettings, make_decoder
 from bottega.model_files.configuration_rules import ACTIVATIONS, TEXT_ENCODER_RULES, check_configurations, filled_config
+from bottega.model_files.family_names import SDXL, class_of
 from bottega.model_files.field_rules import FieldRule
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
@@ -396,7 +397,7 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
         # A network that reads a mask draws only edits; tests/unit/engine/test_families.py compares those.
         if (case.name in OF_PIPELINES or case.more) and not model.image_channels:
             assert_draws_as_stock(stock, model)
-        assert_predicts_as_stock(model.backbone.unet)
+        assert_predicts_as_stock(model.backbone.network)
         assert_masks_as_plain(model)
         assert_controlled_as_it_is(model)
     elif case.part == "vae":
@@ -409,7 +410,7 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
 
 def assert_tensors_are_known(part: str, config: Mapping[str, Any], network: nn.Module) -> None:
     """The checker of folders asks for the tensors that the configuration builds, and for no others."""
-    filled = filled_config(part, config)
+    filled = filled_config(class_of(part, SDXL), config)
     built_shapes = {name.removeprefix("text_model."): tuple(each.shape) for name, each in network.state_dict().items()}
     match part:
         case "unet":
@@ -489,7 +490,7 @@ def assert_encodes_as_stock(stock: Any, model: Model, negative: str | None) -> N
 
 def assert_controlled_as_it_is(model: Model) -> None:
     """The shapes that a ControlNet must have, as its configuration says, are those of the network's residual points."""
-    unet = model.backbone.unet
+    unet = model.backbone.network
     activations = model.backbone.begin(stack([some_row(unet)]))
     for block in model.backbone.blocks[: len(unet.down_blocks) + 1]:
         block.run(activations)
@@ -505,7 +506,7 @@ def assert_within_a_level(ours: Pixels, theirs: Pixels) -> None:
 
 def assert_masks_as_plain(model: Model) -> None:
     """An edit that takes what is unmasked from a recording of its own inputs predicts what the plain network does."""
-    unet = model.backbone.unet
+    unet = model.backbone.network
     if unsupported(unet):
         return  # edits of such a model are computed by the plain network
     row, recorded = some_row(unet), StepInMemory()

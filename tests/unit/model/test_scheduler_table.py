@@ -25,7 +25,7 @@ from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_check import check_scheduler_config, sampler_problems
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES, UNSERVED_CLASSES, takes_karras_sigmas
 from bottega.v1.generation_pb2 import SAMPLER_UNSPECIFIED, Sampler
-from tests.support.schedulers import SEED, SHAPE, our_latent, stock_latent, stock_scheduler
+from tests.support.schedulers import PLAIN, SEED, SHAPE, our_latent, stock_latent, stock_scheduler
 from tests.support.slow_cases import in_every_run
 from tests.support.stock import deviation
 
@@ -41,12 +41,14 @@ BASE = {
 }
 STEPS = 7
 # Models that were not trained with EDM's noise levels draw with these.
-PLAIN_CHOICES = [choice for choice in CHOICES if not choice.kind.value.startswith("edm_")]
+PLAIN_CHOICES = [choice for choice in CHOICES if choice.kind in PLAIN]
 # By key, values other than every class's default and BASE's; a new key fails until it is here.
 VALUES: Mapping[str, tuple[object, ...]] = {
     "algorithm_type": ("sde-dpmsolver++", "dpmsolver", "sde-dpmsolver", "deis", "none"),
     "beta_end": (0.02,),
     "beta_schedule": ("linear", "squaredcos_cap_v2", "sigmoid"),
+    "base_image_seq_len": (64,),
+    "base_shift": (0.7,),
     "beta_start": (0.0001,),
     "clip_sample": (True, False, None),
     "clip_sample_range": (0.5,),
@@ -57,7 +59,10 @@ VALUES: Mapping[str, tuple[object, ...]] = {
     "flow_shift": (3.0, 0),
     "interpolation_type": ("log_linear", "cubic"),
     "lambda_min_clipped": (-2.0, "low"),
+    "invert_sigmas": (True,),
     "lower_order_final": (False, True),
+    "max_image_seq_len": (128,),
+    "max_shift": (2.0,),
     "num_train_timesteps": (200, 4, 0),
     "original_inference_steps": (40, 0),
     "predict_x0": (False,),
@@ -67,6 +72,7 @@ VALUES: Mapping[str, tuple[object, ...]] = {
     "sample_max_value": (1.5,),
     "set_alpha_to_one": (True, False),
     "skip_prk_steps": (True,),
+    "shift": (3.0, 0),
     "shift_terminal": (0.1,),
     "sigma_data": (0.7, 0),
     "sigma_max": (9.0,),
@@ -76,6 +82,7 @@ VALUES: Mapping[str, tuple[object, ...]] = {
     "solver_p": ("EulerDiscreteScheduler",),
     "solver_type": ("heun", "bh1", "bh2", "logrho", "other"),
     "steps_offset": (0, 3, None),
+    "stochastic_sampling": (True,),
     "thresholding": (True,),
     "time_shift_type": ("linear",),
     "timestep_spacing": ("trailing", "linspace", "other"),
@@ -92,6 +99,8 @@ VALUES: Mapping[str, tuple[object, ...]] = {
 }
 # Other keys with which these do something.
 BESIDE: Mapping[str, dict[str, object]] = {
+    "base_image_seq_len": {"use_dynamic_shifting": True},
+    "base_shift": {"use_dynamic_shifting": True},
     "clip_sample_range": {"clip_sample": True},
     "dynamic_thresholding_ratio": {"thresholding": True, "sample_max_value": 2.0},
     "euler_at_final": {"final_sigmas_type": "sigma_min", "lower_order_final": False},

@@ -44,7 +44,7 @@ LOADS = {
 
 def parts(model: Model) -> dict[str, nn.Module]:
     first, second = model.text_encoders
-    return {"unet": model.backbone.unet, "vae": model.vae, "text_encoder": first, "text_encoder_2": second}
+    return {"unet": model.backbone.network, "vae": model.vae, "text_encoder": first, "text_encoder_2": second}
 
 
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:

@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from bottega.model_files.configuration_rules import INDEX_FILE
-from bottega.model_files.family_names import SDXL, TITLES
+from bottega.model_files.family_names import FAMILIES, SDXL
 from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of, name_of
 from bottega.model_files.presets import read_preset
 from bottega.model_files.report import ModelReport
@@ -225,7 +225,7 @@ def _of_file(found: SingleFile) -> ModelFacts:
     problem, configs = _checked(found)
     importing = f"`bottega models import {quote(str(found.path))}`"
     if found.kind is FileKind.VAE:
-        importing = f"`bottega models import {quote(str(found.path))} --family FAMILY` ({', '.join(TITLES)})"
+        importing = f"`bottega models import {quote(str(found.path))} --family FAMILY` ({', '.join(FAMILIES)})"
     advice = (
         ""
         if problem

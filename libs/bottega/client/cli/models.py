@@ -16,7 +16,7 @@ from bottega.client.cli.options import ListGroup, address_option, connect, with_
 from bottega.client.cli.terminal import PlainTable, fail, note, print_facts, print_table, say, size_text
 from bottega.client.types.models import ServedModel, ServedSampler
 from bottega.errors import ConfigError
-from bottega.model_files.family_names import PREDICTION_TYPES, TITLES
+from bottega.model_files.family_names import FAMILIES, PREDICTION_TYPES
 
 if TYPE_CHECKING:
     from bottega.client.checkup.models import ModelFacts
@@ -98,7 +98,9 @@ def check_command(*, path: str, as_json: bool) -> None:
 
 @command.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--family", type=click.Choice(list(TITLES)), help="Family, for a file that does not tell, such as a VAE.")
+@click.option(
+    "--family", type=click.Choice(list(FAMILIES)), help="Family, for a file that does not tell, such as a VAE."
+)
 @click.option(
     "--prediction-type",
     type=click.Choice(PREDICTION_TYPES),

@@ -91,6 +91,10 @@ class ServedModel:
     """The largest clip_skip; None if it is not known."""
     strength_keeps_steps: bool
     """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
+    max_side: int = 0
+    """Largest width and height in pixels; 0 if only max_pixels limits them."""
+    plain_prompts_only: bool = False
+    """Whether the model refuses weighted prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,8 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         one_text_encoder=model.one_text_encoder,
         max_clip_skip=model.max_clip_skip if model.HasField("max_clip_skip") else None,
         strength_keeps_steps=model.strength_keeps_steps,
+        max_side=model.max_side,
+        plain_prompts_only=model.plain_prompts_only,
     )
 
 

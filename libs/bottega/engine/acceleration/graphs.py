@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import TooLarge
-from bottega.model.backbone import Activations, Block, Inputs, RowSpans, UNetBackbone
+from bottega.model.backbone import Activations, Block, Inputs, MadeBackbone, RowSpans
 from bottega.model.model import Model
 from bottega.model.operations import Operations
 
@@ -142,7 +142,7 @@ _TENSORS = ("sample", "timestep", "prompt_embeds")
 """The fields of Inputs that a forward pass reads, besides `added`."""
 
 
-def record(backbone: UNetBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
+def record(backbone: MadeBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
     """Record a forward pass of this shape. Raise the errors of the network or the device."""
     capture.begin()
     before = capture.reserved_bytes()
@@ -306,11 +306,11 @@ class GraphedBackbone:
 
     spans: RowSpans | None = None
 
-    def __init__(self, plain: UNetBackbone, recordings: RecordedForwards, capture: Capture) -> None:
+    def __init__(self, plain: MadeBackbone, recordings: RecordedForwards, capture: Capture) -> None:
         self._plain = plain
         self._recordings = recordings
         self._capture = capture
-        self._layers = [module for module in plain.unet.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+        self._layers = [module for module in plain.network.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
         self.blocks: Sequence[Block] = [
             Block(name=block.name, needs=block.needs, run=self._runner(place, block))
             for place, block in enumerate(plain.blocks)
@@ -327,7 +327,11 @@ class GraphedBackbone:
         after = recorded.segments[0].after
         # Nothing is computed before the first block runs.
         return GraphedActivations(
-            hidden=after.hidden, embedding=after.embedding, context=after.context, recorded=recorded
+            hidden=after.hidden,
+            embedding=after.embedding,
+            context=after.context,
+            size=after.size,
+            recorded=recorded,
         )
 
     def finish(self, activations: Activations) -> Tensor:

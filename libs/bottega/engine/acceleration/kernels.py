@@ -87,7 +87,7 @@ class GroupNormSilu:
         self._forwards.restore()
 
     def _network(self, model: Model) -> nn.Module:
-        network: nn.Module = model.backbone.unet if self._part == "unet" else model.vae.decoder
+        network: nn.Module = model.backbone.network if self._part == "unet" else model.vae.decoder
         return network
 
 
@@ -159,13 +159,13 @@ class Geglu:
         self._forwards = Forwards()
 
     def unsupported(self, model: Model) -> str:
-        known = any(type(module) is GEGLU for module in model.backbone.unet.modules())
+        known = any(type(module) is GEGLU for module in model.backbone.network.modules())
         return unavailable(model) or ("" if known else "the network has no GEGLU")
 
     def enable(self, model: Model) -> None:
         from bottega.kernels.geglu import geglu
 
-        for module in model.backbone.unet.modules():
+        for module in model.backbone.network.modules():
             if type(module) is GEGLU:
                 self._forwards.replace(module, _forward(module, geglu))
 

@@ -166,7 +166,7 @@ def _forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., A
 
 
 def _regions(model: Model) -> Iterator[nn.Module]:
-    for module in model.backbone.unet.modules():
+    for module in model.backbone.network.modules():
         if type(module) in _REGIONS:
             yield module
 
@@ -189,7 +189,7 @@ class ChannelsLast:
         self._model: Model | None = None
 
     def unsupported(self, model: Model) -> str:
-        return ""
+        return "the network is a transformer" if self._of_network and model.unet is None else ""
 
     def enable(self, model: Model) -> None:
         self._model = model
@@ -201,7 +201,7 @@ class ChannelsLast:
             _lay_out(self._part(model), torch.contiguous_format)
 
     def _part(self, model: Model) -> nn.Module:
-        network: nn.Module = model.backbone.unet if self._of_network else model.vae
+        network: nn.Module = model.backbone.network if self._of_network else model.vae
         return network
 
 

@@ -44,6 +44,7 @@ from bottega.rules import (
     check_steps_left,
     check_techniques,
     check_texts,
+    flows,
 )
 from bottega.schedules import (
     AS_CONFIGURED,
@@ -56,7 +57,7 @@ from bottega.schedules import (
 )
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
-from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
+from bottega.v1.generation_pb2 import PROMPT_SYNTAX_WEIGHTED, GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Priority, Webhook
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -177,15 +178,9 @@ def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:
 
 def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[AddOn]) -> Iterator[Violation]:
     """Yield the violations of a spec that depend on the model."""
-    multiple = max(1, model.size_multiple)
-    for name, side in (("width", spec.width), ("height", spec.height)):
-        if spec.HasField(name) and 0 < side <= MAX_SIDE and side % multiple:  # type: ignore[arg-type]
-            yield _violation(name, f"must be a multiple of {multiple} with this model")
-    width = spec.width if spec.HasField("width") else model.default_width
-    height = spec.height if spec.HasField("height") else model.default_height
-    if 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and model.max_pixels and width * height > model.max_pixels:
-        rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
-        yield _violation("width", rule)
+    yield from _check_size(spec, model)
+    if model.plain_prompts_only and spec.prompt_syntax == PROMPT_SYNTAX_WEIGHTED:
+        yield _violation("prompt_syntax", "must be plain: this model reads no weighted prompts")
     if model.edits_only and not spec.HasField("mask_image"):
         yield _violation("mask_image", "must be set: this is an inpainting model, which only edits pictures")
     for name in ("prompt_2", "negative_prompt_2"):
@@ -205,9 +200,24 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         yield _violation("controlnets", NO_CONTROLNETS)
     skipping = None if kept else strength
     if skipping is not None:
-        yield from check_steps_left(steps, skipping)
+        yield from check_steps_left(steps, skipping, flows=flows(sampler))
     for addon in addons:
         yield from addon.check_steps(spec, steps=steps, strength=skipping)
+
+
+def _check_size(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
+    multiple = max(1, model.size_multiple)
+    for name, side in (("width", spec.width), ("height", spec.height)):
+        if spec.HasField(name) and 0 < side <= MAX_SIDE and side % multiple:  # type: ignore[arg-type]
+            yield _violation(name, f"must be a multiple of {multiple} with this model")
+    width = spec.width if spec.HasField("width") else model.default_width
+    height = spec.height if spec.HasField("height") else model.default_height
+    if 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and model.max_pixels and width * height > model.max_pixels:
+        rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
+        yield _violation("width", rule)
+    for name, side in (("width", width), ("height", height)):
+        if 0 < model.max_side < side <= MAX_SIDE:
+            yield _violation(name, f"must be at most {model.max_side} with this model")
 
 
 def check_served(spec: GenerationSpec, model: image_pb2.Model) -> None:

@@ -245,7 +245,7 @@ def _is_bounded(model: image_pb2.Model) -> bool:
 
 def _can_be_drawn_with(model: image_pb2.Model) -> bool:
     """Return whether a model's defaults are valid. They fill in requests and are not checked again then."""
-    sides = (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor)
+    sides = (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor, model.max_side)
     return (
         all(0 <= side <= rules.MAX_SIDE for side in sides)
         and 0 <= model.default_steps <= rules.MAX_STEPS

@@ -28,7 +28,7 @@ from bottega.model.sampler_choices import ModelSamplers
 from bottega.model_files.controlnet_folder import base_layout
 from bottega.rpc.operation.metrics import link_counts
 from bottega.rpc.status import to_job_error
-from bottega.rules import MAX_REASON_CHARACTERS
+from bottega.rules import MAX_REASON_CHARACTERS, MAX_SIDE
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
 from bottega.v1.device_pb2 import DeviceMemory
 from bottega.v1.trace_pb2 import Span, Trace
@@ -137,8 +137,10 @@ def model_message(model: Model, *, max_pixels: int) -> image_pb2.Model:
         one_text_encoder=len(model.text_encoders) == 1,
         max_clip_skip=model.max_clip_skip,
         strength_keeps_steps=model.family.strength_keeps_steps,
+        max_side=min(model.max_side or 0, MAX_SIDE),
+        plain_prompts_only=not model.family.weighs_words,
         vae_scale_factor=model.latent_scale,
-        base=base_layout(model.backbone.unet.config, model.latent_scale).base,
+        base=base_layout(model.backbone.network.config, model.latent_scale).base,
     )
 
 

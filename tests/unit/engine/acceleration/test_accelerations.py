@@ -57,7 +57,7 @@ def test_compiled_blocks_compute_the_same_and_those_with_hooks_as_they_are(model
     try:
         (compiled,) = forward(model)
         assert (compiled - before).abs().max() < EXACT
-        layer = next(module for path, module in model.backbone.unet.named_modules() if path.endswith("attn1.to_v"))
+        layer = next(module for path, module in model.backbone.network.named_modules() if path.endswith("attn1.to_v"))
         assert isinstance(layer, nn.Linear)
         handle = layer.register_forward_hook(lambda _module, _inputs, output: output + 1.0)
         (hooked,) = forward(model)
@@ -69,7 +69,7 @@ def test_compiled_blocks_compute_the_same_and_those_with_hooks_as_they_are(model
         compiling.disable()
     (after,) = forward(model)
     assert torch.equal(after, before)
-    assert not any("forward" in module.__dict__ for module in model.backbone.unet.modules())
+    assert not any("forward" in module.__dict__ for module in model.backbone.network.modules())
 
 
 def test_blocks_of_an_engine_that_shows_signs_of_life_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_blocks_of_an_engine_that_shows_signs_of_life_are_compiled(monkeypatch: 
     engine._denoiser.predict([sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0].rows()[0]])
     compiling.disable()
     blocks = (BasicTransformerBlock, ResnetBlock2D)
-    assert set(ran) == {module for module in model.backbone.unet.modules() if isinstance(module, blocks)}
+    assert set(ran) == {module for module in model.backbone.network.modules() if isinstance(module, blocks)}
     assert len(beats) > len(ran)  # the text encoders' as well
 
 
@@ -108,7 +108,7 @@ EDITS = [
 @pytest.mark.parametrize("sparse", [False, True], ids=["in full", "sparse"])
 def test_the_network_has_its_channels_last_for_a_while_and_edits_stay(sparse: bool) -> None:
     plain, last = (EditDesk(load(small_model(layers_per_block=2)), sparse=sparse) for _ in range(2))
-    network = last.engine.model.backbone.unet
+    network = last.engine.model.backbone.network
     kept = {name: (tensor.clone(), tensor.stride()) for name, tensor in network.state_dict().items()}
     laid_out = ChannelsLast("unet")
     with torch.inference_mode():  # as in a check
@@ -201,7 +201,7 @@ def test_flash_attention_gets_what_it_can_do_in_its_own_order_of_dimensions() ->
 
 
 def test_every_probe_gives_the_same_twice_and_leaves_the_model_as_it_was(model: Model) -> None:
-    before = {name: weight.clone() for name, weight in model.backbone.unet.state_dict().items()}
+    before = {name: weight.clone() for name, weight in model.backbone.network.state_dict().items()}
     engine = Engine(model, EngineLimits())
     request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
     forward = Denoiser(Network(backbone=model.backbone)).forward
@@ -213,7 +213,7 @@ def test_every_probe_gives_the_same_twice_and_leaves_the_model_as_it_was(model: 
             first, second = ([tensor.clone() for tensor in probe()] for _ in range(2))
             assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True)), name
             assert first, name
-    after = model.backbone.unet.state_dict()
+    after = model.backbone.network.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 

@@ -143,7 +143,7 @@ def test_loras_beside_the_weights_run_block_by_block_and_those_in_them_count(
     for _ in range(USES_BEFORE + 1):
         run(ours, inputs(1))
     before, launched = run(ours, inputs(1)), capture.launched
-    layer = plain.unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn1.to_v")
+    layer = plain.network.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn1.to_v")
     assert isinstance(layer, nn.Linear)
     handle = layer.register_forward_hook(lambda _module, _inputs, output: output * 3.0)
     beside = run(ours, inputs(1))

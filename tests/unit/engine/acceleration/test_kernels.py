@@ -61,7 +61,7 @@ def accelerated(model: Model) -> Iterator[Callable[[Acceleration], None]]:
 
 def own_row(model: Model, seed: int = 1) -> Row:
     """One with a prompt of the model's sizes."""
-    config = model.backbone.unet.config
+    config = model.backbone.network.config
     generator = torch.Generator().manual_seed(seed)
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     row = plain_row(seed, size=SIZE)
@@ -99,8 +99,8 @@ def recorded_by_torch(model: Model) -> StepInMemory:
     """A step, the same for all: it is in float16, in which another last bit is another number. Ask it first without
     kernels."""
     recorded = StepInMemory()
-    backbone = MaskedBackbone(model.backbone.unet, maps=SparseMaps(), operations=model.operations)
-    denoiser = denoiser_of(model.backbone.unet, backbone)
+    backbone = MaskedBackbone(model.backbone.network, maps=SparseMaps(), operations=model.operations)
+    denoiser = denoiser_of(model.backbone.network, backbone)
     denoiser.predict([recording(own_row(model), recorded)])
     return recorded
 
@@ -109,8 +109,8 @@ def edited(model: Model) -> list[Tensor]:
     """Two masked rows of unlike masks, and one that computes everything, by the masked backbone."""
     recorded = recorded_by_torch(model)
     masks = box(5, 4, 3, 6, size=SIZE), box(0, 11, 4, 5, size=SIZE)
-    backbone = MaskedBackbone(model.backbone.unet, maps=SparseMaps(), operations=model.operations)
-    denoiser = denoiser_of(model.backbone.unet, backbone)
+    backbone = MaskedBackbone(model.backbone.network, maps=SparseMaps(), operations=model.operations)
+    denoiser = denoiser_of(model.backbone.network, backbone)
     rows = [masked(own_row(model, 7), recorded, each) for each in masks]
     noise = denoiser.predict([rows[0], own_row(model, 9), rows[1]]).noise
     return list(noise.values())

@@ -68,7 +68,7 @@ class ConfiguredControlNets:
     """
 
     def __init__(self, model: Model, config: ControlNetsConfig, *, fixed_rows: int) -> None:
-        self.base = base_layout(model.backbone.unet.config, model.latent_scale)
+        self.base = base_layout(model.backbone.network.config, model.latent_scale)
         """The layout that ControlNets must have to fit this model."""
         folders = {name: Path(folder) for name, folder in config.folders.items()}
         self._sources = {

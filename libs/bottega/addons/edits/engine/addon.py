@@ -23,7 +23,7 @@ from bottega.addons.edits.engine.masked.checks import (
     unsupported,
 )
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
-from bottega.addons.edits.engine.masked.tokens import MaskLevels, finest_stride
+from bottega.addons.edits.engine.masked.tokens import MaskLevels, deepest_stride, finest_stride
 from bottega.addons.edits.engine.order import PendingAnswer, read_decision, read_order
 from bottega.addons.edits.engine.planner import LoadPlanner
 from bottega.addons.edits.engine.profile import kept_names, measure_blocks
@@ -94,18 +94,18 @@ class EngineEdits(EngineAddOn):
         template_budget_bytes: int = 0,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        unet = model.backbone.unet
+        network = model.backbone.network
         self.model = model
         self.source = source
-        self.unusable = "fixed_rows is set" if fixed_rows else unsupported(unet)
+        self.unusable = "fixed_rows is set" if fixed_rows else unsupported(network)
         """Why this worker always computes all tokens of edits, as a clause; empty if it can compute only masked
         ones."""
         if not self.unusable and not source.budget_bytes:
             self.unusable = "this worker keeps no activations"
-        self.blocks = () if self.unusable else transformer_blocks(unet)
+        self.blocks = () if self.unusable else transformer_blocks(network)
         self.levels = MaskLevels(
-            finest=finest_stride(unet),
-            deepest=2 ** (len(unet.down_blocks) - 1),
+            finest=finest_stride(network),
+            deepest=deepest_stride(network),
             margin=margin,
             blocks=frozenset(self.blocks),
         )
@@ -114,11 +114,11 @@ class EngineEdits(EngineAddOn):
         self.step_table = StepTable()
         """Planned seconds of steps that load activations, for the gateway."""
         self.template_budget_bytes = template_budget_bytes
-        self.times = BlockTimes(unet, sparse=sparse)
+        self.times = BlockTimes(network, sparse=sparse)
         if not self.unusable:
             self.probes = {"masked": masked_probe}
             self.strategy = MaskedBackbone(
-                unet,
+                network,
                 maps=SparseMaps() if sparse else FullMaps(),
                 beat=None if heartbeat is None else heartbeat.beat,
                 operations=model.operations,

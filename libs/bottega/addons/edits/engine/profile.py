@@ -222,7 +222,7 @@ class _Measurement:
         self._size = size
         self._synchronize = model.runtime.synchronize
         self._beat = beat
-        self._unet = model.backbone.unet
+        self._unet = model.backbone.network
         self._maps: FeatureMaps = SparseMaps() if sparse else FullMaps()
         self._row = _row(model, size)
         recorder = StepRecorder()

@@ -222,7 +222,7 @@ class JobLoras(JobAddOn):
         if not self.specs:
             return True
         if self.making is None or self.making.failed:
-            self.making = self.addon.making(self._scaled((UNET,)))
+            self.making = self.addon.making(self._scaled((self.addon.weights.denoiser,)))
         count = len(self.making.spans)
         try:
             self.addon.go_on(self.making, now_s)

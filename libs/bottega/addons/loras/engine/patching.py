@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine.lora import UNET
 from bottega.device.devices import compute_alone
 from bottega.engine.acceleration.acceleration import Probe
 from bottega.model.model import Model
@@ -207,15 +206,15 @@ _COMPARED_LAYERS = 4
 
 def patch_probe(model: Model) -> Probe:
     """Return a probe that merges a LoRA and restores the weights bit for bit."""
-    unet = model.backbone.unet
-    layers = dict(_layers(unet))
+    component, network = model.denoiser
+    layers = dict(_layers(network))
     generator = torch.Generator("cpu").manual_seed(0)
     factors = {path: _factors(layer, generator) for path, layer in layers.items()}
-    loras = LoraSet(key=(("self-check", 1.0),), components={UNET: factors})
+    loras = LoraSet(key=(("self-check", 1.0),), components={component: factors})
     compared = list(layers.values())[:_COMPARED_LAYERS]
 
     def run() -> Sequence[Tensor]:
-        patcher = Patcher(unet, UNET, operations=model.operations)
+        patcher = Patcher(network, component, operations=model.operations)
         try:
             patcher.patch(loras)
             return [layer.weight.detach().clone() for layer in compared]
@@ -225,10 +224,10 @@ def patch_probe(model: Model) -> Probe:
     return run
 
 
-def _layers(unet: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield projections of attention, which most LoRAs change, up to a total size."""
     size_bytes = 0
-    for path, module in unet.named_modules():
+    for path, module in network.named_modules():
         if isinstance(module, nn.Linear) and path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
             size_bytes += module.weight.nbytes
             if size_bytes > _PATCHED_BYTES:

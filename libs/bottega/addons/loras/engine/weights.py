@@ -14,7 +14,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine.lora import UNET, LoraAtScale, LoraLayer
+from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer
 from bottega.addons.loras.engine.lora_set import expanded_bytes, make_set_in_pieces, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES, UnmergedLoras
@@ -124,6 +124,8 @@ class LoraWeights:
         stacked_bytes: int = STACKED_BYTES,
     ) -> None:
         networks = model.networks
+        self.denoiser, _ = model.denoiser
+        """Part of the denoising network, as components of LoRAs name it."""
         self._family = model.family.name
         keep_on = torch.device("cpu") if pristine_on_host else None
         self.costs = SwapCosts()
@@ -137,8 +139,10 @@ class LoraWeights:
         self._half = model.dtype != torch.float32
         self._as_peft = self._half and not merges_half
         self._patches = patches and not self._as_peft
-        self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches, stacked_bytes=stacked_bytes)
-        self._unmerged_text = {name: UnmergedLoras(network, name) for name, network in networks.items() if name != UNET}
+        self._unmerged = UnmergedLoras(networks[self.denoiser], row_by_row=not patches, stacked_bytes=stacked_bytes)
+        self._unmerged_text = {
+            name: UnmergedLoras(network, name) for name, network in networks.items() if name != self.denoiser
+        }
         self._patchers = {
             name: Patcher(network, name, keep_on=keep_on, operations=model.operations)
             for name, network in networks.items()
@@ -159,7 +163,7 @@ class LoraWeights:
     @property
     def patched(self) -> LoraSet | None:
         """The set that is merged into the UNet's weights; None without one."""
-        return self._patchers[UNET].patched
+        return self._patchers[self.denoiser].patched
 
     @property
     def patched_key(self) -> SetKey:
@@ -203,7 +207,7 @@ class LoraWeights:
         key = self.key_of(uses)
         known = self._sets.get(key)
         if known is None:
-            made = yield from self._make_set(uses, [UNET])
+            made = yield from self._make_set(uses, [self.denoiser])
             known = self._sets.setdefault(key, made)  # another job may have made the same one in the meantime
         return known
 
@@ -275,7 +279,7 @@ class LoraWeights:
         Returns:
             The seconds it took, after waiting for the device's running step.
         """
-        patcher = self._patchers[UNET]
+        patcher = self._patchers[self.denoiser]
         copied = patcher.pristine_bytes
         began = self._device.record()
         _put(patcher, loras)
@@ -299,14 +303,14 @@ class LoraWeights:
         if wanted is None or not self._pays(wanted, steps, step_s):
             return self.put_in_unet(None) if self.patched else 0.0
         try:
-            self._memory.reserve(_COPIES, self._patchers[UNET].touched_bytes(wanted))
+            self._memory.reserve(_COPIES, self._patchers[self.denoiser].touched_bytes(wanted))
             seconds = self.put_in_unet(wanted)
         except (torch.OutOfMemoryError, TooLarge) as error:
             self._memory.release(_COPIES)
             self._patches = False
             _log.warning(
                 "the device has no memory for copies of weights; LoRAs are computed beside the weights from now on",
-                extra={"pristine_mib": self._patchers[UNET].touched_bytes(wanted) >> 20, "why": str(error)},
+                extra={"pristine_mib": self._patchers[self.denoiser].touched_bytes(wanted) >> 20, "why": str(error)},
             )
             return 0.0
         self._log_copies()
@@ -340,7 +344,7 @@ class LoraWeights:
         """Return a set that changes nothing, for measurements, for at most `max_bytes` of weights; None for all."""
         layers: dict[str, LoraLayer] = {}
         touched_bytes = 0
-        for path, module in self._networks[UNET].named_modules():
+        for path, module in self._networks[self.denoiser].named_modules():
             if isinstance(module, nn.Linear) and path.endswith(_PROBE_LAYERS):
                 touched_bytes += module.weight.nbytes
                 if layers and max_bytes is not None and touched_bytes > max_bytes:
@@ -348,7 +352,7 @@ class LoraWeights:
                 down = torch.zeros(_PROBE_RANK, module.in_features)
                 layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
         name = "" if max_bytes is None else "part"  # the digest distinguishes the two probes
-        return self.unet_set([LoraAtScale(digest=name, scale=0.0, layers={UNET: layers})])
+        return self.unet_set([LoraAtScale(digest=name, scale=0.0, layers={self.denoiser: layers})])
 
     def measure_swap(self) -> None:
         """Measure a swap by merging the probe into a part of the UNet and restoring it, twice.
@@ -361,8 +365,8 @@ class LoraWeights:
         for _ in range(2):
             self.put_in_unet(part)
             self.put_in_unet(None)
-        self.costs.expect_patch(self._patchers[UNET].touched_bytes(self.probe()))
-        self._patchers[UNET].restore()
+        self.costs.expect_patch(self._patchers[self.denoiser].touched_bytes(self.probe()))
+        self._patchers[self.denoiser].restore()
 
     def restore(self) -> None:
         """Restore all weights, and free the copies."""
@@ -380,7 +384,7 @@ class LoraWeights:
             _log.info("copies of the weights that LoRAs were merged into take memory", extra=facts)
 
     def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
-        touched = self._patchers[UNET].touched_bytes(wanted)
+        touched = self._patchers[self.denoiser].touched_bytes(wanted)
         return self._patches and self.costs.pays(wanted.key, steps=steps, step_s=step_s, touched_bytes=touched)
 
 

@@ -39,7 +39,7 @@ def styled(**lora: int) -> EngineOrder:
 
 @pytest.fixture
 def loras(model: Model) -> LorasByHand:
-    return LorasByHand.of({"ink": {UNET: random_layers(model.backbone.unet, 1)}}, here=False)
+    return LorasByHand.of({"ink": {UNET: random_layers(model.backbone.network, 1)}}, here=False)
 
 
 def begun(desk: Cached, loras: LorasByHand, order: EngineOrder, turns: int) -> Drawing:
@@ -197,7 +197,7 @@ def test_the_store_is_asked_for_latents_without_loras_up_to_the_step_that_they_m
 
 def test_loras_that_change_the_prompt_are_served_by_their_own_entries_alone(model: Model) -> None:
     text = random_layers(model.text_encoders[0], 2, targets=TEXT)
-    loras = LorasByHand.of({"ink": {UNET: random_layers(model.backbone.unet, 1), "text_encoder": text}})
+    loras = LorasByHand.of({"ink": {UNET: random_layers(model.backbone.network, 1), "text_encoder": text}})
     desk = Cached(model, ScriptedLatents([answer(), answer()]), loras=loras)
     for order in (styled(bound=8), cached(EngineOrder(key="plain", spec=SPEC))):  # the second takes them out again
         desk.easel.submit(order)
@@ -207,7 +207,7 @@ def test_loras_that_change_the_prompt_are_served_by_their_own_entries_alone(mode
 
 @pytest.fixture(scope="module")
 def shelf(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlNetCache]:
-    nets = {"edges": random_controlnet(model.backbone.unet, 0)}
+    nets = {"edges": random_controlnet(model.backbone.network, 0)}
     folders: dict[str, Path] = save(nets, tmp_path_factory.mktemp("controlnets"))
     with shelf_of(model, folders) as shelf:
         yield shelf

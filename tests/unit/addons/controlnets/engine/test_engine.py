@@ -100,7 +100,7 @@ def test_a_forward_that_finds_no_memory_behind_its_residuals_is_split_and_ends_t
             refused.append(rows)
             raise torch.OutOfMemoryError("none left")
 
-    hook = model.backbone.unet.up_blocks[1].register_forward_pre_hook(refuse_two, with_kwargs=True)
+    hook = model.backbone.network.up_blocks[1].register_forward_pre_hook(refuse_two, with_kwargs=True)
     try:
         latent = easel.draw(order).latents[0]
     finally:

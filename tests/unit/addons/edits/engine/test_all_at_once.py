@@ -116,7 +116,7 @@ class Stock:
 
 @pytest.fixture(scope="module")
 def nets(model: Model) -> dict[str, ControlNetModel]:
-    return {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(NAMES)}
+    return {name: random_controlnet(model.backbone.network, seed) for seed, name in enumerate(NAMES)}
 
 
 @pytest.fixture(scope="module")

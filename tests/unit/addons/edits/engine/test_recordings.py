@@ -320,7 +320,7 @@ def test_an_edit_that_fails_before_its_first_step_gives_the_recording_back(model
     def fail(*_: object) -> None:
         raise RuntimeError("the device is lost")
 
-    hook = model.backbone.unet.mid_block.register_forward_pre_hook(fail)
+    hook = model.backbone.network.mid_block.register_forward_pre_hook(fail)
     try:
         # How far blocks follow the prompt is measured first.
         failed = desk.draw(masked_order(replace(SECOND.spec, prompt="a yellow square"), key="failed", any_prompt=False))
@@ -396,7 +396,7 @@ def test_exact_edits_neither_read_nor_record(model: Model) -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_late_lora_leaves_no_recording(model: Model, late: bool) -> None:
-    layers = {"style": {"unet": random_layers(model.backbone.unet, 1)}}
+    layers = {"style": {"unet": random_layers(model.backbone.network, 1)}}
     source = LorasByHand.of(layers, here=not late)
     source.text |= {"style"}
     desk = EditDesk(model, loras=source)

@@ -308,7 +308,7 @@ def test_residuals_count_once_without_a_middle_block() -> None:
 def test_on_a_trained_model_what_is_redrawn_is_nearly_what_the_full_computation_makes_of_it() -> None:
     """Of the recording's prompt: a margin of one token leaves it nothing else that it could miss."""
     model, redrawn = load(), MASKS["middle"]
-    unet = model.backbone.unet
+    unet = model.backbone.network
     computed = dilate(redrawn, 1, finest_stride(unet))
     sample, other = (torch.randn(4, *SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     conditions = encode_prompts(model, ResolvedSpec(prompt="a big red star on the left on a blue background"))

@@ -78,7 +78,7 @@ def layers(vectors: Mapping[str, Tensor]) -> Mapping[str, Layers]:
 
 def engine_of(family: str, limits: EngineLimits = TOGETHER) -> Engine:
     components = {token: layers(vectors) for token, vectors in vectors_of(family).items()}
-    unet = model_of(family).backbone.unet
+    unet = model_of(family).backbone.network
     return make_engine(
         model_of(family), limits, loras=LorasByHand.of({**components, "style": {"unet": random_layers(unet, 3)}})
     )

@@ -106,7 +106,7 @@ def test_a_set_of_loras_draws_what_stock_with_peft_draws(
 def test_unlike_sets_plain_rows_and_controlnets_share_groups_and_each_is_its_own_stock_picture(
     model: Model, easels: Easels, stock: Any, tmp_path: Path
 ) -> None:
-    folders = save({"edges": random_controlnet(model.backbone.unet, 0)}, tmp_path)
+    folders = save({"edges": random_controlnet(model.backbone.network, 0)}, tmp_path)
     image = control_image(1)
     unguided = replace(SPEC, guidance_scale=1.0, seed=3, sampler=SamplerKind.DDIM)
     jobs: dict[str, tuple[ResolvedSpec, dict[str, float]]] = {

@@ -30,7 +30,7 @@ EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0)
 
 @pytest.fixture(scope="module")
 def components(model: Model) -> dict[str, Components]:
-    unet, text = model.backbone.unet, model.text_encoders[1]
+    unet, text = model.backbone.network, model.text_encoders[1]
     words = {TEXT_ENCODERS[1]: random_layers(text, 3, targets=["q_proj", "fc1"])}
     return {"style": {UNET: random_layers(unet, 1), **words}, "words": words}
 

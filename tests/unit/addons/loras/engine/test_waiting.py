@@ -30,7 +30,7 @@ EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0)
 
 @pytest.fixture(scope="module")
 def components(model: Model) -> dict[str, Components]:
-    unet, text = model.backbone.unet, model.text_encoders[1]
+    unet, text = model.backbone.network, model.text_encoders[1]
     return {
         "outline": {UNET: random_layers(unet, 1)},
         "pastel": {UNET: random_layers(unet, 2), TEXT_ENCODERS[1]: random_layers(text, 3, targets=["q_proj", "fc1"])},
@@ -156,7 +156,7 @@ def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: Lo
 def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
     model: Model, easel: ManualEngine, loras: LorasByHand, clock: FakeTime, text_here: bool
 ) -> None:
-    before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.backbone.network.state_dict().items()}
     loras.text |= {"outline"} if text_here else set()
     drawing = easel.submit(styled("outline", bound=2))
     other = easel.submit(EngineOrder(key="plain", spec=LONG))
@@ -168,7 +168,7 @@ def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
     easel.run()
     assert len(other.pixels) == 1
     assert not loras.open
-    for name, tensor in model.backbone.unet.state_dict().items():
+    for name, tensor in model.backbone.network.state_dict().items():
         assert torch.equal(tensor, before[name])
 
 
@@ -240,10 +240,10 @@ def test_loras_that_are_too_strong_are_named_with_their_scales(
 
 
 def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:
-    before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.backbone.network.state_dict().items()}
     engine = make_engine(model, replace(EAGER, max_rows=2), loras=loras)
     engine.warm_up()
     assert lora_weights(engine).swaps == 4
     assert lora_weights(engine).patched is None
-    for name, tensor in model.backbone.unet.state_dict().items():
+    for name, tensor in model.backbone.network.state_dict().items():
         assert torch.equal(tensor, before[name])

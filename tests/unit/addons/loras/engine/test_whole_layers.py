@@ -99,12 +99,12 @@ def test_a_set_draws_what_stock_draws_with_the_changed_weights(
     model: Model, components: dict[str, Layers], patches: bool
 ) -> None:
     stock = load_stock(small_model())
-    low_rank = {UNET: random_layers(model.backbone.unet, 3)}
+    low_rank = {UNET: random_layers(model.backbone.network, 3)}
     source = LorasByHand.of({"whole": components, "low": low_rank})
     engine = make_engine(model, TOGETHER, loras=source)
     weights = lora_weights(engine)
     weights.costs = FixedCosts(pays=patches)
-    before = {name: value.clone() for name, value in model.backbone.unet.state_dict().items()}
+    before = {name: value.clone() for name, value in model.backbone.network.state_dict().items()}
     try:
         easel = ManualEngine(engine)
         drawing = easel.draw(styled_order({"whole": 0.7}))
@@ -126,7 +126,7 @@ def test_a_set_draws_what_stock_draws_with_the_changed_weights(
         assert_close(drawn["c"].latents[0], latent_of(stock, replace(SPEC, seed=3)))
     finally:
         weights.restore()
-    assert all(torch.equal(value, before[name]) for name, value in model.backbone.unet.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.backbone.network.state_dict().items())
 
 
 @pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])

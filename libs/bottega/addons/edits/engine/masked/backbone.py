@@ -80,14 +80,14 @@ class MaskedBackbone(UNetBackbone):
             prompts=self._prompts.of(inputs.origins),
             moves=self._operations.moves,
         )
-        forward.hidden = forward.points[0] = self._maps.conv_in(self.unet, sample, forward)
+        forward.hidden = forward.points[0] = self._maps.conv_in(self.network, sample, forward)
         return forward
 
     def finish(self, activations: Activations) -> Tensor:
-        return self._maps.conv_out(self.unet, activations.hidden, _masked(activations))
+        return self._maps.conv_out(self.network, activations.hidden, _masked(activations))
 
     def _down(self, index: int, first_point: int) -> Callable[[Activations], None]:
-        block, path = self.unet.down_blocks[index], f"down_blocks.{index}"
+        block, path = self.network.down_blocks[index], f"down_blocks.{index}"
 
         def run(activations: Activations) -> None:
             forward = _masked(activations)
@@ -104,7 +104,7 @@ class MaskedBackbone(UNetBackbone):
         return run
 
     def _middle(self, activations: Activations) -> None:
-        forward, block = _masked(activations), self.unet.mid_block
+        forward, block = _masked(activations), self.network.mid_block
         for place, resnet in enumerate(block.resnets if block is not None else ()):
             if place:
                 self._attend(f"mid_block.attentions.{place - 1}", forward)
@@ -114,8 +114,8 @@ class MaskedBackbone(UNetBackbone):
         forward.points[self.middle_point] = forward.hidden
 
     def _up(self, index: int, taken: tuple[int, ...]) -> Callable[[Activations], None]:
-        block, path = self.unet.up_blocks[index], f"up_blocks.{index}"
-        last = index == len(self.unet.up_blocks) - 1
+        block, path = self.network.up_blocks[index], f"up_blocks.{index}"
+        last = index == len(self.network.up_blocks) - 1
         middle = self.middle_point if index == 0 else None
 
         def run(activations: Activations) -> None:

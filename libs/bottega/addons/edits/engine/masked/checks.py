@@ -127,7 +127,7 @@ _ROWS = 2
 def masked_probe(model: Model) -> Probe:
     """Return a probe that packs and merges tokens, and cuts and pastes tiles, for a mask in the middle of two rows."""
     height, width = model.defaults.height // model.latent_scale, model.defaults.width // model.latent_scale
-    channels = int(model.backbone.unet.config.block_out_channels[0])
+    channels = int(model.backbone.network.config.block_out_channels[0])
     generator = torch.Generator("cpu").manual_seed(0)
     maps = torch.randn(_ROWS, channels, height, width, generator=generator).to(model.device, model.dtype)
     recorded = torch.randn(height * width, channels, generator=generator).to(model.device, torch.float16)
@@ -212,7 +212,7 @@ def _probe(spec: ResolvedSpec) -> ResolvedSpec:
 
 def _compare(model: Model, rows: Sequence[Row], blocks: Sequence[str]) -> PromptCosines:
     outputs: dict[str, Tensor] = {}
-    with _watched(model.backbone.unet, blocks, outputs):
+    with _watched(model.backbone.network, blocks, outputs):
         activations = model.backbone.begin(stack(rows))
         for block in model.backbone.blocks:
             block.run(activations)

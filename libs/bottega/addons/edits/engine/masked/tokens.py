@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin, UNet2DConditionModel
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
@@ -88,8 +88,17 @@ class TokenCache:
         return tokens
 
 
-def finest_stride(unet: UNet2DConditionModel) -> int:
+def deepest_stride(network: ModelMixin) -> int:
+    """Return the side length, in latent elements, of a token at the deepest level of a UNet, or of a transformer."""
+    if not isinstance(network, UNet2DConditionModel):
+        return int(network.config.patch_size)
+    return int(2 ** (len(network.down_blocks) - 1))
+
+
+def finest_stride(unet: ModelMixin) -> int:
     """Return the side length, in latent elements, of a token at the finest attention level; 1 without attention."""
+    if not isinstance(unet, UNet2DConditionModel):
+        return int(unet.config.patch_size)
     levels = [level for level, block in enumerate(unet.down_blocks) if getattr(block, "has_cross_attention", False)]
     if getattr(unet.mid_block, "has_cross_attention", False):
         levels.append(len(unet.down_blocks) - 1)

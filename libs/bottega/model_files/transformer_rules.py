@@ -1,0 +1,174 @@
+"""Rules for the configurations of diffusion transformers and of their text encoder T5, and the tensors of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bottega.model_files.field_rules import (
+    ANY,
+    FRACTION,
+    NULL,
+    POSITIVE,
+    TEXT,
+    FieldRule,
+    Values,
+    broken_fields,
+    only,
+    shown,
+    whole,
+    with_defaults,
+)
+from bottega.rules import MAX_SIDE
+
+# Published transformers have at most 38 blocks, 64 heads and 192 places on a side.
+_MOST_BLOCKS, _MOST_HEADS, _MOST_PLACES = 256, 1024, 1024
+_MOST_WIDTH = 65_536
+# Diffusers embeds timesteps by so many sines and cosines.
+_TIME_FEATURES = 256
+_LAYERS = Values(
+    text=f"a list of up to {_MOST_BLOCKS} whole numbers",
+    accepts=lambda value: (
+        isinstance(value, list) and len(value) <= _MOST_BLOCKS and all(whole(0).accepts(entry) for entry in value)
+    ),
+)
+
+SD3_RULES = (
+    FieldRule(
+        name="_class_name",
+        default="SD3Transformer2DModel",
+        values=only("SD3Transformer2DModel"),
+        why="no other class is served",
+    ),
+    FieldRule(name="sample_size", default=128, values=whole(1, MAX_SIDE)),
+    FieldRule(name="patch_size", default=2, values=whole(1, 16)),
+    FieldRule(name="in_channels", default=16, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="out_channels", default=16, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="num_layers", default=18, values=whole(1, _MOST_BLOCKS)),
+    FieldRule(name="attention_head_dim", default=64, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="num_attention_heads", default=18, values=whole(1, _MOST_HEADS)),
+    FieldRule(name="joint_attention_dim", default=4096, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="caption_projection_dim", default=1152, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="pooled_projection_dim", default=2048, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="pos_embed_max_size", default=96, values=whole(1, _MOST_PLACES)),
+    FieldRule(name="dual_attention_layers", default=[], values=_LAYERS),
+    FieldRule(
+        name="qk_norm", default=None, values=only(None, "rms_norm"), why="published transformers have no other norm"
+    ),
+    FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
+)
+
+_UNREAD = "the text encoder does not read it"
+T5_RULES = (
+    FieldRule(name="model_type", default="t5", values=only("t5"), why="no other text encoder is served here"),
+    FieldRule(name="vocab_size", default=32128, values=whole(1)),
+    FieldRule(name="d_model", default=512, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="d_kv", default=64, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="d_ff", default=2048, values=whole(1)),
+    FieldRule(name="num_layers", default=6, values=whole(1, _MOST_BLOCKS)),
+    FieldRule(name="num_heads", default=8, values=whole(1, _MOST_HEADS)),
+    FieldRule(name="relative_attention_num_buckets", default=32, values=whole(2, _MOST_WIDTH)),
+    FieldRule(name="relative_attention_max_distance", default=128, values=whole(2)),
+    FieldRule(name="dropout_rate", default=0.1, values=FRACTION),
+    FieldRule(name="layer_norm_epsilon", default=1e-6, values=POSITIVE),
+    FieldRule(
+        name="feed_forward_proj",
+        default="relu",
+        values=only("relu", "gated-gelu", "gated-silu"),
+        why="published text encoders have no other",
+    ),
+    FieldRule(name="dtype", default=None, values=TEXT | NULL),
+    FieldRule(name="architectures", default=None, values=ANY, why=_UNREAD),
+    FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
+)
+
+
+def check_sd3_config(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each field of the config.json of SD3's transformer whose value is not served.
+
+    A sentence names the field and says what to do; the caller puts the file's name before it.
+    """
+    broken = list(broken_fields(SD3_RULES, config))
+    # Rules between fields assume valid fields.
+    yield from broken or _broken_together(with_defaults(SD3_RULES, config))
+
+
+def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
+    width = config["attention_head_dim"] * config["num_attention_heads"]
+    if config["in_channels"] != config["out_channels"]:
+        yield f"in_channels must be {config['out_channels']}, as out_channels is, not {config['in_channels']}"
+    if config["caption_projection_dim"] != width:
+        why = "attention_head_dim times num_attention_heads"
+        yield f"caption_projection_dim must be {width}, {why}, not {config['caption_projection_dim']}"
+    if width % 4:
+        yield "attention_head_dim times num_attention_heads must be a multiple of 4, for the embeddings of positions"
+    if config["sample_size"] % config["patch_size"]:
+        yield f"sample_size must be a multiple of patch_size ({config['patch_size']}), not {config['sample_size']}"
+    places = config["sample_size"] // config["patch_size"]
+    if places > config["pos_embed_max_size"]:
+        yield f"pos_embed_max_size must be at least {places}, sample_size divided by patch_size"
+    if any(layer >= config["num_layers"] for layer in config["dual_attention_layers"]):
+        layers = shown(config["dual_attention_layers"])
+        yield f"dual_attention_layers must be below num_layers ({config['num_layers']}), not {layers}"
+
+
+def sd3_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the tensors of an SD3Transformer2DModel."""
+    width = config["attention_head_dim"] * config["num_attention_heads"]
+    patch, blocks, caption = config["patch_size"], config["num_layers"], config["caption_projection_dim"]
+    yield "pos_embed.pos_embed", (1, config["pos_embed_max_size"] ** 2, width)
+    yield "pos_embed.proj.weight", (width, config["in_channels"], patch, patch)
+    yield "pos_embed.proj.bias", (width,)
+    for name, inputs in (("timestep", _TIME_FEATURES), ("text", config["pooled_projection_dim"])):
+        yield from _linear(f"time_text_embed.{name}_embedder.linear_1", inputs, width)
+        yield from _linear(f"time_text_embed.{name}_embedder.linear_2", width, width)
+    yield from _linear("context_embedder", config["joint_attention_dim"], caption)
+    for number in range(blocks):
+        yield from _joint_block(number, width, config)
+    yield from _linear("norm_out.linear", width, 2 * width)
+    yield from _linear("proj_out", width, patch**2 * config["out_channels"])
+
+
+def _joint_block(number: int, width: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    block, is_last = f"transformer_blocks.{number}", number == config["num_layers"] - 1
+    is_dual, head = number in config["dual_attention_layers"], config["attention_head_dim"]
+    yield from _linear(f"{block}.norm1.linear", width, (9 if is_dual else 6) * width)
+    # The last block changes the text no more: it only attends to it.
+    yield from _linear(f"{block}.norm1_context.linear", width, (2 if is_last else 6) * width)
+    projections = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"]
+    norms = ["norm_q", "norm_k", "norm_added_q", "norm_added_k"]
+    layers = {"attn": [*projections, *([] if is_last else ["to_add_out"])]}
+    layers |= {"attn2": projections[:4]} if is_dual else {}
+    for attention, names in layers.items():
+        for name in names:
+            yield from _linear(f"{block}.{attention}.{name}", width, width)
+        for norm in norms[: 4 if attention == "attn" else 2] if config["qk_norm"] else ():
+            yield f"{block}.{attention}.{norm}.weight", (head,)
+    for network in ("ff",) if is_last else ("ff", "ff_context"):
+        yield from _linear(f"{block}.{network}.net.0.proj", width, 4 * width)
+        yield from _linear(f"{block}.{network}.net.2", 4 * width, width)
+
+
+def t5_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the tensors of a T5EncoderModel in its files."""
+    width, inner, hidden = config["d_model"], config["d_kv"] * config["num_heads"], config["d_ff"]
+    yield "shared.weight", (config["vocab_size"], width)
+    for number in range(config["num_layers"]):
+        attention, feed_forward = (f"encoder.block.{number}.layer.{layer}" for layer in (0, 1))
+        for name in ("q", "k", "v"):
+            yield f"{attention}.SelfAttention.{name}.weight", (inner, width)
+        yield f"{attention}.SelfAttention.o.weight", (width, inner)
+        if number == 0:
+            buckets = config["relative_attention_num_buckets"]
+            yield f"{attention}.SelfAttention.relative_attention_bias.weight", (buckets, config["num_heads"])
+        yield f"{attention}.layer_norm.weight", (width,)
+        for name in ("wi_0", "wi_1") if config["feed_forward_proj"].startswith("gated") else ("wi",):
+            yield f"{feed_forward}.DenseReluDense.{name}.weight", (hidden, width)
+        yield f"{feed_forward}.DenseReluDense.wo.weight", (width, hidden)
+        yield f"{feed_forward}.layer_norm.weight", (width,)
+    yield "encoder.final_layer_norm.weight", (width,)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (outputs, inputs)
+    yield f"{name}.bias", (outputs,)
