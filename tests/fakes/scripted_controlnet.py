@@ -17,6 +17,7 @@ from bottega.rpc.status import to_grpc_status
 from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, fleet_pb2, hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.scripted_worker import MODEL
+from tests.support.waiting import EVENTUALLY_S
 
 ON_DISK = hosted_pb2.HOSTED_STATE_ON_DISK
 LOADED = hosted_pb2.HOSTED_STATE_LOADED
@@ -54,7 +55,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
 
-    async def start(self, *, join_timeout_s: float = 5.0) -> ScriptedControlNetServer:
+    async def start(self, *, join_timeout_s: float = EVENTUALLY_S) -> ScriptedControlNetServer:
         """Listens and joins. Raises TimeoutError when it is not let in by then; it keeps trying."""
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(self, self._server.grpc)
         await self._server.start()

@@ -33,6 +33,7 @@ from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.samples.hosted_loras import at_hand
 from tests.support.addon_messages import loras_at, placements
+from tests.support.waiting import EVENTUALLY_S
 
 MODEL = image_pb2.Model(
     name="miniature",
@@ -118,7 +119,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
         self.address = ""
         self.membership: FleetMembership | None = None
 
-    async def start(self, *, join_timeout_s: float = 5.0) -> ScriptedWorker:
+    async def start(self, *, join_timeout_s: float = EVENTUALLY_S) -> ScriptedWorker:
         """Listens and joins. Raises TimeoutError when it is not let in by then; it keeps trying."""
         await self.listen()
         return await self.join(self.address, join_timeout_s=join_timeout_s)
@@ -130,7 +131,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
         await self._server.start()
         self.address = self._server.address
 
-    async def join(self, address: str, *, join_timeout_s: float = 5.0) -> ScriptedWorker:
+    async def join(self, address: str, *, join_timeout_s: float = EVENTUALLY_S) -> ScriptedWorker:
         """Joins as one who is called at this address. Raises as `start` does."""
         self.address = address
         self.membership = FleetMembership(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.s3 import S3Servers, set_environment
+from tests.support.s3 import FailingProxy, S3Server, S3Servers, failing_proxy, set_environment
 
 
 @pytest.fixture
@@ -30,8 +30,22 @@ def s3_servers() -> Iterator[S3Servers]:
 
 
 @pytest.fixture
-def pictures(s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`objects` of gateways that share a database: a bucket of its own for each test."""
+def s3_server(s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A server that the environment leads to."""
     server = s3_servers.get("nanio")
     set_environment(monkeypatch, server.url)
-    return f"s3://{server.bucket()}/pictures"
+    return server
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingProxy]:
+    """What the environment leads to instead: a proxy in front of that server, which fails as it is told to."""
+    with failing_proxy(s3_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+@pytest.fixture
+def pictures(s3_server: S3Server) -> str:
+    """`objects` of gateways that share a database: a bucket of its own for each test."""
+    return f"s3://{s3_server.bucket()}/pictures"

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bottega.clocks import SharedClock
-from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord, JobStore, SqliteJobStore
+from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord, JobStore, OutboxEvent, SqliteJobStore
 from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.postgresql import PostgresDatabase
@@ -59,6 +59,22 @@ def record(job_id: str = "j1", *, request_id: str = "", created_wall: float = 10
         size_bytes=1234,
         created_wall=created_wall,
         deadline_steady=created_wall + 60,
+    )
+
+
+def sample_event(job: JobRecord) -> OutboxEvent:
+    """An event of the end of a job, which is due later."""
+    return OutboxEvent(
+        event_id=f"evt_{job.job_id}",
+        job_id=job.job_id,
+        tenant=job.tenant,
+        kind="job.ended",
+        url="https://hooks.example/x",
+        host="hooks.example",
+        body=b"body\x00" + job.job_id.encode(),
+        created_wall=job.ended_wall or 0,
+        tried_since_steady=job.ended_steady or 0,
+        due_steady=100,
     )
 
 

@@ -19,12 +19,15 @@ from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.tls import TlsConfig
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.scripted_controlnet import ScriptedControlNetServer
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.waiting import eventually
+
+# Far more than a call takes on a machine that has other work.
+_CALL_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,13 +71,22 @@ class Running:
         """Return when a service of that name has joined and reports that it hosts so much."""
 
         async def joined() -> bool:
-            members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+            members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=_CALL_S)).members
             return any(each.registration.name == name and len(each.load.hosted) >= hosted for each in members)
 
         await eventually(joined, f"{name} to join")
 
+    async def knows_a_worker(self) -> bool:
+        """Whether a worker has joined."""
+        members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=_CALL_S)).members
+        return any(member.registration.models for member in members)
+
+    async def queued(self) -> int:
+        """Number of jobs that wait."""
+        return (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=_CALL_S)).queued
+
     def generate(
-        self, request_id: str = "", *, preview: bool = False, timeout: float | None = 20, **spec: Any
+        self, request_id: str = "", *, preview: bool = False, timeout: float | None = _CALL_S, **spec: Any
     ) -> grpc.aio.UnaryStreamCall[image_pb2.GenerateRequest, image_pb2.GenerateResponse]:
         """Calls Generate with these fields of the spec."""
         request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(**spec), preview=preview)
@@ -86,14 +98,14 @@ class Running:
 
     async def submit(self, request_id: str = "", **spec: Any) -> image_pb2.Job:
         request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(**spec))
-        return (await self.images.SubmitJob(request, timeout=20)).job
+        return (await self.images.SubmitJob(request, timeout=_CALL_S)).job
 
     async def job(self, job_id: str) -> image_pb2.Job:
-        return (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=20)).job
+        return (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=_CALL_S)).job
 
     async def ended(self, job_id: str) -> image_pb2.Job:
         """Watches a job to its end; the job then."""
-        async for _ in self.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id), timeout=20):
+        async for _ in self.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id), timeout=_CALL_S):
             pass
         return await self.job(job_id)
 
@@ -104,7 +116,7 @@ class Running:
 
     async def listed(self) -> list[str]:
         """Ids of the newest jobs, the newest first."""
-        answer = await self.images.ListJobs(image_pb2.ListJobsRequest(), timeout=10)
+        answer = await self.images.ListJobs(image_pb2.ListJobsRequest(), timeout=_CALL_S)
         return [job.job_id for job in answer.jobs]
 
     async def stop_early(self) -> None:
@@ -117,14 +129,30 @@ class Running:
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
-        answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=_CALL_S)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def until_serving(self, serving: bool = True) -> None:
         """Returns when its health says so."""
-        async with asyncio.timeout(10):
-            while await self.is_serving() is not serving:  # noqa: ASYNC110 - health has no event
-                await asyncio.sleep(0.05)
+
+        async def says_so() -> bool:
+            return await self.is_serving() is serving
+
+        await eventually(says_so)
+
+    async def until_checkpoint(self, worker: ScriptedWorker, job_id: str, *, steps: int = 15) -> None:
+        """Return when the gateway has the checkpoint after so many steps that the worker has of a first attempt."""
+        attempt = worker_pb2.AttemptId(job_id=job_id, number=1)
+        data = str(steps).encode()
+        await worker.checkpoints.put(
+            worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=steps, checkpoint=data)
+        )
+
+        def has_it() -> bool:
+            job = self.gateway._jobs.find_live(job_id)
+            return job is not None and job.checkpoint is not None and job.checkpoint.data == data
+
+        await eventually(has_it)
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +228,6 @@ async def refusal(call: Callable[[], Any], kind: type[BottegaError] = BottegaErr
 
 
 async def told(call: Any) -> image_pb2.JobEvent:
-    """The next event of Generate or WatchJob, within 5 s."""
-    answer = await asyncio.wait_for(anext(aiter(call)), 5)
-    event: image_pb2.JobEvent = answer.event
+    """The next event of Generate or WatchJob."""
+    event: image_pb2.JobEvent = (await anext(aiter(call))).event
     return event

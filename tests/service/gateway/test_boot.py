@@ -9,9 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from bottega.rpc.channel import open_channel
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
-from tests.support.services import gateway_config
+from tests.support.services import Services, gateway_config
 
 
 async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp_path: Path) -> None:
@@ -21,7 +23,7 @@ async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp
     env = {**os.environ, "BOTTEGA_STATE": str(tmp_path / "state")}
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=env)
     assert process.stderr is not None
-    line = json.loads(await asyncio.wait_for(process.stderr.readline(), 20))
+    line = json.loads(await process.stderr.readline())
     assert (line["event"], line["service"]) == ("serving", "gateway")
     async with open_channel(line["fleet"]) as channel:
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -29,17 +31,15 @@ async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp
     assert [member.registration.address for member in members] == [line["address"]]
     process.send_signal(signal.SIGTERM)
     # stderr ends when the last process that holds it has gone.
-    await asyncio.wait_for(process.stderr.read(), 10)
+    await process.stderr.read()
     assert await process.wait() == 0
 
 
-async def test_a_gateway_whose_state_folder_cannot_be_used_ends_with_a_sentence(tmp_path: Path) -> None:
-    config, state = tmp_path / "gateway.yaml", tmp_path / "file" / "gateway"
+def test_a_gateway_whose_state_folder_cannot_be_used_ends_with_a_sentence(tmp_path: Path) -> None:
+    state = tmp_path / "file" / "gateway"
     state.parent.write_bytes(b"not a folder")
-    config.write_text(json.dumps(gateway_config(state=str(state))))
-    command = [sys.executable, "-m", "bottega.gateway", "--config", str(config)]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-    _, said = await asyncio.wait_for(process.communicate(), 20)
-    assert process.returncode == 2, "systemd does not try again what would fail again"
-    assert f"bottega.gateway: state: the folder {state} cannot be used" in said.decode().splitlines()[-1]
-    assert "Traceback" not in said.decode()
+    with Services(tmp_path) as services, pytest.raises(AssertionError, match="ended with 2 before it served") as ended:
+        services.start("gateway", gateway_config(state=str(state)))
+    said = str(ended.value)
+    assert said.splitlines()[-1].startswith(f"bottega.gateway: state: the folder {state} cannot be used")
+    assert "Traceback" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Service, Services, gateway_config
 from tests.support.waiting import eventually
+
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ async def _draw(images: image_pb2_grpc.ImageServiceAsyncStub, request_id: str, *
     metadata = (("x-request-id", trace),) if trace else ()
     job_id = ""
     try:
-        async for answer in images.Generate(request, timeout=10, metadata=metadata):
+        async for answer in images.Generate(request, timeout=PATIENCE_S, metadata=metadata):
             job_id = answer.event.job_id
     except grpc.aio.AioRpcError as error:
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017 - some tests want it, some do not
@@ -69,7 +72,7 @@ async def test_a_job_is_logged_when_it_is_accepted_and_completed(
     for line in (accepted, completed):
         assert (line["job_id"], line["model"], line["level"]) == (job_id, "miniature", "INFO")
     assert (completed["worker"], completed["attempts"]) == ("w1", 1)
-    assert 0 < completed["seconds"] < 10
+    assert 0 < completed["seconds"] < PATIENCE_S
     assert [request.request_id for request in worker.requests] == ["log-drawn"]
 
 
@@ -88,9 +91,9 @@ async def test_a_cancelled_job_is_logged(
 ) -> None:
     worker.script.hold_at = 1
     request = image_pb2.SubmitJobRequest(request_id="log-cancelled", spec=GenerationSpec(prompt="a star"))
-    job = (await images.SubmitJob(request, timeout=5)).job
-    await asyncio.wait_for(worker.arrived.wait(), 5)
-    await images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=5)
+    job = (await images.SubmitJob(request, timeout=PATIENCE_S)).job
+    await worker.arrived.wait()
+    await images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=PATIENCE_S)
     cancelled = await _until_logged(gateway, "job cancelled", "log-cancelled")
     assert (cancelled["job_id"], cancelled["level"]) == (job.job_id, "INFO")
 
@@ -100,7 +103,7 @@ async def test_a_lost_attempt_is_logged_under_the_request_id_of_its_job(
 ) -> None:
     worker.script.hold_at = 1
     drawing = asyncio.create_task(_draw(images, "log-lost"))
-    await asyncio.wait_for(worker.arrived.wait(), 5)
+    await worker.arrived.wait()
     await worker.die()
     lost = await _until_logged(gateway, "attempt lost", "log-lost")
     assert lost["worker"] == "w1"
@@ -128,7 +131,7 @@ async def test_a_request_id_that_is_refused_does_not_flood_the_log(
     gateway: Service, images: image_pb2_grpc.ImageServiceAsyncStub
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
-        await images.SubmitJob(image_pb2.SubmitJobRequest(request_id="x" * 5000), timeout=5)
+        await images.SubmitJob(image_pb2.SubmitJobRequest(request_id="x" * 5000), timeout=PATIENCE_S)
     refused = await _until_logged(gateway, "call refused", "x" * 128)
     assert refused["reason"] == "INVALID_REQUEST"
     assert not any("x" * 129 in str(line) for line in gateway.events())
@@ -137,24 +140,22 @@ async def test_a_request_id_that_is_refused_does_not_flood_the_log(
 FORGED = '{"time": "2026-01-01 00:00:00,000", "level": "ERROR", "event": "the disk is lost"}'
 
 
-@pytest.mark.parametrize(
-    "request_id",
-    ["a\n" + FORGED, "a\r" + FORGED, "a\x1b[2J", "a\u202eb", "a\u2028b", "a b=c", "\x00", "é"],
-)
 async def test_a_request_id_that_breaks_the_rules_is_in_no_line(
-    gateway: Service, images: image_pb2_grpc.ImageServiceAsyncStub, request_id: str
+    gateway: Service, images: image_pb2_grpc.ImageServiceAsyncStub
 ) -> None:
-    seen = len(gateway.events())
-    with pytest.raises(grpc.aio.AioRpcError):
-        await images.SubmitJob(image_pb2.SubmitJobRequest(request_id=request_id), timeout=5)
-
-    def refusals() -> list[dict[str, Any]]:  # beyond some in a second, they are told as a number
-        return [line for line in gateway.events()[seen:] if "refused" in line["event"]]
-
-    await eventually(lambda: bool(refusals()))
-    assert not any("request_id" in line for line in refusals())
+    for request_id in ("a\n" + FORGED, "a\r" + FORGED, "a\x1b[2J", "a\u202eb", "a\u2028b", "a b=c", "\x00", "é"):
+        seen = len(gateway.events())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await images.SubmitJob(image_pb2.SubmitJobRequest(request_id=request_id), timeout=PATIENCE_S)
+        await eventually(functools.partial(_refusals, gateway, seen))
+        assert not any("request_id" in line for line in _refusals(gateway, seen))
     whole = gateway.log.read_bytes()
     assert not {byte for byte in whole if byte < 0x20 or byte > 0x7E} - {0x0A}, "every line is JSON of ASCII"
+
+
+def _refusals(gateway: Service, seen: int) -> list[dict[str, Any]]:
+    """The refusals that were logged after so many lines. Beyond some in a second, they are told as a number."""
+    return [line for line in gateway.events()[seen:] if "refused" in line["event"]]
 
 
 async def test_the_id_of_the_metadata_is_checked_as_well(
@@ -163,6 +164,8 @@ async def test_the_id_of_the_metadata_is_checked_as_well(
     seen = len(gateway.events())
     for trace in ("two words", "one/word:1"):
         with pytest.raises(grpc.aio.AioRpcError):
-            await images.GetJob(image_pb2.GetJobRequest(job_id="none"), timeout=5, metadata=(("x-request-id", trace),))
+            await images.GetJob(
+                image_pb2.GetJobRequest(job_id="none"), timeout=PATIENCE_S, metadata=(("x-request-id", trace),)
+            )
     await _until_logged(gateway, "call refused", "one/word:1")
     assert not any("words" in str(line) for line in gateway.events()[seen:])

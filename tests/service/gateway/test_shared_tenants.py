@@ -104,22 +104,7 @@ async def test_a_change_without_a_notification_is_found(url: str, monkeypatch: p
         await eventually(lambda: _is_not_known(house, key))
 
 
-async def test_tenants_stay_valid_while_the_database_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PGPASSWORD", PASSWORD)
-    monkeypatch.setattr(database, "_LOOK_S", 0.05)
-    with running_server() as server:
-        url = server.url(server.new_database()).replace(f":{PASSWORD}@", "@")
-        key = await _command("add", "shop", "--file", url)
-        async with running_gateway(tenants=url) as house:
-            await asyncio.to_thread(server.stop)
-            await eventually(lambda: not house.gateway._terms._readable)  # type: ignore[attr-defined]
-            assert await _is_known(house, key)
-            await asyncio.to_thread(server.start)
-            new = await _command("rotate", "shop", "--file", url)
-            await eventually(lambda: _is_known(house, new))
-
-
-async def test_calls_are_refused_once_the_tenants_were_not_read_for_long(
+async def test_tenants_stay_valid_while_the_database_is_away_but_not_for_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
@@ -130,6 +115,7 @@ async def test_calls_are_refused_once_the_tenants_were_not_read_for_long(
         async with running_gateway(tenants=url) as house:
             await asyncio.to_thread(server.stop)
             await eventually(lambda: not house.gateway._terms._readable)  # type: ignore[attr-defined]
+            assert await _is_known(house, key)
             monkeypatch.setattr(database, "_VALID_S", 0.0)
             async with calling(house, key) as shop:
                 listing = image_pb2.ListJobsRequest()
@@ -139,75 +125,64 @@ async def test_calls_are_refused_once_the_tenants_were_not_read_for_long(
             await eventually(lambda: house.gateway.server._serving is False)
             monkeypatch.setattr(database, "_VALID_S", 60.0)
             await asyncio.to_thread(server.start)
-            await eventually(lambda: _is_known(house, key))
+            new = await _command("rotate", "shop", "--file", url)
+            await eventually(lambda: _is_known(house, new))
             await eventually(lambda: house.gateway.server._serving is True)
 
 
-async def test_each_user_of_a_database_is_told_what_to_grant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PGPASSWORD", PASSWORD)
-    with running_server() as server:
-        name = server.new_database()
-        for user in ("keeper", "jobs", "gateway"):
-            server.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{PASSWORD}'")
-        urls = {user: server.url(name, user=user, port=server.port) for user in ("keeper", "jobs", "gateway")}
+async def test_each_user_of_a_database_is_told_what_to_grant(url: str) -> None:
+    server, name = shared_server(), urlsplit(url).path[1:]
+    for user in ("keeper", "jobs", "gateway"):
+        server.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{PASSWORD}'")
+    urls = {user: server.url(name, user=user, port=server.port) for user in ("keeper", "jobs", "gateway")}
 
-        async def granted(text: str) -> None:
-            await asyncio.to_thread(server.execute, text, name)
+    async def granted(text: str) -> None:
+        await asyncio.to_thread(server.execute, text, name)
 
-        async def add() -> str:
-            return await _command("add", "shop", "--file", urls["keeper"])
+    async def add() -> str:
+        return await _command("add", "shop", "--file", urls["keeper"])
 
-        async def make_tables() -> None:
-            jobs = PostgresDatabase(urls["jobs"], application="bottega test")
-            try:
-                await jobs.open()
-                await jobs.migrate(COMPONENT, MIGRATIONS)
-            finally:
-                await jobs.close()
+    async def make_tables() -> None:
+        jobs = PostgresDatabase(urls["jobs"], application="bottega test")
+        try:
+            await jobs.open()
+            await jobs.migrate(COMPONENT, MIGRATIONS)
+        finally:
+            await jobs.close()
 
-        with pytest.raises(AssertionError, match=r'GRANT CREATE ON SCHEMA public TO "keeper"'):
-            await add()
-        await granted("GRANT CREATE ON SCHEMA public TO keeper, jobs")
-        key = await add()
-        with pytest.raises(ConfigError, match=r'GRANT SELECT, INSERT ON bottega_migrations TO "jobs"'):
-            await make_tables()
-        await granted("GRANT SELECT, INSERT ON bottega_migrations TO jobs")
+    with pytest.raises(AssertionError, match=r'GRANT CREATE ON SCHEMA public TO "keeper"'):
+        await add()
+    await granted("GRANT CREATE ON SCHEMA public TO keeper, jobs")
+    key = await add()
+    with pytest.raises(ConfigError, match=r'GRANT SELECT, INSERT ON bottega_migrations TO "jobs"'):
         await make_tables()
-        for table in ("bottega_migrations", "tenants"):
-            with pytest.raises(ConfigError, match=f'GRANT SELECT ON {table} TO "gateway"'):
-                async with running_gateway(tenants=urls["gateway"]):
-                    pass
-            await granted(f"GRANT SELECT ON {table} TO gateway")
-        async with running_gateway(tenants=urls["gateway"]) as house:
-            assert await _is_known(house, key)
+    await granted("GRANT SELECT, INSERT ON bottega_migrations TO jobs")
+    await make_tables()
+    for table in ("bottega_migrations", "tenants"):
+        with pytest.raises(ConfigError, match=f'GRANT SELECT ON {table} TO "gateway"'):
+            async with running_gateway(tenants=urls["gateway"]):
+                pass
+        await granted(f"GRANT SELECT ON {table} TO gateway")
+    async with running_gateway(tenants=urls["gateway"]) as house:
+        assert await _is_known(house, key)
 
 
-@pytest.mark.parametrize("own", ["", "a file"])
 async def test_a_gateway_that_would_not_know_the_tenants_of_its_jobs_does_not_start(
-    own: str, url: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "tenants.json"
-    for place in (url, file):
-        await _command("add", "shop", "--file", place)
-    with pytest.raises(ConfigError, match="has tenants, which this gateway would not know"):
-        async with running_gateway(jobs=url, tenants=str(file) if own else ""):
-            pass
-
-
-async def test_gateways_that_share_jobs_are_warned_of_a_file_of_tenants(
     url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "tenants.json"
+    with pytest.raises(ConfigError, match="bottega tenants add NAME"):
+        async with running_gateway(tenants=url):
+            pass
     key = await _command("add", "shop", "--file", file)
     async with running_gateway(jobs=url, tenants=str(file)) as house:
         assert await _is_known(house, key)
     assert "bottega tenants import FILE" in caplog.text
-
-
-async def test_a_gateway_does_not_start_without_tenants_in_its_database(url: str) -> None:
-    with pytest.raises(ConfigError, match="bottega tenants add NAME"):
-        async with running_gateway(tenants=url):
-            pass
+    await _command("add", "shop", "--file", url)
+    for own in ("", str(file)):
+        with pytest.raises(ConfigError, match="has tenants, which this gateway would not know"):
+            async with running_gateway(jobs=url, tenants=own):
+                pass
 
 
 def test_tenants_move_from_a_file_to_a_database_and_back(url: str, tmp_path: Path) -> None:

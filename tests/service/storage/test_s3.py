@@ -8,7 +8,6 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,20 +21,6 @@ from tests.support.waiting import wait_until
 
 NAMES = re.compile(r"[0-9a-f]{4}")
 DATA = b"a picture"
-
-
-@pytest.fixture
-def server(s3_servers: s3.S3Servers, monkeypatch: pytest.MonkeyPatch) -> s3.S3Server:
-    server = s3_servers.get("nanio")
-    s3.set_environment(monkeypatch, server.url)
-    return server
-
-
-@pytest.fixture
-def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.FailingProxy]:
-    with s3.failing_proxy(server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        yield proxy
 
 
 def _store(bucket: str, **changed: Any) -> S3Objects:
@@ -58,53 +43,53 @@ def _refused(bucket: str) -> StorageUnavailable:
     return raised.value
 
 
-def test_s3_that_fails_a_tenth_of_all_calls_loses_nothing(server: s3.S3Server, proxy: s3.FailingProxy) -> None:
-    bucket = server.bucket()
+def test_s3_that_fails_a_tenth_of_all_calls_loses_nothing(s3_server: s3.S3Server, s3_proxy: s3.FailingProxy) -> None:
+    bucket = s3_server.bucket()
     store = _store(bucket)
-    proxy.failing = 0.1
+    s3_proxy.failing = 0.1
     names = [f"ab{number:02x}" for number in range(40)]
     for name in names:
         store.write(name, DATA)
     assert sorted(item.name for item in store.objects()) == names
     assert [_read(store, name) for name in names] == [DATA] * 40
-    assert proxy.failed > 5
-    assert proxy.requests < 200, "tries are bounded"
+    assert s3_proxy.failed > 5
+    assert s3_proxy.requests < 200, "tries are bounded"
     store.remove(names)
-    proxy.failing = 0.0
+    s3_proxy.failing = 0.0
     assert list(store.objects()) == []
 
 
 def test_s3_that_fails_all_calls_is_said_within_a_bound_and_heals(
-    server: s3.S3Server, proxy: s3.FailingProxy, monkeypatch: pytest.MonkeyPatch
+    s3_server: s3.S3Server, s3_proxy: s3.FailingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = _store(server.bucket())
-    proxy.failing = 1.0
+    store = _store(s3_server.bucket())
+    s3_proxy.failing = 1.0
     with pytest.raises(StorageUnavailable, match="S3"):
         store.write("ab01", DATA)
-    assert proxy.requests <= 5, "one try and four more"
-    proxy.failing = 0.0
+    assert s3_proxy.requests <= 5, "one try and four more"
+    s3_proxy.failing = 0.0
     store.write("ab01", DATA)
     assert _read(store, "ab01") == DATA
 
 
 def test_slow_s3_is_waited_for_within_a_deadline(
-    server: s3.S3Server, proxy: s3.FailingProxy, monkeypatch: pytest.MonkeyPatch
+    s3_server: s3.S3Server, s3_proxy: s3.FailingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = server.bucket()
-    proxy.delay_s = 0.5
+    bucket = s3_server.bucket()
+    s3_proxy.delay_s = 0.5
     store = _store(bucket)
     store.write("ab01", DATA)
     assert _read(store, "ab01") == DATA
-    began = proxy.requests
+    began = s3_proxy.requests
     with pytest.raises(StorageUnavailable):
         _read(_store(bucket, request_s=0.2), "ab01")
-    assert proxy.requests - began <= 2
+    assert s3_proxy.requests - began <= 2
     monkeypatch.setattr(s3_module, "_REQUEST_S", 0.2)
     monkeypatch.setattr(s3_module, "_MAX_RETRIES", 1)
-    began = proxy.requests
+    began = s3_proxy.requests
     with pytest.raises(StorageUnavailable):
         _store(bucket).write("ab02", DATA)
-    assert proxy.requests - began <= 2
+    assert s3_proxy.requests - began <= 2
 
 
 def test_s3_that_was_restarted_has_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +109,14 @@ def test_s3_that_was_restarted_has_what_was_stored(monkeypatch: pytest.MonkeyPat
         server.end()
 
 
-def test_a_bucket_that_does_not_exist_is_said(server: s3.S3Server) -> None:
+def test_a_bucket_that_does_not_exist_is_said(s3_server: s3.S3Server) -> None:
     error = _refused("no-such-bucket")
     assert "bucket no-such-bucket does not exist" in error.message
     assert error.metadata["cause"] in OPERATOR_CAUSES
 
 
-def test_keys_that_s3_does_not_know_are_said(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = server.bucket()
+def test_keys_that_s3_does_not_know_are_said(s3_server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = s3_server.bucket()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     assert "AWS_SECRET_ACCESS_KEY" in _refused(bucket).message
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUNKNOWN")
@@ -148,19 +133,19 @@ def test_keys_that_s3_does_not_know_are_said(server: s3.S3Server, monkeypatch: p
     ],
 )
 def test_a_refusal_says_what_to_do_and_no_secret(
-    server: s3.S3Server, proxy: s3.FailingProxy, code: str, text: str, caplog: pytest.LogCaptureFixture
+    s3_server: s3.S3Server, s3_proxy: s3.FailingProxy, code: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    proxy.refusal = code
+    s3_proxy.refusal = code
     with caplog.at_level(logging.DEBUG):
-        error = _refused(server.bucket())
+        error = _refused(s3_server.bucket())
     assert text in error.message
     assert (error.metadata["cause"] in OPERATOR_CAUSES) == (code != "SomethingNew")
     assert s3.SECRET not in f"{error} {error.metadata} {caplog.text}"
     assert s3.SECRET not in repr(vars(_store("some-bucket")))
 
 
-def test_a_missing_or_wrong_environment_is_said(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = server.bucket()
+def test_a_missing_or_wrong_environment_is_said(s3_server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = s3_server.bucket()
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "rot13")
     with pytest.raises(ConfigError, match="AWS_"):
         _store(bucket)
@@ -190,18 +175,18 @@ def test_a_missing_or_wrong_environment_is_said(server: s3.S3Server, monkeypatch
     ids=["S3", "KMS", "none"],
 )
 def test_objects_are_encrypted_as_the_environment_says(
-    server: s3.S3Server,
-    proxy: s3.FailingProxy,
+    s3_server: s3.S3Server,
+    s3_proxy: s3.FailingProxy,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     headers: dict[str, str],
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    store = _store(server.bucket())
+    store = _store(s3_server.bucket())
     store.write("ab01", DATA)
     store.write("ab02", bytes(9 << 20))
-    begun = [seen for seen in proxy.seen if "content-length" in seen]
+    begun = [seen for seen in s3_proxy.seen if "content-length" in seen]
     asked = [
         {key: value for key, value in seen.items() if key.startswith("x-amz-server-side")}
         for seen in (begun[0], begun[1])
@@ -209,8 +194,8 @@ def test_objects_are_encrypted_as_the_environment_says(
     assert asked == [headers, headers], "an object in one piece, and the beginning of one in parts"
 
 
-def test_a_signed_url_reads_one_object_until_it_expires(server: s3.S3Server) -> None:
-    store = _store(server.bucket(), public_endpoint=server.url)
+def test_a_signed_url_reads_one_object_until_it_expires(s3_server: s3.S3Server) -> None:
+    store = _store(s3_server.bucket(), public_endpoint=s3_server.url)
     store.write("ab01", DATA)
     url = store.url("ab01", expires_s=60)
     assert s3.SECRET not in url

@@ -13,7 +13,7 @@ import pytest
 
 from bottega.errors import StorageUnavailable
 from bottega.storage import SerialThread
-from tests.support.waiting import wait_until
+from tests.support.waiting import EVENTUALLY_S, wait_until
 
 
 async def _hanging(thread: SerialThread) -> tuple[asyncio.Task[bool], threading.Event]:
@@ -30,16 +30,6 @@ async def _hanging(thread: SerialThread) -> tuple[asyncio.Task[bool], threading.
     return work, gate
 
 
-async def test_work_is_done_in_order_and_its_errors_come_back() -> None:
-    thread = SerialThread("test")
-    done: list[int] = []
-    await asyncio.gather(*(thread.run(partial(done.append, number)) for number in range(50)))
-    assert done == list(range(50))
-    with pytest.raises(ZeroDivisionError):
-        await thread.run(lambda: 1 // 0)
-    await thread.close()
-
-
 async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_bound() -> None:
     thread = SerialThread("hangs", max_waiting=2, wait_s=0.05)
     hanging, gate = await _hanging(thread)
@@ -52,7 +42,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_b
     with pytest.raises(StorageUnavailable):
         await thread.close()
     gate.set()
-    await asyncio.to_thread(ours.join, 5)
+    await asyncio.to_thread(ours.join, EVENTUALLY_S)
     assert not ours.is_alive()
     assert not dropped, "nobody waits for it any more"
 
@@ -66,14 +56,17 @@ async def test_a_process_that_was_stopped_does_not_blame_the_disk() -> None:
     await thread.close()
 
 
-async def test_close_finishes_what_waits_and_ends_the_thread() -> None:
+async def test_close_finishes_what_waits_in_its_order_and_ends_the_thread() -> None:
     thread = SerialThread("ends")
     done: list[int] = []
-    work = [asyncio.create_task(thread.run(partial(done.append, number))) for number in range(9)]
+    work = [asyncio.create_task(thread.run(partial(done.append, number))) for number in range(50)]
+    failing = asyncio.create_task(thread.run(lambda: 1 // 0))
     await asyncio.sleep(0)
     await thread.close()
     await asyncio.gather(*work)
-    assert len(done) == 9
+    assert done == list(range(50))
+    with pytest.raises(ZeroDivisionError):
+        await failing
     assert "ends" not in {other.name for other in threading.enumerate()}
     with pytest.raises(StorageUnavailable, match="closed"):
         await thread.run(lambda: None)
@@ -114,22 +107,12 @@ def test_a_call_that_takes_too_long_is_given_up_and_not_made_later() -> None:
     assert not done
 
 
-def _ticking() -> tuple[SerialThread, list[str]]:
+def test_the_tick_comes_as_often_where_something_is_always_asked() -> None:
     ticks: list[str] = []
     thread = SerialThread("test", tick=lambda: ticks.append("tick"), tick_s=0.01)
     thread.call(lambda: None)
-    return thread, ticks
-
-
-def test_the_tick_comes_where_nothing_else_does() -> None:
-    thread, ticks = _ticking()
     wait_until(lambda: len(ticks) > 2, "it to tick")
-    assert thread.end()
-
-
-def test_the_tick_comes_as_often_where_something_is_always_asked() -> None:
-    thread, ticks = _ticking()
-    given_up = threading.Event()
+    given_up, before = threading.Event(), len(ticks)
 
     def ask_again() -> None:
         if not given_up.is_set():
@@ -137,7 +120,7 @@ def test_the_tick_comes_as_often_where_something_is_always_asked() -> None:
 
     thread.post(ask_again)
     try:
-        wait_until(lambda: len(ticks) > 2, "it to tick though something waits all the time")
+        wait_until(lambda: len(ticks) > before + 2, "it to tick though something waits all the time")
     finally:
         given_up.set()
     assert thread.end()

@@ -100,7 +100,7 @@ async def test_an_edit_counts_by_its_mask_through_a_restart(tmp_path: Path) -> N
         assert kept.request.computed_share == pytest.approx(9 / 64)
         template = kept.request.edit_source
         await house.stop_early()
-    async with running_gateway(codec_processes=1, state=str(tmp_path)) as house:
+    async with running_gateway(codec_processes=1, state=str(tmp_path), hold_s=0.1) as house:
         kept = house.gateway._jobs.find_live(job.job_id)
         assert kept is not None
         assert kept.request.edit_source == template
@@ -156,33 +156,6 @@ async def test_a_store_that_is_gone_holds_up_no_edit(house: RunningGateway, tmp_
         await house.draw(**_edit())
     await house.draw(**_edit(seed=1, techniques=_masked()))
     assert len(worker.requests) == 2
-
-
-async def test_an_edit_goes_to_the_worker_that_has_its_template(house: RunningGateway) -> None:
-    first, second = (
-        await house.worker("w1", step_s={1: 0.01, 2: 0.02}),
-        await house.worker("w2", step_s={1: 0.01, 2: 0.02}),
-    )
-    for worker in (first, second):
-        worker.mask_tokens = MaskTokens(token_elements=2, margin_tokens=1)
-        assert worker.membership is not None
-        worker.membership.report_soon()
-    await house.draw(**_edit())
-    template = _source((first.requests or second.requests)[-1])
-    having = second if first.requests else first
-    having.templates = [template]
-    assert having.membership is not None
-    having.membership.report_soon()
-    addons = house.gateway._controller._addons
-    await eventually(lambda: any(having.name in _workers_with(addon, template) for addon in addons))
-    before = len(having.requests)
-    for seed in range(3):
-        await house.draw(**_edit(seed=seed, techniques=_masked()))
-    assert len(having.requests) == before + 3
-
-
-def _workers_with(addon: Any, template: str) -> set[str]:
-    return set(addon._residences.workers_with(template)) if hasattr(addon, "_residences") else set()
 
 
 def _masked(on: bool = True) -> generation_pb2.Techniques:

@@ -157,17 +157,24 @@ async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> No
 
 async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.addons.loras.gateway.resolver._PROTECT_S", 0.1)
-    async with lora_house(tmp_path, lease_s=1.0) as house:
+    async with lora_house(tmp_path, lease_s=3.0) as house:
         worker = await house.gateway.worker()
         worker.script.hold_at = 10
         job = await house.gateway.submit(loras=[Lora(name="ink")])
-        await asyncio.wait_for(worker.arrived.wait(), PATIENCE_S)
-        await asyncio.sleep(1.5)
+        await worker.arrived.wait()
+        await asyncio.sleep(3.5)
         error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
         assert isinstance(error, errors.LoraInUse)
         await house.gateway.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=5)
-        await asyncio.sleep(1.5)
-        await house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5)
+
+        async def is_removed() -> bool:
+            try:
+                await house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=PATIENCE_S)
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+        await eventually(is_removed)
 
 
 async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weights_is_preferred(house: House) -> None:
@@ -213,7 +220,7 @@ async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(
         first = await house.gateway.worker("w1")
         first.script.loras_step, first.script.hold_at = 4, 10
         job = await house.gateway.submit(loras=[Lora(name="ink")])
-        await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
+        await first.arrived.wait()
         await eventually(lambda: _has_made(house, job, steps=10))
     async with running_gateway(state=state, hold_s=0.2) as later:
         second = await later.worker("w2")

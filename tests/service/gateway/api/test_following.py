@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,27 +11,18 @@ import pytest
 
 from bottega.errors import ImageNotFound, InvalidRequest, JobNotFound, Unavailable
 from bottega.v1 import image_pb2
-from tests.support.postgresql import new_database
-from tests.support.running_gateway import Running, refusal, running_gateway
-from tests.support.s3 import S3Servers
+from tests.support.running_gateway import refusal
+from tests.support.s3 import S3Server
+from tests.support.sharing_gateways import Sharing, sharing_gateways
 from tests.support.tenants import add_tenant, calling
-from tests.support.waiting import eventually
 
 # Other gateways cannot reach the scheduler's public port here.
 _NOWHERE = "127.0.0.1:1"
 
 
-@contextlib.asynccontextmanager
-async def _apart(pictures: str, **config: Any) -> AsyncIterator[tuple[Running, Running]]:
+def _apart(pictures: str, **config: Any) -> contextlib.AbstractAsyncContextManager[Sharing]:
     """The scheduler with a worker, and a follower that cannot ask it."""
-    with new_database() as url:
-        async with (
-            running_gateway(jobs=url, name="first", objects=pictures, advertised=_NOWHERE, **config) as scheduler,
-            running_gateway(jobs=url, name="second", objects=pictures, **config) as follower,
-        ):
-            await scheduler.worker()
-            await eventually(lambda: follower.gateway._jobs.readable)
-            yield scheduler, follower
+    return sharing_gateways(objects=pictures, scheduler={"advertised": _NOWHERE}, **config)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +30,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.gateway.api.scheduler_calls._WAIT_S", 2.0)
 
 
-async def test_a_follower_reads_ended_jobs_without_the_scheduler(pictures: str) -> None:
-    async with _apart(pictures) as (scheduler, follower):
+async def test_a_follower_reads_ended_jobs_and_no_others_without_the_scheduler(pictures: str) -> None:
+    async with _apart(pictures) as both:
+        scheduler, follower = both.scheduler, both.follower
         jobs = [(await scheduler.submit(f"job-{number}", prompt="a star")).job_id for number in range(3)]
         for job_id in jobs:
             assert await scheduler.ended(job_id) == await follower.ended(job_id)
@@ -55,11 +46,7 @@ async def test_a_follower_reads_ended_jobs_without_the_scheduler(pictures: str) 
         await refusal(lambda: follower.image(jobs[0]), JobNotFound)
         index = image_pb2.GetImageRequest(job_id=jobs[1], index=7)
         await refusal(lambda: follower.images.GetImage(index, timeout=20), ImageNotFound)
-
-
-async def test_a_follower_asks_the_scheduler_for_jobs_that_have_not_ended(pictures: str) -> None:
-    async with _apart(pictures) as (scheduler, follower):
-        scheduler.workers[0].script.hold_at = 1
+        both.worker.script.hold_at = 1
         live = (await scheduler.submit(prompt="a star")).job_id
         for call in (lambda: follower.job(live), lambda: follower.ended(live), follower.listed):
             await refusal(call, Unavailable)
@@ -69,10 +56,10 @@ async def test_a_follower_keeps_tenants_and_their_page_tokens_apart(tmp_path: Pa
     tenants = tmp_path / "tenants.yaml"
     keys = [add_tenant(tenants, name) for name in ("shop", "bank")]
     async with (
-        _apart(pictures, tenants=str(tenants)) as (scheduler, follower),
-        calling(scheduler, keys[0]) as shop_there,
-        calling(follower, keys[0]) as shop,
-        calling(follower, keys[1]) as bank,
+        _apart(pictures, tenants=str(tenants)) as both,
+        calling(both.scheduler, keys[0]) as shop_there,
+        calling(both.follower, keys[0]) as shop,
+        calling(both.follower, keys[1]) as bank,
     ):
         jobs = [(await shop_there.submit(prompt="a star")).job_id for _ in range(2)]
         for job_id in jobs:
@@ -87,13 +74,13 @@ async def test_a_follower_keeps_tenants_and_their_page_tokens_apart(tmp_path: Pa
         await refusal(lambda: bank.images.ListJobs(request, timeout=20), InvalidRequest)
 
 
-async def test_a_follower_answers_no_damaged_picture(s3_servers: S3Servers, pictures: str) -> None:
+async def test_a_follower_answers_no_damaged_picture(s3_server: S3Server, pictures: str) -> None:
     bucket = urlsplit(pictures).netloc
-    async with _apart(pictures) as (scheduler, follower):
+    async with _apart(pictures) as both:
+        scheduler, follower = both.scheduler, both.follower
         job = await scheduler.ended((await scheduler.submit(prompt="a star")).job_id)
-        server = s3_servers.get("nanio")
-        (key,) = server.keys(bucket)
-        server.put(bucket, key, b"another 0")
+        (key,) = s3_server.keys(bucket)
+        s3_server.put(bucket, key, b"another 0")
         await refusal(lambda: follower.images.GetImage(image_pb2.GetImageRequest(job_id=job.job_id)), Unavailable)
         request = image_pb2.WatchJobRequest(job_id=job.job_id)
         events = [answer.event async for answer in follower.images.WatchJob(request, timeout=20)]
@@ -102,13 +89,6 @@ async def test_a_follower_answers_no_damaged_picture(s3_servers: S3Servers, pict
 
 
 async def test_a_follower_that_cannot_write_to_the_database_reads(pictures: str) -> None:
-    with new_database() as url:
-        read_only = f"{url}&options=-c%20default_transaction_read_only%3Don"
-        async with (
-            running_gateway(jobs=url, name="first", objects=pictures, advertised=_NOWHERE) as scheduler,
-            running_gateway(jobs=read_only, name="second", objects=pictures) as follower,
-        ):
-            await scheduler.worker()
-            job = await scheduler.ended((await scheduler.submit(prompt="a star")).job_id)
-            await eventually(lambda: follower.gateway._jobs.readable)
-            assert await follower.job(job.job_id) == job
+    async with _apart(pictures, follower_url="{}&options=-c%20default_transaction_read_only%3Don") as both:
+        job = await both.scheduler.ended((await both.scheduler.submit(prompt="a star")).job_id)
+        assert await both.follower.job(job.job_id) == job

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +10,7 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 
-from bottega.errors import Draining, Forbidden, MethodNotServed, QuotaExceeded
+from bottega.errors import Draining, Forbidden, JobNotFound, MethodNotServed, QuotaExceeded
 from bottega.gateway.api.scheduler_calls import SchedulerCalls
 from bottega.gateway.scheduler_role import SchedulerRole
 from bottega.rpc.channel import PLAINTEXT, Target
@@ -24,29 +22,9 @@ from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
 from tests.support.postgresql import new_database, shared_server
 from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.sharing_gateways import sharing_gateways
 from tests.support.tenants import add_tenant, calling
 from tests.support.waiting import eventually
-
-
-@contextlib.asynccontextmanager
-async def _two_gateways(worker: dict[str, Any] | None = None, **config: Any) -> AsyncIterator[tuple[Running, Running]]:
-    """The scheduler and a follower, with a worker that has joined both."""
-    with new_database() as url:
-        async with (
-            running_gateway(jobs=url, name="first", **config) as scheduler,
-            running_gateway(jobs=url, name="second", **config) as follower,
-        ):
-            joined = ScriptedWorker("w1", f"{scheduler.fleet_address},{follower.fleet_address}", **(worker or {}))
-            await joined.start(join_timeout_s=30)
-            follower.workers.append(joined)
-            for house in (scheduler, follower):
-                await eventually(lambda house=house: _knows_a_worker(house))  # type: ignore[misc]
-            yield scheduler, follower
-
-
-async def _knows_a_worker(house: Running) -> bool:
-    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=20)).members
-    return any(member.registration.models for member in members)
 
 
 async def _submit(images: Any, *, metadata: tuple[tuple[str, str], ...] = ()) -> str:
@@ -63,10 +41,9 @@ async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path:
     authority = Authority(tmp_path / "certs")
     tls = authority.issue("gateway/main")
     with_tls = {"tls": tls, "channels": authority.channels("operator/anna")}
-    async with _two_gateways({"tls": authority.issue("worker/w1")}, objects=pictures, **with_tls) as (
-        scheduler,
-        follower,
-    ):
+    worker = {"tls": authority.issue("worker/w1")}
+    async with sharing_gateways(worker=worker, objects=pictures, **with_tls) as both:
+        scheduler, follower = both.scheduler, both.follower
         opened: list[grpc.aio.Channel] = []
 
         def images(name: str, house: Running) -> Any:
@@ -100,7 +77,7 @@ async def test_limits_by_host_count_the_host_of_the_first_caller(tmp_path: Path)
     with new_database() as url:
         async with running_gateway(jobs=url, **with_tls) as house:
             joined = ScriptedWorker("w1", house.fleet_address, tls=authority.issue("worker/w1"))
-            await joined.start(join_timeout_s=30)
+            await joined.start()
             house.workers.append(joined)
             joined.script.hold_at = 1
 
@@ -141,9 +118,9 @@ async def test_a_quota_counts_the_jobs_of_all_gateways_and_schedulers(tmp_path: 
     tenants = tmp_path / "tenants.yaml"
     key = add_tenant(tenants, "shop", quotas=Quotas(per_minute=2))
     async with (
-        _two_gateways(objects=pictures, tenants=str(tenants)) as (scheduler, follower),
-        calling(scheduler, key) as at_scheduler,
-        calling(follower, key) as at_follower,
+        sharing_gateways(objects=pictures, tenants=str(tenants)) as both,
+        calling(both.scheduler, key) as at_scheduler,
+        calling(both.follower, key) as at_follower,
     ):
         await _submit(at_follower.images)
         await _submit(at_scheduler.images)
@@ -151,28 +128,30 @@ async def test_a_quota_counts_the_jobs_of_all_gateways_and_schedulers(tmp_path: 
             refused = await refusal(lambda images=images: _submit(images), QuotaExceeded)  # type: ignore[misc]
             assert refused.metadata["quota"] == "per_minute"
         assert await _listed(at_follower.images) == await _listed(at_scheduler.images)
-        await scheduler.stop_early()
-        await eventually(lambda: follower.gateway._role.serves)
+        await both.scheduler.stop_early()
+        await eventually(lambda: both.follower.gateway._role.serves)
         refused = await refusal(lambda: _submit(at_follower.images), QuotaExceeded)
         assert refused.metadata["quota"] == "per_minute", "the next scheduler knows what was accepted before"
 
 
-async def test_previews_and_pictures_come_through_another_gateway(pictures: str) -> None:
-    async with _two_gateways(objects=pictures) as (_, follower):
-        script = follower.workers[0].script
-        script.preview, script.pace_s = b"preview", 0.02
-        answers = [answer.event async for answer in follower.generate(prompt="a star", preview=True)]
+async def test_previews_pictures_and_refusals_come_through_another_gateway(pictures: str) -> None:
+    async with sharing_gateways(objects=pictures) as both:
+        both.worker.script.preview, both.worker.script.pace_s = b"preview", 0.02
+        answers = [answer.event async for answer in both.follower.generate(prompt="a star", preview=True)]
         assert any(event.progress.previews for event in answers)
         assert answers[-1].completed.images[0].data == b"picture 0"
-        assert await follower.image(answers[-1].job_id) == b"picture 0"
+        assert await both.follower.image(answers[-1].job_id) == b"picture 0"
+        unknown = image_pb2.GetImageRequest(job_id="unknown", index=7)
+        await refusal(lambda: both.follower.images.GetImage(unknown, timeout=20), JobNotFound)
+        passed_on = (("x-bottega-forwarded", "1"),)
+        await refusal(lambda: _listed(both.follower.images, metadata=passed_on), Draining)  # it is passed on once
 
 
 async def test_the_queue_and_the_webhooks_of_the_scheduler_are_listed_everywhere(pictures: str) -> None:
-    async with _two_gateways(objects=pictures) as (scheduler, follower):
-        follower.workers[0].script.hold_at = 1
+    async with sharing_gateways(objects=pictures, hold_at=1) as both:
         for _ in range(4):
-            await _submit(follower.images)
-        for house in (scheduler, follower):
+            await _submit(both.follower.images)
+        for house in (both.scheduler, both.follower):
             await eventually(lambda house=house: _has_queued(house, 3))  # type: ignore[misc]
             webhooks: webhook_pb2_grpc.WebhookServiceAsyncStub = webhook_pb2_grpc.WebhookServiceStub(
                 house.fleet_channel
@@ -189,16 +168,6 @@ async def _replay(webhooks: webhook_pb2_grpc.WebhookServiceAsyncStub) -> None:
 async def _has_queued(house: Running, number: int) -> bool:
     listed = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=20)
     return listed.queued == number and listed.longest_wait_s > 0 and len(listed.members) == 2
-
-
-async def test_a_page_token_is_valid_at_the_next_scheduler(pictures: str) -> None:
-    async with _two_gateways(objects=pictures) as (scheduler, follower):
-        jobs = [await _submit(images) for images in (scheduler.images, follower.images)]
-        first = await follower.images.ListJobs(image_pb2.ListJobsRequest(page_size=1), timeout=20)
-        await scheduler.stop_early()
-        request = image_pb2.ListJobsRequest(page_size=1, page_token=first.next_page_token)
-        second = await follower.images.ListJobs(request, timeout=20)
-        assert [job.job_id for job in (*first.jobs, *second.jobs)] == jobs[::-1]
 
 
 async def test_a_gateway_that_cannot_reach_the_scheduler_refuses_calls(
@@ -222,23 +191,6 @@ async def test_a_gateway_that_cannot_reach_the_scheduler_refuses_calls(
             await scheduler.stop_early()
             await follower.until_serving()
             assert await _listed(follower.images) == []
-
-
-async def test_a_call_is_passed_on_once(pictures: str) -> None:
-    async with _two_gateways(objects=pictures) as (_, follower):
-        passed_on = (("x-bottega-forwarded", "1"),)
-        await refusal(lambda: _listed(follower.images, metadata=passed_on), Draining)
-
-
-@pytest.mark.parametrize("known", [True, False])
-async def test_a_refusal_of_the_scheduler_reaches_the_caller_unchanged(known: bool, pictures: str) -> None:
-    async with _two_gateways(objects=pictures) as (_, follower):
-        job_id = (await follower.submit()).job_id if known else "unknown"
-        request = image_pb2.GetImageRequest(job_id=job_id, index=7)
-        if known:
-            await follower.ended(job_id)
-        error = await refusal(lambda: follower.images.GetImage(request, timeout=20))
-        assert error.reason_name == ("IMAGE_NOT_FOUND" if known else "JOB_NOT_FOUND")
 
 
 async def test_a_scheduler_that_does_not_know_its_loss_accepts_nothing() -> None:

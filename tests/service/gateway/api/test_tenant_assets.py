@@ -170,8 +170,12 @@ async def test_what_is_given_counts_within_a_second(shops: Shops, worker: Script
     await shops.house.store.upload("pastel", lora_file(shops.file.parent, seed=9))
     await refusal(lambda: shops.bound.generate(**_with_lora("pastel")), errors.LoraNotFound)
     change_tenants(shops.file, lambda tenants: tuple(replace(each, grants=ALL_GRANTED) for each in tenants))
-    await asyncio.sleep(1.1)  # the gateway looks once a second
+    await eventually(lambda: _may_name(shops.bound, "pastel"))
     await shops.bound.draw(prompt="a star", **_with_lora("pastel"))
+
+
+async def _may_name(shop: Running, name: str) -> bool:
+    return name in {adapter.name for adapter in await _adapters(shop)}
 
 
 async def test_of_what_a_tenant_may_not_name_stores_are_asked_what_they_are_asked_of_nothing(

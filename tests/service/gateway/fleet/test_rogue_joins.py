@@ -81,7 +81,7 @@ async def test_pictures_are_drawn_for_those_who_cannot_reach_the_fleets_port(hou
 async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(house: Running) -> None:
     worker = await house.worker("w1", hold_at=5)
     job = await house.submit(prompt="a star")
-    await asyncio.wait_for(worker.arrived.wait(), 2)
+    await worker.arrived.wait()
     assert worker.membership is not None
     await worker.membership.stop()
     for number in range(5):
@@ -91,7 +91,7 @@ async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(hous
         error = await refusal(functools.partial(house.fleet.Join, iter([request])), errors.Unavailable)
         assert error.retry_after_s
     worker.membership.start()
-    await asyncio.wait_for(worker.membership.joined.wait(), 2)
+    await worker.membership.joined.wait()
     worker.script.release.set()
     ended = await house.ended(job.job_id)
     assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)

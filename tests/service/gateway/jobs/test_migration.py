@@ -13,14 +13,13 @@ import pytest
 from bottega.clocks import SharedClock
 from bottega.errors import ConfigError
 from bottega.gateway.jobs.migration import migrate
-from bottega.gateway.jobs.store import JobRecord, OutboxEvent, SqliteJobStore
+from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore
 from bottega.storage.folders import ProcessLock
 from bottega.storage.postgresql import PostgresDatabase
-from tests.support import s3
-from tests.support.job_store_backends import completed, failed, record, running
+from tests.support.job_store_backends import completed, failed, record, running, sample_event
 from tests.support.postgresql import new_database
 from tests.support.terminal import run
 
@@ -53,7 +52,9 @@ async def state(tmp_path: Path) -> Path:
     await store.update("j1", failed(ended_wall=2.0))
     await store.add(replace(record("j2", request_id="r"), deadline_steady=None), replaces="j1")
     await store.update("j2", running(1))
-    await store.update("j2", completed(1, ended_wall=3.0, images=(stored, EVICTED), result_key="k"), event_of=_event_of)
+    await store.update(
+        "j2", completed(1, ended_wall=3.0, images=(stored, EVICTED), result_key="k"), event_of=sample_event
+    )
     await store.add(replace(record("j3", request_id="r"), tenant="b"), inputs=b"an image")
     await store.update("j3", running(7))
     await store.add(record("j4"))
@@ -68,22 +69,6 @@ async def state(tmp_path: Path) -> Path:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _event_of(job: JobRecord) -> OutboxEvent:
-    return OutboxEvent(
-        event_id=f"evt_{job.job_id}",
-        job_id=job.job_id,
-        tenant=job.tenant,
-        kind="job.completed",
-        url="https://hooks.example/x",
-        host="hooks.example",
-        body=b"body",
-        created_wall=3.0,
-        tried_since_steady=3.0,
-        due_steady=100.0,
-        attempts=2,
-    )
 
 
 def _files(state: Path) -> dict[str, bytes]:
@@ -123,18 +108,13 @@ async def test_jobs_are_copied_again_and_back_and_the_source_stays_as_it_was(
     await new.close()
 
 
-async def test_images_are_copied_to_a_bucket_and_back(
-    state: Path, url: str, tmp_path: Path, s3_servers: s3.S3Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = s3_servers.get("nanio")
-    s3.set_environment(monkeypatch, server.url)
-    objects = f"s3://{server.bucket()}/images"
+async def test_images_are_copied_to_a_bucket_and_back(state: Path, url: str, tmp_path: Path, pictures: str) -> None:
     for _ in range(2):
-        counts = await migrate(_from(state), url, objects=objects)
+        counts = await migrate(_from(state), url, objects=pictures)
         assert counts.equal
         assert (counts.images, counts.evicted_images) == (2, 1)
     back = tmp_path / "back"
-    counts = await migrate(url, _from(back), objects=objects)
+    counts = await migrate(url, _from(back), objects=pictures)
     assert (counts.equal, counts.images, counts.evicted_images) == (True, 2, 1)
     images = ContentStore(back / "images", budget_bytes=1000, ttl_s=1000.0)
     await images.open()

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import shutil
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
 
 from bottega import errors
-from bottega.client.suite.plan import free_ports
 from bottega.storage import ContentStore
-from bottega.v1 import generation_pb2, image_pb2, worker_pb2
-from tests.fakes.scripted_worker import MODEL, ScriptedWorker
+from bottega.v1 import generation_pb2, image_pb2
+from tests.fakes.scripted_worker import MODEL
 from tests.samples.jobs import sample_job
 from tests.support import full_disk
 from tests.support.running_front import png
@@ -23,11 +21,6 @@ from tests.support.running_gateway import Running, refusal, running_gateway, tol
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
-
-
-def _address() -> str:
-    """One that is free now: a later life listens where the earlier one did, and workers find it."""
-    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another_one_is_refused(tmp_path: Path) -> None:
@@ -48,12 +41,11 @@ async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another
 
 
 async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(tmp_path: Path) -> None:
-    address = _address()
-    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.5) as house:
-        worker = await house.worker(hold_at=5)
+    async with running_gateway(state=str(tmp_path), drain_grace_s=0.5) as house:
+        address, worker = house.fleet_address, await house.worker(hold_at=5)
         runs = house.generate("order-1", prompt="a star")
         job_id = (await told(runs)).job_id
-        await asyncio.wait_for(worker.arrived.wait(), 2)
+        await worker.arrived.wait()
         waits = house.generate("order-2", prompt="a square")
         await told(waits)
         house.workers.clear()
@@ -71,20 +63,16 @@ async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(t
 
 
 async def test_an_adopted_attempt_brings_its_checkpoint_along(tmp_path: Path) -> None:
-    address = _address()
-    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
-        worker = await house.worker(hold_at=20)
+    async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
+        address, worker = house.fleet_address, await house.worker(hold_at=20)
         job = await house.submit(prompt="a star")
-        await asyncio.wait_for(worker.arrived.wait(), 2)
-        attempt = worker_pb2.AttemptId(job_id=job.job_id, number=1)
-        checkpoint = worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=15, checkpoint=b"15")
-        await worker.checkpoints.put(checkpoint)
-        await asyncio.sleep(0.2)  # it crosses the wire
+        await worker.arrived.wait()
+        await house.until_checkpoint(worker, job.job_id)
         house.workers.clear()
         await house.stop_early()
     async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
         await eventually(lambda: len(worker.requests) == 2, "the attempt to be adopted")
-        await asyncio.sleep(0.2)
+        await eventually(lambda: getattr(house.gateway._jobs.find_live(job.job_id), "checkpoint", None) is not None)
         other = await house.worker("w2")
         await worker.die()
         assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
@@ -95,29 +83,30 @@ async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_othe
     async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
         worker = await house.worker(hold_at=5)
         runs = await house.submit(prompt="a star")
-        await asyncio.wait_for(worker.arrived.wait(), 2)
+        await worker.arrived.wait()
         waits = await house.submit(prompt="a square")
         await house.stop_early()
-    async with running_gateway(state=str(tmp_path), hold_s=0.5, model_grace_s=10) as house:
-        began = time.monotonic()
+    async with running_gateway(state=str(tmp_path), hold_s=0.5, model_grace_s=100) as house:
         await asyncio.sleep(0.6)
         other = await house.worker("w2")
         assert (await house.ended(waits.job_id)).state == image_pb2.JOB_STATE_COMPLETED
         ended = await house.ended(runs.job_id)
         assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 2)
         assert [job_id for job_id, _ in other.begun] == [runs.job_id, waits.job_id]
-        assert time.monotonic() - began < 5
 
 
-async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_it_stands(tmp_path: Path) -> None:
+async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.periodic_checks._QUEUE_S", 600.0)  # nobody is told by the next look
     async with running_gateway(state=str(tmp_path)) as house:
         await (await house.worker()).die()
         jobs = [await house.submit(prompt=f"star {number}") for number in range(2)]
         await house.stop_early()
     async with running_gateway(state=str(tmp_path)) as house:
         for place, job in enumerate(jobs):
-            watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id), timeout=5)
-            event = await asyncio.wait_for(told(watch), 0.5)
+            watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id), timeout=60)
+            event = await told(watch)
             assert event.WhichOneof("event") == "queued"
             assert event.queued.place == place
             watch.cancel()
@@ -142,35 +131,18 @@ async def test_a_job_has_as_many_steps_after_a_restart_as_before(tmp_path: Path)
         assert after.request.evaluations_per_step == before.request.evaluations_per_step == 2
 
 
-async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
-    async with running_gateway() as house:
-        worker = await house.worker()
-        await worker.leave()
-        worker.still_running("forgotten", 3)
-        assert worker.membership is not None
-        worker.membership.start()
-        stopped = await asyncio.wait_for(worker.cancelled.get(), 3)
-        assert (stopped.job_id, stopped.number) == ("forgotten", 3)
-
-
-def _as_at_a_crash(house: Running) -> None:
-    """The gateway will not be there to hear that callers have gone."""
-    house.gateway._controller.abandon = lambda job, why="": None  # type: ignore[method-assign]
-
-
 async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: Path) -> None:
-    address = _address()
-    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
-        worker = ScriptedWorker("w1", house.fleet_address)
-        worker.script.hold_at = 5
-        await worker.start()
+    async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
+        address, worker = house.fleet_address, await house.worker(hold_at=5)
+        house.workers.clear()
         calls = [house.generate(prompt="nobody's")]
         nobodys = (await told(calls[0])).job_id
-        await asyncio.wait_for(worker.arrived.wait(), 5)  # that one is with the worker, and no other
+        await worker.arrived.wait()  # that one is with the worker, and no other
         calls.append(house.generate("order-1", prompt="somebody's"))
         somebodys = (await told(calls[1])).job_id
         submitted = (await house.submit(prompt="anybody's")).job_id
-        _as_at_a_crash(house)
+        # As at a crash: the gateway will not be there to hear that callers have gone.
+        house.gateway._controller.abandon = lambda job, why="": None  # type: ignore[method-assign]
         await house.stop_early()
     try:
         async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
@@ -180,23 +152,9 @@ async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: P
             worker.script.release.set()
             for job_id in (somebodys, submitted):
                 assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
-            assert (await asyncio.wait_for(worker.cancelled.get(), 5)).job_id == nobodys
+            assert (await worker.cancelled.get()).job_id == nobodys
     finally:
         await worker.die()
-
-
-async def test_a_deadline_passes_by_the_wall_clock_while_there_is_no_gateway(tmp_path: Path) -> None:
-    async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
-        await house.worker(hold_at=5)
-        call = house.generate(prompt="a star", timeout=1.5)
-        job_id = (await told(call)).job_id
-        _as_at_a_crash(house)
-        await house.stop_early()
-    await asyncio.sleep(1.0)
-    async with running_gateway(state=str(tmp_path)) as house:
-        ended = await house.ended(job_id)
-        assert ended.state == image_pb2.JOB_STATE_FAILED
-        assert ended.error.reason == errors.DeadlinePassed.reason
 
 
 async def test_a_full_disk_refuses_jobs_keeps_what_was_drawn_and_heals(tmp_path: Path) -> None:
@@ -279,16 +237,6 @@ def _generation(state: Path) -> int:
     with contextlib.closing(sqlite3.connect(state / "jobs.sqlite")) as store:
         ((number,),) = store.execute("SELECT number FROM generation")
     return int(number)
-
-
-async def test_who_asks_before_a_store_could_be_opened_hears_why(tmp_path: Path) -> None:
-    with full_disk.small_disk(tmp_path / "disk", size_bytes=MIB) as disk:
-        ballast = full_disk.fill(disk)
-        async with running_gateway(state=str(disk / "state"), starting=True) as house:
-            error = await refusal(lambda: house.job("j"), errors.StorageUnavailable)
-            assert error.message == "the disk is full"
-            ballast.unlink()
-            await house.until_serving()
 
 
 async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_happened(tmp_path: Path) -> None:

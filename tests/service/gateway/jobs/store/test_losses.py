@@ -11,7 +11,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -45,29 +44,37 @@ async def _closed_at_the_end(path: Path) -> AsyncIterator[SqliteJobStore]:
         await store.close()
 
 
-def _killed_writer(path: Path, prefix: str, *, after_s: float = 0.0, jobs: int = 0) -> list[list[str]]:
-    """Starts a writer and kills it so long after its first word, or after so many jobs, when it writes no more.
-
-    What it said was acknowledged.
-    """
-    command = [sys.executable, "-m", "tests.support.job_store_writer", str(path), prefix, str(jobs)]
+def _killed_writer(path: Path, prefix: str, *, lines: int) -> list[list[str]]:
+    """Start a writer, kill it after it has said so many lines, and return what it said was acknowledged."""
+    command = [sys.executable, "-m", "tests.support.job_store_writer", str(path), prefix, "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        said = b"".join(process.stdout.readline() for _ in range(2 * jobs or 1))
-        time.sleep(after_s)
+        said = b"".join(process.stdout.readline() for _ in range(lines))
         process.kill()
         said += process.stdout.read()
     return [line.split() for line in said.decode().splitlines() if line.count(" ") == 1]
 
 
+async def _crashed(path: Path, folder: Path) -> JobRecord:
+    """Leave a file and its log as a killed process does, and return a job in them."""
+    async with _open(folder / "jobs.sqlite") as store:
+        job = await store.add(record("j1"))
+        for number in range(20):
+            await store.add(record(f"other{number}"))
+        path.parent.mkdir(exist_ok=True)
+        for name in ("jobs.sqlite", "jobs.sqlite-wal"):
+            shutil.copy(folder / name, path.with_name(name))
+    return job
+
+
 async def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
-    path, chance = tmp_path / "jobs.sqlite", random.Random(7)
+    path, lives = tmp_path / "jobs.sqlite", (1, 30, 61, 200)
     acknowledged: dict[str, str] = {}
-    for life in range(10):
-        said = await asyncio.to_thread(_killed_writer, path, f"life{life}", after_s=chance.uniform(0, 0.06))
+    for life, lines in enumerate(lives):
+        said = await asyncio.to_thread(_killed_writer, path, f"life{life}", lines=lines)
         acknowledged |= {job_id: what for what, job_id in said}  # completed comes after added
     async with _open(path) as store:
-        assert store.generation == 11
+        assert store.generation == len(lives) + 1
         for job_id, what in acknowledged.items():
             found = await store.get(job_id)
             assert found is not None, f"{job_id} was acknowledged and is lost"
@@ -76,7 +83,6 @@ async def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
                 assert found.state == JOB_STATE_COMPLETED
             elif found.live:
                 assert await store.inputs(job_id) == b"i" * 2000
-    assert len(acknowledged) > 50
     assert set(acknowledged.values()) == {"added", "completed"}, "no kill landed between the two"
 
 
@@ -102,23 +108,21 @@ async def test_a_full_disk_is_said_reads_go_on_and_it_heals(tmp_path: Path, capl
             assert len(await store.inputs("big2")) == MIB
 
 
-async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
+async def test_a_start_on_a_full_disk_after_a_crash_reads_and_heals(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         path = disk / "jobs.sqlite"
-        # So few that its log is not begun anew, and all of them written: over what is there already, or was left half
-        # written, one can write without any space.
-        said = await asyncio.to_thread(_killed_writer, path, "earlier", jobs=20)
+        job = await _crashed(path, tmp_path)
         ballast = full_disk.fill(disk)
         async with _closed_at_the_end(path) as store:
             with pytest.raises(StorageUnavailable):
                 await store.open()
-            assert await store.get(said[0][1]) is not None
+            assert await store.get("j1") == job
             with pytest.raises(StorageUnavailable):
-                await store.add(record("j1"))
+                await store.add(record("new"))
             ballast.unlink()
             await store.open()
             assert store.generation == 2
-            await store.add(record("j1"))
+            await store.add(record("new"))
 
 
 async def test_a_start_on_a_full_disk_after_a_clean_end_reads_and_heals(tmp_path: Path) -> None:
@@ -138,48 +142,34 @@ async def test_a_start_on_a_full_disk_after_a_clean_end_reads_and_heals(tmp_path
         assert await store.live() == [*jobs, added], "what was read while it was full is not what is read now"
 
 
-async def test_a_full_disk_shows_a_file_with_the_log_that_belongs_to_it(tmp_path: Path) -> None:
-    path, killed = tmp_path / "jobs.sqlite", tmp_path / "killed" / "jobs.sqlite"
-    killed.parent.mkdir()
-    async with _open(path) as store:
-        await store.add(record("j1"))
-        for name in ("jobs.sqlite", "jobs.sqlite-wal"):
-            shutil.copy(path.with_name(name), killed.with_name(name))
-    with full_disk.files_at_most(0):
-        store = SqliteJobStore(killed)
-        with pytest.raises(StorageUnavailable):
-            await store.open()
-        assert await store.get("j1") is not None
-        await store.close()
-
-
 async def test_a_disk_that_forbids_writing_is_said_and_read_where_it_can_be(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         path = disk / "jobs.sqlite"
-        said = await asyncio.to_thread(_killed_writer, path, "earlier", after_s=0.05)
-        store = SqliteJobStore(path)
+        job = await _crashed(path, tmp_path)
         with full_disk.read_only(disk):
-            with pytest.raises(StorageUnavailable):
-                await store.open()
-            assert await store.get(said[0][1]) is not None
+            async with _closed_at_the_end(path) as store:
+                with pytest.raises(StorageUnavailable):
+                    await store.open()
+                assert await store.get("j1") == job
             with pytest.raises(StorageUnavailable):
                 await SqliteJobStore(disk / "other" / "jobs.sqlite").open()
-            await store.close()
         async with _open(path) as healed:
-            assert await healed.get(said[0][1]) is not None
+            assert await healed.get("j1") == job
 
 
 async def test_the_log_of_the_file_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     async with _open(path) as store:
-        for number in range(40):
+        for number in range(20):
             await store.add(record(f"j{number}"), inputs=bytes(MIB))
         assert path.with_name("jobs.sqlite-wal").stat().st_size < 12 * MIB
-        for number in range(40):
+        for number in range(20):
             await store.update(f"j{number}", failed(error=b"", ended_wall=1.0))
-        for number in range(40):
+        for number in range(20):
             await store.add(record(f"again{number}"), inputs=bytes(MIB))
-        assert path.stat().st_size < 50 * MIB, "the room of inputs that went is used again"
+            await store.probe()
+        assert path.stat().st_size < 30 * MIB, "the room of inputs that went is used again"
+        assert not store.lost, "a log that begins anew is no loss"
 
 
 async def test_nothing_of_a_forgotten_job_stays_in_the_file(tmp_path: Path) -> None:
@@ -240,8 +230,7 @@ async def test_a_damaged_file_says_what_to_do_is_not_written_and_is_read_as_far_
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("kind", ["header", "cut", "empty page", "no trigger"])
-async def test_every_kind_of_damage_is_noticed_at_the_start(tmp_path: Path, kind: str) -> None:
+async def test_every_kind_of_damage_is_noticed_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     await _filled(path)
     data = path.read_bytes()
@@ -253,13 +242,14 @@ async def test_every_kind_of_damage_is_noticed_at_the_start(tmp_path: Path, kind
         "cut": data[: len(data) // 2],
         "empty page": data[:8192] + bytes(4096) + data[12288:],
     }
-    path.write_bytes(damaged[kind])
-    async with _closed_at_the_end(path) as store:
-        with pytest.raises(DataLoss, match="damaged"):
+    for kind, content in damaged.items():
+        path.write_bytes(content)
+        async with _closed_at_the_end(path) as store:
+            with pytest.raises(DataLoss, match="damaged"):
+                await store.open()
+            path.write_bytes(data)  # the operator restored it
             await store.open()
-        path.write_bytes(data)  # the operator restored it
-        await store.open()
-        assert len(await store.live()) == 60
+            assert len(await store.live()) == 60, kind
 
 
 async def test_no_flipped_bits_make_a_wrong_answer(tmp_path: Path) -> None:
@@ -267,7 +257,7 @@ async def test_no_flipped_bits_make_a_wrong_answer(tmp_path: Path) -> None:
     jobs = await _filled(source)
     data, chance = source.read_bytes(), random.Random(11)
     refused = noticed = 0
-    for number in range(40):
+    for number in range(20):
         path = tmp_path / f"damaged{number}.sqlite"
         damaged = bytearray(data)
         at = data.index(b"j%d" % (number % 60)) if number % 2 else chance.randrange(100, len(data))
@@ -284,7 +274,7 @@ async def test_no_flipped_bits_make_a_wrong_answer(tmp_path: Path) -> None:
                 assert set(answers) <= {job}
                 noticed += len(answers) < 2
         await store.close()
-    assert refused > 5
+    assert refused > 2
     assert noticed
 
 

@@ -46,7 +46,7 @@ async def _heal(store: SqliteJobStore, live: list[JobRecord]) -> None:
 
 @pytest.mark.parametrize(
     ("lose", "large"),
-    [*((lose, False) for lose in (*MOVES, *CUTS)), *((lose, True) for lose in (lost_files.unlink, *CUTS))],
+    [*((lose, False) for lose in (*MOVES, *CUTS)), *((lose, True) for lose in CUTS[:2])],
 )
 async def test_no_job_is_acknowledged_in_vain_when_the_files_go(
     tmp_path: Path, lose: Callable[[Path], None], large: bool
@@ -54,9 +54,8 @@ async def test_no_job_is_acknowledged_in_vain_when_the_files_go(
     path = tmp_path / "state" / "jobs.sqlite"
     acknowledged: list[JobRecord] = []
     async with _open(path) as store:
-        count = 300 if large else 5
-        for number in range(count):
-            spec = bytes(20_000) if large else b""
+        for number in range(100 if large else 5):
+            spec = bytes(60_000) if large else b""
             acknowledged.append(await store.add(record(f"j{number}", request_id=f"r{number}", spec=spec)))
         acknowledged[1:2] = []
         await store.update("j1", failed(ended_wall=1.0))
@@ -83,7 +82,7 @@ async def test_no_job_is_acknowledged_in_vain_when_the_files_go(
         assert sorted(set(sequences)) == sequences
 
 
-@pytest.mark.parametrize("lose", [*MOVES, *CUTS])
+@pytest.mark.parametrize("lose", [lost_files.unlink, lost_files.replace_by_nothing, lost_files.truncate_all])
 async def test_a_store_at_rest_notices_with_its_next_sweep(tmp_path: Path, lose: Callable[[Path], None]) -> None:
     path = tmp_path / "state" / "jobs.sqlite"
     async with _open(path) as store:
@@ -115,14 +114,3 @@ async def test_nothing_that_others_can_truncate_is_mapped_into_the_process(tmp_p
         assert await store.get("j1") is not None
         mapped = await asyncio.to_thread(Path("/proc/self/maps").read_text, encoding="utf-8")
         assert str(tmp_path) not in mapped
-
-
-async def test_a_full_log_that_begins_anew_is_no_loss(tmp_path: Path) -> None:
-    async with _open(tmp_path / "jobs.sqlite") as store:
-        for number in range(30):
-            await store.add(record(f"j{number}"), inputs=bytes(1 << 20))
-        for number in range(30):
-            await store.update(f"j{number}", failed(ended_wall=1.0))
-        for _ in range(50):
-            await store.probe()
-        assert not store.lost

@@ -240,6 +240,7 @@ class Machine(RuleBasedStateMachine):
             same = [job for job in self.known.values() if job.result_key == key]
             expected = sorted(same, key=lambda job: -job.sequence)[:2]
             assert await store.with_result(key, limit=2) == expected
+        assert await store.with_result("", limit=2) == []
 
     def _attempt(self, job_id: str, step: int) -> int:
         return (self.known[job_id].attempt if job_id in self.known else 0) + step

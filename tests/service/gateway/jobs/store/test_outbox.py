@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,55 +11,32 @@ import pytest
 
 from bottega.errors import DataLoss
 from bottega.gateway.jobs.store import JobRecord, JobStore, OutboxEvent, SqliteJobStore
-from tests.support.job_store_backends import BACKENDS, answered, cancelled, completed, failed, record, running
-
-
-@pytest.fixture(params=BACKENDS)
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JobStore]:
-    opened = BACKENDS[request.param](tmp_path)
-    await opened.open()
-    yield opened
-    await opened.close()
-
-
-def _event_of(job: JobRecord) -> OutboxEvent:
-    return OutboxEvent(
-        event_id=f"evt_{job.job_id}",
-        job_id=job.job_id,
-        tenant=job.tenant,
-        kind="job.ended",
-        url="https://hooks.example/x",
-        host="hooks.example",
-        body=b"body\x00" + job.job_id.encode(),
-        created_wall=job.ended_wall or 0,
-        tried_since_steady=job.ended_steady or 0,
-        due_steady=100,
-    )
+from tests.support.job_store_backends import answered, cancelled, completed, failed, record, running, sample_event
 
 
 async def _ended(store: JobStore, job_id: str, *, tenant: str = "") -> None:
-    await store.add(replace(record(job_id), tenant=tenant), event_of=_event_of)
-    assert await store.update(job_id, failed(ended_wall=110.0), event_of=_event_of)
+    await store.add(replace(record(job_id), tenant=tenant), event_of=sample_event)
+    assert await store.update(job_id, failed(ended_wall=110.0), event_of=sample_event)
 
 
 async def test_an_event_is_written_with_the_end_of_its_job_and_once(store: JobStore) -> None:
     for job_id in ("j1", "j2", "j3"):
-        await store.add(record(job_id), event_of=_event_of)
-        await store.update(job_id, running(1), event_of=_event_of)
+        await store.add(record(job_id), event_of=sample_event)
+        await store.update(job_id, running(1), event_of=sample_event)
     assert await store.outbox.places(after=0, limit=9) == [], "none of them has ended"
     ends = (completed(1, ended_wall=110.0), failed(ended_wall=111.0), cancelled(ended_wall=112.0))
     for job_id, end in zip(("j1", "j2", "j3"), ends, strict=True):
-        raced = await asyncio.gather(*(store.update(job_id, end, event_of=_event_of) for _ in range(3)))
+        raced = await asyncio.gather(*(store.update(job_id, end, event_of=sample_event) for _ in range(3)))
         assert sorted(raced) == [False, False, True]
-    await store.add(answered(record("j4"), ended_wall=113.0), event_of=_event_of)
-    await store.add(answered(record("j4"), ended_wall=114.0), event_of=_event_of)
+    await store.add(answered(record("j4"), ended_wall=113.0), event_of=sample_event)
+    await store.add(answered(record("j4"), ended_wall=114.0), event_of=sample_event)
     places = await store.outbox.places(after=0, limit=9)
     assert [place.event_id for place in places] == ["evt_j1", "evt_j2", "evt_j3", "evt_j4"]
     assert [place.created_wall for place in places] == [110.0, 111.0, 112.0, 113.0]
     assert await store.outbox.places(after=places[1].number, limit=1) == places[2:3]
     ended = await store.get("j2")
     assert ended is not None
-    assert await store.outbox.get("evt_j2") == _event_of(ended)
+    assert await store.outbox.get("evt_j2") == sample_event(ended)
 
 
 async def test_a_failed_change_writes_no_event(store: JobStore) -> None:

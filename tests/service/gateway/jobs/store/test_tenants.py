@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -14,17 +12,9 @@ from bottega.gateway.jobs.store import JobFilter, JobRecord, JobStore
 from bottega.gateway.jobs.store.quotas import DAY_S
 from bottega.gateway.jobs.values import StoredImage
 from bottega.rpc.security.tenant_file import Quotas
-from tests.support.job_store_backends import BACKENDS, answered, record
+from tests.support.job_store_backends import answered, failed, record
 
 PICTURE = StoredImage(digest="a" * 64, size_bytes=10, latents="c" * 64, latents_bytes=500)
-
-
-@pytest.fixture(params=BACKENDS)
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JobStore]:
-    opened = BACKENDS[request.param](tmp_path)
-    await opened.open()
-    yield opened
-    await opened.close()
 
 
 def _of(tenant: str, job_id: str, *, request_id: str = "") -> JobRecord:
@@ -43,6 +33,10 @@ async def test_two_tenants_may_use_one_request_id(store: JobStore) -> None:
     assert await store.of_request("order-1", tenant="one") == ones
     assert await store.of_request("order-1", tenant="other") == others
     assert await store.of_request("order-1") is None, "nobody's"
+    await store.update("j1", failed(ended_wall=1.0))
+    assert await store.forget(ended_before=5.0, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
+    assert await store.of_request("order-1", tenant="one") is None
+    assert await store.of_request("order-1", tenant="other") == others
 
 
 async def test_a_job_is_found_by_its_tenant_alone(store: JobStore) -> None:
@@ -61,22 +55,6 @@ async def test_a_page_has_jobs_of_one_tenant(store: JobStore) -> None:
     assert [job.job_id for job in older] == ["j2", "j1"]
     assert [job.job_id for job in await store.page(JobFilter(tenant="other"), size=9)] == ["j3", "j0"]
     assert await store.page(size=9) == []
-
-
-async def test_what_is_kept_of_a_picture_is_its_tenants(store: JobStore) -> None:
-    for tenant, job_id in (("one", "j1"), ("other", "j2")):
-        await store.add(answered(_of(tenant, job_id), ended_wall=5.0, images=(PICTURE,)))
-    found = await store.with_kept_picture(PICTURE.digest, tenant="one", limit=9)
-    assert [job.job_id for job in found] == ["j1"]
-    assert await store.with_kept_picture(PICTURE.digest, limit=9) == []
-
-
-async def test_a_request_id_is_forgotten_with_the_job_of_its_tenant(store: JobStore) -> None:
-    for tenant, job_id in (("one", "j1"), ("other", "j2")):
-        await store.add(answered(_of(tenant, job_id, request_id="r"), ended_wall=1.0 if tenant == "one" else 9.0))
-    assert await store.forget(ended_before=5.0, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
-    assert await store.of_request("r", tenant="one") is None
-    assert await store.of_request("r", tenant="other") is not None
 
 
 async def test_what_is_kept_of_a_picture_counts_as_stored(store: JobStore) -> None:
@@ -118,9 +96,12 @@ async def test_no_two_jobs_get_the_last_place_of_a_quota(store: JobStore) -> Non
     assert sum(isinstance(end, QuotaExceeded) for end in ends) == 9
 
 
-async def test_each_picture_is_known_with_all_tenants_that_have_it(store: JobStore) -> None:
+async def test_each_picture_is_known_with_all_its_tenants_and_found_for_each(store: JobStore) -> None:
     for tenant, job_id in (("one", "j1"), ("other", "j2")):
         await store.add(answered(_of(tenant, job_id), ended_wall=5.0, images=(PICTURE,)))
+    found = await store.with_kept_picture(PICTURE.digest, tenant="one", limit=9)
+    assert [job.job_id for job in found] == ["j1"]
+    assert await store.with_kept_picture(PICTURE.digest, limit=9) == []
     await store.add(answered(_of("one", "j3"), ended_wall=5.0, images=(StoredImage(digest="b" * 64, size_bytes=1),)))
     both = {"one", "other"}
     assert await store.contents() == {PICTURE.digest: both, PICTURE.latents: both, "b" * 64: {"one"}}
