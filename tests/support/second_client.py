@@ -50,35 +50,29 @@ def installed() -> Path:
     return folder / "node_modules"
 
 
-async def hold_idle(packages: Path, address: str, job_id: str, *, keepalive_s: float, idle_s: float) -> Any:
-    """Hold a connection that pings, for `idle_s` without a call and as long again beside a stream; see idle.js."""
-    arguments = (address, job_id, str(int(1000 * keepalive_s)), str(int(1000 * idle_s)))
-    return json.loads(await _run(packages, "idle.js", *arguments, within_s=2 * idle_s + _CALLS_TIMEOUT_S))
-
-
 async def make_calls(
     packages: Path, address: str, calls: Sequence[tuple[str, Mapping[str, Any], float]]
 ) -> tuple[list[Called], list[str]]:
     """Makes calls (method, request, seconds) one after the other; how each ended, and the services that it found."""
     lines = [json.dumps({"call": call, "data": data, "timeout_s": timeout_s}) for call, data, timeout_s in calls]
-    told = await _run(packages, "calls.js", address, lines=lines, within_s=_CALLS_TIMEOUT_S)
+    told = await _run(packages, address, lines)
     *ended, last = (json.loads(line) for line in told.splitlines())
     return [Called(**call) for call in ended], last["services"]
 
 
-async def _run(packages: Path, script: str, *arguments: str, lines: Sequence[str] = (), within_s: float) -> bytes:
-    """Run a script of the client; what it wrote."""
+async def _run(packages: Path, address: str, lines: Sequence[str]) -> bytes:
+    """Run the client; what it wrote."""
     process = await asyncio.create_subprocess_exec(
         "node",
-        str(_SOURCE / script),
-        *arguments,
+        str(_SOURCE / "calls.js"),
+        address,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "NODE_PATH": str(packages)},
     )
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(_CALLS_TIMEOUT_S):
             told, failed = await process.communicate("\n".join(lines).encode())
     finally:
         if process.returncode is None:

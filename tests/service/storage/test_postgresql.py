@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -21,7 +18,6 @@ from tests.support.postgresql import (
     PASSWORD,
     PostgresServer,
     new_database,
-    remove_abandoned,
     running_server,
     shared_server,
 )
@@ -318,13 +314,3 @@ async def test_a_server_that_is_silent_after_the_login_is_given_up(monkeypatch: 
                 assert await asyncio.wait_for(anext(payloads), 20) == ""
         finally:
             await database.close()
-
-
-def test_the_folder_of_a_server_whose_test_was_killed_is_removed(tmp_path: Path) -> None:
-    killed = subprocess.Popen(["true"])
-    killed.wait()
-    names = [f"bottega-postgresql-{owner}-abc" for owner in (killed.pid, os.getpid(), "other")]
-    for name in names:
-        (tmp_path / name / "data").mkdir(parents=True)
-    remove_abandoned(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])

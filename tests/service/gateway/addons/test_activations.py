@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from bottega import errors, kinds
-from bottega.addons.edits.gateway import ActivationsAddOn
+from bottega import kinds
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.activations_pb2 import ActivationsOrder
 from bottega.v1.fleet_pb2 import MaskTokens
 from tests.samples.hostile_images import saved
 from tests.support.running_activations import LARGE, Recorded, Running, joined_store
 from tests.support.running_gateway import Running as RunningGateway
-from tests.support.running_gateway import refusal, running_gateway
+from tests.support.running_gateway import running_gateway
 from tests.support.tenants import add_tenant, calling
 from tests.support.waiting import eventually
 
@@ -56,17 +55,6 @@ async def test_edits_of_one_image_at_one_size_are_of_one_template(house: Running
     assert sources[0] == sources[1]
     assert len(set(sources)) == 1 + len(others)
     assert all(len(source) == 64 for source in sources)
-
-
-async def test_what_computes_all_has_no_template(house: RunningGateway) -> None:
-    worker = await house.worker()
-    for said in (
-        _edit(fidelity=generation_pb2.FIDELITY_EXACT),
-        _edit(mask_image=None),
-        _edit(techniques=_masked(False)),
-    ):
-        await house.draw(**said)
-    assert [kinds.ACTIVATIONS in request.addons for request in worker.requests] == [False] * 3
 
 
 async def test_workers_are_told_whose_pictures_they_record_for_edits_to_come(tmp_path: Path) -> None:
@@ -126,28 +114,6 @@ async def test_a_template_comes_from_the_disk_while_its_edit_waits(house: Runnin
         worker.script.release.set()
         for job in (running, waiting):
             assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
-
-
-async def test_an_edit_that_only_its_template_lets_end_in_time_is_taken_once_stores_were_asked(
-    house: RunningGateway, tmp_path: Path
-) -> None:
-    # 30 steps in full take 3 s; with the template about 1.3 s.
-    worker = await house.worker(step_s={2: 0.1, 4: 0.2})
-    worker.mask_tokens = MaskTokens(token_elements=2, margin_tokens=1)
-    assert worker.membership is not None
-    worker.membership.report_soon()
-    fleet = house.gateway._controller._fleet
-    await eventually(lambda: fleet.mask_tokens("miniature") is not None or fleet.mask_tokens("m") is not None)
-    await house.draw(**_edit())
-    template = Recorded(source=_source(worker.requests[-1]))
-    async with joined_store(house, tmp_path) as store:
-        await store.fill(template)
-        wanted = image_pb2.SubmitJobRequest(spec=generation_pb2.GenerationSpec(**_edit(seed=2)), deadline_s=2.0)
-        assert isinstance(await refusal(lambda: house.images.SubmitJob(wanted)), errors.DeadlineUnmeetable)
-        (addon,) = (each for each in house.gateway._controller._addons if isinstance(each, ActivationsAddOn))
-        await eventually(lambda: addon._residences.stored(template.source, 0.0) is not None)
-        job = (await house.images.SubmitJob(wanted, timeout=20)).job
-        assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
 
 
 async def test_a_store_that_is_gone_holds_up_no_edit(house: RunningGateway, tmp_path: Path) -> None:

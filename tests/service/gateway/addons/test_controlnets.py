@@ -15,10 +15,9 @@ from bottega import errors
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
 from bottega.v1 import hosted_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet
-from tests.fakes.scripted_controlnet import ON_DISK, hosted
+from tests.fakes.scripted_controlnet import hosted
 from tests.support.addon_messages import placements
 from tests.support.running_gateway import Running, refusal, running_gateway
-from tests.support.waiting import eventually
 
 COMPLETED = image_pb2.JOB_STATE_COMPLETED
 
@@ -88,35 +87,6 @@ async def test_a_bad_control_image_is_refused_by_its_field_with_all_other_violat
     error = await refusal(lambda: house.generate(controlnets=[_edges(name="pose")]), errors.ControlNetNotFound)
     assert error.metadata == {"served": "edges"}
     assert worker.requests == []
-
-
-async def test_a_server_that_joins_is_used_at_once_and_one_that_dies_no_more(house: Running) -> None:
-    worker = await house.worker()
-    first = await house.controlnets("s1", hosted("edges"))
-    await house.draw(controlnets=[_edges()])
-    await first.die()
-    await eventually(lambda: not _hosts(house))
-    job = await house.submit(prompt="a star", controlnets=[_edges()])
-    await asyncio.sleep(0.3)
-    assert (await house.job(job.job_id)).state == image_pb2.JOB_STATE_QUEUED
-    assert len(worker.requests) == 1
-    await house.controlnets("s2", hosted("edges"))
-    assert (await house.ended(job.job_id)).state == COMPLETED
-    assert placements(worker.requests[1].addons)[0].servers[0].name == "s2"
-
-
-async def test_controlnets_of_jobs_in_the_queue_are_loaded_ahead_and_nobody_waits_for_that(house: Running) -> None:
-    worker = await house.worker()
-    server = await house.controlnets("s1", hosted("edges", state=ON_DISK))
-    worker.script.hold_at = 3
-    runs = await house.submit(prompt="a star")
-    server.answers.clear()
-    waits = await house.submit(prompt="a star", controlnets=[_edges()])
-    await eventually(lambda: server.prefetched == [["edges"]])
-    server.answers.set()
-    worker.script.release.set()
-    for job in (runs, waits):
-        assert (await house.ended(job.job_id)).state == COMPLETED
 
 
 async def test_a_job_with_control_images_survives_its_gateway(tmp_path: Path) -> None:

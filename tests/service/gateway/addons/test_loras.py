@@ -21,7 +21,6 @@ from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora
 from tests.fakes.scripted_worker import MODEL
-from tests.samples.hosted_loras import applied
 from tests.support import running_loras
 from tests.support.addon_messages import loras_at
 from tests.support.gateway_with_loras import House, lora_house, lora_store
@@ -177,35 +176,6 @@ async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, m
         await eventually(is_removed)
 
 
-async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weights_is_preferred(house: House) -> None:
-    bare, other, untouched, patched = [await house.gateway.worker(name) for name in ("b", "o", "untouched", "patched")]
-    for worker in (other, untouched, patched):
-        worker.loras = [house.ink.digest, house.wash.digest]
-    patched.applied_loras = [applied(house.ink.digest, 0.5)]
-    other.applied_loras = [applied(house.wash.digest, 0.5)]
-    for worker in (other, untouched, patched):
-        assert worker.membership is not None
-        worker.membership.report_soon()
-    await eventually(lambda: _are_hosted(house, 8))
-    for scale, taker in ((0.5, "patched"), (1.0, "untouched")):
-        for _ in range(3):
-            await eventually(lambda: _are_idle(house))  # a worker that seems busy is not preferred
-            completed = await house.gateway.draw(loras=[Lora(name="ink", scale=scale)])
-            assert completed.provenance.worker == taker
-    assert bare.requests == []
-
-
-async def _are_idle(house: House) -> bool:
-    listed = await house.gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
-    return not any(member.load.running for member in listed.members)
-
-
-async def _are_hosted(house: House, count: int) -> bool:
-    """Whether the gateway has read reports of so much that workers host."""
-    listed = await house.gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
-    return sum(len(member.load.hosted) for member in listed.members) == count
-
-
 async def test_workers_are_told_where_stores_are_as_soon_as_that_changes(house: House, tmp_path: Path) -> None:
     worker = await house.gateway.worker()
     first = ("loras", house.store.server.address)
@@ -227,19 +197,6 @@ async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(
         assert (await later.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
     assert second.requests[0].decisions.by_kind == loras_at(4)
     assert not second.requests[0].checkpoint
-
-
-async def test_what_is_drawn_again_for_a_request_id_keeps_to_the_step(tmp_path: Path) -> None:
-    async with lora_house(tmp_path, results_bytes=100, max_result_bytes=100) as house:
-        worker = await house.gateway.worker()
-        worker.script.loras_step, worker.script.picture = 4, lambda index: b"x" * 60
-        await house.gateway.draw("order-1", loras=[Lora(name="ink")])
-        worker.script.picture = lambda index: b"y" * 60
-        await house.gateway.draw(prompt="another that needs the room")
-        await house.gateway.draw("order-1", loras=[Lora(name="ink")])
-        first, _, again = worker.requests
-        assert not first.decisions.by_kind
-        assert again.decisions.by_kind.items() >= loras_at(4).items()
 
 
 async def _has_made(house: House, job: image_pb2.Job, *, steps: int) -> bool:

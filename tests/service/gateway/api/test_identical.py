@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 
 from bottega import errors
-from bottega.gateway.jobs.store import JobRecord
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, Lora, Provenance, Techniques
+from bottega.v1.generation_pb2 import ControlNet, Provenance, Techniques
 from tests.fakes.scripted_controlnet import hosted
-from tests.fakes.scripted_worker import MODEL, ScriptedWorker
-from tests.support.gateway_with_loras import lora_house
+from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_front import png
-from tests.support.running_gateway import Running, refusal, running_gateway, told
-from tests.support.running_loras import lora_file
+from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.waiting import eventually
 
 COMPLETED = image_pb2.JOB_STATE_COMPLETED
@@ -67,24 +64,6 @@ async def test_an_identical_request_is_a_job_of_its_own_with_the_stored_pictures
     assert lines == {None, source}
 
 
-async def test_a_job_that_is_deleted_while_its_pictures_answer_another_takes_none_of_them(
-    house: Running, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = await _source(house, await house.draw(**STAR))
-    store = house.gateway._storage.jobs
-    add = store.add
-
-    async def add_after_a_deletion(*args: Any, **kwargs: Any) -> JobRecord:
-        await house.gateway._jobs.delete(source)
-        return await add(*args, **kwargs)
-
-    monkeypatch.setattr(store, "add", add_after_a_deletion)
-    job = await house.submit(**STAR)
-    assert (job.state, len(worker.requests)) == (COMPLETED, 1)
-    assert await house.image(job.job_id) == b"picture 0 of request 1"
-    assert await house.listed() == [job.job_id]
-
-
 async def test_its_provenance_is_that_of_the_drawing_with_its_own_attempts_and_times(
     house: Running, worker: ScriptedWorker
 ) -> None:
@@ -128,22 +107,6 @@ async def test_what_differs_is_drawn(house: Running, worker: ScriptedWorker) -> 
     assert len(worker.requests) == 4
 
 
-async def test_what_says_a_default_itself_is_identical_to_what_leaves_it_open(
-    house: Running, worker: ScriptedWorker
-) -> None:
-    await house.draw(**STAR)
-    said: dict[str, Any] = {
-        "model": "miniature",
-        "num_inference_steps": MODEL.default_steps,
-        "sampler": MODEL.default_sampler,
-        "width": 64,
-        "format": generation_pb2.IMAGE_FORMAT_PNG,
-        "fidelity": generation_pb2.FIDELITY_EXACT,
-        "techniques": Techniques(identical_results=True),
-    }
-    assert (await house.draw(**STAR, **said)).provenance.identical_job
-
-
 async def test_a_request_without_a_seed_is_another_picture_each_time_and_who_names_its_seed_gets_it(
     house: Running, worker: ScriptedWorker
 ) -> None:
@@ -169,17 +132,6 @@ async def test_a_gateway_may_draw_everything_and_a_request_may_ask_for_what_is_s
         answered = await house.draw(**STAR, techniques=Techniques(identical_results=True))
         assert answered.images[0].data == b"picture 0 of request 2", "of two results the newest"
         assert len(worker.requests) == 2
-
-
-async def test_jobs_that_failed_or_were_cancelled_answer_nobody(house: Running, worker: ScriptedWorker) -> None:
-    worker.script.failure = errors.TooLarge("too large")
-    await refusal(lambda: house.generate(**STAR), errors.TooLarge)
-    worker.script.failure, worker.script.hold_at = None, 3
-    job = await house.submit(**STAR)
-    await eventually(lambda: len(worker.requests) == 2)
-    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id))
-    worker.script.release.set()
-    assert (await house.draw(**STAR)).provenance.identical_job == ""
 
 
 async def test_of_identical_requests_at_once_each_is_drawn(house: Running, worker: ScriptedWorker) -> None:
@@ -297,30 +249,3 @@ async def test_a_request_with_controlnets_is_answered_where_their_weights_are_ce
 async def _is_gone(house: Running, gone: str) -> bool:
     answer = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())
     return gone not in {member.registration.name for member in answer.members}
-
-
-async def test_a_lora_counts_by_its_weights_and_its_scale(tmp_path: Path) -> None:
-    async with lora_house(tmp_path) as house:
-        worker = various(await house.gateway.worker())
-
-        async def answered(**lora: Any) -> bool:
-            completed = await house.gateway.draw(**STAR, loras=[Lora(**{"name": "ink", **lora})])
-            return bool(completed.provenance.identical_job)
-
-        assert [await answered(), await answered(), await answered(scale=1.0)] == [False, True, True]
-        assert not await answered(scale=0.5)
-        await house.store.upload("quill", lora_file(tmp_path))
-        assert await answered(name="quill"), "the same weights under another name"
-        await house.store.upload("pen", lora_file(tmp_path, seed=3))
-        assert not await answered(name="pen")
-        assert not await answered(measure_similarity=True)
-        assert not await answered(measure_similarity=True)
-        assert len(worker.requests) == 5
-
-
-async def test_whoever_wants_previews_or_has_a_deadline_gets_the_stored_pictures_as_well(
-    house: Running, worker: ScriptedWorker
-) -> None:
-    await house.draw(**STAR)
-    assert (await told(house.generate(preview=True, timeout=0.5, **STAR))).HasField("completed")
-    assert len(worker.requests) == 1

@@ -89,21 +89,6 @@ async def test_days_are_counted_over_restarts_and_pictures_by_their_bytes(tmp_pa
         await both.other.draw(prompt="another star")
 
 
-async def test_no_more_of_a_tenant_runs_at_once_and_nobody_waits_for_what_it_has_waiting(tmp_path: Path) -> None:
-    async with shops(tmp_path, Quotas(concurrent=1)) as both:
-        workers = [await both.house.worker(f"w{number}", hold_at=5) for number in range(3)]
-        mine = [(await both.shop.submit(prompt=f"{number} stars")).job_id for number in range(3)]
-        theirs = (await both.other.submit(prompt="a square")).job_id
-        await asyncio.sleep(0.5)
-        begun = {job_id for worker in workers for job_id, _ in worker.begun}
-        assert begun == {mine[0], theirs}
-        for worker in workers:
-            worker.script.hold_at = None
-            worker.script.release.set()
-        for job_id in mine:
-            assert (await both.shop.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
-
-
 async def test_calls_and_streams_of_a_tenant_are_bounded_while_they_are_served(tmp_path: Path) -> None:
     async with shops(tmp_path, Quotas(streams=2, calls=1)) as both:
         await both.house.worker(hold_at=5)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from bottega.v1 import image_pb2
 from tests.support.ghz_configurations import configurations
 from tests.support.running_gateway import Running
-from tests.support.second_client import Called, hold_idle, installed, make_calls, missing
+from tests.support.second_client import Called, installed, make_calls, missing
 
 SERVICE = "bottega.v1.ImageService"
 PICTURE = b"picture 0"
@@ -65,23 +63,6 @@ async def test_it_makes_every_public_call(house: Running, packages: Path) -> Non
     assert done.job_id not in await house.listed()
 
 
-async def test_it_hears_why_a_call_was_refused(house: Running, packages: Path) -> None:
-    await house.worker()
-    refused: list[tuple[str, dict[str, Any], str]] = [
-        ("GetJob", {"job_id": "nobody's"}, "NOT_FOUND"),
-        ("WatchJob", {"job_id": "nobody's"}, "NOT_FOUND"),
-        ("GetImage", {"job_id": "nobody's", "index": 0}, "NOT_FOUND"),
-        ("Generate", {"spec": {"prompt": "a star", "num_inference_steps": 0}}, "INVALID_ARGUMENT"),
-        ("SubmitJob", {"spec": {"prompt": "a star", "guidance_scale": -1.0}}, "INVALID_ARGUMENT"),
-    ]
-    ended, _ = await make_calls(
-        packages, house.address, [(f"{SERVICE}/{name}", data, 10.0) for name, data, _ in refused]
-    )
-    assert [(call.code, call.answers) for call in ended] == [(code, []) for _, _, code in refused]
-    assert all(call.details for call in ended)
-    assert "num_inference_steps" in ended[3].details
-
-
 async def test_its_deadline_ends_a_picture_that_nobody_waits_for(house: Running, packages: Path) -> None:
     worker = await house.worker(hold_at=3)
     [call], _ = await make_calls(
@@ -91,27 +72,3 @@ async def test_its_deadline_ends_a_picture_that_nobody_waits_for(house: Running,
     assert [answer["event"]["event"] for answer in call.answers][:1] == ["queued"]
     cancelled = await worker.cancelled.get()
     assert cancelled.job_id == call.answers[0]["event"]["job_id"]
-
-
-@pytest.mark.slow  # a server counts pings over minutes
-async def test_its_idle_connection_with_keepalive_stays_while_the_gateway_is_busy(
-    house: Running, packages: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Connections are looked at one by one while the process works; it pings as often as a server allows."""
-    worker = await house.worker(hold_at=3)
-    job = await house.submit(prompt="a star")
-    await worker.arrived.wait()
-
-    async def call_on() -> None:
-        while True:
-            await house.job(job.job_id)
-
-    calling = asyncio.create_task(call_on())
-    try:
-        held = await hold_idle(packages, house.address, job.job_id, keepalive_s=10.0, idle_s=45.0)
-    finally:
-        calling.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await calling
-    assert held == {"states": ["READY"], "watch": None, "code": "OK"}
-    assert not [line.message for line in caplog.records if "connections were ended" in line.message]

@@ -7,7 +7,6 @@ import functools
 import io
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ from PIL import Image
 
 from bottega import errors
 from bottega.errors import BottegaError
-from bottega.rpc.security.caller import ALL_GRANTED, Grants
-from bottega.rpc.security.tenant_file import change_tenants
+from bottega.rpc.security.caller import Grants
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import ControlNet, Lora
 from tests.fakes.scripted_controlnet import hosted
 from tests.fakes.scripted_worker import MODEL, ScriptedWorker
-from tests.support.addon_messages import placements
 from tests.support.gateway_with_loras import House, lora_house
 from tests.support.running_gateway import Running, refusal
 from tests.support.running_loras import lora_file
@@ -101,17 +98,6 @@ async def test_a_tenants_own_lora_comes_before_the_one_for_all(shops: Shops, wor
     assert (await shops.one.draw("order-1", prompt="a star", **_with_lora("ink"))).provenance == again.provenance
 
 
-async def test_a_tenants_controlnet_is_there_for_it_alone(shops: Shops, worker: ScriptedWorker) -> None:
-    await shops.house.gateway.controlnets("s1", hosted("edges@one"), hosted("edges"), hosted("depth@one"))
-    for shop, full_name in ((shops.one, "edges@one"), (shops.other, "edges")):
-        drawn = await shop.draw(prompt="a star", **_with_net("edges"))
-        assert [hosts.digest for hosts in placements(worker.requests[-1].addons)] == [f"hash of {full_name}"]
-        assert [use.name for use in drawn.provenance.controlnets] == [full_name]
-    (said,) = await _refused(shops.other, _with_net, "depth", "depth@one", "nothing", "nothing@nobody")
-    assert "ControlNetNotFound" in said
-    assert "hosted for miniature: edges'" in said
-
-
 async def test_a_tenant_has_what_it_was_given_and_its_own(shops: Shops, worker: ScriptedWorker) -> None:
     other = image_pb2.Model()
     other.CopyFrom(MODEL)
@@ -164,18 +150,6 @@ async def _adapters(shop: Running) -> list[image_pb2.Adapter]:
                 request.page_token = page.next_page_token
         assert paged == whole
     return whole
-
-
-async def test_what_is_given_counts_within_a_second(shops: Shops, worker: ScriptedWorker) -> None:
-    await shops.house.store.upload("pastel", lora_file(shops.file.parent, seed=9))
-    await refusal(lambda: shops.bound.generate(**_with_lora("pastel")), errors.LoraNotFound)
-    change_tenants(shops.file, lambda tenants: tuple(replace(each, grants=ALL_GRANTED) for each in tenants))
-    await eventually(lambda: _may_name(shops.bound, "pastel"))
-    await shops.bound.draw(prompt="a star", **_with_lora("pastel"))
-
-
-async def _may_name(shop: Running, name: str) -> bool:
-    return name in {adapter.name for adapter in await _adapters(shop)}
 
 
 async def test_of_what_a_tenant_may_not_name_stores_are_asked_what_they_are_asked_of_nothing(

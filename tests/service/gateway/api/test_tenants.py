@@ -206,18 +206,3 @@ async def test_jobs_stay_their_tenants_over_a_restart(tmp_path: Path) -> None:
     async with running_gateway(state=state) as open_to_all:
         assert await open_to_all.listed() == [], "without keys it is nobody's"
         await refusal(lambda: open_to_all.job(drawn), errors.JobNotFound)
-
-
-async def test_who_floods_the_gateway_is_no_longer_in_the_way_of_others(shops: Shops, worker: ScriptedWorker) -> None:
-    """Of forty jobs that came before them, those of another tenant wait for the few that were being drawn."""
-    worker.script.hold_at = 1
-    flood = [(await shops.one.submit(prompt="a star")).job_id for _ in range(40)]
-    before = len(worker.requests)
-    mine = [(await shops.other.submit(prompt="a square")).job_id for _ in range(2)]
-    worker.script.hold_at = None
-    worker.script.release.set()
-    for job_id in flood:
-        await shops.one.ended(job_id)
-    order = [request.attempt.job_id for request in worker.requests]
-    assert len(order) == 42
-    assert order.index(mine[1]) <= before + 4

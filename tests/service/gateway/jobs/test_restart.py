@@ -185,21 +185,6 @@ async def test_a_full_disk_refuses_jobs_keeps_what_was_drawn_and_heals(tmp_path:
             await house.draw("order-2", prompt="a square")
 
 
-async def test_a_disk_that_comes_back_read_only_after_a_crash_is_read(tmp_path: Path) -> None:
-    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
-        state = disk / "state"
-        done = await _left_by_a_crash(tmp_path / "killed", state)
-        with full_disk.read_only(disk):
-            async with running_gateway(state=str(state), starting=True) as house:
-                await _read(house, done.job_id)
-                assert await house.image(done.job_id) == b"picture 0"
-                await refusal(lambda: house.submit(prompt="a star"), errors.Unavailable)
-                assert not await house.is_serving()
-        async with running_gateway(state=str(state), starting=True) as house:
-            await house.until_serving()
-            assert not list((state / "images" / "incoming").iterdir())
-
-
 async def test_images_that_cannot_be_used_keep_nobody_from_reading_jobs(tmp_path: Path) -> None:
     done = await _left_by_a_crash(tmp_path / "killed", tmp_path / "state")
     other = ContentStore(tmp_path / "state" / "images", budget_bytes=MIB, ttl_s=60)
