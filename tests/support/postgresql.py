@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import psycopg
@@ -240,6 +241,11 @@ def new_database(*, vector: bool = False) -> Iterator[str]:
         yield server.url(name)
     finally:
         server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def execute(url: str, statement: str) -> list[tuple[Any, ...]]:
+    """Execute SQL in a database of the shared server as its superuser, and return the rows, if there are any."""
+    return shared_server().execute(statement, database=urlsplit(url).path[1:])
 
 
 def binaries(*, vector: bool = False) -> Path | None:

@@ -1,11 +1,12 @@
-"""The gateway that most tests here talk to."""
+"""What most tests here talk to: a gateway, or a database for several."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.support.postgresql import new_database
 from tests.support.running_gateway import Running, running_gateway
 
 
@@ -14,3 +15,10 @@ async def house() -> AsyncIterator[Running]:
     """One of its own for each test, as it is without a configuration."""
     async with running_gateway() as running:
         yield running
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """An empty database."""
+    with new_database() as made:
+        yield made

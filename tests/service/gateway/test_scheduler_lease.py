@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
-from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -19,7 +18,7 @@ from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import SchedulerRole
 from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1 import image_pb2
-from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
+from tests.support.postgresql import execute, running_server
 from tests.support.running_gateway import running_gateway
 from tests.support.waiting import eventually
 
@@ -34,12 +33,6 @@ class Gateway:
 
     lease: SchedulerLease
     role: SchedulerRole
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with new_database() as made:
-        yield made
 
 
 @contextlib.asynccontextmanager
@@ -107,9 +100,7 @@ async def test_the_lease_of_a_dead_scheduler_that_asked_for_another_is_taken_wit
 
     async with _gateway(url, "a") as first:
         await eventually(lambda: first.role.held)
-    shared_server().execute(
-        "UPDATE scheduler_lease SET asks_for_another = true, expires_at = now()", database=urlsplit(url).path[1:]
-    )
+    execute(url, "UPDATE scheduler_lease SET asks_for_another = true, expires_at = now()")
     async with _gateway(url, "b", probe=probe) as second:
         await eventually(lambda: second.role.held)
         assert not probed.is_set()
@@ -126,7 +117,7 @@ async def test_a_follower_whose_pictures_are_damaged_does_not_take_over(
 
     async with _gateway(url, "a", lease_s=3600) as first:
         await eventually(lambda: first.role.held)
-    shared_server().execute("UPDATE scheduler_lease SET asks_for_another = true", database=urlsplit(url).path[1:])
+    execute(url, "UPDATE scheduler_lease SET asks_for_another = true")
     async with _gateway(url, "b", lease_s=3600, probe=probe) as second:
         await probed.wait()
         await eventually(lambda: second.role.holder is not None)
@@ -155,31 +146,29 @@ async def test_a_renewal_that_waits_does_not_undo_a_release(url: str) -> None:
         await release
         await asyncio.sleep(0.2)
         ended = "SELECT expires_at <= clock_timestamp() FROM scheduler_lease"
-        assert shared_server().execute(ended, database=urlsplit(url).path[1:]) == [(True,)]
+        assert execute(url, ended) == [(True,)]
 
 
 async def test_a_holder_is_lost_if_a_standby_gave_its_generation_to_another_gateway(url: str) -> None:
     async with _gateway(url, "a") as first:
         await eventually(lambda: first.role.held)
         other = "UPDATE scheduler_lease SET name = 'other', address = 'other:8470'"
-        shared_server().execute(other, database=urlsplit(url).path[1:])
+        execute(url, other)
         await eventually(lambda: first.role.lost)
 
 
 async def test_a_lease_of_a_clock_that_was_ahead_is_taken(url: str) -> None:
     async with _gateway(url, "a") as first:
         await eventually(lambda: first.role.held)
-    name = urlsplit(url).path[1:]
-    shared_server().execute("UPDATE scheduler_lease SET expires_at = now() + interval '1 hour'", database=name)
+    execute(url, "UPDATE scheduler_lease SET expires_at = now() + interval '1 hour'")
     async with _gateway(url, "b") as second:
         await eventually(lambda: second.role.held)
 
 
 async def test_a_holder_whose_lease_was_taken_is_lost(url: str) -> None:
-    server = shared_server()
     async with _gateway(url, "a") as first:
         await eventually(lambda: first.role.held)
-        _take_over(server, url)
+        execute(url, "UPDATE scheduler_lease SET generation = generation + 1, name = 'other'")
         await eventually(lambda: first.role.lost)
         assert not first.role.held
         await asyncio.sleep(2 * _LEASE_S)
@@ -222,18 +211,12 @@ async def test_a_scheduler_ends_in_a_long_outage_and_the_restarted_one_waits_for
 
 
 async def test_a_resting_gateway_makes_few_queries(url: str) -> None:
-    server, name = shared_server(), urlsplit(url).path[1:]
-    count = f"SELECT xact_commit FROM pg_stat_database WHERE datname = '{name}'"
+    count = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"
     async with _gateway(url, "a", lease_s=3.5) as first, _gateway(url, "b", lease_s=3.5) as second:
         await eventually(lambda: first.role.holder is not None and first.role.holder == second.role.holder)
         await asyncio.sleep(1.5)
-        ((before,),) = server.execute(count)
+        ((before,),) = execute(url, count)
         await asyncio.sleep(4.0)
-        ((after,),) = server.execute(count)
+        ((after,),) = execute(url, count)
     # Two gateways in 4 s, of which each may make 5 a second.
     assert after - before < 2 * 4 * 5
-
-
-def _take_over(server: PostgresServer, url: str) -> None:
-    name = urlsplit(url).path[1:]
-    server.execute("UPDATE scheduler_lease SET generation = generation + 1, name = 'other'", database=name)

@@ -7,7 +7,6 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import grpc
 import psycopg
@@ -18,7 +17,7 @@ from bottega.gateway.scheduler_lease import LEASE_S
 from bottega.v1 import image_pb2, worker_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.gateway_process import GatewayProcess
-from tests.support.postgresql import new_database, shared_server
+from tests.support.postgresql import execute, new_database
 from tests.support.running_gateway import running_gateway
 from tests.support.s3 import S3Server, S3Servers, failing_proxy, set_environment
 from tests.support.services import Services
@@ -185,13 +184,13 @@ async def test_a_scheduler_without_the_bucket_stays_while_no_other_has_it(
             proxy.failing = 1.0
             first.gateway._storage.report_failure(StorageUnavailable("as a picture finds out"))
             asks = "SELECT asks_for_another FROM scheduler_lease"
-            await eventually(lambda: shared_server().execute(asks, database=urlsplit(url).path[1:]) == [(True,)])
+            await eventually(lambda: execute(url, asks) == [(True,)])
             await first.until_serving(False)
             await asyncio.sleep(2.5)  # the other one looks each second
             assert (first.gateway._role.serves, second.gateway._role.held) == (True, False)
             proxy.failing = 0.0
             await first.until_serving()
-            await eventually(lambda: shared_server().execute(asks, database=urlsplit(url).path[1:]) == [(False,)])
+            await eventually(lambda: execute(url, asks) == [(False,)])
 
 
 async def test_a_gateway_with_other_pictures_does_not_start_beside_another(
@@ -209,14 +208,13 @@ async def test_a_gateway_with_other_pictures_does_not_start_beside_another(
 @pytest.mark.parametrize("dies", ["follower", "scheduler"])
 async def test_a_stored_job_outlives_the_gateways_that_admit_it(dies: str, pair: Pair) -> None:
     """The one that dies does so when the job is stored, and neither the scheduler nor the caller knows that."""
-    name = urlsplit(pair.database).path[1:]
     with psycopg.connect(pair.database) as holding:
         holding.execute("LOCK TABLE jobs IN EXCLUSIVE MODE")  # so that the follower has a place, and waits
         submitting = asyncio.create_task(pair.second.submit("job"))
-        await eventually(lambda: asyncio.to_thread(_waits_for_a_lock, name))
+        await eventually(lambda: asyncio.to_thread(_waits_for_a_lock, pair.database))
         pair.first.process.send_signal(signal.SIGSTOP)
         holding.rollback()
-    await eventually(lambda: asyncio.to_thread(_is_stored, name, goes_on=dies == "follower"))
+    await eventually(lambda: asyncio.to_thread(_is_stored, pair.database, goes_on=dies == "follower"))
     if dies == "follower":
         await pair.second.kill()
         pair.first.process.send_signal(signal.SIGCONT)
@@ -233,14 +231,14 @@ async def test_a_stored_job_outlives_the_gateways_that_admit_it(dies: str, pair:
     assert [job for job, _ in pair.worker.begun] == [job_id]
 
 
-def _waits_for_a_lock(database: str) -> bool:
+def _waits_for_a_lock(url: str) -> bool:
     query = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    return bool(shared_server().execute(query, database=database))
+    return bool(execute(url, query))
 
 
-def _is_stored(database: str, *, goes_on: bool) -> bool:
+def _is_stored(url: str, *, goes_on: bool) -> bool:
     """Whether there is a job. goes_on: the frozen scheduler keeps its lease, however slow this machine is."""
     if goes_on:
         query = f"UPDATE scheduler_lease SET expires_at = clock_timestamp() + interval '{1.9 * LEASE_S} s'"
-        shared_server().execute(query, database=database)
-    return bool(shared_server().execute("SELECT job_id FROM jobs", database=database))
+        execute(url, query)
+    return bool(execute(url, "SELECT job_id FROM jobs"))

@@ -21,7 +21,7 @@ from bottega.rpc.security.tenant_file import Quotas, Tenant, read_tenants
 from bottega.rpc.security.tenant_table import change_table, read_table
 from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1 import image_pb2
-from tests.support.postgresql import PASSWORD, new_database, running_server, shared_server
+from tests.support.postgresql import PASSWORD, execute, new_database, running_server, shared_server
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.tenants import calling
 from tests.support.terminal import run
@@ -83,7 +83,7 @@ async def test_every_gateway_follows_a_change_of_the_tenants(
         await _command("disable", "shop", "--file", url)
         for house in gateways:
             await eventually(lambda house=house: _is_not_known(house, new))  # type: ignore[misc]
-    rows = str(shared_server().execute("SELECT document FROM tenants", database=urlsplit(url).path[1:]))
+    rows = str(execute(url, "SELECT document FROM tenants"))
     for key in (old, new):
         assert key.rpartition("_")[2][16:] not in rows + caplog.text, "its secret part"
         assert key not in rows + caplog.text
@@ -97,10 +97,7 @@ async def test_a_change_without_a_notification_is_found(url: str, monkeypatch: p
     monkeypatch.setattr(database, "_LOOK_S", 0.05)
     key = await _command("add", "shop", "--file", url)
     async with running_gateway(tenants=url) as house:
-        shared_server().execute(
-            "UPDATE tenants SET document = jsonb_set(document, '{disabled}', 'true'), revision = DEFAULT",
-            database=urlsplit(url).path[1:],
-        )
+        execute(url, "UPDATE tenants SET document = jsonb_set(document, '{disabled}', 'true'), revision = DEFAULT")
         await eventually(lambda: _is_not_known(house, key))
 
 

@@ -344,18 +344,6 @@ async def test_a_picture_that_was_put_under_a_wrong_clock_outlives_a_restart(tmp
         assert await store.get(_picture(1)[0]) is None
 
 
-async def test_a_restart_under_a_clock_that_was_set_back_takes_no_picture_now_or_later(tmp_path: Path) -> None:
-    clock = FakeTime()
-    async with _store(tmp_path, clock=clock) as store:
-        await store.put(*_picture(1))
-    clock.wrong_s = -7200.0
-    async with _store(tmp_path, clock=clock) as store:
-        assert store.holds(_picture(1)[0])
-        clock.wrong_s = 0.0
-        await _swept(store)
-        assert await store.get(_picture(1)[0]) is not None
-
-
 async def test_an_image_whose_time_is_renewed_stays_as_long_as_a_new_one_also_after_a_restart(tmp_path: Path) -> None:
     clock = FakeTime()
     (kept, data), (left, other) = _picture(1), _picture(2)

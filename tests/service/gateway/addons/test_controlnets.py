@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from bottega import errors
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
@@ -17,19 +15,14 @@ from bottega.v1 import hosted_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet
 from tests.fakes.scripted_controlnet import hosted
 from tests.support.addon_messages import placements
+from tests.support.running_front import png
 from tests.support.running_gateway import Running, refusal, running_gateway
 
 COMPLETED = image_pb2.JOB_STATE_COMPLETED
 
 
-def _png(color: str = "red", *, width: int = 32, height: int = 24) -> bytes:
-    """A control image; its size need not be the picture's."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (width, height), color).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-PNG = _png()
+# A control image; its size need not be the picture's.
+PNG = png(32, 24, "red")
 
 
 def _edges(**facts: object) -> ControlNet:
@@ -45,10 +38,13 @@ async def house() -> AsyncIterator[Running]:
 async def test_a_picture_is_drawn_with_controlnets_and_its_provenance_says_how(house: Running) -> None:
     worker = await house.worker()
     server = await house.controlnets("s1", hosted("edges"), hosted("depth"))
-    nets = [_edges(controlnet_conditioning_scale=0.5), ControlNet(name="depth", image=_png("blue"), guess_mode=True)]
+    nets = [
+        _edges(controlnet_conditioning_scale=0.5),
+        ControlNet(name="depth", image=png(32, 24, "blue"), guess_mode=True),
+    ]
     completed = await house.draw(prompt="a star", controlnets=nets)
     (request,) = worker.requests
-    assert [net.image for net in request.spec.controlnets] == [PNG, _png("blue")]
+    assert [net.image for net in request.spec.controlnets] == [PNG, png(32, 24, "blue")]
     edges, depth = request.spec.controlnets
     assert edges.controlnet_conditioning_scale == 0.5
     assert all(net.HasField("control_guidance_start") and net.control_guidance_end == 1 for net in (edges, depth))
@@ -68,7 +64,7 @@ async def test_a_picture_is_drawn_with_controlnets_and_its_provenance_says_how(h
 async def test_a_bad_control_image_is_refused_by_its_field_with_all_other_violations(house: Running) -> None:
     worker = await house.worker()
     await house.controlnets("s1", hosted("edges"))
-    for bad in (b"no image at all", PNG[: len(PNG) // 2], _png(width=65, height=64)):
+    for bad in (b"no image at all", PNG[: len(PNG) // 2], png(65, 64)):
         nets = [_edges(), _edges(image=bad)]
         error = await refusal(functools.partial(house.generate, controlnets=nets), errors.BadImage)
         assert [violation.field for violation in error.violations] == ["spec.controlnets[1].image"]
@@ -90,7 +86,7 @@ async def test_a_bad_control_image_is_refused_by_its_field_with_all_other_violat
 
 
 async def test_a_job_with_control_images_survives_its_gateway(tmp_path: Path) -> None:
-    nets = [_edges(controlnet_conditioning_scale=0.5), _edges(image=_png("blue"))]
+    nets = [_edges(controlnet_conditioning_scale=0.5), _edges(image=png(32, 24, "blue"))]
     async with running_gateway(state=str(tmp_path), codec_processes=1) as house:
         worker = await house.worker()
         await house.controlnets("s1", hosted("edges"))
@@ -101,7 +97,7 @@ async def test_a_job_with_control_images_survives_its_gateway(tmp_path: Path) ->
     async with running_gateway(state=str(tmp_path), codec_processes=1) as house:
         again = await house.submit("order-1", prompt="a star", controlnets=nets)
         assert again.job_id == job.job_id
-        other = [nets[0], _edges(image=_png("green"))]
+        other = [nets[0], _edges(image=png(32, 24, "green"))]
         await refusal(lambda: house.generate("order-1", prompt="a star", controlnets=other), errors.RequestIdReused)
         worker = await house.worker()
         await asyncio.sleep(0.3)
@@ -109,7 +105,7 @@ async def test_a_job_with_control_images_survives_its_gateway(tmp_path: Path) ->
         await house.controlnets("s1", hosted("edges"))
         assert (await house.ended(job.job_id)).state == COMPLETED
         (request,) = (one for one in worker.requests if one.attempt.job_id == job.job_id)
-        assert [net.image for net in request.spec.controlnets] == [PNG, _png("blue")]
+        assert [net.image for net in request.spec.controlnets] == [PNG, png(32, 24, "blue")]
         assert [hosts.servers[0].name for hosts in placements(request.addons)] == ["s1", "s1"]
 
 

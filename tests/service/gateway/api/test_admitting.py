@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from bottega.errors import DeadlinePassed, InvalidRequest, QueueFull, QuotaExceeded, RequestIdReused, StorageUnavailable
 from bottega.gateway.api.image_service import ImageService
@@ -23,6 +21,7 @@ from bottega.rpc.security.tenant_file import Quotas
 from bottega.storage import os_errors
 from bottega.storage.postgresql import _SETTINGS, PostgresDatabase, lock
 from bottega.v1 import fleet_pb2, image_pb2
+from tests.support.running_front import png
 from tests.support.running_gateway import Running, refusal
 from tests.support.sharing_gateways import sharing_gateways
 from tests.support.tenants import add_tenant, calling
@@ -59,7 +58,7 @@ async def test_a_follower_admits_jobs_that_the_scheduler_draws(pictures: str, at
 async def test_input_images_are_decoded_where_they_come_in(pictures: str, at_scheduler: list[str]) -> None:
     async with sharing_gateways(objects=pictures, codec_processes=1) as both:
         await refusal(lambda: both.follower.submit(prompt="a star", image=b"no image", strength=0.5), InvalidRequest)
-        image = _png()
+        image = png(64, 64)
         job = await both.follower.submit("edit", prompt="a star", image=image, strength=0.5)
         assert at_scheduler == []
         assert (await both.scheduler.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
@@ -267,7 +266,7 @@ async def test_a_slow_database_of_the_scheduler_holds_up_no_other_job(
 
         monkeypatch.setattr(store, "usage", slow)
         monkeypatch.setattr(store, "inputs", slow)
-        edit = asyncio.create_task(here.submit("edit", prompt="a star", image=_png(), strength=0.5))
+        edit = asyncio.create_task(here.submit("edit", prompt="a star", image=png(64, 64), strength=0.5))
         await eventually(lambda: bool(both.scheduler.gateway._reservations._places))
         others = await asyncio.gather(*(here.submit(f"job-{number}", prompt="a star") for number in range(3)))
         assert len({job.job_id for job in others}) == 3
@@ -359,9 +358,3 @@ async def _all_ended(house: Running) -> bool:
 
 async def _has_queued(house: Running, number: int) -> bool:
     return await house.queued() >= number
-
-
-def _png() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "teal").save(file, "PNG")
-    return file.getvalue()

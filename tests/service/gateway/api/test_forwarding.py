@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -20,7 +19,7 @@ from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc, webhook_pb2, webhoo
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
-from tests.support.postgresql import new_database, shared_server
+from tests.support.postgresql import execute, new_database
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.sharing_gateways import sharing_gateways
 from tests.support.tenants import add_tenant, calling
@@ -94,7 +93,7 @@ async def test_limits_by_host_count_the_host_of_the_first_caller(tmp_path: Path)
             # A gateway's word counts, and an operator's own does not.
             watches = [await watch("gateway/other", f"10.0.0.{number}") for number in range(5)]
             watches.append(await watch("operator/anna", "10.0.0.9"))
-            peers = shared_server().execute("SELECT peer FROM jobs ORDER BY sequence", database=urlsplit(url).path[1:])
+            peers = execute(url, "SELECT peer FROM jobs ORDER BY sequence")
             assert [peer for (peer,) in peers] == [*(f"10.0.0.{number}" for number in range(5)), "127.0.0.1"]
             for call in watches:
                 call.cancel()
@@ -195,16 +194,15 @@ async def test_a_gateway_that_cannot_reach_the_scheduler_refuses_calls(
 
 async def test_a_scheduler_that_does_not_know_its_loss_accepts_nothing() -> None:
     with new_database() as url:
-        name = urlsplit(url).path[1:]
         async with running_gateway(jobs=url) as house:
             await house.worker()
             accepted = (await house.submit(prompt="before")).job_id
             await house.ended(accepted)
             # As another gateway does. This one looks again in .7 s.
-            shared_server().execute(
+            execute(
+                url,
                 "UPDATE scheduler_lease SET generation = generation + 1, name = 'other', address = '127.0.0.1:1',"
                 " expires_at = clock_timestamp() + interval '1 hour'",
-                database=name,
             )
             await refusal(lambda: house.submit(prompt="after"), Draining)
-        assert shared_server().execute("SELECT job_id FROM jobs", database=name) == [(accepted,)]
+        assert execute(url, "SELECT job_id FROM jobs") == [(accepted,)]

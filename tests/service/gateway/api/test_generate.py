@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import os
 
 import grpc
 import pytest
-from PIL import Image
 
 from bottega import errors
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, image_pb2_grpc
 from tests.fakes.scripted_worker import MODEL
+from tests.support.running_front import png
 from tests.support.running_gateway import Running, refusal, running_gateway, told
 from tests.support.waiting import eventually
-
-
-def _png(width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (width, height), "red").save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 async def test_a_picture_comes_with_place_progress_and_provenance(house: Running) -> None:
@@ -75,12 +68,12 @@ async def test_a_worker_says_why_a_job_fails_and_ends_every_call_itself_after_th
 async def test_an_input_image_is_looked_at_before_anything_is_acknowledged() -> None:
     async with running_gateway(codec_processes=1, max_image_pixels=64 * 64) as house:
         worker = await house.worker()
-        good = _png(64, 64)
+        good = png(64, 64)
         completed = await house.draw(prompt="a star", image=good)
         assert completed.provenance.image_digest == hashlib.sha256(good).hexdigest()
         assert not completed.provenance.parameters.HasField("image")
         assert worker.requests[0].spec.image == good
-        for bad in (b"no image at all", good[: len(good) // 2], _png(65, 64)):
+        for bad in (b"no image at all", good[: len(good) // 2], png(65, 64)):
             error = await refusal(functools.partial(house.generate, image=bad), errors.BadImage)
             assert [violation.field for violation in error.violations] == ["spec.image"]
         error = await refusal(lambda: house.generate(image=b"no image", width=63, mask_image=b""))

@@ -60,19 +60,6 @@ async def test_a_connection_that_breaks_while_its_worker_lives_is_nobodys_death(
     assert ended.provenance.attempts == 3
 
 
-async def test_a_worker_that_cannot_be_reached_costs_a_job_no_attempt_that_counts() -> None:
-    async with running_gateway(max_attempts=1) as house:
-        deaf = await house.worker("w1")
-        await deaf.deafen()
-        job = await house.submit(prompt="a star")
-        await asyncio.sleep(0.3)
-        # It waits, or is just being offered to the one that does not hear.
-        assert (await house.job(job.job_id)).state in {image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING}
-        await house.worker("w2")
-        ended = await house.ended(job.job_id)
-        assert (ended.state, ended.provenance.worker) == (image_pb2.JOB_STATE_COMPLETED, "w2")
-
-
 async def test_a_job_is_not_lost_on_a_worker_that_has_another_model_by_now(house: Running) -> None:
     changed = await house.worker("w1")
     changed.script.failure = errors.ModelNotFound("no such model; served: other", metadata={"served": "other"})
@@ -95,31 +82,6 @@ async def test_a_failed_order_whose_failure_asks_for_a_retry_is_drawn_when_it_co
         events = [answer.event async for answer in again]
         assert events[-1].WhichOneof("event") == "completed"
         assert events[-1].job_id != first
-
-
-async def test_a_silent_worker_is_out_and_its_late_answer_changes_nothing(house: Running) -> None:
-    silent = await house.worker("silent")
-    await silent.leave()
-    membership = house.fleet.Join()  # which says nothing more, as that of a stopped process
-    await membership.write(fleet_pb2.JoinRequest(registration=silent.registration()))
-    await membership.read()
-    silent.script.hold_at = 5
-    silent.script.picture = lambda index: b"too late"
-    call = house.generate("order-1", prompt="a star")
-    job_id = (await told(call)).job_id
-    await silent.arrived.wait()
-    other = await house.worker("w2", hold_at=5)
-    await eventually(lambda: len(other.requests) == 1)
-    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())).members
-    assert [member.registration.name for member in members] == ["gateway", "w2"]
-    silent.script.release.set()
-    await eventually(lambda: bool(silent.finished))
-    assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
-    other.script.release.set()
-    completed = [answer.event async for answer in call][-1].completed
-    assert [image.data for image in completed.images] == [b"picture 0"]
-    assert completed.provenance.worker == "w2"
-    membership.cancel()
 
 
 async def test_a_job_waits_for_a_worker_only_as_long_as_the_grace() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,19 +19,12 @@ from bottega.storage import ContentStore
 from bottega.storage.folders import ProcessLock
 from bottega.storage.postgresql import PostgresDatabase
 from tests.support.job_store_backends import completed, failed, record, running, sample_event
-from tests.support.postgresql import new_database
 from tests.support.terminal import run
 
 IMAGE, LATENTS = b"a picture", b"some latents"
 # More than the test opens the target.
 STARTS = 5
 EVICTED = StoredImage(digest="e" * 64, size_bytes=3)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with new_database() as url:
-        yield url
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, PRIORITY_UNSPECIFIED
 from tests.support.running_front import CONFIG, running_workers
-from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.running_gateway import Running, running_gateway
 from tests.support.waiting import eventually
 
 SPEC = GenerationSpec(prompt="a star")
@@ -37,14 +37,6 @@ async def test_the_more_urgent_job_is_drawn_first_after_a_restart_too(tmp_path: 
             assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
         assert [job_id for job_id, _ in other.begun if job_id in (low, plain, high)] == [high, plain, low]
         assert (await house.ended(high)).priority == PRIORITY_HIGH
-
-
-async def test_a_priority_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
-    async with running_gateway(state=str(tmp_path)) as house:
-        await house.worker()
-        request = image_pb2.GenerateRequest(spec=SPEC, priority=9)  # type: ignore[arg-type]
-        wrong = await refusal(lambda: house.images.Generate(request), errors.InvalidRequest)
-        assert [violation.field for violation in wrong.violations] == ["priority"]
 
 
 async def _served(house: Running) -> bool:

@@ -24,7 +24,7 @@ from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from tests.support import full_disk
 from tests.support.job_store_backends import completed, failed, record, running, sample_event
-from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
+from tests.support.postgresql import PostgresServer, execute, running_server
 from tests.support.waiting import eventually
 
 HOUR_S = 3600.0
@@ -46,21 +46,11 @@ def _store(url: str, clock: SharedClock | None = None) -> PostgresJobStore:
     return PostgresJobStore(database, clock=clock or SharedClock())
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    with new_database() as url:
-        yield url
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[PostgresServer]:
     """A server for faults, whose commits wait for the disk."""
     with running_server(durable=True) as server:
         yield server
-
-
-def _execute(url: str, statement: str) -> list[tuple[object, ...]]:
-    return shared_server().execute(statement, database=url.split("/")[3].partition("?")[0])
 
 
 async def _create_lease(url: str) -> None:
@@ -78,12 +68,12 @@ async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> No
     async with _opened(url) as old, _opened(url) as new:
         await old.add(record("j1"))
         await _create_lease(url)
-        _execute(url, _lease(7))
+        execute(url, _lease(7))
         old.fence(7, "a:1")
         assert old.generation == 7
         assert await old.update("j1", running(1))
         await old.add(record("j2"))
-        _execute(url, _lease(9))
+        execute(url, _lease(9))
         new.fence(9, "a:1")
         before = await new.page(size=9)
         for write in (
@@ -103,7 +93,7 @@ async def test_a_gateway_that_lost_the_lease_writes_nothing_more(url: str) -> No
 async def test_a_follower_adds_jobs_only_while_the_lease_is_the_one_it_knows(url: str) -> None:
     async with _opened(url) as scheduler:
         await _create_lease(url)
-        _execute(url, _lease(7))
+        execute(url, _lease(7))
         scheduler.fence(7, "a:1")
         follower = _store(url)
         await follower.follow()
@@ -124,14 +114,12 @@ async def test_a_take_over_waits_for_a_write_that_has_begun(url: str) -> None:
     async with _opened(url) as store:
         await store.add(record("j1"))
         await _create_lease(url)
-        _execute(url, _lease(7))
+        execute(url, _lease(7))
         store.fence(7, "a:1")
         async with store._write():  # a transaction that has passed the check
-            await asyncio.to_thread(
-                _execute, url, "UPDATE scheduler_lease SET expires_at = now()"
-            )  # it can be extended
-            taking = asyncio.create_task(asyncio.to_thread(_execute, url, "UPDATE scheduler_lease SET generation = 8"))
-            await eventually(lambda: taking.done() or bool(_execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
+            await asyncio.to_thread(execute, url, "UPDATE scheduler_lease SET expires_at = now()")  # it can be extended
+            taking = asyncio.create_task(asyncio.to_thread(execute, url, "UPDATE scheduler_lease SET generation = 8"))
+            await eventually(lambda: taking.done() or bool(execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
             assert not taking.done()
         await taking
         with pytest.raises(StaleGeneration):
@@ -170,9 +158,9 @@ async def test_a_quota_of_a_day_does_not_count_all_jobs_of_the_day(url: str) -> 
         with pytest.raises(QuotaExceeded):
             await second.add(replace(record("late"), created_wall=now), quotas=quotas)
         assert (await first.usage("", now_wall=now)).jobs_today == 5
-        assert len(_execute(url, "SELECT backend FROM days")) <= 8, "a row for each connection"
+        assert len(execute(url, "SELECT backend FROM days")) <= 8, "a row for each connection"
         await second.add(replace(record("later"), created_wall=now + 3 * DAY_S), quotas=quotas)
-        assert _execute(url, "SELECT sum(jobs) FROM days") == [(1,)], "earlier days are forgotten"
+        assert execute(url, "SELECT sum(jobs) FROM days") == [(1,)], "earlier days are forgotten"
 
 
 async def test_an_upgrade_counts_the_jobs_of_the_day(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +170,7 @@ async def test_an_upgrade_counts_the_jobs_of_the_day(url: str, monkeypatch: pyte
     async with _opened(url) as older:
         for number in range(3):
             await older.add(replace(record(f"j{number}"), created_wall=now))
-        _execute(url, f"INSERT INTO removed_days VALUES ('', {day}, 4)")
+        execute(url, f"INSERT INTO removed_days VALUES ('', {day}, 4)")
         monkeypatch.setattr(postgresql, "MIGRATIONS", MIGRATIONS)
         async with _opened(url) as newer:
             await older.add(replace(record("old"), created_wall=now))
@@ -203,13 +191,13 @@ async def test_gateways_whose_clocks_differ_by_an_hour_agree_on_the_time(url: st
 
 async def test_columns_that_a_newer_gateway_has_added_do_not_matter(url: str) -> None:
     async with _opened(url) as store:
-        _execute(url, "ALTER TABLE jobs ADD COLUMN novelty text NOT NULL DEFAULT 'new'")
+        execute(url, "ALTER TABLE jobs ADD COLUMN novelty text NOT NULL DEFAULT 'new'")
         added = await store.add(record("j1"))
         assert await store.update("j1", failed(ended_wall=2.0))
         found = await store.get("j1")
         assert found is not None
         assert (found.sequence, found.live) == (added.sequence, False)
-    assert _execute(url, "SELECT novelty FROM jobs") == [("new",)]
+    assert execute(url, "SELECT novelty FROM jobs") == [("new",)]
 
 
 async def test_events_become_visible_in_the_order_of_their_numbers(url: str) -> None:
@@ -218,7 +206,7 @@ async def test_events_become_visible_in_the_order_of_their_numbers(url: str) -> 
         async with first._write() as connection:
             await insert_event(connection, sample_event(record("j1")))
             ending = asyncio.create_task(second.update("j2", failed(ended_wall=2.0), event_of=sample_event))
-            await eventually(lambda: bool(_execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
+            await eventually(lambda: bool(execute(url, "SELECT 1 FROM pg_locks WHERE NOT granted")))
             assert await first.outbox.places(after=0, limit=9) == [], "a later number is not seen before an earlier one"
         assert await ending
         assert [place.event_id for place in await first.outbox.places(after=0, limit=9)] == ["evt_j1", "evt_j2"]
@@ -259,10 +247,10 @@ async def test_a_full_store_counts_its_jobs_after_a_percent_of_new_ones(
 async def test_a_progress_does_not_write_a_long_prompt_again(url: str) -> None:
     async with _opened(url) as store:
         await store.add(record("j1", spec=bytes(range(256)) * 1000))
-        (toast,) = _execute(url, "SELECT reltoastrelid::regclass::text FROM pg_class WHERE relname = 'jobs'")
-        before = _execute(url, f"SELECT ctid FROM {toast[0]}")
+        (toast,) = execute(url, "SELECT reltoastrelid::regclass::text FROM pg_class WHERE relname = 'jobs'")
+        before = execute(url, f"SELECT ctid FROM {toast[0]}")
         assert await store.update("j1", running(1))
-        assert _execute(url, f"SELECT ctid FROM {toast[0]}") == before
+        assert execute(url, f"SELECT ctid FROM {toast[0]}") == before
 
 
 async def test_jobs_are_neither_lost_nor_doubled_by_kills_of_the_server(server: PostgresServer) -> None:
