@@ -59,7 +59,7 @@ class Unread:
         return int(float(found[1]))
 
 
-async def _say_much(address: str, jobs: int) -> None:
+async def _say_much(address: str, jobs: range) -> None:
     """Makes the gateway log two lines for each job; every call is answered."""
     async with open_channel(address) as channel:
         images = image_pb2_grpc.ImageServiceStub(channel)
@@ -69,8 +69,8 @@ async def _say_much(address: str, jobs: int) -> None:
             job = (await images.SubmitJob(order, timeout=ANSWER_S)).job
             await images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=ANSWER_S)
 
-        for first in range(0, jobs, 30):
-            await asyncio.gather(*(turn(number) for number in range(first, first + 30)))
+        for first in range(0, len(jobs), 30):
+            await asyncio.gather(*map(turn, jobs[first : first + 30]))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Unread]:
     try:
         worker = await ScriptedWorker("w1", unread.fleet).start()
         worker.script.hold_at = 1
-        await _say_much(unread.address, JOBS)
+        await _say_much(unread.address, range(JOBS))
         yield unread
         await worker.die()
     finally:
@@ -104,7 +104,7 @@ async def test_a_gateway_whose_log_nobody_reads_goes_on_says_what_it_dropped_and
     lines = await asyncio.to_thread(_lines, gateway, dropped)
     assert (lines[-1]["level"], lines[-1]["service"]) == ("WARNING", "gateway")
     assert {"job accepted", "job cancelled"} <= {line["event"] for line in lines}
-    await _say_much(gateway.address, 30)  # more than the pipe has room for
+    await _say_much(gateway.address, range(JOBS, JOBS + 60))  # more than the pipe has room for
     gateway.process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(gateway.process.wait, EVENTUALLY_S) == 0
 

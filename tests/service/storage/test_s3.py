@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -109,13 +108,12 @@ def test_s3_that_was_restarted_has_what_was_stored(monkeypatch: pytest.MonkeyPat
         server.end()
 
 
-def test_a_bucket_that_does_not_exist_is_said(s3_server: s3.S3Server) -> None:
+def test_a_bucket_or_keys_that_s3_does_not_know_are_said(
+    s3_server: s3.S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = _refused("no-such-bucket")
     assert "bucket no-such-bucket does not exist" in error.message
     assert error.metadata["cause"] in OPERATOR_CAUSES
-
-
-def test_keys_that_s3_does_not_know_are_said(s3_server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = s3_server.bucket()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     assert "AWS_SECRET_ACCESS_KEY" in _refused(bucket).message
@@ -123,24 +121,22 @@ def test_keys_that_s3_does_not_know_are_said(s3_server: s3.S3Server, monkeypatch
     assert "AWS_ACCESS_KEY_ID" in _refused(bucket).message
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
+def test_a_refusal_says_what_to_do_and_no_secret(
+    s3_server: s3.S3Server, s3_proxy: s3.FailingProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    bucket = s3_server.bucket()
+    for code, text in (
         ("AccessDenied", "s3:PutObject"),
         ("RequestTimeTooSkewed", "clocks"),
         ("ExpiredToken", "AWS_SESSION_TOKEN"),
         ("SomethingNew", "S3 has failed (SomethingNew)"),
-    ],
-)
-def test_a_refusal_says_what_to_do_and_no_secret(
-    s3_server: s3.S3Server, s3_proxy: s3.FailingProxy, code: str, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    s3_proxy.refusal = code
-    with caplog.at_level(logging.DEBUG):
-        error = _refused(s3_server.bucket())
-    assert text in error.message
-    assert (error.metadata["cause"] in OPERATOR_CAUSES) == (code != "SomethingNew")
-    assert s3.SECRET not in f"{error} {error.metadata} {caplog.text}"
+    ):
+        s3_proxy.refusal = code
+        error = _refused(bucket)
+        assert text in error.message
+        assert (error.metadata["cause"] in OPERATOR_CAUSES) == (code != "SomethingNew")
+        assert s3.SECRET not in f"{error} {error.metadata} {caplog.text}"
     assert s3.SECRET not in repr(vars(_store("some-bucket")))
 
 
@@ -153,45 +149,30 @@ def test_a_missing_or_wrong_environment_is_said(s3_server: s3.S3Server, monkeypa
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
-    began = time.monotonic()
-    error = _refused(bucket)
-    assert "AWS_ACCESS_KEY_ID" in error.message
-    assert time.monotonic() - began < 120
+    assert "AWS_ACCESS_KEY_ID" in _refused(bucket).message
 
 
-@pytest.mark.parametrize(
-    ("environment", "headers"),
-    [
-        ({"AWS_SERVER_SIDE_ENCRYPTION": "AES256"}, {"x-amz-server-side-encryption": "AES256"}),
+def test_objects_are_encrypted_as_the_environment_says(
+    s3_server: s3.S3Server, s3_proxy: s3.FailingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3_server.bucket()
+    encryption, key = "x-amz-server-side-encryption", "x-amz-server-side-encryption-aws-kms-key-id"
+    for environment, headers in (
+        ({}, {}),
+        ({"AWS_SERVER_SIDE_ENCRYPTION": "AES256"}, {encryption: "AES256"}),
         (
             {"AWS_SERVER_SIDE_ENCRYPTION": "aws:kms", "AWS_SSE_KMS_KEY_ID": "alias/pictures"},
-            {
-                "x-amz-server-side-encryption": "aws:kms",
-                "x-amz-server-side-encryption-aws-kms-key-id": "alias/pictures",
-            },
+            {encryption: "aws:kms", key: "alias/pictures"},
         ),
-        ({}, {}),
-    ],
-    ids=["S3", "KMS", "none"],
-)
-def test_objects_are_encrypted_as_the_environment_says(
-    s3_server: s3.S3Server,
-    s3_proxy: s3.FailingProxy,
-    monkeypatch: pytest.MonkeyPatch,
-    environment: dict[str, str],
-    headers: dict[str, str],
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    store = _store(s3_server.bucket())
-    store.write("ab01", DATA)
-    store.write("ab02", bytes(9 << 20))
-    begun = [seen for seen in s3_proxy.seen if "content-length" in seen]
-    asked = [
-        {key: value for key, value in seen.items() if key.startswith("x-amz-server-side")}
-        for seen in (begun[0], begun[1])
-    ]
-    assert asked == [headers, headers], "an object in one piece, and the beginning of one in parts"
+    ):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        s3_proxy.seen.clear()
+        _store(bucket).write("ab01", DATA)
+        _store(bucket).write("ab02", bytes(9 << 20))
+        begun = [seen for seen in s3_proxy.seen if "content-length" in seen]
+        asked = [{name: value for name, value in seen.items() if name.startswith(encryption)} for seen in begun[:2]]
+        assert asked == [headers, headers], "an object in one piece, and the beginning of one in parts"
 
 
 def test_a_signed_url_reads_one_object_until_it_expires(s3_server: s3.S3Server) -> None:
