@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("bottega")
 # Python's own look for garbage so often, among the modules of a model, that it takes a twelfth of the tests' time.
 _GC_THRESHOLDS = (10_000, 20, 20)
 # Folders whose files share the services of a fixture of their session, which each process of the tests would start.
-_SHARING = frozenset({"tests/e2e/suite"})
+_SHARING = frozenset({"tests/e2e/suite", "tests/service/gateway/jobs/store"})
 # What takes longest, so that it is not the last to begin.
 _LONGEST = (
     *("tests/added_service/", "tests/chaos/", "tests/e2e/", "tests/fuzz/"),

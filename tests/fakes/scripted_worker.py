@@ -189,10 +189,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
         await self.leave()
         await self._server.stop()
 
-    async def deafen(self) -> None:
-        """Does not listen any more, though it stays in the fleet."""
-        await self._server.grpc.stop(0)
-
     async def leave(self) -> None:
         """Leaves the fleet; attempts go on."""
         if self.membership is not None:

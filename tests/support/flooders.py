@@ -78,12 +78,8 @@ def large_id(size_bytes: int = _LARGE_BYTES) -> Message:
     return f"{_IMAGES}/GetJob", tagged(1, b"x" * size_bytes)
 
 
-def large_check() -> Message:
-    return "/grpc.health.v1.Health/Check", tagged(1, b"x" * _LARGE_BYTES)
-
-
 LARGE: Mapping[str, Callable[[], Message]] = {
-    make.__name__: make for make in (empty_loras, nested, large_images, unknown_fields, large_id, large_check)
+    make.__name__: make for make in (empty_loras, nested, large_images, unknown_fields, large_id)
 }
 
 

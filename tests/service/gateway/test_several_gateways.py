@@ -65,7 +65,7 @@ async def pair(tmp_path: Path, pictures: str, s3_servers: S3Servers) -> AsyncIte
                 await gateway.close()
 
 
-async def test_every_gateway_accepts_lists_watches_and_cancels(pair: Pair) -> None:
+async def test_all_gateways_serve_all_jobs_also_after_the_scheduler_was_killed(pair: Pair) -> None:
     jobs = [await pair.first.submit(), await pair.second.submit()]
     for gateway in (pair.first, pair.second):
         assert [(await gateway.ended(job)).state for job in jobs] == [image_pb2.JOB_STATE_COMPLETED] * 2
@@ -76,10 +76,7 @@ async def test_every_gateway_accepts_lists_watches_and_cancels(pair: Pair) -> No
         await eventually(lambda job_id=job_id: pair.second.is_running(job_id))  # type: ignore[misc]
         await cancelling.images.CancelJob(image_pb2.CancelJobRequest(job_id=job_id), timeout=30)
         assert (await other.job(job_id)).state == image_pb2.JOB_STATE_CANCELLED
-
-
-async def test_a_killed_scheduler_is_replaced_and_its_jobs_go_on(pair: Pair) -> None:
-    pair.worker.script.hold_at = _HELD_AT
+    before = len(pair.worker.begun)
     running = await pair.first.submit("running")
     await eventually(lambda: pair.first.is_running(running))
     waiting = [await pair.second.submit(f"waiting-{number}") for number in range(3)]
@@ -90,19 +87,16 @@ async def test_a_killed_scheduler_is_replaced_and_its_jobs_go_on(pair: Pair) -> 
     assert (await watched).state == image_pb2.JOB_STATE_COMPLETED
     for job_id in (running, *waiting, late):
         assert (await pair.second.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
-    assert pair.worker.begun.count((running, pair.worker.begun[0][1])) == 1
-    assert sorted({job for job, _ in pair.worker.begun}) == sorted([running, *waiting, late])
-    assert len(pair.worker.begun) == 5  # no attempt began again
+    # No attempt began again.
+    assert sorted(job for job, _ in pair.worker.begun[before:]) == sorted([running, *waiting, late])
 
 
-@pytest.mark.parametrize("moment", ["before", "during"])
-async def test_a_follower_that_stops_around_a_takeover_ends(moment: str, pair: Pair) -> None:
+async def test_a_follower_that_stops_during_a_takeover_ends(pair: Pair) -> None:
     pair.worker.script.hold_at = _HELD_AT
     job_id = await pair.first.submit()
     await eventually(lambda: pair.first.is_running(job_id))
     await pair.first.kill()
-    if moment == "during":
-        await eventually(lambda: pair.second.logged("this gateway is the scheduler") == 1)
+    await eventually(lambda: pair.second.logged("this gateway is the scheduler") == 1)
     assert await pair.second.stop() == 0
     await pair.first.start()
     pair.worker.script.release.set()

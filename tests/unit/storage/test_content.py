@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import DataLoss, StorageUnavailable, TooLarge
-from bottega.storage import ContentStore
+from bottega.storage import ContentStore, content
 from tests.fakes.fake_time import FakeTime
 from tests.support import full_disk
 
@@ -134,15 +134,16 @@ async def test_images_that_belong_together_do_not_go_for_another_while_they_are_
         assert [store.holds(digest) for digest, _ in (first, older, newer)] == [False, True, True]
 
 
-async def test_sweeping_many_is_done_in_slices_of_milliseconds(tmp_path: Path) -> None:
+async def test_sweeping_many_is_done_in_slices_of_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "_SLICE_S", content._SLICE_S / 10)
     clock = FakeTime()
-    for number in range(3000):
+    for number in range(600):
         digest = hashlib.sha256(str(number).encode()).hexdigest()
         _file(tmp_path, digest).parent.mkdir(exist_ok=True)
         _file(tmp_path, digest).touch()
         os.utime(_file(tmp_path, digest), (clock.clock().wall(),) * 2)
     async with _store(tmp_path, clock=clock) as store:
-        assert len(store) == 3000
+        assert len(store) == 600
         clock.now += 61
         slices, left = 0, len(store)
         while await store.sweep():

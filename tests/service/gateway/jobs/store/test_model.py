@@ -263,7 +263,7 @@ def test_a_store_does_what_a_dictionary_would(backend: str) -> None:
     run_state_machine_as_test(
         MachineOfBackend,
         settings=settings(
-            max_examples=3 if backend == "postgresql" else 15,  # each call of it waits for another process
+            max_examples=3 if backend == "postgresql" else 10,  # each call of it waits for another process
             stateful_step_count=60,
             deadline=None,
             phases=(Phase.generate,),  # shrinking would run thousands of machines; sixty steps are readable
