@@ -27,7 +27,7 @@ async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp
     assert (line["event"], line["service"]) == ("serving", "gateway")
     async with open_channel(line["fleet"]) as channel:
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
-        members = (await fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+        members = (await fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=60)).members
     assert [member.registration.address for member in members] == [line["address"]]
     process.send_signal(signal.SIGTERM)
     # stderr ends when the last process that holds it has gone.

@@ -85,7 +85,7 @@ async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority:
             await eventually(functools.partial(is_refused, member), "the gateway to refuse it")
             assert not member.joined.is_set()
             await member.stop()
-        listed = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
+        listed = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=60)
         assert [member.registration.name for member in listed.members] == ["gateway", "w1"]
 
 
@@ -99,7 +99,7 @@ async def test_an_address_is_dialled_only_where_the_certificate_has_the_name_tha
         liar = ScriptedWorker("liar", house.fleet_address, tls=authority.issue("worker/liar"))
         await liar.listen()
         await liar.join(victim.address)
-        call = house.images.SubmitJob(image_pb2.SubmitJobRequest(spec=GenerationSpec(prompt="a star")), timeout=5)
+        call = house.images.SubmitJob(image_pb2.SubmitJobRequest(spec=GenerationSpec(prompt="a star")), timeout=60)
         job = (await call).job
         await asyncio.sleep(1.0)
         assert victim.requests == [], "nothing of the job has reached it"
@@ -130,11 +130,11 @@ async def test_keys_go_over_tls_where_the_gateway_asks_for_no_certificates(
         ) as channel:
             fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
             refused = await refusal(
-                lambda: fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5), errors.Forbidden
+                lambda: fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=60), errors.Forbidden
             )
             assert "needs an operator's certificate" in refused.message
         # In plain text nothing is said to it, the key least of all.
-        plain = await refusal(lambda: house.images.ListModels(image_pb2.ListModelsRequest(), timeout=5))
+        plain = await refusal(lambda: house.images.ListModels(image_pb2.ListModelsRequest(), timeout=60))
         assert isinstance(plain, errors.Unavailable)
 
 

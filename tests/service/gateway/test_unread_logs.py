@@ -98,7 +98,7 @@ def _lines(gateway: Unread, dropped: int) -> list[dict[str, Any]]:
     return lines
 
 
-async def test_a_gateway_whose_log_nobody_reads_goes_on_says_what_it_dropped_and_ends(gateway: Unread) -> None:
+async def test_a_gateway_whose_log_nobody_reads_goes_on_and_ends_when_told(gateway: Unread) -> None:
     dropped = await asyncio.to_thread(gateway.dropped)
     assert 0 < dropped < 2 * JOBS
     lines = await asyncio.to_thread(_lines, gateway, dropped)

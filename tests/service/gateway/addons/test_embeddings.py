@@ -51,7 +51,7 @@ async def test_a_request_gets_the_token_and_digest_of_the_embedding_that_it_name
     assert (drawn.name, drawn.digest, drawn.token, drawn.scale, drawn.max_step) == ("toy", toy.digest, "<toy>", 1.0, 0)
     assert (ink.token, ink.max_step > 0) == ("", True)
     await eventually(lambda: house.store.store._cache.state(toy.digest) is True)
-    error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="toy"), timeout=5))
+    error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="toy"), timeout=60))
     assert isinstance(error, errors.LoraInUse)
 
 

@@ -150,7 +150,7 @@ async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> No
     await house.gateway.draw(loras=[Lora(name="ink")])
     ink = await house.store.store.catalogue.get("ink")
     await eventually(lambda: house.store.store.state(ink) is True)
-    error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
+    error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=60))
     assert isinstance(error, errors.LoraInUse)
 
 
@@ -162,9 +162,9 @@ async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, m
         job = await house.gateway.submit(loras=[Lora(name="ink")])
         await worker.arrived.wait()
         await asyncio.sleep(3.5)
-        error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
+        error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=60))
         assert isinstance(error, errors.LoraInUse)
-        await house.gateway.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=5)
+        await house.gateway.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=60)
 
         async def is_removed() -> bool:
             try:

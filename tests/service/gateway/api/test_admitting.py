@@ -205,7 +205,7 @@ async def test_a_reservation_that_is_answered_too_late_holds_no_place(
 async def test_a_tenant_whose_quota_is_locked_holds_up_no_other(
     tmp_path: Path, pictures: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(_SETTINGS, "statement_timeout", "500ms")
+    monkeypatch.setitem(_SETTINGS, "statement_timeout", "2000ms")
     monkeypatch.setattr("bottega.gateway.api.reservations._SILENT_S", math.inf)
     tenants = tmp_path / "tenants.yaml"
     keys = [add_tenant(tenants, "shop", quotas=Quotas(per_day=9)), add_tenant(tenants, "other")]
@@ -277,6 +277,7 @@ async def test_a_slow_database_of_the_scheduler_holds_up_no_other_job(
 
 async def test_a_database_that_is_lost_here_delays_one_read(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.gateway.api.forwarding._READ_S", 0.1)
+    monkeypatch.setattr("bottega.gateway.api.forwarding.PAUSE_S", 600.0)
     monkeypatch.setattr("bottega.gateway.sharing._FOLLOW_S", 0.2)
     async with sharing_gateways(objects=pictures) as both:
         job_id = (await both.follower.submit(prompt="a star")).job_id

@@ -239,7 +239,7 @@ async def test_a_request_with_controlnets_is_answered_where_their_weights_are_ce
         second = await house.controlnets("s2", hosted("edges", digest="v2"))
         assert not (await house.draw(**STAR, controlnets=[_edges()])).provenance.identical_job
         await second.die()
-        await eventually(lambda: _is_gone(house, "s2"), "s2 to be gone", within_s=5.0)
+        await eventually(lambda: _is_gone(house, "s2"), "s2 to be gone")
         assert (await house.draw(**STAR, controlnets=[_edges()])).provenance.identical_job
         for _ in range(2):
             drawn = await house.draw(**STAR, controlnets=[_edges(measure_similarity=True)])

@@ -105,7 +105,7 @@ async def test_a_tenant_has_what_it_was_given_and_its_own(shops: Shops, worker: 
     await shops.house.gateway.worker("o", model=other)
     await shops.house.gateway.controlnets("s1", hosted("edges"), hosted("depth"))
     for shop, names in ((shops.bound, ["miniature"]), (shops.other, ["miniature", "other"])):
-        listed = await shop.images.ListModels(image_pb2.ListModelsRequest(), timeout=5)
+        listed = await shop.images.ListModels(image_pb2.ListModelsRequest(), timeout=60)
         assert [model.name for model in listed.models] == names
     await shops.bound.draw(prompt="a star")  # without a model: there is one only
     for name in ("ink", "wash"):
@@ -136,14 +136,14 @@ async def test_a_tenant_is_told_what_it_may_name(shops: Shops, worker: ScriptedW
 async def _adapters(shop: Running) -> list[image_pb2.Adapter]:
     """Return the whole list, after a look at it page by page, and kind by kind."""
     request = image_pb2.ListAdaptersRequest()
-    whole = list((await shop.images.ListAdapters(request, timeout=5)).adapters)
+    whole = list((await shop.images.ListAdapters(request, timeout=60)).adapters)
     one_by_one = (image_pb2.ADAPTER_KIND_CONTROLNET, image_pb2.ADAPTER_KIND_LORA)
     for kinds in ((image_pb2.ADAPTER_KIND_UNSPECIFIED,), one_by_one):
         paged: list[image_pb2.Adapter] = []
         for kind in kinds:
             request = image_pb2.ListAdaptersRequest(kind=kind, page_size=1)
             while True:
-                page = await shop.images.ListAdapters(request, timeout=5)
+                page = await shop.images.ListAdapters(request, timeout=60)
                 paged.extend(page.adapters)
                 if not page.next_page_token:
                     break

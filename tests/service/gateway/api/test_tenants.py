@@ -87,8 +87,8 @@ async def test_every_call_without_a_good_key_is_refused(shops: Shops) -> None:
 
 def _every_call(shop: Running) -> list[Callable[[], Any]]:
     of_jobs = [functools.partial(call, "j") for call in _calls(shop)]
-    listing = [lambda: shop.listed(), lambda: shop.images.ListModels(ListModelsRequest(), timeout=5)]
-    listing.append(lambda: shop.images.ListAdapters(ListAdaptersRequest(), timeout=5))
+    listing = [lambda: shop.listed(), lambda: shop.images.ListModels(ListModelsRequest(), timeout=60)]
+    listing.append(lambda: shop.images.ListAdapters(ListAdaptersRequest(), timeout=60))
     return [*of_jobs, *listing, lambda: shop.generate(**STAR), lambda: shop.submit(**STAR)]
 
 
@@ -115,12 +115,12 @@ async def test_a_job_of_another_is_as_none_in_every_call(
 
 def _calls(shop: Running) -> list[Callable[[str], Any]]:
     return [
-        lambda job_id: shop.images.GetJob(GetJobRequest(job_id=job_id), timeout=5),
-        lambda job_id: shop.images.WatchJob(WatchJobRequest(job_id=job_id), timeout=5),
-        lambda job_id: shop.images.GetImage(GetImageRequest(job_id=job_id), timeout=5),
-        lambda job_id: shop.images.GetJobTrace(GetJobTraceRequest(job_id=job_id), timeout=5),
-        lambda job_id: shop.images.CancelJob(CancelJobRequest(job_id=job_id), timeout=5),
-        lambda job_id: shop.images.DeleteJob(DeleteJobRequest(job_id=job_id), timeout=5),
+        lambda job_id: shop.images.GetJob(GetJobRequest(job_id=job_id), timeout=60),
+        lambda job_id: shop.images.WatchJob(WatchJobRequest(job_id=job_id), timeout=60),
+        lambda job_id: shop.images.GetImage(GetImageRequest(job_id=job_id), timeout=60),
+        lambda job_id: shop.images.GetJobTrace(GetJobTraceRequest(job_id=job_id), timeout=60),
+        lambda job_id: shop.images.CancelJob(CancelJobRequest(job_id=job_id), timeout=60),
+        lambda job_id: shop.images.DeleteJob(DeleteJobRequest(job_id=job_id), timeout=60),
     ]
 
 
@@ -159,12 +159,12 @@ async def test_a_page_token_is_its_tenants_alone(shops: Shops, worker: ScriptedW
         for number in range(3):
             await shop.submit(prompt=f"star {number}")
     first = ListJobsRequest(page_size=1)
-    tokens = [(await shops.one.images.ListJobs(first, timeout=5)).next_page_token for _ in range(2)]
+    tokens = [(await shops.one.images.ListJobs(first, timeout=60)).next_page_token for _ in range(2)]
     assert tokens[0] != tokens[1], "a token tells of nothing, not even that it is the same page"
     for token in tokens:
         stolen = ListJobsRequest(page_token=token)
-        await refusal(functools.partial(shops.other.images.ListJobs, stolen, timeout=5), errors.InvalidRequest)
-        assert len((await shops.one.images.ListJobs(stolen, timeout=5)).jobs) == 2
+        await refusal(functools.partial(shops.other.images.ListJobs, stolen, timeout=60), errors.InvalidRequest)
+        assert len((await shops.one.images.ListJobs(stolen, timeout=60)).jobs) == 2
 
 
 async def test_a_rotated_key_ends_while_its_tenants_jobs_stay(shops: Shops, worker: ScriptedWorker) -> None:

@@ -19,7 +19,7 @@ from tests.support.running_gateway import Running, refusal, running_gateway
 
 
 async def _names(house: Running) -> set[str]:
-    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=60)).members
     return {member.registration.name for member in members[1:]}
 
 
@@ -27,7 +27,7 @@ async def _services(address: str) -> set[str]:
     async with open_channel(address) as channel:
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]  # typed for blocking ones
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=5)]
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=60)]
     return {service.name for service in answers[0].list_services_response.service}
 
 
@@ -36,9 +36,9 @@ async def test_the_public_port_serves_no_fleet(house: Running) -> None:
     async with open_channel(house.address) as channel:
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
         for call in (
-            lambda: fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5),
-            lambda: fleet.Join(iter([fleet_pb2.JoinRequest(registration=rogue)]), timeout=5),
-            lambda: fleet.Join(timeout=5),
+            lambda: fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=60),
+            lambda: fleet.Join(iter([fleet_pb2.JoinRequest(registration=rogue)]), timeout=60),
+            lambda: fleet.Join(timeout=60),
         ):
             error = await refusal(call)
             if type(error) is errors.InternalError:

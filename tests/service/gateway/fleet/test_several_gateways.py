@@ -32,7 +32,7 @@ def registration(name: str = "w1") -> fleet_pb2.Registration:
 
 async def reported(memory_bytes: int, *gateways: Running) -> bool:
     """Whether a member has reported this at each of the gateways."""
-    answers = [await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5) for gateway in gateways]
+    answers = [await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=60) for gateway in gateways]
     loads = [[member.load for member in answer.members if member.registration.name == "w1"] for answer in answers]
     return all(found == [fleet_pb2.Load(memory_bytes=memory_bytes)] for found in loads)
 
@@ -279,7 +279,7 @@ async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one(
 
         async def refuses() -> bool:
             try:
-                await worker.stub.PreviewAttempt(preview, timeout=5)
+                await worker.stub.PreviewAttempt(preview, timeout=60)
             except grpc.aio.AioRpcError as error:
                 return isinstance(from_rpc_error(error), errors.StaleScheduler)
             return False
@@ -287,8 +287,8 @@ async def test_an_attempt_goes_on_for_a_new_scheduler_and_not_for_the_old_one(
         await eventually(refuses)
         stale = worker_pb2.RunAttemptRequest(attempt=old, spec=job.spec)
         for call in (
-            worker.stub.RunAttempt(stale, timeout=5),
-            worker.stub.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=old), timeout=5),
+            worker.stub.RunAttempt(stale, timeout=60),
+            worker.stub.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=old), timeout=60),
         ):
             error = await refusal(lambda call=call: call, errors.StaleScheduler)  # type: ignore[misc]
             assert error.message == "the gateway with generation 1 is not the scheduler; the worker follows 2"

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
@@ -17,9 +18,13 @@ from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.chaos.webhooks import failing, webhooks_config
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.gateway_process import GatewayProcess
+from tests.support.processor_speed import on_this_machine
 from tests.support.services import Services
 from tests.support.waiting import eventually
 from tests.support.webhook_receiver import receiving
+
+# Of processor time.
+READY_S = 3.0
 
 
 @pytest.fixture
@@ -85,8 +90,7 @@ async def test_what_is_answered_from_a_stored_result_is_whole_or_not_there_when_
     assert len(worker.requests) == 1, "nothing was drawn again"
 
 
-@pytest.mark.alone
-async def test_a_thousand_live_jobs_are_ready_again_within_a_second(house: GatewayProcess) -> None:
+async def test_a_thousand_live_jobs_are_ready_again_within_three_seconds(house: GatewayProcess) -> None:
     await house.kill()
     store = SqliteJobStore(house.state / "jobs.sqlite")
     await store.open()
@@ -113,10 +117,11 @@ async def test_a_thousand_live_jobs_are_ready_again_within_a_second(house: Gatew
     )
     await store.close()
     await house.start()
+    used = psutil.Process(house.process.pid).cpu_times()
+    assert used.user + used.system < on_this_machine(READY_S)
     assert house.service is not None
     (restored,) = [line for line in house.service.events() if line["event"] == "jobs restored"]
     assert restored["jobs"] == 1000
-    assert restored["seconds"] < 1.0
 
 
 async def test_every_end_is_announced_although_gateway_and_receiver_fail(tmp_path: Path) -> None:

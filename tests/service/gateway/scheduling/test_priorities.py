@@ -40,7 +40,7 @@ async def test_the_more_urgent_job_is_drawn_first_after_a_restart_too(tmp_path: 
 
 
 async def _served(house: Running) -> bool:
-    return bool((await house.images.ListModels(image_pb2.ListModelsRequest(), timeout=5)).models)
+    return bool((await house.images.ListModels(image_pb2.ListModelsRequest(), timeout=60)).models)
 
 
 async def _submit(house: Running, prompt: str, request_id: str = "") -> str:
