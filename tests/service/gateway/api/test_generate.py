@@ -41,18 +41,23 @@ async def test_a_picture_comes_with_place_progress_and_provenance(house: Running
 
 async def test_an_order_with_a_request_id_outlives_its_callers_deadline(house: Running) -> None:
     worker = await house.worker(hold_at=3)
-    call, nobodys = (house.generate(name, timeout=6, prompt="a star") for name in ("order-1", ""))
-    job_id, other = (await told(call)).job_id, (await told(nobodys)).job_id
-    for each in (call, nobodys):
-        await refusal(lambda each=each: each, errors.DeadlinePassed)  # type: ignore[misc]
-    assert (await worker.cancelled.get()).job_id == other
-    assert (await house.ended(other)).error.code == errors.Code.DEADLINE_EXCEEDED
+    call = house.generate("order-1", timeout=6, prompt="a star")
+    job_id = (await told(call)).job_id
+    await refusal(lambda: call, errors.DeadlinePassed)
     assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
     worker.script.release.set()
     completed = await house.draw("order-1", prompt="a star")
     assert [image.data for image in completed.images] == [b"picture 0"]
-    (request,) = [request for request in worker.requests if request.attempt.job_id == job_id]
+    (request,) = worker.requests
     assert (request.request_id, request.HasField("deadline_s")) == ("order-1", False)
+
+
+async def test_a_running_job_past_its_deadline_is_taken_from_its_worker(house: Running) -> None:
+    worker = await house.worker(hold_at=1)
+    call = house.generate(timeout=6, prompt="a star")
+    job_id = (await told(call)).job_id
+    assert (await worker.cancelled.get()).job_id == job_id
+    assert (await house.ended(job_id)).error.code == errors.Code.DEADLINE_EXCEEDED
 
 
 async def test_a_worker_says_why_a_job_fails_and_ends_every_call_itself_after_the_last_word(house: Running) -> None:

@@ -30,6 +30,7 @@ class Shops:
 @contextlib.asynccontextmanager
 async def shops(folder: Path, quotas: Quotas) -> AsyncIterator[Shops]:
     file = folder / "tenants.json"
+    file.unlink(missing_ok=True)
     keys = [add_tenant(file, "shop", quotas=quotas), add_tenant(file, "other")]
     async with (
         running_gateway(tenants=str(file), state=str(folder), hold_s=0.1) as house,

@@ -20,7 +20,7 @@ async def _has_made(house: Running, job: image_pb2.Job, *, steps: int) -> bool:
 
 async def test_a_job_whose_worker_dies_is_taken_up_elsewhere_from_its_checkpoint(house: Running) -> None:
     """But not a picture that is kept for editing: a checkpoint has not the latents of the steps before it."""
-    first = await house.worker("w1", hold_at=20)
+    first = await house.worker("w1", hold_at=20, step_s={2: 0.01, 4: 0.01})  # so that it takes both
     keeps = await house.submit(prompt="a star", seed=7, keep_for_editing=True)
     await eventually(lambda: len(first.requests) == 1)
     call = house.generate("order-1", prompt="a star", seed=7)
