@@ -39,7 +39,7 @@ async def _listed(images: Any, *, metadata: tuple[tuple[str, str], ...] = ()) ->
 async def test_a_tenant_by_certificate_keeps_its_jobs_at_every_gateway(tmp_path: Path, pictures: str) -> None:
     authority = Authority(tmp_path / "certs")
     tls = authority.issue("gateway/main")
-    with_tls = {"tls": tls, "channels": authority.channels("operator/anna")}
+    with_tls: dict[str, Any] = {"tls": tls, "channels": authority.channels("operator/anna")}
     worker = {"tls": authority.issue("worker/w1")}
     async with sharing_gateways(worker=worker, objects=pictures, **with_tls) as both:
         scheduler, follower = both.scheduler, both.follower

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 async def _submit_twenty(house: Running) -> list[str]:
     """Submits jobs, each until it is taken; the ids of those that were acknowledged."""
-    acknowledged = []
+    acknowledged: list[str] = []
     for number in range(20):
         while len(acknowledged) == number:
             try:
