@@ -338,7 +338,8 @@ class Gateway:
             if writable:
                 await self._resolve_doubtful()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._storage.changed.wait(), seconds_until_tick(_HEALTH_S))
+                async with asyncio.timeout(seconds_until_tick(_HEALTH_S)):
+                    await self._storage.changed.wait()
 
     async def _resolve_doubtful(self) -> None:
         try:

@@ -197,7 +197,8 @@ class SchedulerLease:
                 _log.exception("reading the scheduler's lease failed; it is tried again")
                 pause_s = _RETRY_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
 
     def _note_reached(self) -> None:
         self._reached_at = asyncio.get_running_loop().time()

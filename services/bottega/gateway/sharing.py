@@ -176,7 +176,8 @@ class SharedScheduling:
                     _log.warning(text, extra={"text": error.message})
                 reported, pause_s = True, _RETRY_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._role.change(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._role.change()
 
     async def _watch_loss(self) -> None:
         while not self._role.lost:

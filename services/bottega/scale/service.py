@@ -98,7 +98,8 @@ class Scaler:
     async def _keep_looking(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):
+                    await self._changed.wait()
             self._changed.clear()
             try:
                 await self._look()

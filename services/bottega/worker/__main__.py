@@ -137,7 +137,8 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
         membership = FleetMembership(settings.gateway, registration, load=lambda: load, channels=server.channels)
         membership.start()
         with contextlib.suppress(TimeoutError):  # without a gateway the reason appears only on stderr
-            await asyncio.wait_for(membership.joined.wait(), _JOIN_S)
+            async with asyncio.timeout(_JOIN_S):
+                await membership.joined.wait()
             await asyncio.sleep(REPORT_INTERVAL_S)
         raise error
 

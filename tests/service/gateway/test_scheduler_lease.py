@@ -96,6 +96,16 @@ async def test_a_follower_takes_the_lease_of_a_gateway_that_died(url: str) -> No
         assert second.role.holder.name == "b"
 
 
+async def test_a_gateway_ends_though_the_lease_changes_in_that_moment(url: str) -> None:
+    """Python 3.11's asyncio.wait_for forgets that it was cancelled if what it waits for ends just then."""
+    for turns in range(4):
+        async with _gateway(url, "a", lease_s=60) as gateway:
+            await asyncio.sleep(0.2)  # it waits for a change
+            gateway.lease._wake.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+
 async def test_the_lease_of_a_dead_scheduler_that_asked_for_another_is_taken_without_a_probe(url: str) -> None:
     probed = asyncio.Event()
 

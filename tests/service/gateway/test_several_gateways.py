@@ -169,22 +169,21 @@ async def test_a_scheduler_without_the_bucket_stays_while_no_other_has_it(
     pictures: str, s3_servers: S3Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bottega.gateway.scheduler_lease._NO_PICTURES_S", 0.5)
-    with new_database() as url, failing_proxy(s3_servers.get("nanio")) as proxy:
+    nanio, asks = s3_servers.get("nanio"), "SELECT asks_for_another FROM scheduler_lease"
+    with new_database() as url, failing_proxy(nanio) as proxy, failing_proxy(nanio) as other:
         set_environment(monkeypatch, proxy.url)
-        async with (
-            running_gateway(jobs=url, name="first", objects=pictures) as first,
-            running_gateway(jobs=url, name="second", objects=pictures) as second,
-        ):
-            proxy.failing = 1.0
-            first.gateway._storage.report_failure(StorageUnavailable("as a picture finds out"))
-            asks = "SELECT asks_for_another FROM scheduler_lease"
-            await eventually(lambda: execute(url, asks) == [(True,)])
-            await first.until_serving(False)
-            await asyncio.sleep(2.5)  # the other one looks each second
-            assert (first.gateway._role.serves, second.gateway._role.held) == (True, False)
-            proxy.failing = 0.0
-            await first.until_serving()
-            await eventually(lambda: execute(url, asks) == [(False,)])
+        async with running_gateway(jobs=url, name="first", objects=pictures) as first:
+            set_environment(monkeypatch, other.url)
+            async with running_gateway(jobs=url, name="second", objects=pictures) as second:
+                proxy.failing = other.failing = 1.0
+                first.gateway._storage.report_failure(StorageUnavailable("as a picture finds out"))
+                await eventually(lambda: execute(url, asks) == [(True,)])
+                await first.until_serving(False)
+                await asyncio.sleep(2.5)  # the other one looks each second
+                assert (first.gateway._role.serves, second.gateway._role.held) == (True, False)
+                proxy.failing = 0.0
+                await first.until_serving()
+                await eventually(lambda: execute(url, asks) == [(False,)])
 
 
 async def test_a_gateway_with_other_pictures_does_not_start_beside_another(

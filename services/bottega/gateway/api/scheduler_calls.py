@@ -173,7 +173,8 @@ class SchedulerCalls:
         if not repeatable or self._role.lost:
             raise interruption.error.with_traceback(None) from None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._role.change(), _PAUSE_S)
+            async with asyncio.timeout(_PAUSE_S):
+                await self._role.change()
 
     async def list_members(
         self, request: fleet_pb2.ListMembersRequest, context: _Context
@@ -267,7 +268,8 @@ class SchedulerCalls:
                 self._check_reached()
                 return self._role.other
             try:
-                await asyncio.wait_for(self._role.change(), ends - asyncio.get_running_loop().time())
+                async with asyncio.timeout(ends - asyncio.get_running_loop().time()):
+                    await self._role.change()
             except TimeoutError:
                 text = "no gateway is the scheduler, because PostgreSQL cannot be reached or holds no lease; retry"
                 if self._role.held:
@@ -305,7 +307,8 @@ class SchedulerCalls:
                     text = "the scheduler cannot be reached at its addresses; calls are refused until this ends"
                     _log.error(text, extra={"addresses": missing, "scheduler": scheduler.name if scheduler else ""})
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._role.change(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):
+                    await self._role.change()
 
     def _is_connected(self, address: str) -> bool:
         """Return whether there is a connection to another gateway; begin to connect if there is none."""

@@ -104,7 +104,8 @@ class JobWatch:
     async def _let_gather(self) -> None:
         """Wait a moment, so that several changes become one event. Return early if the job ends."""
         try:
-            await asyncio.wait_for(self._job.ended.wait(), _PROGRESS_INTERVAL_S)
+            async with asyncio.timeout(_PROGRESS_INTERVAL_S):
+                await self._job.ended.wait()
         except TimeoutError:
             return
 

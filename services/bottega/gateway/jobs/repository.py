@@ -307,7 +307,8 @@ class JobRepository:
     async def wait_finished(self, job: Job) -> None:
         """Wait until the decided end of a job is published. Raises StorageUnavailable if that takes too long."""
         try:
-            await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
+            async with asyncio.timeout(_WRITTEN_S):
+                await job.ended.wait()
         except TimeoutError:
             self.storage.check_writable()
             raise StorageUnavailable(
@@ -412,7 +413,8 @@ class JobRepository:
         if self._readable.is_set():
             return
         try:
-            await asyncio.wait_for(self._readable.wait(), _READY_S)
+            async with asyncio.timeout(_READY_S):
+                await self._readable.wait()
         except TimeoutError:
             raise StorageUnavailable("the gateway is still starting", retry_after_s=1.0) from None
 

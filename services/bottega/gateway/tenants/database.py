@@ -73,7 +73,8 @@ class DatabaseTenants(KnownTenants):
     async def _follow(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):
+                    await self._wake.wait()
             self._wake.clear()
             await self._read()
 

@@ -200,7 +200,8 @@ class WebhookDelivery:
             next_due = self._lanes.next_due()
             wait_s = _LOOK_S if next_due is None else min(_LOOK_S, max(0.0, next_due - self._storage.steady()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
 
     async def _read_new(self) -> None:
         places = None

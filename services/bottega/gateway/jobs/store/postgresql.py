@@ -185,7 +185,8 @@ class PostgresJobStore:
             return
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         try:
-            await asyncio.wait_for(turn.acquire(), _TURN_S)
+            async with asyncio.timeout(_TURN_S):
+                await turn.acquire()
         except TimeoutError:
             raise os_errors.unavailable(_MANY, cause=os_errors.BUSY) from None
         try:
