@@ -64,27 +64,6 @@ async def test_what_one_worker_records_another_one_starts_from(cache: Running) -
     assert np.array_equal(answer.latents[0], latents(7)[4])
 
 
-async def test_pictures_of_a_job_get_entries_of_their_own(cache: Running) -> None:
-    await cache.fill("a", "b")
-    near = (embedding(0) + embedding(1)) / np.float32(np.sqrt(2))
-    await cache.call("SetCacheProfile", profile=profile(similarity=0.7))
-    with await cache.link() as link:
-        answer = await asyncio.to_thread(ask, link, near, images=3)
-    assert len({hit.entry for hit in answer.header.hits}) == len(answer.latents) == 2
-
-
-async def test_a_pin_is_answered_with_its_own_latent_while_it_lives(cache: Running) -> None:
-    await cache.fill("a", "b")
-    (entry,) = (each for each in cache.cache.store.entries(MODEL_HASH, 9) if each.parameters.prompt == "a")
-    pinned = [pb.CacheStart(entry=entry.entry, step=4)]
-    with await cache.link() as link:
-        answer = await asyncio.to_thread(ask, link, embedding(1), pinned=pinned)
-        assert [(hit.entry, hit.step) for hit in answer.header.hits] == [(entry.entry, 4)]
-        assert np.array_equal(answer.latents[0], latents(0)[1])
-        await cache.call("ClearCache")
-        assert not (await asyncio.to_thread(ask, link, embedding(1), pinned=pinned)).latents
-
-
 async def test_what_was_recorded_before_a_stop_is_there_after_it(tmp_path: Path) -> None:
     async with running(tmp_path) as cache:
         await cache.call("SetCacheProfile", profile=profile())

@@ -10,12 +10,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from bottega.errors import BadLora, DataLoss, InvalidRequest, LoraExists, LoraNotFound, TooLarge
 from bottega.v1 import lora_pb2 as pb
-from tests.samples.lora_files import save
 from tests.support.running_loras import PATIENCE_S, Running, config, fetch, lora_file, refused, running, upload_requests
 
 _BOUNDS = [pb.LoraBound(num_inference_steps=30, max_step=12)]
@@ -201,26 +198,6 @@ async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_f
         assert (back.lora.base, back.lora.rank, back.lora.modules) == ("miniature", lora.rank, lora.modules)
         assert set(back.unknown) == {"its name", "its format", "its trigger words", "its profile", "when it was added"}
         assert await _fetched(store, lora.digest) == lora.digest
-
-
-async def test_a_lora_in_part_that_nothing_describes_comes_back_with_its_ignored_layers(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    others = {
-        f"lora_unet_else_{index}.lora_{part}.weight": torch.ones(2, 2) for index in range(6) for part in ("up", "down")
-    }
-    path = save({**load_file(lora_file(tmp_path)), **others}, tmp_path / "partial.safetensors")
-    async with running(folder) as store:
-        added = await store.upload("ink", path, allow_partial=True)
-        assert (added.format, len(added.ignored)) == ("kohya", 6)
-        assert (await _listed(store))["ink"].ignored == added.ignored[:4]
-    _remove(folder, described=False)
-    async with running(folder) as store:
-        back = (await _restore(store, added.digest)).lora
-        assert (back.format, back.ignored) == ("", added.ignored)
-        for weights in _weights(folder):
-            weights.unlink()
-        (listed,) = (await _listed(store)).values()
-        assert listed.ignored == added.ignored[:4], "a list reads no weights"
 
 
 async def test_weights_that_do_not_fit_the_base_that_is_said_are_refused(tmp_path: Path) -> None:

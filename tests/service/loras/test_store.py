@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from bottega.errors import (
     BadLora,
@@ -28,12 +27,11 @@ from bottega.loras.store import LoraStore
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.fakes.listening import FakeListening
-from tests.samples.lora_files import Part, canonical_deltas, peft
+from tests.samples.lora_files import canonical_deltas
 from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_loras import (
     MODULE,
     PATIENCE_S,
-    TEXT_MODULE,
     config,
     fetch,
     lora_file,
@@ -103,30 +101,6 @@ def _parts(folder: Path, *components: str) -> tuple[list[pb.UploadLoraPart], byt
         for component, path in files.items()
     ]
     return parts, b"".join(path.read_bytes() for path in files.values())
-
-
-async def test_one_upload_brings_the_files_of_several_components(tmp_path: Path) -> None:
-    folder = peft_folders(tmp_path / "peft")
-    async with running(tmp_path / "store", config(imports=ImportConfig(root=str(tmp_path)))) as store:
-        for name, components in (("a", ("unet", "text_encoder")), ("b", ("text_encoder", "unet"))):
-            parts, data = _parts(folder, *components)
-            requests = upload_requests(name, data, chunk_bytes=1000, parts=parts)
-            uploaded = (await store.stub.UploadLora(requests, timeout=PATIENCE_S)).lora
-            registered = (
-                await store.call("RegisterLora", name=f"registered-{name}", base="miniature", path=str(folder))
-            ).lora
-            assert (uploaded.digest, uploaded.format) == (registered.digest, "PEFT")
-            assert (uploaded.modules, uploaded.rank) == (2, 3)
-        with await store.link() as link:
-            path = tmp_path / "fetched.safetensors"
-            path.write_bytes(await asyncio.to_thread(fetch, link, uploaded.digest))
-    expected = peft(
-        {("unet", MODULE): Part(rank=2, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=3, alpha=6.0)},
-        tmp_path / "again",
-    )
-    found = canonical_deltas(path)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name]) for name in found)
 
 
 async def test_parts_of_an_upload_that_are_not_those_announced_are_refused_and_leave_nothing(tmp_path: Path) -> None:
@@ -206,19 +180,6 @@ def test_own_loras_that_cannot_be_anybodys_keep_a_store_from_starting(tmp_path: 
     for own in ({"a b": OwnLora(path="x")}, {"ink": OwnLora(path="x", base="other")}):
         with pytest.raises(ConfigError, match=next(iter(own))):
             LoraStore(config(loras=own), folder=tmp_path, listening=FakeListening())
-
-
-async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:
-    path = lora_file(tmp_path)
-    async with running(tmp_path / "store") as store:
-        for name in ("c", "a", "b"):
-            await store.upload(name, path)
-        first = await store.call("ListLoras", page_size=2)
-        assert ([lora.name for lora in first.loras], list(first.bases)) == (["a", "b"], ["miniature"])
-        second = await store.call("ListLoras", page_size=2, page_token=first.next_page_token)
-        assert ([lora.name for lora in second.loras], second.next_page_token) == (["c"], "")
-        none = await store.call("ListLoras", base="other")
-        assert not none.loras
 
 
 async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: Path) -> None:

@@ -23,50 +23,6 @@ HALF_LIFE = 8.0
 POLICIES = [LCBFU, decayed_lcbfu(HALF_LIFE), LRU, LFU, FIFO]
 
 
-def _filled(policy: EvictionPolicy, uses: dict[str, tuple[int, list[float]]]) -> EvictionHeap[str]:
-    """Items of one byte by name: the step, and when each was recorded and used."""
-    heap = EvictionHeap[str](policy)
-    for name, (step, (created_at, *_)) in uses.items():
-        heap.add(name, Usage(step=step, used_at=created_at, created_at=created_at))
-    for at, name in sorted((at, name) for name, (_, times) in uses.items() for at in times[1:]):
-        heap.use(name, at)
-    return heap
-
-
-@pytest.mark.parametrize(
-    ("policy", "order"),
-    [
-        (LCBFU, ["old20", "new5", "often5", "new25"]),  # never used, twice; 4 x 5, 1 x 25
-        (LRU, ["old20", "new5", "new25", "often5"]),
-        (LFU, ["old20", "new5", "new25", "often5"]),
-        (FIFO, ["old20", "often5", "new25", "new5"]),
-        (decayed_lcbfu(1e9), ["old20", "new5", "often5", "new25"]),
-        (decayed_lcbfu(0.1), ["old20", "new5", "new25", "often5"]),  # 5 at 9 against 25 at 8
-    ],
-    ids=lambda value: value.name if isinstance(value, EvictionPolicy) else "",
-)
-def test_each_policy_evicts_in_the_order_of_its_definition(policy: EvictionPolicy, order: list[str]) -> None:
-    heap = _filled(
-        policy,
-        {
-            "old20": (20, [0.0]),
-            "often5": (5, [1.0, 2.0, 3.0, 4.0, 9.0]),
-            "new25": (25, [5.0, 8.0]),
-            "new5": (5, [6.0]),
-        },
-    )
-    assert heap.evict(0) == order
-
-
-def test_a_decayed_frequency_is_the_sum_of_what_each_use_is_worth() -> None:
-    usage = Usage(step=3, used_at=10.0, created_at=10.0)
-    for at in (12.0, 12.0, 20.0):
-        usage = usage.used(at, HALF_LIFE)
-    assert usage.frequency == pytest.approx(sum(0.5 ** ((20.0 - at) / HALF_LIFE) for at in (12.0, 12.0, 20.0)))
-    assert usage.used_at == 20.0
-    assert usage.used(15.0).used_at == 20.0, "a clock that goes back is ignored"
-
-
 def test_decayed_scores_stay_apart_on_the_clock_of_a_long_life() -> None:
     heap = EvictionHeap[str](decayed_lcbfu(3600.0))
     for name, at in (("second", 1.8e9 + 0.001), ("first", 1.8e9)):

@@ -143,23 +143,6 @@ def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(shelf: Shelf, ca
     assert "damaged" in vars(line)["why"]
 
 
-def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_goes(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, room=100, most=3)
-    a, b, c, d, e = (shelf.put(number) for number in range(5))
-    assert shelf.use(a) is Tier.LOADED
-    shelf.tiers.pin([a])
-    for digest in (b, c, d):
-        assert shelf.use(digest) is Tier.LOADED
-    assert [shelf.tiers.state(digest) for digest in (a, b, c, d)] == [True, None, True, True]
-    with shelf.leased(c, d):
-        assert not shelf.tiers.prefetch(e)
-        assert shelf.use(e) is Tier.DISK
-    assert shelf.use(e) is Tier.LOADED
-    assert [shelf.tiers.state(digest) for digest in (a, c, d)] == [True, None, True]
-    assert (shelf.tiers.counts.evictions, shelf.tiers.used_bytes) == (2, 3 * SIZE)
-    shelf.tiers.close()
-
-
 def test_nobody_can_change_what_is_in_memory(shelf: Shelf) -> None:
     lease = shelf.lease(shelf.put(1))
     assert lease.resident

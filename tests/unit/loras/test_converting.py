@@ -42,13 +42,17 @@ _TEXT = "encoder.layers.0.self_attn.q_proj"
 _FC1 = "encoder.layers.0.mlp.fc1"
 
 
+Importing = Callable[..., dict[str, Tensor]]
+"""Imports a file, perhaps with a configuration, and returns what it adds to each module."""
+
+
 @pytest.fixture(scope="module")
 def base() -> Base:
     return read_base(WEIGHTS)
 
 
 @pytest.fixture
-def imported(base: Base, tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
+def imported(base: Base, tmp_path: Path) -> Importing:
     def run(source: Path, adapter_config: bytes = b"") -> dict[str, Tensor]:
         converted = convert(sources(source, adapter_config), base=base)
         return _deltas(converted, tmp_path)
@@ -70,7 +74,7 @@ def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, atol: fl
 
 
 def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+    imported: Importing, tmp_path: Path
 ) -> None:
     parts = {
         (component, path): Part(rank=1 + place % 4, alpha=(None, 0.5, 8.0, 0.0, -3.0)[place % 5])
@@ -94,7 +98,7 @@ def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
     ids=["mixed alphas", "add_embedding", "text without out_proj", "text"],
 )
 def test_stock_diffusers_reads_kohyas_files_otherwise_as_provenances_say(
-    imported: Callable[..., dict[str, Tensor]],
+    imported: Importing,
     tmp_path: Path,
     parts: dict[tuple[str, str], float],
     unlike: dict[str, int | None],
@@ -115,9 +119,7 @@ def test_stock_diffusers_reads_kohyas_files_otherwise_as_provenances_say(
     assert bool(left_out) == (None in unlike.values())
 
 
-def test_kohyas_own_names_of_the_unet_mean_the_same_modules(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_kohyas_own_names_of_the_unet_mean_the_same_modules(imported: Importing, tmp_path: Path) -> None:
     # The second block's first layer: after one level of two layers and a halving.
     tensors, expected = kohya({("unet", _Q): Part(rank=2, alpha=1.0), ("unet", _CONV): Part(rank=2, alpha=4.0)})
     renamed = {
@@ -134,7 +136,7 @@ def test_kohyas_own_names_of_the_unet_mean_the_same_modules(
     ("dtype", "name_of_it"), [(torch.float32, "F32"), (torch.float16, "F16"), (torch.bfloat16, "BF16")]
 )
 def test_element_types_are_kept(
-    base: Base, tmp_path: Path, dtype: torch.dtype, name_of_it: str, imported: Callable[..., dict[str, Tensor]]
+    base: Base, tmp_path: Path, dtype: torch.dtype, name_of_it: str, imported: Importing
 ) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -146,9 +148,7 @@ def test_element_types_are_kept(
     _assert_same(imported(path), {f"unet.{_Q}": expected})
 
 
-def test_matrices_written_as_convolutions_of_one_by_one_are_taken(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_matrices_written_as_convolutions_of_one_by_one_are_taken(imported: Importing, tmp_path: Path) -> None:
     tensors, expected = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
     wide = {name: tensor[..., None, None] if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
     _assert_same(imported(save(wide, tmp_path / "a.safetensors")), expected)
@@ -211,7 +211,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_diffusers_saved_is_what_diffusers_loads(imported: Callable[..., dict[str, Tensor]], saved: Path) -> None:
+def test_what_diffusers_saved_is_what_diffusers_loads(imported: Importing, saved: Path) -> None:
     pipeline = _pipeline()
     pipeline.load_lora_weights(saved, use_safetensors=True)
     theirs = _loaded_deltas(pipeline)
@@ -219,9 +219,7 @@ def test_what_diffusers_saved_is_what_diffusers_loads(imported: Callable[..., di
     _assert_same(imported(saved), theirs)
 
 
-def test_the_first_naming_of_diffusers_is_what_diffusers_loads(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_the_first_naming_of_diffusers_is_what_diffusers_loads(imported: Importing, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = base_shapes("unet")
     tensors: dict[str, Tensor] = {}
@@ -250,9 +248,7 @@ def test_the_first_naming_of_diffusers_is_what_diffusers_loads(
     ],
     ids=str,
 )
-def test_a_folder_of_peft_is_what_peft_loads(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_folder_of_peft_is_what_peft_loads(imported: Importing, tmp_path: Path, options: dict[str, Any]) -> None:
     chosen = {"r": 4, "lora_alpha": 2, "target_modules": ["to_k", "ff.net.2", "conv2"], **options}
     model = get_peft_model(_unet(), LoraConfig(**chosen))
     _randomise(model, 3)
@@ -264,9 +260,7 @@ def test_a_folder_of_peft_is_what_peft_loads(
     _assert_same(alone, theirs)
 
 
-def test_what_a_network_saved_itself_is_what_it_loads(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_what_a_network_saved_itself_is_what_it_loads(imported: Importing, tmp_path: Path) -> None:
     """Without a component before its names, in the tensors and in the metadata alike."""
     unet = _unet()
     patterns = {"alpha_pattern": {f"^{_K}": 100, "conv1": 1}, "rank_pattern": {"conv1": 2}}
@@ -666,3 +660,12 @@ def test_a_lora_in_part_keeps_what_matches_and_lists_the_rest(base: Base, tmp_pa
     nothing = save(other, tmp_path / "b.safetensors")
     with pytest.raises(BadLora, match="nothing in the file matches the base model"):
         convert(sources(nothing), base=base, allow_partial=True)
+
+
+def test_embeddings_that_a_file_brings_along_are_refused_by_name(base: Base, tmp_path: Path) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    message = _refused(base, {**tensors, "bundle_emb.<ink>.clip_l": torch.zeros(2, 64)}, tmp_path)
+    assert message == (
+        "the file bundles embeddings of the tokens <ink> with a LoRA: save each in a file of its own, its tensors "
+        "without the start bundle_emb.TOKEN., and add the LoRA without them"
+    )

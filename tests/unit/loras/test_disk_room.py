@@ -149,6 +149,11 @@ _PART = UploadPart(component="unet", size_bytes=9, adapter_config=b"")
             "parts",
             "each must be for a different component: text_encoder, text_encoder_2, unet",
         ),
+        (
+            {"parts": (replace(_PART, adapter_config=bytes((1 << 20) + 1)),)},
+            "parts[0].adapter_config",
+            "must be at most 1048576 bytes",
+        ),
         ({"parts": (replace(_PART, size_bytes=8),)}, "size_bytes", "must be the sum of the parts' sizes"),
     ],
 )

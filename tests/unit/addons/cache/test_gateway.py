@@ -166,8 +166,9 @@ def test_a_pin_is_for_one_picture_from_a_prompt_alone_and_for_a_recorded_step(
     assert _fields(techniques=Techniques(cache_entry=PIN), **spec) == wrong
 
 
-def test_the_switch_contradicts_exact_and_what_is_kept_for_editing() -> None:
+def test_the_switch_contradicts_exact_a_pin_and_what_is_kept_for_editing() -> None:
     assert _fields(techniques=ON, fidelity=EXACT) == ["techniques.approximate_cache"]
+    assert _fields(techniques=Techniques(cache_entry=PIN, approximate_cache=False)) == ["techniques.approximate_cache"]
     assert _fields(techniques=ON, keep_for_editing=True) == ["keep_for_editing"]
     assert _fields(techniques=ON, seed=1) == _fields(techniques=OFF, fidelity=EXACT, keep_for_editing=True) == []
 

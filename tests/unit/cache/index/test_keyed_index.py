@@ -85,7 +85,7 @@ def test_threads_may_add_to_a_key_while_it_vanishes(index: KeyedIndex) -> None:
     vectors = _random(2)
 
     def come_and_go(number: int) -> None:
-        for _ in range(500):
+        for _ in range(1500):
             index.add("key", number, vectors[number])
             assert index.similarity("key", number, vectors[number]) == pytest.approx(1.0)
             assert index.remove("key", number)

@@ -76,23 +76,6 @@ def test_the_nearest_are_found_after_any_changes(index: VectorIndex) -> None:
     _check(index, kept)
 
 
-def test_nothing_is_found_where_nothing_is(index: VectorIndex) -> None:
-    vectors = _random(150)
-    assert index.search(vectors[0], 3) == []
-    for number, vector in enumerate(vectors):
-        index.add(number, vector)
-    assert all(index.remove(number) for number in range(150))
-    assert index.search(vectors[0], 3) == []
-    assert len(index) == 0
-
-
-def test_fewer_are_found_where_there_are_fewer(index: VectorIndex) -> None:
-    vectors = _random(3)
-    for number, vector in enumerate(vectors):
-        index.add(number, vector)
-    assert {match.number for match in index.search(vectors[1], 10)} == {0, 1, 2}
-
-
 def test_a_vector_is_given_back(index: VectorIndex) -> None:
     vectors = _random(250)
     for number, vector in enumerate(vectors):

@@ -150,3 +150,14 @@ def test_one_training_at_a_time_and_a_failed_one_is_made_up_for() -> None:
     finally:
         predictor.close()
         predictor.close()
+
+
+def test_a_key_that_shrinks_loses_its_model_and_there_are_at_most_so_many(store: _Store) -> None:
+    store.fill("key", 200)
+    store.fill("second", 200)
+    store.fill("third", 210, wait=False)
+    assert not store.predictor.predict("third", _near(1, seed=1)[0]).measured
+    store.predictor.changed("key", entries=199)
+    assert not store.predictor.predict("key", _near(1, seed=1)[0]).measured
+    store.fill("third", 1)
+    assert store.predictor.statistics().models == 2

@@ -8,16 +8,6 @@ from tests.fakes.fake_time import FakeTime
 KEY, PROMPT, OTHER = "ab" * 32, "01" * 32, "02" * 32
 
 
-def test_of_any_pictures_in_a_row_at_most_one_comes_from_noise_of_another() -> None:
-    rows, row = PromptRows(6, FakeTime().monotonic), []
-    for _ in range(40):  # the lowest number that does not rest, as if it saved most steps
-        noise = next(noise for noise in range(40) if noise not in rows.resting(KEY, PROMPT))
-        assert rows.reserve(KEY, PROMPT, noise)
-        row.append(noise)
-    assert row[:8] == [0, 0, 1, 2, 3, 4, 0, 0]
-    assert all(len(set(row[first : first + 6])) >= 5 for first in range(len(row) - 5))
-
-
 def test_noise_that_would_make_a_second_pair_rests() -> None:
     rows = PromptRows(4, FakeTime().monotonic)
     started = [rows.reserve(KEY, PROMPT, noise) for noise in (1, 1, 1, 2, 2, 3, 3)]
@@ -27,26 +17,12 @@ def test_noise_that_would_make_a_second_pair_rests() -> None:
     assert rows.resting(KEY, PROMPT) == frozenset(), "the pair is not in the row any more"
 
 
-def test_a_picture_that_was_drawn_from_noise_is_one_of_the_row() -> None:
-    rows = PromptRows(6, FakeTime().monotonic)
-    rows.note(KEY, PROMPT, 1)
-    assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, False]
-
-
 def test_a_picture_that_is_noted_when_it_begins_and_when_it_is_recorded_counts_once() -> None:
     rows = PromptRows(6, FakeTime().monotonic)
     rows.note(KEY, PROMPT, 1)
     rows.note_once(KEY, PROMPT, 1)
     assert rows.resting(KEY, PROMPT) == frozenset()
     rows.note(KEY, "", 1)
-
-
-def test_a_reservation_that_came_to_nothing_is_taken_back() -> None:
-    rows = PromptRows(6, FakeTime().monotonic)
-    assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, True]
-    rows.release(KEY, PROMPT, 1)
-    rows.release(KEY, PROMPT, 2)
-    assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, False]
 
 
 def test_a_row_of_one_lets_any_entry_start_each_picture() -> None:

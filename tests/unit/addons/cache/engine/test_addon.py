@@ -27,6 +27,7 @@ from tests.support.addon_messages import starts_at
 from tests.support.delayed_device import DelayedDevice
 from tests.support.manual_engine import Drawing
 from tests.support.schedulers import WITH_STATE
+from tests.support.slow_cases import in_every_run
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=10, width=32, height=32, seed=5)
 ORDER = cached(EngineOrder(key="job", spec=SPEC))
@@ -38,6 +39,7 @@ def latent(seed: int = 0) -> Tensor:
     return 3 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
+QUICK = (SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M, SamplerKind.LMS, SamplerKind.HEUN)
 HIT: Hit = (entry(1), 5, latent())
 NAME = format_start(entry(1), 5)
 
@@ -74,7 +76,7 @@ def test_a_picture_from_a_latent_is_the_same_byte_for_byte_whenever_that_comes(
     assert [(told.pictures, told.skipped_steps) for told in desk.source.reports] == [(1, 4 - turn)]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WITH_STATE if kind is not SamplerKind.PNDM], ids=str)
+@pytest.mark.parametrize("kind", in_every_run((kind for kind in WITH_STATE if kind is not SamplerKind.PNDM), QUICK))
 def test_a_pin_makes_the_same_picture_again(model: Model, kind: SamplerKind) -> None:
     order = replace(ORDER, spec=replace(SPEC, sampler=kind))
     first = Cached(model).draw(order, at_turn=2, hits=[HIT])
@@ -380,3 +382,13 @@ def test_the_embedding_is_asked_with_once_it_has_come_from_the_device(model: Mod
     desk.easel.run()
     assert same(drawing, started)
     assert other.ended
+
+
+def test_where_there_is_nothing_else_to_do_the_embedding_is_waited_for(model: Model) -> None:
+    device = DelayedDevice()
+    desk = Cached(replace(model, runtime=device))
+    desk.easel.submit(ORDER)
+    desk.easel.turn()
+    assert (device.waits, desk.engine.turns) == (1, 0)
+    desk.easel.turn()
+    assert (len(desk.source.asked), desk.engine.turns) == (1, 1)

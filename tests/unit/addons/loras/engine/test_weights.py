@@ -338,6 +338,13 @@ def test_a_patch_pays_when_enough_steps_are_left_for_what_was_measured() -> None
     assert pays(costs, key, needed // 2)
 
 
+def test_what_is_remembered_of_costs_is_bounded() -> None:
+    costs = SwapCosts()
+    for each in range(1000):
+        costs.observe_step(((str(each), 1.0),), 1.2, 1.0)
+    assert len(costs._shares) <= 64
+
+
 def pays(costs: SwapCosts, key: SetKey, steps: int) -> bool:
     return costs.pays(key, steps=steps, step_s=1.0, touched_bytes=1000)
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, WholeLayer, make_layer
+from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, LoraLayer, WholeLayer, make_layer, make_set
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.engine.lora import weight_difference
 from bottega.device import devices
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.events import JobFailed, JobStarted
 from bottega.engine.job import EngineOrder
-from bottega.errors import TooLarge
+from bottega.errors import LoraUnusable, TooLarge
 from bottega.fair_order import Share
 from bottega.model.model import Model
 from tests.samples.engine_loras import LorasByHand, random_layers
@@ -314,3 +314,24 @@ def test_memory_is_reserved_while_a_set_is_used_or_merged(model: Model, componen
         weights.enter([None])
         weights.leave()
         plan.release("others")
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (
+            WholeLayer(parts={"full": torch.zeros(8, 9)}, scale=1.0),
+            "a LoRA does not fit unet.0: it changes a weight of the shape (8, 9), and the weight has (8, 8)",
+        ),
+        (
+            LoraLayer(down=torch.zeros(2, 8), up=torch.zeros(8, 2), scale=1.0, bias=torch.zeros(8)),
+            "a LoRA does not fit unet.0: it changes a bias of 8 values, which the module does not have",
+        ),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_refused_with_the_reason(layer: LoraLayer | WholeLayer, says: str) -> None:
+    network = nn.Sequential(nn.Linear(8, 8, bias=False))
+    use = LoraAtScale(digest="a", scale=1.0, layers={UNET: {"0": layer}})
+    with pytest.raises(LoraUnusable) as refused:
+        make_set([use], {UNET: network}, [UNET])
+    assert refused.value.message == says

@@ -216,6 +216,10 @@ _BIG = 70_000
             {"full": _weights("F16", 6, 8), "bias": _weights("F32", 5)},
             f"bias of unet.{_LINEAR} has the shape [5], not [6]",
         ),
+        (
+            {"full": _weights("F16", 6)},
+            f"full of unet.{_LINEAR} has the shape [6]; [out, in] or a convolution's is accepted",
+        ),
         ({"full": _weights("F16", 6, 0)}, f"full of unet.{_LINEAR} has the shape [6, 0], which has no elements"),
         ({"norm": _weights("F16", 6, 2)}, f"norm of unet.{_LINEAR} has the shape [6, 2]; [channels] is accepted"),
         (

@@ -71,6 +71,7 @@ def test_a_folder_of_a_layout_is_found(
             f"holds {_DIFFUSERS} beside unet/",
         ),
         ((_PEFT[0],), "has no adapter_config.json beside it, which says its alpha"),
+        (("unet/adapter_model.safetensors",), "unet/adapter_model.safetensors has no adapter_config.json"),
         (("unet/adapter_config.json",), "unet holds no adapter_model.safetensors; pickled weights are never opened"),
     ],
     ids=str,
