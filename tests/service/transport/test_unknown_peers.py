@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import AuthFailed, Code, ConfigError, DeadlineExceeded, LinkClosed, LinksFull, PeerDead
+from bottega.errors import AuthFailed, Code, ConfigError, DeadlineExceeded, LinkClosed, LinksFull
 from bottega.sampled_log import LINES_PER_SECOND
 from bottega.transport import (
     Backend,
@@ -232,15 +232,6 @@ def test_a_listener_that_says_nothing_costs_the_deadline(listener: LinkListener)
         with pytest.raises(DeadlineExceeded):
             connect(replace(listener.offer(), tcp=tcp), Deadline.after(0.1), backends=(Backend.TCP,))
         assert time.monotonic() - began < 2
-
-
-def test_where_no_way_leads_every_one_is_named(tmp_path: Path) -> None:
-    with listening(tmp_path) as gone:
-        offer = gone.offer()
-    with pytest.raises(PeerDead) as raised:
-        connect(offer, patience())
-    for way in WAYS:
-        assert f"{way}: " in str(raised.value)
 
 
 def test_a_listener_binds_only_what_it_is_told(tmp_path: Path) -> None:

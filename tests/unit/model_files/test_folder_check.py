@@ -180,14 +180,6 @@ def test_what_this_user_may_not_read_is_named(closed: str, sentence: str, tmp_pa
         (folder / closed).chmod(0o700)
 
 
-def test_a_folder_that_is_read_only_can_be_served(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    link_model(folder)
-    for path in (folder, *(part for part in folder.iterdir() if part.is_dir())):
-        path.chmod(0o500)
-    assert check_model_folder(folder).problems == ()
-
-
 def test_a_few_step_model_without_a_preset_is_advised_one(tmp_path: Path) -> None:
     folder = tmp_path / "sdxl-lightning-8step"
     link_model(folder)
@@ -199,15 +191,6 @@ def test_a_few_step_model_without_a_preset_is_advised_one(tmp_path: Path) -> Non
     assert "guidance of its model card, because these are a guess: its name says" in check_model_folder(other).advice
     (other / "bottega.json").write_text('{"num_inference_steps": 2, "guidance_scale": 0.0}')
     assert check_model_folder(other).advice == ""
-
-
-def test_a_preset_that_cannot_be_used_keeps_a_model_from_being_served(tmp_path: Path) -> None:
-    link_model(tmp_path / "model")
-    (tmp_path / "model" / "bottega.json").write_text('{"steps": 4}')
-    (problem,) = check_model_folder(tmp_path / "model").problems
-    assert "bottega.json" in problem
-    assert "steps" in problem
-    assert "\n" not in problem
 
 
 @pytest.mark.parametrize("entry", [{"content": ["x"], "id": 1}, {"content": {}, "id": 1}, ["x"], None, 7])

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.model_files.configuration_rules import check_configurations
 from bottega.model_files.folder_check import check_model_folder
-from bottega.model_files.presets import PRESET_FILE, Preset
+from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_rules import SCHEDULER_RULES, UNSERVED_CLASSES
 from tests.samples import published_configs as published
 from tests.samples.model_folders import with_scheduler
@@ -40,14 +40,6 @@ def test_the_class_is_the_one_that_the_index_names(tmp_path: Path) -> None:
         with_scheduler(tmp_path / "other", "DPMSolverSDEScheduler", _class_name="EulerDiscreteScheduler")
     ).problems
     assert problem.startswith(f'scheduler/scheduler_config.json: {SERVED}"DPMSolverSDEScheduler"')
-
-
-def test_a_broken_preset_is_a_problem_of_its_model(tmp_path: Path) -> None:
-    folder = with_scheduler(tmp_path / "model", "PNDMScheduler")
-    (folder / PRESET_FILE).write_text('{"sampler": "euler"}')
-    assert check_model_folder(folder).problems == ()
-    (folder / PRESET_FILE).write_text('{"sampler": "dpm"}')
-    assert check_model_folder(folder).problems[0].startswith(f"{PRESET_FILE}: sampler: ")
 
 
 def test_a_preset_may_name_a_sampler_in_place_of_a_class_that_solves_the_same_equation() -> None:

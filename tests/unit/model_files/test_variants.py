@@ -37,26 +37,11 @@ def test_a_variant_is_chosen(unet: frozenset[str], vae: frozenset[str], wanted: 
         (
             FP16,
             frozenset({"bf16"}),
-            "",
-            (
-                "no variant fits all parts (unet of fp16; vae of bf16); download all parts in one variant, "
-                "or all without one"
-            ),
-        ),
-        (
-            FP16,
-            frozenset({"bf16"}),
             "bf16",
             (
                 "some parts have neither weights of the variant bf16 nor plain ones (unet of fp16; vae of bf16); "
                 "download them, too"
             ),
-        ),
-        (
-            BOTH,
-            BOTH,
-            "bf16",
-            "no part has weights of the variant bf16, but of fp16; correct engine.model_variant",
         ),
         (PLAIN, PLAIN, "fp16", "no part has weights of the variant fp16; correct engine.model_variant"),
     ],

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import NoSharedMemory, StorageUnavailable, TooManyOpenFiles
+from bottega.errors import StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import sqlite_schema
 from bottega.process import ChildProcess, open_files
 from bottega.storage import os_errors
-from bottega.transport.memory import shared_slot
 
 
 @contextlib.contextmanager
@@ -89,10 +88,3 @@ async def test_a_child_process_that_cannot_be_started_says_why() -> None:
     with limited(3), pytest.raises(TooManyOpenFiles) as caught:
         await ChildProcess.start("bottega.codec.process")
     expect_told(caught.value)
-
-
-def test_a_slot_of_a_link_blames_no_memory() -> None:
-    with limited(3), pytest.raises(NoSharedMemory) as caught:
-        shared_slot(4096)
-    assert "LimitNOFILE" in caught.value.message
-    assert caught.value.metadata == {"cause": "EMFILE"}
