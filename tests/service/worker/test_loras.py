@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
+from bottega import kinds
 from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.worker.addon import LoraCache
@@ -19,11 +19,12 @@ from bottega.addons.loras.worker.store_link import LoraLinkSettings
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error
-from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
+from bottega.transport import LinkCounters, OfferSource, ServiceOffer, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.samples.lora_files import Part, delta, kohya, low_rank, save
+from tests.support.offers import OffersAtOnce
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
 from tests.support.shared_loras import LARGE, SMALL, QueuedOffers, Shelf, canonical_file, shelf
 from tests.support.waiting import wait_until
@@ -31,27 +32,15 @@ from tests.support.waiting import wait_until
 SLOW = LimitedLinksConfig(socket=None, bytes_per_s=50_000)
 
 
-class _Offers:
+class _Offers(OffersAtOnce):
     """Asks stores themselves, where a worker's front would."""
 
-    def __init__(self) -> None:
-        self.asked = 0
-        self._pool = ThreadPoolExecutor(2)
-
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
-        self.asked += 1
-        return self._pool.submit(self._ask, kind, address, link_id)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _ask(self, kind: str, address: str, link_id: str) -> ServiceOffer:
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
         with grpc.insecure_channel(address) as channel:
             stub = link_pb2_grpc.LinkServiceStub(channel)
+            request = link_pb2.OpenLinkRequest(kind=kinds.LORAS, worker="w", link_id=link_id)
             try:
-                answer = stub.OpenLink(link_pb2.OpenLinkRequest(kind=kind, worker="w", link_id=link_id), timeout=2)
+                answer = stub.OpenLink(request, timeout=2)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from None
         return ServiceOffer(offer=offer_from_wire(answer.offer), service=address)
@@ -60,13 +49,13 @@ class _Offers:
 class _Worker:
     """A source as an engine has it."""
 
-    def __init__(self, *, budget_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *, budget_bytes: int = 1 << 20, offers: OfferSource | None = None) -> None:
         self.offers = _Offers()
         self.counters = LinkCounters()
         self.source = LoraCache(
-            offers=self.offers,
+            offers=offers or self.offers,
             device=torch.device("cpu"),
-            dtype=dtype,
+            dtype=torch.float32,
             budget_bytes=budget_bytes,
             settings=LoraLinkSettings(),
             counters=self.counters,
@@ -90,7 +79,6 @@ class _Worker:
 
     def close(self) -> None:
         self.source.stop()
-        self.offers.close()
 
 
 @pytest.fixture
@@ -170,7 +158,7 @@ async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_pat
         with pytest.raises(InternalError, match="truncated"):
             await worker.wait(handle)
         assert await worker.wait(other)
-        assert worker.offers.asked == 1, "the link lives"
+        assert len(worker.offers.asked) == 1, "the link lives"
 
 
 async def test_what_nobody_waits_for_stays_within_the_budget(store: Running, tmp_path: Path) -> None:
@@ -213,7 +201,7 @@ async def test_weights_of_another_digest_are_data_loss_and_others_undisturbed(tm
         assert await worker.wait(handles[1])
         with pytest.raises(DataLoss, match="bad"):
             await worker.wait(handles[0])
-        assert worker.offers.asked == 1, "the link lives"
+        assert len(worker.offers.asked) == 1, "the link lives"
 
 
 async def test_what_one_store_has_damaged_another_one_is_asked_for(tmp_path: Path, worker: _Worker) -> None:
@@ -289,27 +277,19 @@ _MIDDLE = (64, 4096)  # some 4 MiB
 _SLOW_BYTES_PER_S = 4 << 20
 
 
-class _Impatient:
+class _Impatient(_Worker):
     """A source that keeps nothing, and offers for its links that the test brings."""
 
-    def __init__(self, *, budget_bytes: int = 1) -> None:
-        self.counters = LinkCounters()
-        self.offers = QueuedOffers()
-        self.source = LoraCache(
-            offers=self.offers,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            budget_bytes=budget_bytes,
-            settings=LoraLinkSettings(),
-            counters=self.counters,
-        )
+    def __init__(self) -> None:
+        self._brought = QueuedOffers()
+        super().__init__(budget_bytes=1, offers=self._brought)
         self.source.set_stores([_STORE])
 
     def link_to(self, store: Shelf) -> None:
         """As another process of this host would be."""
-        self.offers.brought.put(store.links.offer("w", "", caller=""))
+        self._brought.brought.put(store.links.offer("w", "", caller=""))
 
-    def begin(self, digest: str) -> LoraHandle:
+    def ask(self, digest: str) -> LoraHandle:
         return self.source.begin(LoraRef(name="ink", digest=digest))
 
     @property
@@ -319,9 +299,8 @@ class _Impatient:
 
 @pytest.fixture
 def impatient() -> Iterator[_Impatient]:
-    made = _Impatient()
-    yield made
-    made.source.stop()
+    with contextlib.closing(_Impatient()) as made:
+        yield made
 
 
 @pytest.mark.parametrize("unix", [True, False], ids=["in its memory", "in bytes"])
@@ -330,12 +309,12 @@ def test_what_was_closed_before_it_came_never_stays(tmp_path: Path, impatient: _
     with shelf(tmp_path, unix=unix, bytes_per_s=0 if unix else 1 << 20) as store:
         impatient.link_to(store)
         linked, *digests = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(14))
-        first = impatient.begin(linked)
+        first = impatient.ask(linked)
         wait_until(lambda: first.ready, "the LoRA")
         impatient.source.close([first])
         for digest in digests[:-1]:
-            impatient.source.close([impatient.begin(digest)])
-        last = impatient.begin(digests[-1])  # comes after all that was asked for before it
+            impatient.source.close([impatient.ask(digest)])
+        last = impatient.ask(digests[-1])  # comes after all that was asked for before it
         wait_until(lambda: last.ready, "the last LoRA")
         wait_until(lambda: not any(map(store.tiers.leases, digests)), "the store to let all go")
         assert impatient.source.resident == digests[-1:]
@@ -351,12 +330,12 @@ def test_a_link_carries_no_more_of_what_is_given_up(tmp_path: Path, impatient: _
         impatient.link_to(store)
         file = canonical_file(LARGE)
         large, small = store.put(file), store.put(canonical_file(SMALL))
-        handle = impatient.begin(large)
+        handle = impatient.ask(large)
         wait_until(lambda: impatient.received_bytes > 1 << 20, "a MiB")
         assert (handle.text_ready, handle.ready) == (True, False)
         impatient.source.close([handle])
         wait_until(lambda: not store.tiers.leases(large), "the store to let it go")
-        behind = impatient.begin(small)
+        behind = impatient.ask(small)
         wait_until(lambda: behind.ready, "the LoRA behind it")
         assert impatient.received_bytes < len(file) // 4
 
@@ -365,7 +344,7 @@ def test_another_who_waits_for_the_same_still_gets_it(tmp_path: Path, impatient:
     with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
         impatient.link_to(store)
         digest = store.put(canonical_file(_MIDDLE))
-        one, two = impatient.begin(digest), impatient.begin(digest)
+        one, two = impatient.ask(digest), impatient.ask(digest)
         wait_until(lambda: one.text_ready, "the LoRA's text")
         impatient.source.close([one])
         impatient.source.close([one])  # is harmless
@@ -379,10 +358,10 @@ def test_who_asks_again_at_once_has_all_of_it_sent_anew(tmp_path: Path, impatien
         impatient.link_to(store)
         digest = store.put(canonical_file(_MIDDLE))
         for _ in range(3):
-            given_up = impatient.begin(digest)
+            given_up = impatient.ask(digest)
             wait_until(lambda: given_up.text_ready, "the LoRA's text")  # noqa: B023 - is waited for here
             impatient.source.close([given_up])
-        handle = impatient.begin(digest)
+        handle = impatient.ask(digest)
         wait_until(lambda: handle.ready, "the LoRA")
         assert len(handle.layers("unet")) == 4
         assert impatient.source.resident == [digest]
