@@ -114,6 +114,11 @@ def test_parts_follow_one_another_in_the_middle_of_the_time_until_the_answer() -
     assert {span.service for span in spans} == {"s"}
 
 
+def test_what_came_piece_by_piece_was_being_sent_until_its_end() -> None:
+    spans = list(work(StoreTimes(wait_s=2.0), sent_s=15.5).spans("LoRA ink"))
+    assert placed(spans) == [("wait for its turn", "waits", 10.0, 12.0), ("send", "LoRA ink", 12.0, 15.5)]
+
+
 @given(parts=st.dictionaries(st.sampled_from(PARTS), SECONDS), seen_s=st.floats(-1.0, 1e6))
 def test_whatever_a_store_says_stands_within_what_was_seen(parts: dict[str, float], seen_s: float) -> None:
     spans = list(work(StoreTimes(**parts), answered_s=10.0 + seen_s).spans("look-ups"))

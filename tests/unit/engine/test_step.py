@@ -166,6 +166,13 @@ def correlation(ours: Pixels, theirs: NDArray[np.float64]) -> float:
     return float(np.corrcoef(ours.ravel(), theirs.ravel())[0, 1])
 
 
+def test_the_preview_of_several_images_is_of_the_first_that_is_under_way(model: Model) -> None:
+    one_by_one = EngineLimits(max_rows=2, max_wait_turns=1000, progress_interval_s=1e-9)
+    order = EngineOrder(key=0, spec=replace(SPEC, num_inference_steps=3, num_images=2), preview=True)
+    drawing = ManualEngine(make_engine(model, one_by_one)).draw(order)
+    assert [event.preview_index for event in drawing.all(JobAdvanced)] == [0, 0, 1, 1, 1, 1]
+
+
 def test_a_turn_encodes_at_most_one_prompt_and_decodes_at_most_one_latent(model: Model) -> None:
     easel = ManualEngine(make_engine(model, TOGETHER))
     for key in range(3):
