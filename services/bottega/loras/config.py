@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 from bottega import rules
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
+from bottega.model_files.family_names import TRANSFORMER, UNET
 from bottega.rpc.server_config import AtLeastOne, LimitedLinksConfig, NotNegative, Seconds, StoreConfig
 from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
@@ -136,7 +137,8 @@ def check_configured(config: LoraConfig) -> dict[str, Path]:
     }
     for name, folder in folders.items():
         try:
-            (folder / "unet" / "config.json").read_bytes()
+            denoiser = TRANSFORMER if (folder / TRANSFORMER).is_dir() else UNET
+            (folder / denoiser / "config.json").read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"bases.{name}: {folder} is not a model in Diffusers' layout") from None
         except OSError as error:

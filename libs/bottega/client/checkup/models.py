@@ -15,7 +15,7 @@ from bottega.model_files.family_names import FAMILIES, SDXL
 from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of, name_of
 from bottega.model_files.presets import read_preset
 from bottega.model_files.report import ModelReport
-from bottega.model_files.scheduler_rules import SAMPLER_CLASSES
+from bottega.model_files.scheduler_rules import FLOW_MATCHING, SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
 from bottega.model_files.single_file_check import check_header, scheduler_config
 from bottega.model_files.single_file_config import Config
@@ -186,7 +186,7 @@ def _of_folder(report: ModelReport, model: str) -> ModelFacts:
         parts=parts,
         default_size=report.default_size,
         sampler=_sampler(report),
-        prediction_type=str(scheduler.get("prediction_type", "epsilon")) if scheduler else "",
+        prediction_type=_prediction_of(scheduler) if scheduler else "",
         problems=report.problems,
         advice=report.advice,
     )
@@ -204,6 +204,12 @@ def _sampler(report: ModelReport) -> str:
 
 def _sampler_of(own: str) -> str:
     return next((name for name, class_name in SAMPLER_CLASSES.items() if class_name == own), own)
+
+
+def _prediction_of(scheduler: Mapping[str, object]) -> str:
+    if scheduler.get("_class_name") == FLOW_MATCHING:
+        return "flow"
+    return str(scheduler.get("prediction_type", "epsilon"))
 
 
 def _of_file(found: SingleFile) -> ModelFacts:

@@ -17,6 +17,7 @@ from typing import Any
 from bottega.addons.loras.wire.canonical import spellings
 from bottega.addons.loras.wire.module_parts import BACKBONE, COMPONENTS
 from bottega.errors import BadLora, ConfigError
+from bottega.model_files.family_names import TRANSFORMER
 from bottega.safetensors_header import Header, read_header
 
 # Names of a module in Stability's code, by its name in Diffusers.
@@ -115,14 +116,17 @@ class Base:
 def read_base(folder: Path) -> Base:
     """Read the base model in a folder of Diffusers' layout. Raises ConfigError if the folder is not a model."""
     try:
-        config = json.loads((folder / BACKBONE / "config.json").read_text(encoding="utf-8"))
+        is_transformer = (folder / TRANSFORMER).is_dir()
+        config = {} if is_transformer else json.loads((folder / BACKBONE / "config.json").read_text(encoding="utf-8"))
         widths = {
             component: entry.shape[1]
             for component, header in _headers(folder)
             for entry in header.tensors
             if entry.name.endswith(_TOKENS) and len(entry.shape) == 2
         }
-        return Base(_modules(folder), sgm=MappingProxyType(sgm_names(config)), token_widths=widths)
+        return Base(
+            _modules(folder), sgm=MappingProxyType({} if is_transformer else sgm_names(config)), token_widths=widths
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadLora) as error:
         raise ConfigError(f"base model {folder} cannot be used: {error}") from None
 
