@@ -204,9 +204,9 @@ def send(link: Link, message: WholeMessage) -> None:
     link.send(message.layout, message.buffers, Deadline.after(PATIENCE_S))
 
 
-def record_template(link: Link, template: Recorded, *, may: bool = True) -> None:
-    """Asks to record it, and does. may: whether it expects to be allowed to."""
-    assert ask(link, template.question(would_record=True)).header.record is may
+def record_template(link: Link, template: Recorded) -> None:
+    """Asks to record it, and does."""
+    assert ask(link, template.question(would_record=True)).header.record
     for place in range(len(template.keys)):
         send_section(link, template, place)
     send(link, messages.recording_message(template.header(), template.drawn_tensors()))

@@ -31,7 +31,6 @@ from tests.support.running_activations import (
     ask,
     config,
     fetch,
-    layout_of,
     receive_abandon,
     receive_answer,
     record_template,
@@ -55,30 +54,6 @@ async def shared(tmp_path: Path) -> AsyncIterator[Running]:
     links = LimitedLinksConfig(socket=str(tmp_path / "links.sock"))
     async with running(tmp_path / "activations", config(links=links)) as made:
         yield made
-
-
-async def test_what_one_worker_records_another_one_is_told_of_and_sent(store: Running) -> None:
-    made = Recorded(seed=7)
-    await store.fill(made)
-    with await store.link() as link:
-        answer = await asyncio.to_thread(ask, link, made.question(), number=2**40)
-        found = [
-            await asyncio.to_thread(fetch, link, section.digest, layout_of(answer.header, place), number=place)
-            for place, section in enumerate(answer.header.sections)
-        ]
-    header = answer.header
-    assert (header.recording, header.seed, header.record) == (made.id, 7, False)
-    assert (header.latent_height, header.latent_width) == (6, 8)
-    assert [section.key for section in header.sections] == made.keys, "in the order of its steps"
-    assert {header.maps[section.map] for section in header.sections} == {made.map}
-    assert len(header.layouts) == 1
-    drawn, expected = answer.drawn, made.drawn_tensors()
-    assert drawn is not None
-    assert expected is not None
-    assert (drawn.shape, drawn.image_latent, drawn.noise) == (expected.shape, expected.image_latent, expected.noise)
-    for place, section in enumerate(found):
-        assert not section.shared
-        assert list(section.tensors.values()) == made.tensors(place)
 
 
 async def test_a_worker_of_the_same_host_is_given_the_memory_itself(shared: Running) -> None:

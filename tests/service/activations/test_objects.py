@@ -218,6 +218,22 @@ def test_recordings_are_written_to_an_object_store_with_another_address(tmp_path
     assert len(list((tmp_path / "new" / "templates").glob("??/*"))) == 1
 
 
+def test_a_template_that_is_dropped_goes_though_another_store_recorded_it_too(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with _store(tmp_path / "one", _in_folder(shared)) as one, _store(tmp_path / "two", _in_folder(shared)) as two:
+        for store in (one, two):
+            _refresh(store)
+            send_sections(store, "a", range(2))
+        record(one, "a", 0)
+        assert one.flush(WAIT_S)
+        record(two, "a", 0, recording="0" * 32)
+        _refresh(two)
+        assert one.drop(recording_of("a")) == 1
+        _refresh(two)
+        assert not answer(two, "a").recording
+    assert not list(shared.glob("*/??/*"))
+
+
 def test_stores_that_record_the_same_at_once_agree_on_one(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with _store(tmp_path / "one", _in_folder(shared)) as one, _store(tmp_path / "two", _in_folder(shared)) as two:

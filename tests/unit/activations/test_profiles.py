@@ -34,13 +34,6 @@ def test_a_profile_is_of_a_model_its_element_type_and_a_size(tmp_path: Path) -> 
     assert len(_folder(tmp_path / "profiles").all()) == 3
 
 
-def test_a_profile_that_is_changed_by_its_maker_is_not_changed_here(tmp_path: Path) -> None:
-    folder, made = _folder(tmp_path), block_profile()
-    folder.set(made)
-    made.about = "another"
-    assert folder.all() == [block_profile()]
-
-
 _WRONG: tuple[dict[str, Any], ...] = (
     {"model_hash": "no hex"},
     {"model_hash": ""},

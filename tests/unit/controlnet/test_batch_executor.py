@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,18 @@ def test_a_tenants_flood_delays_another_tenants_step_by_no_forward(cache: Contro
         assert f"light {number}" in outcomes.ended
         outcomes.executor.run_batch(0.0)  # the flood's, while the light tenant's worker makes its step
     assert outcomes.executor.rows == 4 + 3 * (2 + 4), "the flood computes meanwhile"
+
+
+def test_tenants_with_steps_at_all_times_share_the_device_by_weight(cache: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=2, device=SteadyDevice()))
+    for tenant, weight, net in (("light", 1.0, "edges"), ("heavy", 3.0, "depth")):
+        mine = rows(session(cache, net, share=Share(tenant=tenant, weight=weight)))
+        for number in range(16):
+            outcomes.submit(f"{tenant} {number}", mine)
+    for _ in range(16):
+        outcomes.executor.run_batch(0.0)
+    ended = Counter(name.split()[0] for name in outcomes.ended)
+    assert ended == {"heavy": 12, "light": 4}
 
 
 def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: ControlNetCache) -> None:

@@ -71,6 +71,8 @@ def test_no_folder_outside_the_root_is_taken_links_followed(root: Path, tmp_path
 def test_a_name_is_a_name(root: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="name"):
         catalogue(root, tmp_path).checked("../edges", "edges")
+    with pytest.raises(InvalidRequest, match="no root"):
+        catalogue(None, tmp_path).checked("edges", str(root / "edges"))
     with pytest.raises(ConfigError, match="controlnets"):
         catalogue(None, tmp_path, **{"../x": "/x"})
 

@@ -85,32 +85,6 @@ def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
     assert table.expect("s") == []
 
 
-def test_a_section_takes_the_place_of_another() -> None:
-    table = _table("a")
-    new = SectionRecord(
-        key=SectionKey(timestep=100.0, noise_level=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p"
-    )
-    assert table.replace(0, "a", new) == ["a0"]
-    assert table.section("a0") is None
-    assert table.section("new") is new
-    further = SectionRecord(
-        key=SectionKey(timestep=1.0, noise_level=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p"
-    )
-    assert table.replace(0, "a", further) == []
-    assert table.totals().size_bytes == _TEMPLATE_BYTES + SECTION_BYTES
-    assert table.replace(1, "a", new) is None, "it is another template"
-    assert table.replace(0, "b", new) is None
-    assert table.lose("new") == ["new", "new"], "each use of it"
-
-
-def test_a_use_of_what_has_gone_is_not_written() -> None:
-    table = _table("a", "b")
-    table.find("a")
-    assert [template.key for template in table.drop("ra")] == ["a"]
-    changes = table.take_changes()
-    assert (changes.uses, changes.gone) == ({}, {0})
-
-
 def test_what_an_edit_is_on_its_way_to_goes_last_though_no_worker_asks_for_it() -> None:
     table = _table("a", "b", "c", room=3)
     table.add(_template(7, "d", source="other"))

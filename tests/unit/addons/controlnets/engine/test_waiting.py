@@ -123,18 +123,6 @@ def test_a_cancelled_job_gives_its_loan_back(model: Model, shelves: Shelves, siz
         assert_all_given_back(shelf)
 
 
-def test_a_load_that_fails_fails_its_job_alone(
-    model: Model, folders: dict[str, Path], tmp_path: Path, size_bytes: int
-) -> None:
-    mine = {name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in folders.items()}
-    with shelf_of(model, mine, budget_bytes=size_bytes) as shelf:
-        (mine["depth"] / "diffusion_pytorch_model.safetensors").unlink()
-        easel = easel_of(model, shelf)
-        drawings = easel.run({0: [controlled("depth", key="bad"), controlled("edges", key="good")]})
-        assert isinstance(drawings["bad"].error, ControlNetUnusable)
-        assert drawings["good"].record.provenance.controlnets[0].name == "edges"
-
-
 def test_what_can_never_be_there_fails_its_job_alone(model: Model, shelves: Shelves, size_bytes: int) -> None:
     with shelves(budget_bytes=size_bytes) as shelf:
         orders = [controlled("edges", "depth", key="two"), EngineOrder(key="plain", spec=PLAIN)]
@@ -167,6 +155,16 @@ def opened(model: Model, controlnets: LocalControlNets, order: EngineOrder) -> R
     sessions.begin(conditions, [request])
     request.controls = sessions.active
     return request
+
+
+def test_asked_for_what_can_never_be_there_it_says_why(model: Model, folders: dict[str, Path], tmp_path: Path) -> None:
+    mine = {"edges": Path(shutil.copytree(folders["edges"], tmp_path / "edges"))}
+    with shelf_of(model, mine) as shelf:
+        (mine["edges"] / "diffusion_pytorch_model.safetensors").unlink()
+        controlnets = LocalControlNets(shelf)
+        late = opened(model, controlnets, controlled())
+        with pytest.raises(ControlNetUnusable, match="ControlNet edges"):
+            Denoiser(Network(backbone=model.backbone, residuals=controlnets)).predict(late.rows())
 
 
 def test_asked_before_it_is_loaded_a_row_is_late_and_alone_it_is_waited_for(model: Model, shelves: Shelves) -> None:

@@ -13,7 +13,7 @@ from bottega.rpc.security.caller import Grants
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.fake_time import FakeTime
-from tests.samples.controlnet_hosts import BASE, again, bounds, load, net, server, worker
+from tests.samples.controlnet_hosts import BASE, LOADED, ON_DISK, again, bounds, load, net, server, worker
 
 MODEL = image_pb2.Model(name="m", base=BASE)
 
@@ -71,6 +71,9 @@ def test_one_for_another_base_model_is_refused_and_both_are_named(house: House) 
     house.server(net("edges"), name="s2")
     house.resolve("edges")
     assert house.hosts() == ["s2"]
+    house.server(net("depth", base=""), name="s3")
+    house.resolve("depth")  # whoever loads it says whether it fits
+    house.resolve("edges", model=image_pb2.Model(name="m"))
 
 
 def test_one_is_waited_for_within_the_grace_and_unavailable_afterwards(house: House) -> None:
@@ -80,7 +83,9 @@ def test_one_is_waited_for_within_the_grace_and_unavailable_afterwards(house: Ho
     house.time.now += 29
     house.fleet.expire()
     house.resolve("edges")
+    assert (house.nets.is_there("edges"), house.nets.is_there("depth")) == (True, False)
     house.time.now += 2
+    assert not house.nets.is_there("edges")
     with pytest.raises(NoControlNet):
         house.resolve("edges")
     house.server(net("depth"), name="s2")
@@ -129,6 +134,7 @@ def test_what_a_server_does_not_report_any_more_it_does_not_host_nor_anything_wh
     member = house.server(net("edges"), net("depth"))
     house.fleet.report(member, load(net("depth")))
     assert (house.hosts("edges"), house.hosts("depth")) == ([], ["s1"])
+    assert (house.nets.count(LOADED), house.nets.count(ON_DISK)) == (1, 0)
     house.time.now += 2
     house.fleet.expire()
     assert house.hosts("depth") == []
@@ -157,6 +163,10 @@ def test_names_that_were_hosted_once_are_remembered_within_a_bound(house: House)
     house.resolve("net-5-0")
     with pytest.raises(ControlNetNotFound):
         house.resolve("net-0-0")
+    for number in range(20):
+        member = house.server(net("edges", base=f"base {number}"))
+        house.fleet.leave(member, member.stream)
+    assert len(house.nets._expected_until["edges"]) == 8, "and each for a few bases"
 
 
 def test_what_is_anothers_or_not_granted_is_as_nothing(house: House) -> None:

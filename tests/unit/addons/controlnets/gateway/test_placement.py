@@ -13,7 +13,7 @@ from bottega.addons.controlnets.gateway import replicas as replicas_module
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first
 from bottega.addons.controlnets.gateway.replicas import ReplicaPolicy
-from bottega.addons.controlnets.gateway.server_loads import Copy
+from bottega.addons.controlnets.gateway.server_loads import Copy, ServerLoads
 from bottega.addons.interface.gateway_addon import PrefetchReason
 from bottega.addons.interface.views import Member
 from bottega.errors import NoControlNet, NoWorker, Unavailable, WorkerLost
@@ -164,15 +164,6 @@ async def test_a_job_that_waits_in_vain_for_its_controlnet_fails_after_the_grace
     await eventually(job.ended.is_set)
     assert isinstance(job.error, NoControlNet)
     assert job.error.metadata == {"controlnets": "edges"}
-
-
-async def test_a_server_that_stops_gets_no_new_sessions(shop: Shop) -> None:
-    shop.worker()
-    member = _server(shop, net("edges"))
-    shop.fleet.report(member, load(net("edges"), draining=True))
-    job = shop.take(_job(shop, "edges"))
-    assert job.state == QUEUED
-    assert shop.controlnets.unavailable(job) is None
 
 
 async def test_an_attempt_that_reaches_no_server_is_taken_up_where_it_was_and_the_worker_is_not_blamed(
@@ -409,7 +400,29 @@ async def test_jobs_follow_what_servers_report(shop: Shop) -> None:
     assert job.servers == ("s1",)
     await shop.complete(job)
     shop.fleet.report(first, load(net("edges", state=ON_DISK)))
-    assert shop.take(_job(shop, "edges")).servers == ("s2",)
+    job = shop.take(_job(shop, "edges"))
+    assert job.servers == ("s2",)
+    await shop.complete(job)
+    for member in (first, second):
+        shop.fleet.report(member, load(net("edges"), draining=True))
+    job = shop.take(_job(shop, "edges"))
+    assert (job.state, job.servers) == (QUEUED, ())
+    assert shop.controlnets.unavailable(job) is None, "they may be back soon"
+
+
+async def test_sessions_count_at_a_server_from_when_they_are_given_out_to_their_end(shop: Shop) -> None:
+    member = _server(shop, net("edges"))
+    loads = ServerLoads(shop.controlnets._hosts)
+
+    def others_s() -> float:
+        (hosted,) = shop.controlnets._hosts.hosted_by(member)
+        return loads.candidate(member, hosted, shape=(16, 16), rows=2).others_s
+
+    alone_s = others_s()
+    loads.assign([("s1", "edges")])
+    beside_one_s = others_s()
+    loads.release([("s1", "edges")])
+    assert others_s() == alone_s < beside_one_s
 
 
 async def test_measured_forward_passes_decide_between_servers(shop: Shop) -> None:

@@ -73,9 +73,6 @@ CAST = {
     "a plain picture with a LoRA": Asked(
         spec=replace(PLAIN, seed=5, num_inference_steps=8), scales={"pixel": 0.7}, controls={}
     ),
-    "another edit": Asked(
-        spec=replace(EDIT, seed=6, sampler=SamplerKind.DPMPP_2M), mask=box_mask(), scales={}, controls={}
-    ),
     "another edit with a LoRA": Asked(
         spec=replace(EDIT, seed=7, strength=0.6), mask=box_mask((0, 0, 20, 64)), scales={"outline": 0.4}, controls={}
     ),

@@ -218,6 +218,14 @@ def test_of_latents_that_are_too_large_nothing_is_kept_or_recorded(
     assert caplog.messages.count("no latents are kept: those of the picture are too large") == 1
 
 
+def test_a_generation_that_is_cancelled_leaves_no_recording(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.submit(EngineOrder(key="generation", spec=GENERATED))
+    desk.turn()
+    desk.engine.cancel("generation")
+    assert not desk.source.recordings
+
+
 # As bytes.
 
 

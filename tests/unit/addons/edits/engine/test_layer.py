@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,26 @@ def test_parts_give_the_norm_of_the_whole_map_as_it_is_now() -> None:
     assert (whole * scale + shift - norm(whole)).abs().max() < 2e-3
     before = torch.stack(recorded)
     assert (before * scale + shift - norm(before)).abs().max() > 0.5
+
+
+@torch.inference_mode()
+def test_what_records_say_outside_a_mask_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[object] = []
+    real = norms._outside
+
+    def counted(recorded: Tensor, rectangles: tuple[Rectangle, ...]) -> Statistics:
+        computed.append(rectangles)
+        return real(recorded, rectangles)
+
+    monkeypatch.setattr(norms, "_outside", counted)
+    statistics, recorded = RecordedStatistics(), moments(feature_map(1)[None], GROUPS)[0]
+    other = recorded.clone()
+    first = statistics.outside(recorded, FIRST, stored=recorded)
+    assert statistics.outside(recorded, FIRST, stored=recorded) is first
+    assert statistics.outside(recorded.clone(), FIRST, stored=recorded) is first  # as a device gets it
+    assert statistics.outside(recorded, SECOND, stored=recorded) is not first
+    assert statistics.outside(other, FIRST, stored=other) is not first
+    assert computed == [FIRST, SECOND, FIRST]
 
 
 @torch.inference_mode()

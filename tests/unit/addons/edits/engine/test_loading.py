@@ -155,6 +155,23 @@ def test_a_step_elsewhere_is_copied_before_an_edit_completes_it(desk: LoadingDes
             assert torch.equal(step._outputs[name], before[id(step), name])
 
 
+def test_a_step_that_is_not_whole_here_is_read_and_not_completed(desk: LoadingDesk) -> None:
+    desk.move()
+    (recording,) = desk.source.recordings
+    share = recording.valid_share
+    drawn = desk.draw(masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere"))
+    assert drawn.record.provenance.blocks_reused
+    assert recording.valid_share == share
+
+
+def test_a_recording_of_another_size_is_not_used(desk: LoadingDesk) -> None:
+    (recording,) = desk.source.recordings
+    recording.shape = (8, 8)
+    drawn = desk.draw(replace(FIRST, key="again"))
+    assert drawn.record.provenance.mask.computed_all_because == "the recording of this image has another size"
+    assert recording.is_idle
+
+
 def test_loads_in_a_busy_batch_change_nobodys_picture(desk: LoadingDesk) -> None:
     """Edits that load, or wait in vain, and plain jobs share turns: each edit is what its template's first one was."""
     other = masked_order(

@@ -171,6 +171,14 @@ def test_a_block_that_was_not_recorded_is_computed_in_full(unet: UNet2DCondition
     assert reuses[0] == len(whole) > reuses[1] > reuses[2] == 0
 
 
+def test_a_map_that_computes_nothing_gives_what_was_recorded(unet: UNet2DConditionModel) -> None:
+    row, recorded = plain_row(1), StepInMemory()
+    (plain,) = noise_of(unet, [recording(row, recorded)])
+    empty = masked(row, recorded, torch.zeros(16, 16, dtype=torch.bool))
+    for rows in ([empty], [plain_row(2), empty]):
+        assert distance(noise_of(unet, rows)[-1], plain) < FLOAT16
+
+
 def test_without_rows_of_edits_and_with_fixed_rows_the_plain_backbone_runs(unet: UNet2DConditionModel) -> None:
     class NeverBegun(MaskedBackbone):
         def begin(self, inputs: object) -> object:  # type: ignore[override]

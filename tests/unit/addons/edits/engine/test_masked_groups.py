@@ -14,7 +14,6 @@ from torch import Tensor
 from bottega.addons.edits.engine.activations import edit_activations
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
-from bottega.addons.edits.engine.masked.tokens import share
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.loras.engine import UnmergedLoras
 from bottega.engine.denoiser import Denoiser
@@ -24,7 +23,6 @@ from tests.samples.masked_networks import (
     box,
     denoiser_of,
     masked,
-    patch,
     plain_row,
     point_shapes,
     random_loras,
@@ -124,10 +122,6 @@ def make(
     return made
 
 
-def test_the_masks_are_as_large_as_this_file_says() -> None:
-    assert [round(share(computed, 2), 2) for computed in MASKS.values()] == list(MASKS)
-
-
 def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_depends_on_the_others(
     unet: UNet2DConditionModel, residuals: dict[object, list[Tensor]], make: Make
 ) -> None:
@@ -161,18 +155,3 @@ def test_rows_whose_residuals_are_late_leave_with_their_tokens(unet: UNet2DCondi
     assert 0 < len(noise) < len(rows)
     for row, predicted in noise.items():
         assert (predicted - everybody[row]).abs().max() < NEIGHBOUR
-
-
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "convolutions"])
-def test_loras_in_the_weights_and_beside_them_agree_on_masked_rows(linear: bool) -> None:
-    unet, patched = (small_unet(use_linear_projection=linear) for _ in range(2))
-    loras, template, recorded, computed = random_loras(unet, 4, TOUCHED), plain_row(1), StepInMemory(), box(2, 3, 5, 5)
-    patch(patched, loras)
-    beside = denoiser_of(unet, MaskedBackbone(unet), row_weights=UnmergedLoras(unet))
-    inside = denoiser_of(patched, MaskedBackbone(patched))
-    inside.predict([recording(template, recorded)])
-    edit = masked(plain_row(2, loras=loras), recorded, computed)
-    ours = beside.predict([edit, plain_row(3)]).noise[edit]
-    assert (ours - inside.predict([edit]).noise[edit]).abs().max() < NEIGHBOUR
-    without = denoiser_of(unet, MaskedBackbone(unet)).predict([edit]).noise[edit]
-    assert (ours - without).abs().max() > 0.05

@@ -134,6 +134,8 @@ def test_a_slow_store_is_asked_for_less_and_a_dead_slow_one_for_nothing() -> Non
     (most, least_s), (some, middle_s), (none, most_s) = counts
     assert most > some > none == 0
     assert least_s < middle_s < most_s
+    plans, times = planner(None)
+    assert plans.plan([Reader(3, times)], others=0) == [], "nothing is ever loaded"
 
 
 def test_what_two_edits_take_of_the_same_step_is_loaded_once() -> None:

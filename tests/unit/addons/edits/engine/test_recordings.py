@@ -14,14 +14,17 @@ from torch import Tensor
 
 from bottega import kinds, rules
 from bottega.addons.edits.engine.masked.checks import LEAST_COSINE, PromptCosines
-from bottega.addons.edits.engine.recordings.recording import rounded
+from bottega.addons.edits.engine.recordings.recording import rounded, step_key
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.engine.addon import EngineAddOn, JobAddOn
+from bottega.engine.encode import encode_prompts
 from bottega.engine.events import EngineRecord, JobCheckpointed, JobFailed
 from bottega.engine.job import EngineOrder
+from bottega.engine.request import Request
 from bottega.engine.spec import ControlSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
+from bottega.model.rows import Half
 from bottega.model.samplers import Sampler
 from bottega.model.schedulers import KARRAS, SamplerKind
 from bottega.v1.activations_pb2 import EditDecision
@@ -190,6 +193,15 @@ def test_other_images_loras_and_sizes_are_other_templates(desk: EditDesk) -> Non
     assert desk.edits.key(FIRST).digest == desk.edits.key(ELSEWHERE).digest
 
 
+def test_steps_with_other_active_controlnets_are_other_steps(model: Model) -> None:
+    first = ControlSpec(name="edges", image_digest="5a" * 32, control_guidance_end=0.5)
+    second = ControlSpec(name="depth", image_digest="a5" * 32, control_guidance_start=0.5)
+    spec = replace(SPEC, strength=None, controlnets=(first, second))
+    request = Request(model, spec, encode_prompts(model, spec))
+    keys = [step_key(request, Half.CONDITIONAL, turn) for turn in range(4)]
+    assert [key.controls for key in keys] == [(0,), (0,), (1,), (1,)]
+
+
 @pytest.mark.parametrize(("crop", "templates"), [(None, 1), (8, 2)])
 def test_of_cropped_control_images_the_part_that_is_drawn_counts(
     model: Model, crop: int | None, templates: int
@@ -301,6 +313,19 @@ def test_where_blocks_follow_the_prompt_two_prompts_on_one_image_do_not_drive_ea
     assert recording.size_bytes == 1.5 * alone_bytes
     edit_record(desk, masked_order(replace(FIRST.spec, prompt="a blue ring"), key="third", any_prompt=False))
     assert recording.size_bytes == 1.5 * alone_bytes, "no third one is kept"
+
+
+def test_without_room_for_two_prompts_the_newer_one_stays(desk: EditDesk) -> None:
+    follow_prompts(desk)
+    (recording,) = desk.source.recordings
+    recording.budget_bytes = recording.size_bytes
+    other = replace(FIRST.spec, prompt="a yellow square")
+    records = [
+        edit_record(desk, masked_order(spec, key=number, any_prompt=False))
+        for number, spec in enumerate((other, other, FIRST.spec))
+    ]
+    assert [record.blocks_reused / record.blocks_total for record in records] == [0.5, 1.0, 0.5]
+    assert recording.size_bytes == recording.budget_bytes
 
 
 def test_how_far_blocks_follow_the_prompt_is_measured_before_the_first_use(desk: EditDesk) -> None:
@@ -420,6 +445,8 @@ def test_a_first_edit_that_redraws_all_records_nothing(model: Model) -> None:
     assert (record.recorded, record.computed_all_because) == (False, said)
     assert not desk.source.recordings
     assert edit_record(desk, SECOND).mask.recorded
+    again = edit_record(desk, masked_order(mask=box_mask((0, 0, 64, 64)), key="again"))
+    assert (again.blocks_reused, again.mask.computed_all_because) == (0, said)
 
 
 def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Model) -> None:

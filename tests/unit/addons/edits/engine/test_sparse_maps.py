@@ -330,6 +330,7 @@ def filled(*boxes: tuple[int, int, int, int], side: int = 32) -> np.ndarray:
 
 
 def test_parts_far_from_each_other_are_rectangles_of_their_own() -> None:
+    assert cover(filled()) == ()
     assert set(cover(filled((0, 0, 3, 4), (20, 25, 6, 2)))) == {
         Rectangle(top=0, left=0, height=3, width=4),
         Rectangle(top=20, left=25, height=6, width=2),

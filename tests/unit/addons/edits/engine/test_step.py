@@ -98,6 +98,37 @@ def test_what_an_edit_computed_itself_is_no_part_of_them(unet: UNet2DConditionMo
     assert whole == [True, False, True, False, False]
 
 
+def test_rows_of_several_edits_and_plain_ones_share_a_forward(unet: UNet2DConditionModel) -> None:
+    first, second, plain = template(unet), template(unet), plain_row(9)
+    kept = [with_room(), with_room()]
+
+    def rows(number: int, *, keeps: bool) -> list[Row]:
+        sides = [keeping(each, by) if keeps else each for each, by in zip((first, second), kept, strict=True)]
+        return [
+            masked(plain_row(number), sides[0], SMALL),
+            plain,
+            masked(plain_row(number + 1), sides[1], ELSEWHERE),
+        ]
+
+    for number in (2, 4):
+        wanted = denoise(unet, rows(number, keeps=False))
+        ours = denoise(unet, rows(number, keeps=True))
+        assert max(float((one - other).abs().max()) for one, other in zip(ours, wanted, strict=True)) < EXACT
+    assert all(each.size_bytes for each in kept)
+
+
+def test_a_row_that_records_gets_all_that_blocks_put_out(unet: UNet2DConditionModel) -> None:
+    recorded, kept = template(unet), with_room()
+    for seed in (2, 3):
+        denoise(unet, [masked(plain_row(seed), keeping(recorded, kept), SMALL)])
+    wanted, sink = StepInMemory(), StepInMemory()
+    row = plain_row(4)
+    denoise(unet, [masked(row, recorded, SMALL, wanted)])
+    denoise(unet, [masked(row, keeping(recorded, kept), SMALL, sink)])
+    assert sink.outputs.keys() == wanted.outputs.keys()
+    assert all(torch.allclose(sink.outputs[name], wanted.outputs[name], atol=2e-3) for name in wanted.outputs)
+
+
 def of_bytes(count: int) -> Projections:
     half = torch.zeros(count // 8, 1)
     return Projections(keys=half, values=half.clone(), unknown=0)

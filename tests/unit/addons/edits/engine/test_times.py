@@ -107,15 +107,12 @@ def law(per_flop_s: float = 2e-12, per_byte_s: float = 3e-10, fixed_s: float = 2
     return WorkCost(per_flop_s=per_flop_s, per_map_flop_s=0.0, per_byte_s=per_byte_s, fixed_s=fixed_s)
 
 
-def measured(
-    cost: Callable[[float, float], float], *, batches: int = 60, noise: float = 0.0, fit: WorkFit | None = None
-) -> WorkFit:
+def measured(cost: Callable[[float, float], float], *, batches: int = 60) -> WorkFit:
     """A fit over batches of a few hundred megaflops to a hundred gigaflops."""
-    fit, rng = fit or WorkFit(), Random(5)
+    fit, rng = WorkFit(), Random(5)
     for _ in range(batches):
         flops, size_bytes = rng.uniform(3e8, 1e11), rng.uniform(1e5, 1e8)
-        seconds = cost(flops, size_bytes) * rng.uniform(1 - noise, 1 + noise)
-        fit.observe(flops=flops, size_bytes=size_bytes, seconds=seconds)
+        fit.observe(flops=flops, size_bytes=size_bytes, seconds=cost(flops, size_bytes))
     return fit
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import cast
 
@@ -86,6 +88,18 @@ def test_one_whose_end_has_no_room_is_abandoned_and_may_be_given_again() -> None
     waiting.complete(made, HEADER)
     assert kinds_of(waiting) == ["section", "chunk", "recording"]
     assert not waiting.lacks(made)
+
+
+def test_one_whose_end_has_no_room_takes_no_memory_when_nobody_else_has_it() -> None:
+    waiting = uploads()
+    made = begun(waiting, recording())
+    waiting.complete(made, HEADER)
+    while (upload := waiting.next()) is not None:
+        waiting.refused(upload)
+    known = weakref.ref(made)
+    del made
+    gc.collect()
+    assert known() is None
 
 
 def test_a_section_that_has_no_room_is_dropped_alone() -> None:
