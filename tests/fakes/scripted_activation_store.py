@@ -167,10 +167,10 @@ class ScriptedStore(LinkServer[ScriptedLink]):
     wanted. folder: for a socket, by which workers are given files; without one they are sent chunks. ends: why links
     have ended. chunks: bytes of each that a worker has sent. relay: between workers and it, from the next link on."""
 
-    def __init__(self, name: str, *, folder: Path | None = None, reply: Reply | None = None) -> None:
+    def __init__(self, name: str, *, folder: Path | None = None) -> None:
         self.name = name
         self.sections: dict[str, Section] = {}
-        self.reply: Reply = reply or self.answer
+        self.reply: Reply = self.answer
         self.fetched: Callable[[ScriptedLink, int, SectionRequest], None] = self.send
         self.questions: queue.SimpleQueue[TemplateQuestion] = queue.SimpleQueue()
         self.requests: queue.SimpleQueue[SectionRequest] = queue.SimpleQueue()

@@ -47,11 +47,10 @@ class TemplatesWorker(ScriptedWorker):
         return ProfileBlocksResponse(profile=block_profile(request.width or 64, request.height or 48))
 
 
-async def joined(gateway: Running, name: str, *templates: Template, uses: Sequence[str] = ()) -> TemplatesWorker:
+async def joined(gateway: Running, name: str, *templates: Template) -> TemplatesWorker:
     """One of a gateway's fleet, which ends with it."""
     worker = TemplatesWorker(name, gateway.fleet_address)
     worker.held = {template.id: template for template in templates}
-    worker.uses = uses
     gateway.workers.append(worker)
     await worker.start()
     return worker

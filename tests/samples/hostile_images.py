@@ -76,10 +76,9 @@ def png_with(before: bytes = b"", after: bytes = b"") -> bytes:
     return image[:pixels] + before + image[pixels:end] + after + image[end:]
 
 
-def compressed_texts(count: int, kind: bytes = b"zTXt", *, damaged: bool = True) -> bytes:
-    """A small PNG with so many texts of a MiB each; of damaged ones Pillow does not count what it has inflated."""
-    between = b"\0\0" if kind == b"zTXt" else b"\0\1\0\0\0"
-    return png_with(chunk(kind, b"a" + between + (_DAMAGED_MIB if damaged else _MIB)) * count)
+def compressed_texts(count: int) -> bytes:
+    """A small PNG with so many damaged texts of a MiB each, of which Pillow does not count what it has inflated."""
+    return png_with(chunk(b"zTXt", b"a\0\0" + _DAMAGED_MIB) * count)
 
 
 def colour_profiles(count: int) -> bytes:
@@ -87,9 +86,9 @@ def colour_profiles(count: int) -> bytes:
     return png_with(chunk(b"iCCP", b"a\0\0" + _MIB) * count)
 
 
-def chunks(count: int, kind: bytes = b"abCd") -> bytes:
+def chunks(count: int) -> bytes:
     """A small PNG with so many chunks too many, behind its pixels."""
-    return png_with(after=chunk(kind, b"") * count)
+    return png_with(after=chunk(b"abCd", b"") * count)
 
 
 def tiny_pixel_chunks(count: int) -> bytes:

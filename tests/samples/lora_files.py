@@ -77,12 +77,12 @@ def kohya(parts: Mapping[tuple[str, str], Part], *, seed: int = 0) -> tuple[dict
     return tensors, deltas
 
 
-def peft(parts: Mapping[tuple[str, str], Part], folder: Path, *, seed: int = 0) -> dict[str, Tensor]:
+def peft(parts: Mapping[tuple[str, str], Part], folder: Path) -> dict[str, Tensor]:
     """Writes a folder of PEFT's for each component; returns by component and path what it adds, from the definition.
 
     parts: by component and path, each with an alpha.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     deltas = {}
     for component in dict.fromkeys(component for component, _ in parts):
         tensors: dict[str, Tensor] = {}

@@ -78,8 +78,6 @@ def write_model(
     layout: Layout = PLAIN,
     *,
     changes: Mapping[str, Config] = TINY,
-    scheduler: Config | None = None,
-    seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write an SDXL folder as its publishers do, without ControlNets, and return it.
@@ -88,17 +86,15 @@ def write_model(
         folder: Need not exist.
         layout: How its files are laid out.
         changes: Keys to replace in the configuration of `unet`, `vae`, `text_encoder` and `text_encoder_2`.
-        scheduler: scheduler_config.json; SDXL's without one.
-        seed: Of the weights. The same seed gives the same weights in every layout.
         dtype: Of the plain weights, in which they are drawn; variants have their own.
     """
     config = {name: getattr(configs, name)() | changes.get(name, {}) for name in _BUILDERS if name != "controlnet"}
     for number, (name, values) in enumerate(config.items()):
-        with _seeded(1000 * seed + number, dtype):
+        with _seeded(number, dtype):
             network = _BUILDERS[name](values)
         write_json(folder / name / "config.json", values)
         _write_weights(folder / name, _published_state(name, network, layout), layout, dtype)
-    scheduler_config = scheduler or configs.scheduler()
+    scheduler_config = configs.scheduler()
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config)
     write_tokenizers(folder)
     index = configs.model_index() | {"scheduler": ["diffusers", scheduler_config["_class_name"]]}

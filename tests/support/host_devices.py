@@ -17,9 +17,9 @@ from bottega.transport import Backend
 _CPU = torch.device("cpu")
 
 
-def host_devices(name: str = "host") -> Devices:
+def host_devices() -> Devices:
     """The device of a process that has both backends."""
-    return Devices(name, {Backend.CUDA_IPC: pool_opener(HostMemory()), Backend.GLOO: open_gloo})
+    return Devices("host", {Backend.CUDA_IPC: pool_opener(HostMemory()), Backend.GLOO: open_gloo})
 
 
 class HostMemory:

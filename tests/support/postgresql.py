@@ -152,10 +152,10 @@ class PostgresServer:
             self._signal(signal.SIGQUIT)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def new_database(self, template: str = "template0") -> str:
+    def new_database(self) -> str:
         """Create a database and return its name."""
         name = f"test{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
+        self.execute(f"CREATE DATABASE {name} TEMPLATE template0 STRATEGY FILE_COPY")
         return name
 
     def url(self, database: str, *, user: str = "postgres", password: str = "", port: int = 0) -> str:

@@ -22,18 +22,16 @@ _Call = tuple[Any, Sequence[Any], Mapping[str, Any], list[Tensor]]
 class ReplayedCapture:
     """recorded: how many functions were. launched: how often any of them was launched again.
 
-    refuses: raised instead of recording. function_bytes: that it says each function has taken. cached_bytes: that are
-    reserved for nothing, until a set begins.
+    refuses: raised instead of recording. It says that each function has taken some bytes, and that some are reserved
+    for nothing until a set begins.
     """
 
-    def __init__(
-        self, *, refuses: Exception | None = None, function_bytes: int = 1000, cached_bytes: int = 100_000
-    ) -> None:
+    def __init__(self, *, refuses: Exception | None = None) -> None:
         self.recorded = 0
         self.launched = 0
         self._refuses = refuses
-        self._function_bytes = function_bytes
-        self._cached_bytes = cached_bytes
+        self._function_bytes = 1000
+        self._cached_bytes = 100_000
         self._taken_bytes = 0
 
     def begin(self) -> None:

@@ -180,9 +180,9 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def tail(log: Path, lines: int = 30) -> str:
+def tail(log: Path) -> str:
     """The end of a log, for a message."""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
 
 
 def wait_until_serving(

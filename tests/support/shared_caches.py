@@ -35,7 +35,7 @@ class Group:
         """Name of the database."""
         return urlsplit(self.url).path[1:]
 
-    def entries(self, name: str, cache: str = "", *, local_bytes: int = 1 << 20) -> tuple[SharedEntries, PostgresIndex]:
+    def entries(self, name: str, cache: str = "") -> tuple[SharedEntries, PostgresIndex]:
         """Return the entries of a cache and its index, opened. Close the index last."""
         database, cache = cache_database(self.url), cache or f"folder of {name}"
         index = PostgresIndex(database, cache=cache)
@@ -49,7 +49,7 @@ class Group:
             folder,
             database,
             SharedRecords(database.database, objects=self.objects, name=name, cache=cache),
-            FilesInObjects(objects, tier, reading=reading, local_bytes=local_bytes),
+            FilesInObjects(objects, tier, reading=reading, local_bytes=1 << 20),
             owner=S3Objects(s3_location(f"{self.objects}/owner"), names=OWNER_NAMES),
             name=name,
         )

@@ -38,18 +38,18 @@ def settings(*, budget_bytes: int = 1 << 20, upload_bytes: int = 1 << 20) -> Act
     return replace(SETTINGS, budget_bytes=budget_bytes, link=replace(SETTINGS.link, upload_bytes=upload_bytes))
 
 
-def outputs(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+def outputs(seed: int) -> dict[str, Tensor]:
     chance = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=chance).half() for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=chance).half() for name, shape in SHAPES.items()}
 
 
 def valid_map(seed: int = 0) -> Tensor:
     return torch.rand(SHAPE, generator=torch.Generator().manual_seed(seed)) < 0.7
 
 
-def step_key(place: int, half: Half = Half.CONDITIONAL, controls: tuple[int, ...] = ()) -> StepKey:
+def step_key(place: int) -> StepKey:
     """Of a step of a template."""
-    return StepKey(timestep=900.5 - 100 * place, noise_level=2.0**-place, half=half, controls=controls)
+    return StepKey(timestep=900.5 - 100 * place, noise_level=2.0**-place, half=Half.CONDITIONAL, controls=())
 
 
 def section(place: int, *, key: RecordingKey = KEY, prompt: str = "", seed: int | None = None) -> Section:
