@@ -74,6 +74,17 @@ def bad_images() -> Mapping[str, bytes]:
     }
 
 
+def some_good_images() -> Mapping[str, bytes]:
+    """Some for fields whose images are read as those of others are."""
+    return {name: good_images()[name] for name in ("png", "one pixel")} | {"the largest": largest_image()}
+
+
+def some_bad_images() -> Mapping[str, bytes]:
+    """Some for fields whose images are read as those of others are."""
+    few = ("empty", "text", "header of a bomb", "truncated png", "animated webp", "gif")
+    return {name: bad_images()[name] for name in few} | {"too large": too_large_image()}
+
+
 @functools.cache
 def largest_image() -> bytes:
     """A good picture with as many bytes behind it as may be."""

@@ -24,7 +24,8 @@ FILLED: dict[str, Any] = {
 # Values of a field that are taken, and that are not, by its name.
 Bounds = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
 
-_TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
+_OTHER_TEXTS = ("prompt_2", "negative_prompt", "negative_prompt_2")
+_LONG_TEXTS = ("x" * 16_385, "é" * 8193, MIB_TEXT)
 _TAKEN_TEXTS = (
     "",
     "x" * 16_384,
@@ -48,7 +49,8 @@ _RANGES: Bounds = {
     "prompt_syntax": ((0, 1, 2), (3, -1)),
     "clip_skip": ((0, 1), (-1, 101, MOST_INT32)),
     **dict.fromkeys(("fidelity", "format"), ((0, 1, 2, 3), (4, -1))),
-    **dict.fromkeys(_TEXTS, (_TAKEN_TEXTS, ("x" * 16_385, "é" * 8193, MIB_TEXT))),
+    "prompt": (_TAKEN_TEXTS, _LONG_TEXTS),
+    **dict.fromkeys(_OTHER_TEXTS, (_TAKEN_TEXTS[:3], _LONG_TEXTS)),
 }
 _OF_SCHEDULES: Bounds = {
     "timestep_spacing": ((0, 1, 2, 3), (4, -1)),
