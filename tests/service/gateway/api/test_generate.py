@@ -237,6 +237,14 @@ async def test_a_page_of_large_jobs_ends_early_enough_for_any_client_and_goes_on
     assert 1 < pages < 10
 
 
+async def test_the_backlog_is_told_to_the_worker(house: Running) -> None:
+    worker = await house.worker(step_s={2: 0.1, 4: 0.2}, hold_at=1)
+    jobs = [await house.submit(prompt=f"star {number}") for number in range(3)]
+    await eventually(lambda: worker.backlogs[-1:] == [2])
+    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=jobs[2].job_id))
+    await eventually(lambda: worker.backlogs[-1:] == [1])
+
+
 async def test_previews_come_to_whoever_asks_for_them_while_the_job_runs(house: Running) -> None:
     worker = await house.worker(step_s={2: 0.01, 4: 0.01})
     worker.script.preview, worker.script.pace_s, worker.script.hold_at = b"jpeg", 0.02, 3
@@ -255,6 +263,17 @@ async def test_previews_come_to_whoever_asks_for_them_while_the_job_runs(house: 
         assert events[-1].HasField("completed")
     plain = [a.event async for a in house.generate(prompt="a circle")]
     assert not any(event.progress.previews for event in plain)
+
+
+async def test_models_and_members_are_listed(house: Running) -> None:
+    await house.worker("w1")
+    await house.worker("w2")
+    (model,) = (await house.images.ListModels(image_pb2.ListModelsRequest())).models
+    assert (model.name, model.workers, model.size_multiple) == ("miniature", 2, 8)
+    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())).members
+    assert [member.registration.name for member in members] == ["gateway", "w1", "w2"]
+    assert members[0].registration.address == house.address
+    assert members[0].load.memory_bytes > 10 << 20
 
 
 async def test_metrics_tell_outcomes_refusals_and_members(house: Running) -> None:

@@ -130,6 +130,14 @@ async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_
     assert asked() == [CAT]
 
 
+async def test_an_edit_goes_to_the_worker_that_has_its_template(shop: Shop) -> None:
+    shop.worker("w1")
+    other = shop.worker("w2")
+    shop.report(other, controlnets=_has(CAT))
+    assert shop.take(_edit(shop)).worker == "w2"
+    assert shop.take(_edit(shop, DOG)).worker == "w1"
+
+
 async def test_a_worker_that_has_dropped_a_template_is_as_good_as_others(shop: Shop) -> None:
     addon, other = _activations(shop), shop.worker("w2")
     shop.report(other, controlnets=_has(CAT, DOG))
