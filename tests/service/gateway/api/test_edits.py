@@ -76,9 +76,16 @@ NO_IMAGE = "the bytes are not a PNG, JPEG or WebP image"
 
 
 async def test_what_is_wrong_with_an_edit_is_said_at_once(house: Running, worker: ScriptedWorker) -> None:
-    """Images and masks are decoded by another process; tests/unit/gateway/api/test_validation.py has all cases."""
+    without_mask = {"padding_mask_crop": "needs mask_image", "mask_feather": "needs mask_image"}
+    exact = {"techniques.masked_blocks": "must not be true with fidelity EXACT, which computes all"}
     cases: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"mask_image": BLACK}, NOT_WHITE),
+        ({"mask_image": saved(Image.new("L", (64, 64), 127))}, NOT_WHITE),
         ({"mask_image": BLACK, "padding_mask_crop": 8}, NOT_WHITE),
+        ({"mask_image": b""}, {"mask_image": "is empty; send a PNG, JPEG or WebP"}),
+        ({"mask_image": None, "padding_mask_crop": 8, "mask_feather": 4}, without_mask),
+        ({"strength": 0.0}, NO_STRENGTH),
+        ({"fidelity": EXACT, "techniques": Techniques(masked_blocks=True)}, exact),
         ({"mask_image": opaque(), "mask_alpha": True}, NOT_TRANSPARENT),
         ({"mask_image": box(at=(5, 5, 7, 7))}, TOO_SMALL),
         ({"mask_image": b"no picture", "image": b"nor this"}, {"image": NO_IMAGE, "mask_image": NO_IMAGE}),
