@@ -28,23 +28,6 @@ def test_the_switches_and_the_pin_reach_the_gateway(gateway: ScriptedGateway, ad
     ]
 
 
-def test_it_is_said_what_pictures_started_from_and_what_was_skipped(gateway: ScriptedGateway, address: str) -> None:
-    one, two = completed(), completed()
-    one.completed.provenance.cached_starts.add(entry=f"{ENTRY}@10", similarity=0.9344, from_step=9, skipped_steps=4)
-    for image in (1, 3):
-        two.completed.provenance.cached_starts.add(
-            entry=f"{ENTRY}@2", similarity=0.7, from_step=1, skipped_steps=1, image=image, without_loras=True
-        )
-    gateway.scripts = [[one], [two]]
-    lines = run("generate", "a star", address=address).stdout.splitlines()
-    assert lines[-1] == f"cache: starts from {ENTRY}@10, similarity 0.934; 4 steps skipped (approximate)"
-    lines = run("generate", "a star", address=address).stdout.splitlines()
-    how = "(approximate, without the LoRAs)"
-    assert lines[-2:] == [
-        f"cache: picture {image} starts from {ENTRY}@2, similarity 0.700; 1 step skipped {how}" for image in (1, 3)
-    ]
-
-
 def test_a_pin_that_is_gone_is_said_with_what_helps(gateway: ScriptedGateway, address: str) -> None:
     gateway.scripts = [[CacheEntryGone(f"the cached latent {ENTRY}@10 is gone", metadata={"entry": f"{ENTRY}@10"})]]
     result = run("generate", "a star", "--cache-entry", f"{ENTRY}@10", address=address)

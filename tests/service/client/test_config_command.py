@@ -35,15 +35,6 @@ def test_a_key_of_an_earlier_version_is_answered_with_its_new_name(tmp_path: Pat
     assert "start_s: is called start_stall_s now" in done.output
 
 
-def test_an_unknown_key_is_answered_with_those_of_its_section(worker: Path) -> None:
-    worker.write_text("server:\n  lisen: 127.0.0.1:8470\nengine: 3\n")
-    done = run("config", "check", worker)
-    assert "server.lisen: unknown key; known in server: listen, " in done.output
-    assert "engine: is a section" in done.output
-    worker.write_text("engine:\n  peer: 10.0.0.2:8470\n")
-    assert "known in engine.peer: address, " in run("config", "check", worker).output
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [

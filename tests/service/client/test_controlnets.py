@@ -14,7 +14,6 @@ from bottega import errors
 from bottega.client import AsyncClient, ControlNet, ServedControlNet
 from bottega.client.checkup.gateway import check_gateway
 from bottega.manifest import VARIABLE
-from bottega.v1 import hosted_pb2
 from bottega.v1.hosted_pb2 import ResidualProfile
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, serving
@@ -62,20 +61,6 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
         assert "openpose, depth, hed, canny, normal, segment" in rows["union"]
         assert "-" in rows["depth"]
         assert "no served model (sdxl)" in rows["pose"]
-
-
-async def test_where_a_controlnet_is_and_how_it_stands_there(fleet: Running) -> None:
-    server = await fleet.controlnets("s1", hosted("edges", sessions=2, popularity=5))
-    await fleet.controlnets("s2", hosted("edges", state=hosted_pb2.HOSTED_STATE_LOADING, digest="f" * 64))
-    result = await run_at(fleet, "controlnets", "where", "edges")
-    rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["s1", "controlnet", server.address, "loaded", "2", "5", "hash"] in [row[:7] for row in rows]
-    assert any(row[:1] == ["s2"] and "loading" in row and row[-1] == "f" * 12 for row in rows)
-    assert "another version of" in result.stderr, "two versions under one name"
-    missing = await run_at(fleet, "controlnets", "where", "lines")
-    assert missing.exit_code == 1
-    assert "no service hosts lines" in missing.stderr
-    assert "Hosted: edges" in missing.stderr
 
 
 async def test_a_folder_is_added_at_every_server_or_at_one(fleet: Running, tmp_path: Path) -> None:
@@ -131,17 +116,6 @@ async def test_a_load_that_cannot_succeed_ends_the_wait_with_its_reason(fleet: R
     assert result.exit_code != 0
     assert "edges takes 24.0 MiB, and s1 has 20.0 MiB for ControlNets" in " ".join(result.output.split())
     assert not small.prefetched
-
-
-async def test_another_server_is_asked_for_one_that_cannot_load(fleet: Running) -> None:
-    broken = await fleet.controlnets("s1", hosted("edges", state=ON_DISK))
-    broken.broken = {"edges": "its weights are damaged"}
-    await fleet.controlnets("s2", hosted("edges", state=ON_DISK))
-    result = await run_at(fleet, "controlnets", "warm", "edges")
-    assert (result.exit_code, result.stdout) == (0, "edges is loaded at s2\n"), result.output
-    assert broken.prefetched == [["edges"]]
-    result = await run_at(fleet, "controlnets", "warm", "edges", "--servers", "2")
-    assert "edges cannot be loaded by s1: its weights are damaged" in " ".join(result.output.split())
 
 
 async def test_a_controlnet_is_pinned_at_every_server_or_at_one(fleet: Running) -> None:

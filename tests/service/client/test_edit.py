@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from bottega.client import AsyncClient, Box, Client
 from bottega.errors import BadImage, InvalidRequest, RecordingNotKept, Violation
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, GenerationSpec, SourceUse, Techniques
+from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, image
 from tests.support.terminal import run
 
@@ -128,21 +128,6 @@ def test_it_is_said_what_the_mask_did_and_where_the_picture_is(gateway: Scripted
     unread = "its transparency was ignored (--alpha redraws transparent parts)"
     assert f"drew 40x30 pixels at 4,8, resized from 32x16, converted to grey, {unread}\n" in said
     assert "transparent" not in result.stdout
-
-
-def test_it_is_said_what_of_the_source_is_lost(gateway: ScriptedGateway, address: str) -> None:
-    for parameters, why in (
-        (GenerationSpec(keep_unmasked=False, format=IMAGE_FORMAT_JPEG), "drawn pixels are opaque"),
-        (GenerationSpec(keep_unmasked=True, format=IMAGE_FORMAT_JPEG), "a JPEG has no transparency; use PNG or WebP"),
-    ):
-        lost = completed()
-        lost.completed.provenance.parameters.CopyFrom(parameters)
-        lost.completed.provenance.source.CopyFrom(SourceUse(transparency_unread=True, scaled_from_16_bits=True))
-        gateway.scripts = [[lost], [completed()]]
-        first, second = (run("edit", "star.png", "a star", "--mask", "mask.png", address=address) for _ in range(2))
-        assert f"the transparency of the image is not kept: {why}\n" in first.stderr
-        assert "the image has 16 bits of grey" in first.stderr
-        assert not second.stderr
 
 
 def test_it_is_said_what_was_computed_and_what_reused(gateway: ScriptedGateway, address: str) -> None:

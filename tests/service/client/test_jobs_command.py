@@ -87,16 +87,6 @@ def test_pages_without_jobs_are_turned_but_not_without_end(gateway: ScriptedGate
     assert result.stderr == f"More: bottega jobs --state=failed -n 20 --page page-{asked - 1}\n"
 
 
-def test_watching_tells_how_it_goes_and_how_to_have_the_picture(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(2), progress(10), completed()]]
-    result = run("jobs", "watch", "job-1", address=address)
-    assert result.exit_code == 0
-    assert "queued, 2 before it, about 2 s" in result.stderr
-    assert "step 10 of 30" in result.stderr
-    assert result.stdout == "job-1 completed: 1 picture\n"
-    assert "bottega jobs get job-1" in result.stderr
-
-
 def webp() -> image_pb2.Job:
     found = job(image_pb2.JOB_STATE_COMPLETED)
     found.spec.format = generation_pb2.IMAGE_FORMAT_WEBP

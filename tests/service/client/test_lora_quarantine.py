@@ -69,29 +69,6 @@ async def test_the_command_lists_what_is_in_quarantine_brings_it_back_and_discar
         assert (await _run(gateway, "discard")).exit_code == 2
 
 
-async def test_the_command_says_what_could_not_be_brought_back_and_goes_on_with_the_others(tmp_path: Path) -> None:
-    ink, wash, _ = await _fill(tmp_path / "store", "ink", "wash", "dots")
-    (damaged,) = (tmp_path / "store").rglob(f"{ink.digest}.safetensors")
-    damaged.write_bytes(bytes(damaged.stat().st_size))
-    for described in (tmp_path / "store").rglob(f"{wash.digest}.*.json"):
-        described.unlink()
-    bases = {"miniature": "miniature"}
-    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", name="loras", bases=bases):
-        done = await _run(gateway, "rebuild")
-        assert done.exit_code == 1
-        name = f"recovered-{wash.digest[:12]}"
-        assert sorted(done.stdout.splitlines()) == [
-            "2 of 3 restored; the others stay in quarantine",
-            "dots is restored for miniature",
-            f"{name} is restored for miniature",
-        ]
-        assert "ink was not restored: the weights of ink are damaged; upload the LoRA again" in done.stderr
-        assert "its files do not contain: its name, its format, its trigger words" in done.stderr
-        wrong = await _run(gateway, "rebuild", "ink", "--base", "nobody")
-        assert (wrong.exit_code, "the store has these base models: miniature" in wrong.stderr) == (1, True)
-        assert f"bottega loras rebuild {ink.digest[:12]} --base MODEL" in wrong.stderr
-
-
 async def test_a_lora_in_quarantine_is_looked_after_in_the_store_that_has_it(tmp_path: Path) -> None:
     (ink,) = await _fill(tmp_path / "first", "ink")
     (wash,) = await _fill(tmp_path / "second", "wash")

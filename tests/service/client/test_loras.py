@@ -114,21 +114,6 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")
 
 
-async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(house: House, tmp_path: Path) -> None:
-    path = lora_file(tmp_path, seed=2)
-    add = ("add", "pastel", path, "--base", "miniature")
-    for words in ((), ("--trigger", "pale")):
-        assert "trigger words" not in (await _run(house, "remove", "pastel")).stdout
-        assert "trigger words" not in (await _run(house, *add, *words)).stdout, "it is new"
-    assert "trigger words" not in (await _run(house, *add)).stdout, "it keeps what it has"
-    assert "trigger words" not in (await _run(house, *add, "--trigger", "pale")).stdout
-    changed = await _run(house, *add, "--trigger", "in pastel", "--trigger", "soft")
-    assert changed.stdout.splitlines()[1:] == [
-        "It existed already; its trigger words are now: in pastel, soft (before: pale)"
-    ]
-    assert "in pastel, soft" in (await _run(house, "show", "pastel")).stdout
-
-
 def test_what_is_no_lora_is_refused_by_the_name_of_the_argument(tmp_path: Path) -> None:
     (tmp_path / "empty.safetensors").touch()
     (tmp_path / "folder").mkdir()

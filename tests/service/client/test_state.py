@@ -16,9 +16,7 @@ import pytest
 
 from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder
 from bottega.client.suite.service_log import ServiceLog
-from bottega.state_folder import owner_of
 from tests.support.services import Services, gateway_config
-from tests.support.terminal import run
 
 NOBODY = 65534
 two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -81,35 +79,6 @@ def test_only_one_instance_holds_a_state_folder_and_which_is_known(tmp_path: Pat
     assert not state.is_held()
 
 
-@two_users
-def test_a_lock_that_another_user_holds_is_no_suite_of_ones_own(open_place: Path) -> None:
-    (open_place / "suite.lock").touch(mode=0o644)
-    code = "import fcntl, sys; f = open('suite.lock'); fcntl.flock(f, fcntl.LOCK_SH); print('held'); sys.stdin.read()"
-    with subprocess.Popen(
-        ["/usr/bin/env", "python3", "-c", code],
-        cwd=open_place,
-        user=NOBODY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        result = run("up", "--state", open_place)
-        other.kill()
-    assert result.exit_code == 1
-    assert f"is held by process {other.pid}" in result.stderr
-    assert f"of {owner_of_uid(open_place)}" in result.stderr
-    assert "No suite of yours runs from there" in result.stderr
-    assert "already runs" not in result.stderr
-
-
-def owner_of_uid(folder: Path) -> str:
-    probe = folder / "probe"
-    probe.touch()
-    os.chown(probe, NOBODY, -1)
-    return owner_of(probe)
-
-
 # The first run, as root, imports all that the second one needs: the other user may not read this installation.
 AS_NOBODY = f"""
 import json, os, sys
@@ -154,24 +123,6 @@ def taken() -> Iterator[str]:
     """A port at which nothing can start, so that the suite of the first run does not."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield str(server.getsockname()[1])
-
-
-@two_users
-def test_a_folder_of_another_user_is_said_to_be_his(nobody: RunAsNobody, open_place: Path, taken: str) -> None:
-    folders = {open_place / "closed": 0o700, open_place / "readable": 0o755, open_place / "writable": 0o777}
-    for folder, bits in folders.items():
-        folder.mkdir()
-        folder.chmod(bits)
-        os.chown(folder, 12345, 12345)
-        (folder / "suite.lock").touch()
-    ran = nobody([(folder, ["up", "--port", taken]) for folder in folders])
-    for folder, (status, _, said) in zip(folders, ran, strict=True):
-        assert status == 1
-        assert f"the state folder {folder} " in said
-        assert "user 12345" in said
-        assert "Give another one: --state FOLDER or BOTTEGA_STATE." in said
-        assert "already runs" not in said
-        assert "Traceback" not in said
 
 
 @two_users

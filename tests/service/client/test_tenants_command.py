@@ -12,11 +12,8 @@ from bottega.errors import InvalidRequest, Unauthenticated
 from bottega.rpc.security.api_keys import new_key, parse_key
 from bottega.rpc.security.caller import ALL_GRANTED, Grants
 from bottega.rpc.security.tenant_file import read_tenants
-from tests.fakes.scripted_controlnet import hosted
-from tests.support.gateway_with_loras import lora_house
 from tests.support.running_gateway import running_gateway
-from tests.support.running_loras import lora_file
-from tests.support.terminal import run, run_at
+from tests.support.terminal import run
 
 
 @pytest.fixture
@@ -92,32 +89,6 @@ async def test_a_client_shows_its_key(file: Path, monkeypatch: pytest.MonkeyPatc
         refused = await asyncio.to_thread(run, "jobs", "--address", house.address)
         assert refused.exit_code == 1
         assert "bottega tenants add NAME" in refused.output
-
-
-async def test_a_tenant_is_shown_the_loras_and_controlnets_that_it_may_use(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = await asyncio.to_thread(_made, "add", "shop", "--file", file)
-    await asyncio.to_thread(run, "tenants", "allow", "shop", "--loras", "ink", "--file", file)
-    async with lora_house(tmp_path, tenants=str(file)) as house:
-        gateway = house.gateway
-        await gateway.worker()
-        await gateway.controlnets("s1", hosted("edges"), hosted("pose@other"))
-        await house.store.upload("wash@shop", await asyncio.to_thread(lora_file, tmp_path, seed=2))
-        async with AsyncClient(gateway.address, api_key=key) as shop:
-            assert [(each.kind, each.name, each.models) for each in await shop.adapters()] == [
-                ("controlnet", "edges", ("miniature",)),
-                ("lora", "ink", ("miniature",)),
-                ("lora", "wash", ("miniature",)),
-            ]
-            assert [each.name for each in await shop.adapters("lora")] == ["ink", "wash"]
-        assert "@" in (await run_at(gateway, "controlnets")).stdout, "an operator is shown everybody's"
-        monkeypatch.setenv("BOTTEGA_API_KEY", key)
-        shown = {kind: (await run_at(gateway, kind)).stdout.split() for kind in ("loras", "controlnets", "models")}
-        assert {"ink", "wash"} <= set(shown["loras"])
-        assert "edges" in shown["controlnets"]
-        assert not any("@" in word for words in shown.values() for word in words)
-        assert "miniature" in shown["models"]
 
 
 async def test_what_is_no_key_is_refused_and_not_shown() -> None:

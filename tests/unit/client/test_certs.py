@@ -63,10 +63,3 @@ def test_a_name_that_is_none_is_refused_with_what_would_be_one(folder: Path) -> 
     assert "not of the form ROLE/NAME" in refused.output
     assert "gateway, worker, encode, decode, controlnet" in refused.output
     assert "local" not in refused.output.partition("Roles")[2]
-
-
-def test_without_an_authority_one_is_asked_for(tmp_path: Path) -> None:
-    for arguments in (("issue", "worker/w1"), ("show",), ("renew",)):
-        refused = _run(tmp_path / "empty", *arguments)
-        assert refused.exit_code == 2
-        assert "bottega certs init" in refused.output

@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -26,7 +25,6 @@ from bottega.client.cli.doctor import (
     check_own_controlnets,
     check_packages,
     check_python,
-    check_unit_disks,
 )
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE
@@ -34,7 +32,7 @@ from bottega.miniature import WEIGHTS
 from bottega.worker.config import EngineConfig, WorkerConfig
 from bottega.worker.config import check_model as check_worker_model
 from tests.samples.hostile_controlnets import CONFIG, REAL, with_config
-from tests.samples.wrong_folders import WRONG_FOLDERS, link_model
+from tests.samples.wrong_folders import WRONG_FOLDERS
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
 _HTTP = ("httpx", "python-multipart", "sse-starlette", "standardwebhooks", "starlette", "uvicorn")
@@ -104,18 +102,6 @@ def test_what_slows_or_limits_a_machine_is_warned_of() -> None:
     assert [result.level for limit in (65_536, -1) for result in check_open_files(limit)] == [Level.OK, Level.OK]
 
 
-def test_the_disk_of_this_machines_units_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not list(check_unit_disks(tmp_path))
-    for name in ("bottega-gateway", "bottega-loras", "other"):
-        (tmp_path / name).mkdir()
-    (result,) = check_unit_disks(tmp_path)
-    assert result.level in (Level.OK, Level.WARN)
-    assert f"{tmp_path}/bottega-gateway, {tmp_path}/bottega-loras" in result.what
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-    (result,) = check_unit_disks(tmp_path)
-    assert (result.level, result.todo) == (Level.FAIL, "Free space: a gateway takes no jobs on a full disk.")
-
-
 # The others' sentences are those of the checker, which tests/unit/model_files/test_folder_check.py has all of.
 def test_doctor_and_up_say_of_a_wrong_folder_what_workers_say(tmp_path: Path) -> None:
     given, sentence = WRONG_FOLDERS[0].make_at(tmp_path / "model")
@@ -128,15 +114,6 @@ def test_doctor_and_up_say_of_a_wrong_folder_what_workers_say(tmp_path: Path) ->
     with pytest.raises(ConfigError) as refused:
         check_worker_model(WorkerConfig(engine=EngineConfig(model=str(given))))
     assert refused.value.message == f"the model {given} cannot be served: {sentence}"
-
-
-def test_a_model_of_a_variant_is_described(tmp_path: Path) -> None:
-    link_model(tmp_path / "model")
-    unet = tmp_path / "model" / "unet" / "diffusion_pytorch_model.safetensors"
-    unet.rename(unet.with_name("diffusion_pytorch_model.fp16.safetensors"))
-    (result,) = check_model(str(tmp_path / "model"))
-    assert result.level is Level.OK
-    assert "SDXL, 64 x 64 pixels; 4 files of weights (variant fp16) in F16, 4.3 million parameters" in result.what
 
 
 @pytest.fixture

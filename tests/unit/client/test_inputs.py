@@ -81,8 +81,3 @@ def test_what_can_be_no_mask_is_said_by_its_name(mask: Any, said: str) -> None:
     found = refused(mask, image())
     assert found.keys() == {"mask_image"}
     assert said in found["mask_image"]
-
-
-def test_a_shape_without_an_image_to_draw_it_on_is_refused() -> None:
-    assert "which is missing" in refused(Box(0, 0, 4, 4))["mask_image"]
-    assert refused(Box(0, 0, 4, 4), b"no image") == {"image": "the bytes are not a PNG, JPEG or WebP image"}

@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bottega.client.cli import main
-from bottega.client.cli.up import first_command
 from bottega.miniature import WEIGHTS
 from bottega.model_files.single_file import OTHER_VERSION
 from bottega.model_files.single_file_check import refusal_of
@@ -135,14 +134,6 @@ def _without(tensors: Tensors, ending: str) -> Tensors:
 
 def _swapped(tensors: Tensors, one: str, other: str) -> Tensors:
     return tensors | {one: tensors[other], other: tensors[one]}
-
-
-def test_the_first_command_for_a_model_that_reads_a_mask_edits(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    link_model(model)
-    assert first_command(str(model)).startswith('bottega generate "a big red star')
-    change_json(model / "unet" / "config.json", in_channels=9)
-    assert first_command(str(model)).startswith('bottega edit PICTURE "a big red star')
 
 
 def test_check_gives_every_reason_and_fails(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 
 from bottega.client import AsyncClient, AsyncJob, Client, Job
-from bottega.client.addons import add_ons_by_command
 from bottega.client.sdk import sync
 from bottega.client.sdk.sync import LoopThread
 
@@ -19,12 +18,6 @@ PAIRS = [(AsyncClient, Client), (AsyncJob, Job)]
 
 def _methods(kind: type) -> set[str]:
     return {name for name, member in inspect.getmembers(kind, callable) if not name.startswith("_")}
-
-
-def test_the_clients_have_the_methods_of_every_add_on() -> None:
-    expected = {f"{package}.sdk" for package in add_ons_by_command().values()}
-    for client in (AsyncClient, Client):
-        assert {base.__module__ for base in client.__bases__} == expected
 
 
 @pytest.mark.parametrize(("asynchronous", "blocking"), PAIRS)

@@ -103,22 +103,8 @@ def test_a_table_fits_80_columns_and_cuts_nothing(
     assert [word for word in kept if word not in text] == []
 
 
-def test_columns_without_room_are_named_below_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = _lines(_jobs(), monkeypatch, capsys)
-    head = next(line for line in lines if "prompt" in line)
-    assert head.split() == ["job", "state", "steps", "prompt"]
-    assert lines[-1] == "a wider terminal shows more: accepted, took"
-
-
 def worker(name: str, *found: Acceleration) -> Member:
     return Member(registration=Registration(kind="worker", name=name, device="cuda:0"), load=Load(accelerations=found))
-
-
-KEPT = Acceleration(name="kernels.geglu", kept=True, speedup=1.234, difference=1.5e-3, tolerance=0.02)
-SLOW = Acceleration(name="graphs", speedup=0.97, difference=2e-7, reason="it is 0.97 times as fast here")
-UNTRIED = Acceleration(name="attention.flash_attn", reason="flash_attn is not installed")
 
 
 def test_a_worker_that_starts_says_how_far_it_is() -> None:
@@ -130,11 +116,14 @@ def test_a_worker_that_starts_says_how_far_it_is() -> None:
     assert list(map(str, serves.cells)) == ["starting: loading unet, 3.1 of 5.1 GB"]
 
 
+KEPT = Acceleration(name="kernels.geglu", kept=True, speedup=1.234, difference=1.5e-3, tolerance=0.02)
+SLOW = Acceleration(name="graphs", speedup=0.97, difference=2e-7, reason="it is 0.97 times as fast here")
+
+
 def test_doctor_names_what_a_worker_computes_by_and_warns_of_one_that_kept_nothing() -> None:
-    tried = [worker("w0", KEPT, SLOW), worker("w1", SLOW, UNTRIED), worker("w2")]
-    kept, none = _check_accelerations(map(member_from, tried))
+    kept, none = _check_accelerations(map(member_from, (worker("w0", KEPT, SLOW), worker("w1", SLOW), worker("w2"))))
     assert kept.what == "w0 on cuda:0 uses kernels.geglu (1.23 x); 1 more are off"
-    assert "w1 on cuda:0 uses none of 2 tested accelerations" in none.what
+    assert "w1 on cuda:0 uses none of 1 tested accelerations" in none.what
     assert none.todo == "bottega fleet -v says why."
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import ConfigError
-from load.replay.arrivals import ArrivalShape
 from load.replay.mix import MIXES, AdapterShape, DrawShape, Mix, load_mix
 from load.replay.plan import plan
 from load.replay.requests import PlannedRequest
@@ -31,15 +30,6 @@ def test_the_same_mix_and_seed_make_the_same_requests() -> None:
     others = plan(LONG, 2)
     for figure in ("at_s", "kind", "prompt", "seed", "template", "mask_ratio"):
         assert [getattr(each, figure) for each in first] != [getattr(each, figure) for each in others], figure
-
-
-def test_when_requests_come_changes_nothing_else_of_them() -> None:
-    def without_times(mix: Mix) -> list[PlannedRequest]:
-        return [replace(request, at_s=0.0) for request in plan(mix, 1)][:300]
-
-    fast = replace(LONG, rate_per_s=3.0, minutes=2.0)
-    bursty = replace(LONG, arrivals=ArrivalShape(burstiness=8.0))
-    assert without_times(LONG) == without_times(fast) == without_times(bursty)
 
 
 def test_seven_in_ten_are_edits_of_popular_templates_with_masks_as_large_as_in_production() -> None:
