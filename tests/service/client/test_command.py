@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -316,14 +315,12 @@ def test_an_error_says_what_happened_and_what_to_do(gateway: ScriptedGateway, ad
     assert "error: no model sdxl; served: miniature\n  bottega models lists what is served.\n" in result.stderr
 
 
-def test_a_missing_gateway_is_said_with_the_command_that_starts_one() -> None:
-    began_s = time.monotonic()
+def test_a_missing_gateway_is_said_with_the_command_that_starts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.client.cli.options._REACH_S", 0.3)
     result = run("models", address="127.0.0.1:1")
     assert result.exit_code == 1
-    assert "bottega up" in result.stderr
-    assert "systemctl start bottega-gateway" in result.stderr
-    assert "no gateway answers at 127.0.0.1:1" in result.stderr
-    assert time.monotonic() - began_s < 8
+    for said in ("bottega up", "systemctl start bottega-gateway", "no gateway answers at 127.0.0.1:1"):
+        assert said in result.stderr
 
 
 def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> None:

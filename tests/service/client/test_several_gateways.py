@@ -211,11 +211,12 @@ def test_the_scheduler_speaks_for_the_fleet() -> None:
 
 @pytest.mark.usefixtures("own_folder")
 def test_the_command_goes_on_with_the_gateway_that_is_there(
-    gateway: ScriptedGateway, address: str, own_folder: Path
+    gateway: ScriptedGateway, address: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway.scripts = [[completed()]]
     result = run("generate", "a star", "-o", "star.png", address=f"127.0.0.1:1,{address}")
     assert (result.exit_code, (own_folder / "star.png").exists()) == (0, True), result.output
+    monkeypatch.setattr("bottega.client.cli.options._REACH_S", 0.3)
     nobody = run("models", address="127.0.0.1:1,127.0.0.2:1")
     assert (nobody.exit_code, "no gateway answers at 127.0.0.1:1,127.0.0.2:1" in nobody.stderr) == (1, True)
     wrong = run("models", address="127.0.0.1:1,127.0.0.1:1")

@@ -82,7 +82,7 @@ def test_what_a_job_names_is_loaded_before_it_runs(client: Client) -> None:
     def loaded() -> set[str]:
         return {item.name for item in member_of(client, KIND).load.hosted if item.readiness is Readiness.LOADED}
 
-    wait_until(lambda: loaded() == {"red"}, "what the job named", within_s=10.0)
+    wait_until(lambda: loaded() == {"red"}, "what the job named")
 
 
 def test_a_workers_engine_has_its_add_on_and_is_told_of_the_stores(client: Client) -> None:
@@ -160,7 +160,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     family = up.family()
     assert len(family) >= 3
     os.kill(up.process.pid, signal.SIGINT)
-    assert up.process.wait(20) == 0
+    assert up.process.wait(60) == 0
     assert [member for member in family if runs(member)] == []
     assert up.printed.read_text().endswith("Stopped; nothing is left running.\n")
     assert not up.state.is_held()
