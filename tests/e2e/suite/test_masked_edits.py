@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import pytest
 
 from bottega.client import Box, Client, parameters_of
 from bottega.client.types.picture import Picture
@@ -24,8 +23,7 @@ from tests.support.stock import pixels_of
 PROMPT = "a big green star on a blue background"
 OPTIONS: dict[str, Any] = {"num_inference_steps": 6, "guidance_scale": 4.0}
 IMAGE, BOX = template(), (12, 20, 40, 52)
-# In the default run, and in the slow one.
-EDITS = [8, pytest.param(30, marks=pytest.mark.slow)]
+EDITS = 8
 MASK = box_mask(BOX)
 FEATHER = 8
 DRAWN: dict[str, Any] = {**OPTIONS, "width": 64, "height": 64}
@@ -84,12 +82,9 @@ def _drawn_again(client: Client, file: Path, **sources: Any) -> Picture | str:
         return error.metadata["recording"]
 
 
-@pytest.mark.parametrize("edits", EDITS)
-def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(
-    client: Client, tmp_path: Path, edits: int
-) -> None:
+def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(client: Client, tmp_path: Path) -> None:
     rng, outcomes = random.Random(34), Counter[str]()
-    for _ in range(edits):
+    for _ in range(EDITS):
         said = _random_edit(rng)
         sources = {"image": said.pop("image"), "mask_image": said.pop("mask_image")}
         drawn = client.generate_many(said.pop("prompt"), **said, **sources, num_inference_steps=4, guidance_scale=4.0)
@@ -106,7 +101,7 @@ def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(
                 assert off.max() <= 1
                 outcomes["drawn again" if picture.index == 0 else "drawn again, of several"] += 1
     assert len(outcomes) == 3, outcomes
-    assert min(outcomes.values()) > edits // 6, outcomes
+    assert min(outcomes.values()) > EDITS // 6, outcomes
 
 
 def _changed(edited: Picture, picture: Picture) -> float:

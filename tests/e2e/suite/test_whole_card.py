@@ -32,16 +32,11 @@ from tests.support.services import FREE_PORTS, Service, Services, gateway_config
 from tests.support.stock import assert_same_image, pixels_of
 from tests.support.waiting import wait_until
 
-# In the default run, and in the slow one.
-TIMES = [
-    pytest.param(2, marks=pytest.mark.timeout(300)),
-    pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-]
 CALL_S = 10.0
 # Between two arrivals, at most: a step or two of the embedded model.
 GAP_S = 0.1
-# Rounds more, until requests have shared a step: on a busy machine a turn of several may seem to take longer.
-_MORE = 8
+# Rounds until requests have shared a step: on a busy machine a turn of several may seem to take longer.
+_ROUNDS = 9
 SEED = 16
 STEPS = 6
 CONTROLNETS, LORAS = ("edges", "layout"), ("striped", "dusk", "checked")
@@ -162,12 +157,12 @@ def alone(house: House) -> dict[str, Picture]:
     return {name: asked.draw(house.client, fidelity="exact") for name, asked in CAST.items()}
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=TIMES[0].marks), TIMES[1]])
-def test_exact_no_picture_depends_on_its_neighbours(house: House, alone: Mapping[str, Picture], times: int) -> None:
+@pytest.mark.timeout(300)
+def test_exact_no_picture_depends_on_its_neighbours(house: House, alone: Mapping[str, Picture]) -> None:
     chance = random.Random(SEED)
     most_at_once = 0.0
-    for number in range(times + _MORE):
-        if number >= times and most_at_once > 1:
+    for _ in range(_ROUNDS):
+        if most_at_once > 1:
             break
         for name, picture in shuffled(house.client, chance, fidelity="exact").items():
             made = picture.provenance
@@ -213,16 +208,13 @@ def recorded(house: House) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("times", TIMES)
-def test_balanced_the_provenance_says_what_was_used_again(
-    house: House, recorded: Mapping[str, str], times: int
-) -> None:
+@pytest.mark.timeout(300)
+def test_balanced_the_provenance_says_what_was_used_again(house: House, recorded: Mapping[str, str]) -> None:
     chance = random.Random(SEED)
     first: dict[tuple[object, ...], Picture] = {}
     reused: Counter[tuple[str, bool]] = Counter()
     started = 0
-    for number in range(times):
-        from_store = bool(number % 2)
+    for from_store in (False, True):
         if from_store:
             house.drop_copies()
         for name, picture in shuffled(house.client, chance, **BALANCED).items():
