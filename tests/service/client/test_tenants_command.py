@@ -28,7 +28,7 @@ def _made(*words: object) -> str:
     return key
 
 
-def test_tenants_are_added_listed_rotated_and_disabled(file: Path) -> None:
+def test_tenants_are_added_listed_rotated_weighed_and_disabled(file: Path) -> None:
     first = _made("add", "shop", "--file", file)
     second = _made("rotate", "shop", "--keep-old", "--file", file)
     (shop,) = read_tenants(file)
@@ -40,7 +40,9 @@ def test_tenants_are_added_listed_rotated_and_disabled(file: Path) -> None:
     disabled = run("tenants", "disable", "shop", "--file", file)
     assert (disabled.exit_code, "shop --undo enables it" in disabled.stdout) == (0, True)
     assert "disabled" in run("tenants", "list", "--file", file).output
+    assert run("tenants", "weight", "shop", "0.5", "--file", file).stdout == "shop weighs 0.5\n"
     run("tenants", "disable", "shop", "--undo", "--file", file)
+    assert read_tenants(file)[0].weight == 0.5
     assert not read_tenants(file)[0].disabled
 
 
