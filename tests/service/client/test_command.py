@@ -158,27 +158,6 @@ def _drawn(path: Path, spec: generation_pb2.GenerationSpec) -> None:
     PIL.Image.new("RGB", (8, 8)).save(path, pnginfo=info)
 
 
-def test_it_is_said_which_controlnets_took_part_and_what_they_cost(gateway: ScriptedGateway, address: str) -> None:
-    done = completed()
-    provenance = done.completed.provenance
-    provenance.encoder_s = 1.5
-    provenance.times.add(stage="controlnets", seconds=0.75)
-    provenance.controlnets.add(name="edges", servers=["s1", "s2"], scale=0.8, waited_s=0.5, end_step=30)
-    provenance.controlnets.add(name="depth", servers=["worker-0"], scale=1, waited_s=0.25, end_step=9, stale_steps=8)
-    provenance.controlnets.add(name="pose", scale=1, begin_step=3, end_step=3)
-    gateway.scripts = [[done]]
-    result = run("generate", "a star", "-o", "star.png", address=address)
-    lines = result.stdout.splitlines()
-    assert lines[-5].endswith("(controlnets 0.750)")
-    stale = "8 steps with residuals one step old (approximate)"
-    assert lines[-4:] == [
-        "control edges: by s1, then s2, scale 0.8, waited 0.500 s for it",
-        f"control depth: by the worker itself, scale 1, waited 0.250 s for it, {stale}",
-        "control pose: scale 1, waited 0.000 s for it, active in no step",
-        "ControlNets ran during 1.500 s of the model's encoder",
-    ]
-
-
 def test_a_named_file_is_replaced_and_that_is_said(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
     (own_folder / "star.png").write_bytes(b"old")
     gateway.scripts = [[completed()]]
@@ -321,21 +300,6 @@ def test_a_missing_gateway_is_said_with_the_command_that_starts_one(monkeypatch:
     assert result.exit_code == 1
     for said in ("bottega up", "systemctl start bottega-gateway", "no gateway answers at 127.0.0.1:1"):
         assert said in result.stderr
-
-
-def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> None:
-    models = run("models", address=address).stdout
-    assert "miniature" in models
-    assert "euler --karras" in models, "what a request that names no sampler gets"
-    assert "miniature does not draw with ddim: beta_schedule is odd" in models
-    assert "model miniature edits no pictures" in models
-    fleet = run("fleet", "--once", address=address)
-    assert fleet.exit_code == 0
-    assert "4 waiting in the queue" in fleet.stdout
-    assert "acceleration" not in run("fleet", "-v", address=address).stdout, "no worker has tried one"
-    top = run("top", "--once", address=address)
-    assert top.exit_code == 0
-    assert "4 waiting in the queue, the longest for 0.0 s" in top.stdout
 
 
 def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:

@@ -16,10 +16,9 @@ from bottega.client.checkup.gateway import check_gateway
 from bottega.manifest import VARIABLE
 from bottega.v1.hosted_pb2 import ResidualProfile
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
-from tests.fakes.scripted_gateway import ScriptedGateway, completed, serving
 from tests.fakes.scripted_worker import MODEL
 from tests.support.running_gateway import Running, running_gateway
-from tests.support.terminal import run, run_at
+from tests.support.terminal import run_at
 from tests.support.waiting import eventually
 
 PROFILE = ("controlnets", "profile")
@@ -169,17 +168,6 @@ async def test_a_picture_is_drawn_with_controlnets_through_the_sdk_and_the_comma
     )
     assert drawn.exit_code == 0, drawn.output
     assert "control edges: by s1, scale 0.8, waited 0.250 s for it" in drawn.stdout
-
-
-def test_it_is_said_what_of_a_control_image_was_not_looked_at(own_folder: Path) -> None:
-    gateway, lost = ScriptedGateway(), completed()
-    lost.completed.provenance.controlnets.add(name="lines", transparency_unread=True, scaled_from_16_bits=True)
-    gateway.scripts = [[lost], [completed()]]
-    with serving(gateway) as address:
-        first, second = (run("generate", "a star", address=address) for _ in range(2))
-    assert "the image of control lines is partly transparent; its colours were used" in first.stderr
-    assert "the image of control lines has 16 bits of grey" in first.stderr
-    assert not second.stderr
 
 
 async def _said_by_the_doctor(house: Running) -> list[str]:

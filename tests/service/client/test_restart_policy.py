@@ -105,21 +105,6 @@ async def test_services_start_without_the_fork_server_when_that_is_gone(tmp_path
     assert reports.fork_failures == ["the server did not start the process"]
 
 
-async def test_a_service_starts_in_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
-    reports = Reports()
-    plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", LISTENS), fork_after_importing="json")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        found = ServiceProcess(plan, tmp_path, reports, QUICK, forking=Forking(ForkServer(ours), reports))
-        async with running(found):
-            await eventually(lambda: bool(reports.served))
-    assert reports.fork_failures == ["[Errno 2] No such file or directory"]
-
-
 @pytest.mark.parametrize("script", [SERVES, DEAF], ids=["it listens", "it is killed after the grace"])
 async def test_stopping_leaves_nothing(tmp_path: Path, script: str) -> None:
     reports = Reports()

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.client.addons.addon import Level
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.cli import main
@@ -31,7 +30,7 @@ from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
 from bottega.worker.config import EngineConfig, WorkerConfig
 from bottega.worker.config import check_model as check_worker_model
-from tests.samples.hostile_controlnets import CONFIG, REAL, with_config
+from tests.samples.hostile_controlnets import CONFIG, with_config
 from tests.samples.wrong_folders import WRONG_FOLDERS
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
@@ -174,16 +173,3 @@ def test_a_controlnet_of_a_model_that_cannot_be_used_is_named_with_its_reason(tm
     )
     assert all(re.search(pattern, result.what) for pattern, result in zip(said, results[:5], strict=True))
     assert results[-1].what.endswith("good")
-
-
-def test_a_worker_says_of_a_controlnet_of_its_own_what_doctor_says(tmp_path: Path) -> None:
-    folder = with_config(tmp_path / "labels", json.dumps({**CONFIG, "num_class_embeds": 7}).encode())
-    said = r"^engine\.controlnets: ControlNet lines cannot .* num_class_embeds must be null, not 7"
-    with pytest.raises(ConfigError, match=said):
-        check_worker_model(_hosting(lines=folder))
-    check_worker_model(_hosting(edges=REAL))
-
-
-def _hosting(**folders: Path) -> WorkerConfig:
-    nets = ControlNetsConfig(folders={name: str(folder) for name, folder in folders.items()})
-    return WorkerConfig(engine=EngineConfig(controlnets=nets))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from bottega.client.types.messages import as_list, build_message, set_field, set_timestamp
+from bottega.client.types.messages import build_message, set_field, set_timestamp
 from bottega.errors import InvalidRequest
-from bottega.v1 import image_pb2, lora_pb2
+from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 from bottega.v1.image_pb2 import GetJobRequest, WatchJobRequest
 from tests.support.terminal import NO_UNICODE
@@ -50,18 +50,6 @@ def test_all_wrong_arguments_are_refused_at_once() -> None:
     assert [violation.field for violation in refused.value.violations] == ["page_size", "page_token"]
 
 
-@pytest.mark.parametrize("words", ["in ink", [7], [NO_UNICODE]])
-def test_a_list_of_texts_is_one(words: object) -> None:
-    said = rule(lora_pb2.RegisterLoraRequest(), "trigger_words", words)
-    assert said.startswith("must be a list of texts")
-
-
-def test_one_text_is_no_list_of_its_letters() -> None:
-    with pytest.raises(InvalidRequest, match="states: must be a list of job states; got 'failed'"):
-        as_list("failed", name="states", what="job states")
-    assert as_list(iter("ab"), name="states", what="job states") == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("moment", "said"),
     [
@@ -74,9 +62,3 @@ def test_a_moment_has_a_time_zone(moment: object, said: str) -> None:
     (violation,) = set_timestamp(Timestamp(), moment, path="created_after")
     assert violation.field == "created_after"
     assert violation.description.startswith(said)
-
-
-def test_a_moment_is_that_of_its_zone() -> None:
-    stamp = Timestamp()
-    assert not list(set_timestamp(stamp, datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), path="x"))
-    assert stamp.ToDatetime(tzinfo=UTC) == datetime(2026, 1, 2, 1, tzinfo=UTC)

@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bottega.client.cli import main
-from bottega.miniature import WEIGHTS
 from bottega.model_files.single_file import OTHER_VERSION
 from bottega.model_files.single_file_check import refusal_of
 from bottega.safetensors_header import read_header
@@ -24,24 +23,6 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 def _run(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "80"}).invoke(main, ["models", *arguments])
-
-
-def test_inspect_shows_all_about_a_folder_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = _run("inspect", "miniature")
-    assert shown.exit_code == 0, shown.output
-    assert max(map(len, shown.output.splitlines())) <= 80 or str(WEIGHTS) in shown.output
-    words = " ".join(shown.output.split())
-    for text in (
-        "SDXL",
-        "StableDiffusionXLPipeline",
-        "F16",
-        "64 x 64",
-        "euler",
-        "epsilon",
-        "8.27 MiB in half precision",
-    ):
-        assert text in words
 
 
 def test_inspect_of_a_single_file_says_all_that_its_header_tells(tmp_path: Path) -> None:

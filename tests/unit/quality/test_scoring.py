@@ -81,16 +81,6 @@ def test_a_clip_scores_by_its_own_towers(tmp_path: Path) -> None:
     assert not serving.is_alive()
 
 
-def test_a_folder_without_a_clip_is_said_before_anything_is_scored(tmp_path: Path) -> None:
-    ours, theirs = open_pair()
-    pipe = FramedPipe(ours)
-
-    main(["--fd", str(theirs.detach()), "--clip", str(tmp_path)])
-
-    assert ScoreAnswer.unpacked(pipe.recv() or b"").error
-    pipe.close()
-
-
 def _small_clip(folder: Path) -> None:
     """Random towers, with the miniature's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "tokenizer_2")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from load.miniature.training.loop import Checkpoint, save_checkpoint
 from load.miniature.training.lora import LORAS
 from load.miniature.training.parts import NETWORKS, begin_model, load_parts, replace_model
 from load.miniature.training.stages import RECIPE
-from load.miniature.training.train import Outcome, Training, train, train_all
+from load.miniature.training.train import Outcome, Training, train_all
 
 
 def _weights(model: Path) -> dict[str, str]:
@@ -43,20 +40,6 @@ def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(training: 
     assert "_name_or_path" not in (model / "controlnets" / "edges" / "config.json").read_text()
     assert {folder.name for folder in (model / "loras").iterdir()} == set(LORAS)
     assert sum(file.stat().st_size for file in (model / "loras").rglob("*") if file.is_file()) < 5e6
-
-
-def test_a_stage_that_others_trained_on_is_left_alone_or_refused(training: Training) -> None:
-    for number, name in enumerate(("text", "unet", "decoder"), 1):  # the last shares no network with the others
-        save_checkpoint(Checkpoint(step=1, number=number, state={}), name, training.folder)
-
-    assert train("text", training) == Outcome(stage="text", steps=1, used_by=("unet",))
-    with pytest.raises(ConfigError, match=r"unet trained on what it left.*\n.*training/text\.pt"):
-        train("text", replace(training, steps=2))
-
-    (training.folder / "text.pt").unlink()
-    save_checkpoint(Checkpoint(step=2, number=4, state={}), "text", training.folder)
-    with pytest.raises(ConfigError, match="text trained on what it left"):
-        train("unet", replace(training, steps=3))
 
 
 def test_a_model_survives_a_death_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
