@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bottega.client import Client
 from tests.samples.lora_files import Part, base_shapes, kohya, save
@@ -45,21 +44,3 @@ def test_a_picture_with_a_lora_is_another_one_and_the_same_again(client: Client)
     assert client.generate(_PROMPT, lora=[("strong", 0.8)], **_DRAW).data == drawn.data
     assert client.generate(_PROMPT, **_DRAW).data == plain.data, "nothing of a LoRA stays in the weights"
     assert client.generate(_PROMPT, lora=[("strong", 0.0)], **_DRAW).pil().tobytes() == plain.pil().tobytes()
-
-
-def test_an_embedding_is_drawn_by_its_token_and_the_picture_can_be_drawn_again(client: Client, tmp_path: Path) -> None:
-    tensors = {name: torch.randn(2, 64, generator=torch.Generator().manual_seed(1)) for name in ("clip_l", "clip_g")}
-    added = client.add_lora("toy", save(tensors, tmp_path / "toy.safetensors"), trigger_words=["<toy>"])
-    assert (added.kind, added.token, added.modules) == ("embedding", "<toy>", 2)
-    prompt = "a big red <toy> on a blue background"
-    plain = client.generate(prompt, **_DRAW)
-    drawn = client.generate(prompt, lora=["toy", ("strong", 0.5)], **_DRAW)
-    assert drawn.pil().tobytes() != client.generate(prompt, lora=[("strong", 0.5)], **_DRAW).pil().tobytes()
-    assert {use.name: use.token for use in drawn.provenance.loras} == {"strong": "", "toy": "<toy>"}
-    assert drawn.provenance.exact
-    assert drawn.provenance.loras[1].digest == added.digest
-    assert (
-        client.generate(drawn.provenance.parameters.prompt, lora=drawn.provenance.parameters.lora, **_DRAW).data
-        == drawn.data
-    )
-    assert client.generate(prompt, **_DRAW).data == plain.data, "other requests do not know the token"

@@ -28,16 +28,6 @@ def test_image_to_image_is_the_picture_of_stock_diffusers(client: Client, stock:
     assert len(picture.provenance.image_digest) == 64
 
 
-def test_several_prompts_in_one_request_are_the_pictures_of_stock_diffusers(client: Client, stock: Stock) -> None:
-    prompts = [PROMPT, "a small green circle on a white background"]
-    pictures = client.generate_many(prompts, seed=7, **OPTIONS)
-
-    assert [picture.seed for picture in pictures] == [7, 8]
-    for picture, prompt in zip(pictures, prompts, strict=True):
-        assert_same_image(pixels_of(picture.pil()), stock.draw(prompt, seed=picture.seed, **OPTIONS))
-        assert (picture.provenance.exact, picture.provenance.parameters.prompts) == (True, tuple(prompts))
-
-
 def test_the_provenance_says_what_happened(client: Client) -> None:
     provenance = client.generate(PROMPT, seed=7, **OPTIONS).provenance
 
