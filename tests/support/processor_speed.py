@@ -7,6 +7,7 @@ neighbours are busy is charged twice as much for the same work at times, and so 
 from __future__ import annotations
 
 import json
+import resource
 import time
 
 _QUICK_S = 0.0055
@@ -19,6 +20,12 @@ def on_this_machine(seconds: float) -> float:
     Call it right after what was measured.
     """
     return seconds * max(1.0, min(_work() for _ in range(_ROUNDS)) / _QUICK_S)
+
+
+def seconds_of_children() -> float:
+    """Return the processor time of the child processes that have ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _work() -> float:
