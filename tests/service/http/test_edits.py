@@ -26,7 +26,7 @@ async def house() -> AsyncIterator[Running]:
         yield running
 
 
-def _png(mode: str) -> bytes:
+def _png(mode: str = "RGB") -> bytes:
     image = PIL.Image.new(mode, (64, 64), "white")
     if mode == "RGBA":
         image.paste((0, 0, 0, 0), (8, 8, 40, 40))

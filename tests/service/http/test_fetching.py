@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import PIL.Image
 import pytest
 import pytest_asyncio
 from starlette.requests import Request
@@ -24,6 +22,7 @@ from bottega.http.reading import BodyReader
 from bottega.rpc.server_config import HttpServerConfig
 from tests.fakes.scripted_controlnet import hosted
 from tests.fakes.scripted_worker import ScriptedWorker
+from tests.service.http.test_edits import _png
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_http import Door, running_http
 from tests.support.tenants import add_tenant
@@ -32,15 +31,6 @@ from tests.unit.base.test_outside_address import HOSTILE
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _LOOPBACK = FetchConfig(hosts=("127.0.0.1",), networks=("127.0.0.0/8",), ports=(), plain_http=True, timeout_s=20.0)
-
-
-def _png(mode: str = "RGB") -> bytes:
-    image = PIL.Image.new(mode, (64, 64), "white")
-    if mode == "RGBA":
-        image.paste((0, 0, 0, 0), (8, 8, 40, 40))
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def _answer(body: bytes, *, length: int | None = None, head: str = "") -> bytes:

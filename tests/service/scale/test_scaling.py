@@ -72,16 +72,17 @@ async def test_a_burst_starts_a_second_worker_which_drains_away_after_it(tmp_pat
 
         await eventually(lambda: are("a"))
         jobs: list[str] = []
-        while not await are("a", "b"):  # as many as one worker cannot draw in time, however long the other one starts
-            jobs.append(await submit(house, len(jobs)))
-            await asyncio.sleep(STEP_S * STEPS / 2)
-        jobs += [await submit(house, len(jobs) + number) for number in range(4)]
+        while not await are("a", "b"):  # for as long as the other one starts, more wait than one draws in time
+            if len(list(house.gateway._jobs.live())) < 8:
+                jobs.append(await submit(house, len(jobs)))
+            await asyncio.sleep(0.1)
+        jobs += [await submit(house, 5_000 + number) for number in range(4)]
         ended = [await house.ended(job) for job in jobs]
         assert {job.state for job in ended} == {image_pb2.JOB_STATE_COMPLETED}
         assert {job.provenance.worker for job in ended} == {"a", "b"}
         late: list[str] = []
-        while len(await workers(house)) > 1:  # While it is taken away, jobs keep coming.
-            late.append(await submit(house, 1000 + len(late)))
+        while len(await workers(house)) > 1:  # while it is taken away, jobs keep coming
+            late.append(await submit(house, 10_000 + len(late)))
             await asyncio.sleep(3.0)
         ended = [await house.ended(job) for job in late]
         assert {job.state for job in ended} == {image_pb2.JOB_STATE_COMPLETED}
