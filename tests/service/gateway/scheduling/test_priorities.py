@@ -63,11 +63,11 @@ async def test_of_four_requests_the_poison_pill_fails_and_three_complete() -> No
         await eventually(lambda: _served(house))
         innocent = [await _submit(house, "slow") for _ in range(3)]
         await eventually(lambda: sum(attempt.steps_done > 0 for attempt in running.worker.attempts) == 3)
-        pill = await _submit(house, "slow dies", "pill")
+        pill = await _submit(house, "slow die", "pill")
         ended = await house.ended(pill)
         assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_FAILED, errors.Poisoned.reason)
         others = [await house.ended(job_id) for job_id in innocent]
         assert [job.state for job in others] == [image_pb2.JOB_STATE_COMPLETED] * 3
         # Each was beside the poison pill once, and then exclusive until it was further.
         assert all(job.provenance.attempts <= 2 for job in others)
-        assert await _submit(house, "slow dies", "pill") == pill, "it is not drawn again"
+        assert await _submit(house, "slow die", "pill") == pill, "it is not drawn again"
