@@ -16,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits, check_drawable
 from bottega.engine.spec import ResolvedSpec
@@ -168,6 +169,10 @@ def test_what_it_cannot_draw_is_refused(model: Model, changes: Mapping[str, Any]
     with pytest.raises(InvalidRequest) as raised:
         check_drawable(replace(SPEC, **changes), EngineLimits(max_pixels=1 << 20), model)
     assert any(problem in violation.description for violation in raised.value.violations)
+
+
+def test_edits_compute_all_blocks(model: Model) -> None:
+    assert unsupported(model.backbone.network) == "the network is a transformer"
 
 
 def test_t5_reads_more_of_a_long_prompt_than_clip(model: Model) -> None:

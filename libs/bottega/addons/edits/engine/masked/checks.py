@@ -61,7 +61,7 @@ def unsupported(unet: UNet2DConditionModel) -> str:
 
 def _reasons(unet: UNet2DConditionModel) -> Iterator[str]:
     if type(unet) is not UNet2DConditionModel:
-        yield f"the network is a {type(unet).__name__}"
+        yield "the network is a transformer"
         return
     middle = () if unet.mid_block is None else (unet.mid_block,)  # pruned models may have none
     for known, blocks in ((_DOWN, unet.down_blocks), (_MIDDLE, middle), (_UP, unet.up_blocks)):
