@@ -44,23 +44,23 @@ Made = TypeVar("Made")
 def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="bottega-real-topology-") as made:
         path = Path(made) / f"stable-diffusion-{request.param}"
-        _in_process(_write, path, request.param)
+        in_process(_write, path, request.param)
         yield path
 
 
 def test_a_picture_in_half_precision_is_stocks_and_loading_is_lean(folder: Path) -> None:
-    drawn, peak_bytes, weights_bytes = _in_process(_draw, folder)
-    _check(drawn, _in_process(_draw_stock, folder), peak_bytes, weights_bytes)
+    drawn, peak_bytes, weights_bytes = in_process(draw, folder)
+    _check(drawn, in_process(_draw_stock, folder), peak_bytes, weights_bytes)
 
 
 @pytest.mark.parametrize("family", TRUE_SHAPES)
 def test_a_picture_of_a_single_file_is_that_of_from_single_file(family: str) -> None:
     with tempfile.TemporaryDirectory(prefix="bottega-real-topology-") as made:
         file, converted = Path(made, "model.safetensors"), Path(made, "model")
-        _in_process(_write_file, file, family)
-        _in_process(_convert, file, converted)
-        drawn, peak_bytes, weights_bytes = _in_process(_draw, converted)
-        _check(drawn, _in_process(_draw_stock_file, file, converted, family), peak_bytes, weights_bytes)
+        in_process(_write_file, file, family)
+        in_process(_convert, file, converted)
+        drawn, peak_bytes, weights_bytes = in_process(draw, converted)
+        _check(drawn, in_process(_draw_stock_file, file, converted, family), peak_bytes, weights_bytes)
 
 
 def _check(drawn: Pixels, stock: Pixels, peak_bytes: int, weights_bytes: int) -> None:
@@ -82,7 +82,7 @@ def _write(folder: Path, name: str) -> None:
     write_stable_diffusion(folder, MODELS[name](), Layout(variants=("fp16",)))
 
 
-def _draw(folder: Path) -> tuple[Pixels, int, int]:
+def draw(folder: Path) -> tuple[Pixels, int, int]:
     """Return a picture of the suite's engine, the peak of resident memory when it was loaded, and its weights' size."""
     torch.set_num_threads(THREADS)
     model = load_model(folder, name="it", device=torch.device("cpu"), dtype=torch.bfloat16)
@@ -112,7 +112,7 @@ def _draw_stock(folder: Path) -> Pixels:
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    return _stock_picture(pipeline)
+    return stock_picture(pipeline)
 
 
 def _draw_stock_file(file: Path, converted: Path, family: str) -> Pixels:
@@ -125,16 +125,16 @@ def _draw_stock_file(file: Path, converted: Path, family: str) -> Pixels:
     pipeline = kind.from_single_file(
         file, config=str(converted), local_files_only=True, dtype=torch.bfloat16, **without
     )
-    return _stock_picture(pipeline)
+    return stock_picture(pipeline)
 
 
-def _stock_picture(pipeline: Any) -> Pixels:
+def stock_picture(pipeline: Any) -> Pixels:
     generator = torch.Generator("cpu").manual_seed(7)
     options = {"num_inference_steps": 2, "width": 256, "height": 256}
     return pixels_of(pipeline(PROMPT, generator=generator, **options).images[0])
 
 
-def _in_process(function: Callable[..., Made], *arguments: object) -> Made:
+def in_process(function: Callable[..., Made], *arguments: object) -> Made:
     """Call it in a process of its own, whose memory goes with it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

@@ -290,11 +290,11 @@ def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDif
         CLIPTextModelWithProjection(_text_config(tokenizer, activation))
         for tokenizer, activation in zip(tokenizers, ("quick_gelu", "gelu"), strict=True)
     ]
-    third, letters = None, "abcdefghijklmnopqrstuvwxyz"
+    third = None
     if "no T5" not in family:
-        pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
+        tokenizer = t5_tokenizer()
         config = T5Config(
-            vocab_size=len(pieces) + 2,
+            vocab_size=len(tokenizer) + 2,
             d_model=_SD3_WIDTH,
             d_kv=8,
             d_ff=64,
@@ -302,7 +302,7 @@ def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDif
             num_heads=4,
             feed_forward_proj="gated-gelu",
         )
-        third = T5EncoderModel(config), T5Tokenizer(vocab=pieces, extra_ids=0)
+        third = T5EncoderModel(config), tokenizer
     return StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -320,6 +320,12 @@ def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDif
         text_encoder_3=third and third[0],
         tokenizer_3=third and third[1],
     )
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """Return a tokenizer of T5's kind that knows letters."""
+    letters = [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
+    return T5Tokenizer(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *letters], extra_ids=0)
 
 
 def _unet(options: Mapping[str, Any]) -> Any:
