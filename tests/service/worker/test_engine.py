@@ -146,7 +146,7 @@ async def test_its_first_word_is_that_it_is_ready_and_what_its_model_is(engine: 
     assert offered[:4] == [(1, False, True), (1, True, False), (2, False, True), (3, False, True)]
     assert {sampler for sampler, _, is_default in offered if is_default} == set(Sampler.values()) - {0}
     refused = {Sampler.Name(choice.sampler) for choice in model.sampler_choices if choice.refused_because}
-    assert refused == {"SAMPLER_EDM_EULER", "SAMPLER_EDM_DPMPP_2M"}
+    assert refused == {"SAMPLER_EDM_EULER", "SAMPLER_EDM_DPMPP_2M", "SAMPLER_FLOW_MATCH_EULER"}
 
 
 async def test_it_says_how_far_its_start_is(engine: RunningEngine) -> None:

@@ -74,6 +74,7 @@ def test_what_a_model_cannot_draw_with_is_told_with_the_reason(tmp_path: Path) -
         generation_pb2.SAMPLER_EULER_ANCESTRAL: of_noise,
         generation_pb2.SAMPLER_EDM_EULER: edm,
         generation_pb2.SAMPLER_EDM_DPMPP_2M: edm,
+        generation_pb2.SAMPLER_FLOW_MATCH_EULER: "it is for models that were trained with flow matching",
         generation_pb2.SAMPLER_PNDM: of_noise,
         generation_pb2.SAMPLER_KDPM2: of_noise,
         generation_pb2.SAMPLER_KDPM2_ANCESTRAL: of_noise,
