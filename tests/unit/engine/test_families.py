@@ -72,7 +72,7 @@ def test_the_engines_readme_says_which_model_draws_in_which_way() -> None:
 
 # What a kind of model draws is seen in these ways; of the others, every run has kinds that differ most.
 _ALL_KINDS = {"text to image", "edit"}
-_SOME_KINDS = {"SD 1", "SDXL pruned", "SDXL inpainting"}
+_SOME_KINDS = {"SD 1", "SDXL pruned", "SDXL inpainting", "SD 3"}
 
 
 def families(way: str) -> pytest.MarkDecorator:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.acceleration.graphs import (
+    GraphedActivations,
     GraphedBackbone,
     Graphs,
     Key,
@@ -158,6 +159,22 @@ def test_loras_beside_the_weights_run_block_by_block_and_those_in_them_count(
     assert capture.launched == launched + 1
     assert (patched - beside).abs().max() < EXACT
     assert (patched - before).abs().max() > 1e-3
+
+
+def test_shapes_are_recorded_by_themselves(plain: UNetBackbone, capture: ReplayedCapture) -> None:
+    ours = graphed(plain, capture)
+    shapes = [
+        inputs(1),
+        inputs(1, 2),
+        stack([plain_row(1, size=(8, 24))]),
+        replace(inputs(1), controlled=True),
+        replace(inputs(1), prompt_embeds=inputs(1).prompt_embeds[:, :5]),
+    ]
+    for _ in range(USES_BEFORE + 1):
+        for given in shapes:
+            assert (run(ours, given) - run(plain, given)).abs().max() < EXACT
+    assert isinstance(ours.begin(shapes[0]), GraphedActivations)
+    assert capture.recorded == 4 + 1 + sum(bool(block.needs) for block in plain.blocks)
 
 
 def key(number: int) -> Key:
