@@ -27,12 +27,10 @@ from bottega.errors import InvalidRequest
 from bottega.model.model import Model
 from bottega.prompt_syntax import MalformedPrompt
 from tests.samples.family_models import (
-    FAMILIES,
     SIZE,
     FamilyStock,
     family_model,
     is_sdxl,
-    reads_mask,
 )
 from tests.support.engines import TOGETHER, make_engine
 from tests.support.manual_engine import ManualEngine, load
@@ -41,7 +39,7 @@ from tests.support.stock import assert_close
 PLAIN = ResolvedSpec(prompt="a big red star", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
 WEIGHTED = replace(PLAIN, weighted=True)
 CHUNK = 22
-DRAWING = [family for family in FAMILIES if not reads_mask(family) and not family.endswith("LCM")]
+DRAWING = ("SD 1", "SD 2", "SDXL", "SDXL pruned")
 
 # The words of one chunk with their weights.
 Words = Sequence[tuple[str, float]]

@@ -98,7 +98,8 @@ def _effective(part: str, config: Mapping[str, object]) -> dict[str, object]:
         "transformers_version",
         "projection_dim" if part == "text_encoder" else "",
     }
-    filled = filled_config(part, config)
+    classes = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL"}
+    filled = filled_config(classes.get(part, "CLIPTextModel"), config)
     return {name: value for name, value in filled.items() if value and not (name.startswith("_") or name in unread)}
 
 
