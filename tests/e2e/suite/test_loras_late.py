@@ -83,7 +83,7 @@ def test_a_store_that_dies_in_mid_fetch_fails_who_waits_for_it_and_nobody_else(
     suite.store.kill()
     assert draw(**_SHORT).data == plain
     assert not waiting.status().ended
-    with pytest.raises(NoLora, match="large"):
+    with pytest.raises(NoLora, match=f"large did not arrive within {LORA_TIMEOUT_S:g} s"):
         waiting.result(timeout_s=LORA_TIMEOUT_S + 10.0)
     assert draw(**_SHORT).data == plain, "nothing of it is in the weights"
     suite.restart_store()

@@ -27,7 +27,7 @@ from tests.support.tenants import add_tenant
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser
+    from playwright.async_api import Browser, Route
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="there is no Chromium here (Debian: apt install chromium)"),
@@ -340,6 +340,30 @@ async def test_a_job_that_the_page_has_left_is_not_followed(browser: Browser, te
         held.set()
         await page.wait_for_selector(".stage figure img")
     assert left not in asked
+
+
+async def test_a_late_answer_to_no_key_is_dropped_after_signing_in(browser: Browser, tenants: _Tenants) -> None:
+    keyless: list[Route] = []
+
+    async def hold(route: Route) -> None:
+        if await route.request.header_value("authorization"):
+            await route.continue_()
+        else:
+            keyless.append(route)
+
+    async with opened(browser, "about:blank", may_complain=True) as tab:
+        page = tab.page
+        for path in ("models", "loras", "controlnets"):
+            await page.route(f"**/v1/{path}", hold)
+        await page.goto(tenants.url)
+        await eventually(lambda: len(keyless) == 3, "the page to ask for its lists")
+        await page.get_by_role("button", name="API key", exact=True).click()
+        await _sign_in(tab, tenants.ours)
+        for route in keyless:
+            async with page.expect_response(route.request.url):
+                await route.continue_()
+        await page.get_by_label("Prompt", exact=True).fill("nothing is in the way")
+        assert not await page.locator("dialog").is_visible()
 
 
 async def test_previews_come_and_a_picture_outlives_the_end_of_the_gateway(browser: Browser, tenants: _Tenants) -> None:

@@ -12,9 +12,10 @@ import grpc
 import pytest
 
 from bottega.client import AsyncClient
-from bottega.client.transport import calls
+from bottega.client.transport import calls, credentials
 from bottega.errors import InternalError
 from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1.fleet_pb2 import ListMembersResponse, Member
 from tests.fakes.scripted_gateway import ScriptedGateway
 from tests.support.terminal import run
 
@@ -104,3 +105,10 @@ async def _serve(raw: bytes) -> tuple[grpc.aio.Server, str]:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     return server, address
+
+
+def test_an_answer_with_as_many_fields_as_a_large_fleet_is_read() -> None:
+    parse = credentials._bounded(ListMembersResponse.FromString, "/bottega.v1.FleetService/ListMembers")
+    assert parse is not None
+    raw = ListMembersResponse(members=[Member()] * 100_000).SerializeToString()
+    assert len(parse(raw).members) == 100_000

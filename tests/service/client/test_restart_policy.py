@@ -132,11 +132,35 @@ async def test_a_start_that_takes_long_is_told_until_the_service_serves(tmp_path
 async def test_one_that_never_serves_is_given_up_with_its_last_words(tmp_path: Path) -> None:
     reports = Reports()
     with pytest.raises(DoesNotStart) as caught:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await service_process(FAILS, tmp_path, reports).run()
     assert "exited with status 3" in caught.value.message
     assert caught.value.last_lines[-1] == "no such model"
     assert len(reports.deaths) == 2
+
+
+async def test_each_change_of_a_service_is_reported_when_it_happens(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+    plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", SERVES), environment={"SOME": "thing"})
+    found = ServiceProcess(
+        plan, tmp_path, Reports(), QUICK, on_change=lambda: seen.append((found.pid is not None, found.serving.is_set()))
+    )
+    async with running(found):
+        await eventually(lambda: seen == [(True, False), (True, True)])
+        assert found.pid is not None
+        psutil.Process(found.pid).kill()
+        await eventually(lambda: seen[2:] == [(False, False), (True, False), (True, True)])
+
+
+async def test_one_whose_configuration_cannot_be_used_is_given_up_at_once(tmp_path: Path) -> None:
+    reports = Reports()
+    script = "import sys; print('the model cannot be served', file=sys.stderr); sys.exit(2)"
+    with pytest.raises(DoesNotStart) as caught:
+        async with asyncio.timeout(10):
+            await service_process(script, tmp_path, reports).run()
+    assert caught.value.message == "worker-0 does not start: its configuration cannot be used"
+    assert caught.value.last_lines == ("the model cannot be served",)
+    assert reports.deaths == []
 
 
 async def test_one_that_has_served_is_started_again_for_ever_with_growing_waits(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from bottega.config import parse
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.http.config import HttpConfig
 from bottega.rpc import channel
+from bottega.rpc.server_config import MemberConfig
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse, Member, Registration, SchedulerLease
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, progress, serving
 from tests.fakes.scripted_worker import ScriptedWorker
@@ -30,6 +31,7 @@ from tests.support.certificates import Authority
 from tests.support.cut_cable import laid
 from tests.support.name_server import name_server
 from tests.support.running_gateway import Running, running_gateway
+from tests.support.running_http import running_http
 from tests.support.terminal import run
 from tests.support.waiting import eventually
 
@@ -163,6 +165,21 @@ async def test_the_certificate_of_each_gateway_is_checked(tmp_path: Path) -> Non
         assert await answering(client, calls=20) == {1, 2}, "the others have no workers"
 
 
+async def test_the_http_api_serves_while_a_gateway_is_away() -> None:
+    async with gateway_with(1) as first, gateway_with(1) as second:
+        fleet = [first.fleet_address, second.fleet_address]
+        config = parse(HttpConfig, {"gateway": [first.address, second.address], "fleet": fleet}, source="test")
+        async with running_http(config.gateway, fleet=config.fleet, name="door") as door:
+            for house in (first, second):
+                await eventually(lambda house=house: knows(house, "door"))  # type: ignore[misc]
+            await first.gateway.server.stop()
+            for _ in range(4):
+                drawn = await door.openai.images.generate(prompt="a star", model="miniature", size="64x64")
+                assert drawn.data
+            assert (await door.http.get("/readyz")).status_code == 200
+            assert (await door.http.get("/v1/fleet")).status_code == 200
+
+
 async def test_the_fleet_is_shown_with_all_gateways_and_those_that_are_silent() -> None:
     async with running_gateway(name="east") as east, running_gateway(name="west") as west:
         houses, nobody = (east, west), "127.0.0.1:1"
@@ -240,3 +257,13 @@ async def test_a_wrong_list_of_gateways_is_refused_with_the_reason() -> None:
         for key in ("gateway", "fleet"):
             with pytest.raises(ConfigError, match=f"  {key}: .*{re.escape(reason)}"):
                 parse(HttpConfig, {key: wrong}, source="http.yaml")
+
+
+def test_a_member_may_list_names_and_keeps_a_single_address() -> None:
+    listed = parse(MemberConfig, {"gateway": ["a.test:8472", "b.test:8472"]}, source="loras.yaml")
+    assert listed.gateway == "a.test:8472,b.test:8472"
+    assert parse(MemberConfig, {"gateway": "a.test:8472"}, source="loras.yaml").gateway == "a.test:8472"
+    assert parse(MemberConfig, {"gateway": ""}, source="loras.yaml").gateway == ""
+    for wrong in ([], ["a.test:8472", 7], "a.test", None):
+        with pytest.raises(ConfigError, match="gateway: "):
+            parse(MemberConfig, {"gateway": wrong}, source="loras.yaml")

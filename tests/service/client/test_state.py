@@ -16,7 +16,10 @@ import pytest
 
 from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder
 from bottega.client.suite.service_log import ServiceLog
+from bottega.state_folder import make_private, owner_of
+from bottega.storage import folders
 from tests.support.services import Services, gateway_config
+from tests.support.terminal import run
 
 NOBODY = 65534
 two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -151,3 +154,62 @@ def test_a_service_keeps_its_files_for_its_owner_whoever_starts_it(tmp_path: Pat
         assert {"jobs.sqlite", "images"} <= {path.name for path in kept}
         assert {mode(path) for path in kept if path.is_dir()} == {0o700}
         assert {mode(path) for path in kept if path.is_file()} == {0o600}
+
+
+def test_folders_of_an_earlier_version_are_closed_to_others(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "state")
+    for folder in (state.root, state.logs, state.config, (state.root / "controlnets"), (state.root / "gateway")):
+        folder.mkdir(mode=0o755)
+    (state.root / "suite.lock").touch(mode=0o644)
+    with state.hold():
+        pass
+    assert {mode(path) for path in (state.root, state.logs, state.config, (state.root / "controlnets"))} == {0o700}
+    assert mode(state.root / "suite.lock") == 0o600
+    folders.make_own(state.root / "gateway")
+    assert mode(state.root / "gateway") == 0o700
+
+
+def test_a_folder_of_everybody_stays_so(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    make_private(tmp_path)
+    assert mode(tmp_path) == 0o1777
+    state = StateFolder(tmp_path)
+    with state.hold():
+        assert state.others() == "is open to other users"
+
+
+@two_users
+def test_a_lock_that_another_user_holds_is_no_suite_of_ones_own(open_place: Path) -> None:
+    (open_place / "suite.lock").touch(mode=0o644)
+    code = "import fcntl, sys; f = open('suite.lock'); fcntl.flock(f, fcntl.LOCK_SH); print('held'); sys.stdin.read()"
+    with subprocess.Popen(
+        ["/usr/bin/env", "python3", "-c", code],
+        cwd=open_place,
+        user=NOBODY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        result = run("up", "--state", open_place)
+        other.kill()
+    assert result.exit_code == 1
+    assert f"is held by process {other.pid}" in result.stderr
+    assert f"of {owner_of_uid(open_place)}" in result.stderr
+    assert "No suite of yours runs from there" in result.stderr
+    assert "already runs" not in result.stderr
+
+
+def owner_of_uid(folder: Path) -> str:
+    probe = folder / "probe"
+    probe.touch()
+    os.chown(probe, NOBODY, -1)
+    return owner_of(probe)
+
+
+@two_users
+def test_root_is_told_whose_folder_it_works_in(open_place: Path) -> None:
+    os.chown(open_place, NOBODY, NOBODY)
+    state = StateFolder(open_place)
+    with state.hold():
+        assert state.others().startswith(f"belongs to {owner_of(open_place)}, who can read and change")

@@ -54,3 +54,11 @@ def test_a_job_that_has_no_trace_yet_says_what_to_do(gateway: ScriptedGateway, a
     assert (result.exit_code, result.stdout) == (1, "")
     assert "error: no attempt at the job has ended yet" in result.stderr
     assert "bottega jobs watch" in result.stderr
+
+
+@pytest.mark.usefixtures("gateway")
+def test_the_picture_is_not_written_over_the_file_for_a_viewer(address: str, own_folder: Path) -> None:
+    result = run("trace", "job-1", "-o", "day.SVG", "--svg", address=address)
+    assert result.exit_code == 2
+    assert "-o day.json" in result.stderr
+    assert not list(own_folder.iterdir())

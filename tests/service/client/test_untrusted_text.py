@@ -56,6 +56,8 @@ def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 COMMANDS = {name: command for name, command in leaves(main) if name not in LOCAL}
+# Commands that show what services call their things.
+MARKED = ("jobs list", "models list", "fleet", "loras list", "loras show", "controlnets list", "generate")
 
 
 def arguments_of(name: str) -> list[str]:
@@ -92,15 +94,18 @@ def is_plain(result: Result) -> None:
     [
         Manner(),
         Manner(known=False),
+        Manner(number=1e300),
         Manner(number=math.nan),
     ],
-    ids=["words", "later enumerations", "no numbers"],
+    ids=["words", "later enumerations", "large numbers", "no numbers"],
 )
 def test_every_command_shows_what_services_say_as_plain_text(manner: Manner, own_folder: Path) -> None:
     with serving(manner) as address:
         for name in COMMANDS:
             result = run_with_arguments(name, address)
             is_plain(result)
+            if manner == Manner() and name in MARKED:
+                assert "[/b] star" in result.output, "markup is shown as it was written"
 
 
 def refused(kind: type[BottegaError], **metadata: str) -> Callable[[], BottegaError]:
@@ -180,6 +185,19 @@ def test_a_wrong_command_line_is_repeated_as_plain_text(address: str) -> None:
         result = run(*(argument.replace("\x00", "") for argument in arguments), address=address)
         assert result.exit_code in (1, 2), (arguments, result.output)
         assert not (HIDDEN - {"\t"}) & set(result.output), repr(result.output)
+
+
+def test_a_fault_of_the_command_itself_is_told_as_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError(HOSTILE)
+
+    monkeypatch.setattr("bottega.client.sdk.clients.Client.models", broken)
+    with serving(Manner()) as address:
+        result = run("models", address=address)
+    assert result.exit_code == 1
+    assert "ZeroDivisionError" in result.output
+    assert "unexpected error in this command" in result.output
+    assert not HIDDEN & set(result.output)
 
 
 def test_logs_are_shown_as_plain_text(own_folder: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
+import grpc
 import PIL.Image
 import pytest
 from click.testing import CliRunner
@@ -15,8 +18,23 @@ from click.testing import CliRunner
 from bottega import kinds
 from bottega.client import Client, FleetMember, Readiness
 from bottega.client.cli import main
+from bottega.errors import BottegaError
 from bottega.manifest import VARIABLE
 from bottega.miniature.scenes import STYLES, Placed, SceneLayout, Thing, draw_edges
+from bottega.transport import (
+    Connection,
+    Incoming,
+    LinkClient,
+    LinkClientHandler,
+    LinkClientSettings,
+    LinkCounters,
+    ServiceOffer,
+    number_message,
+    offer_from_wire,
+    read_number,
+)
+from bottega.v1 import link_pb2, link_pb2_grpc
+from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
 from tests.support.running_up import START_S, Up, running_up
 from tests.support.services import runs
@@ -89,6 +107,46 @@ def test_a_workers_engine_has_its_add_on_and_is_told_of_the_stores(client: Clien
     for prompt, named in (("a green star", True), ("a star", False)):
         drawn = client.generate(prompt, num_inference_steps=2, seed=1)
         assert (KIND in {time.stage for time in drawn.provenance.times}) == named
+
+
+class _Answers(LinkClientHandler):
+    """Asks for nothing by itself, and keeps what is answered."""
+
+    def __init__(self) -> None:
+        self.answers: queue.Queue[int] = queue.Queue()
+
+    @property
+    def wants_link(self) -> bool:
+        return True
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        with incoming:
+            self.answers.put(read_number(incoming.layout, connection.wait_all(incoming)))
+
+    def on_end(self, cause: BottegaError) -> None:
+        """The test ends it."""
+
+
+def test_it_answers_over_a_link(client: Client) -> None:
+    def offered(link_id: str) -> Future[ServiceOffer]:
+        with grpc.insecure_channel(member_of(client, KIND).address) as channel:
+            request = link_pb2.OpenLinkRequest(kind=KIND, worker="w", link_id=link_id)
+            opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=60)
+        found: Future[ServiceOffer] = Future()
+        found.set_result(ServiceOffer(offer=offer_from_wire(opened.offer), service=opened.service))
+        return found
+
+    handler = _Answers()
+    link = LinkClient(
+        handler, peer="the store of colours", request=offered, settings=LinkClientSettings(), counters=LinkCounters()
+    )
+    link.connection.send(number_message(ASK, list(COLOURS).index("green")))
+    link.start()
+    try:
+        assert handler.answers.get(timeout=60) == COLOURS["green"]
+    finally:
+        link.close()
+        link.join()
 
 
 def test_a_newcomer_draws_a_picture_and_draws_it_again(up: Up, folder: Path) -> None:

@@ -125,3 +125,16 @@ def test_what_a_link_in_the_folder_of_releases_names_stays_as_it_is(machine: Stu
     (machine.home / ".lock").symlink_to(victim)
     machine.install()
     assert victim.read_text() == "important"
+
+
+def test_what_pip_cannot_install_is_not_kept(machine: StubbedMachine) -> None:
+    machine.install()
+    done = machine.run("install", "--python", str(machine.stubs / "python"), "--with", "unknown-package")
+    assert (done.returncode, "nothing was changed" in done.stdout) == (1, True)
+    assert chosen(machine) == ["services all", "kernels no"]
+
+
+def test_an_option_of_pip_is_no_package(machine: StubbedMachine) -> None:
+    done: subprocess.CompletedProcess[str] = machine.run("install", "--with", "--no-deps")
+    assert (done.returncode, "set options of pip in its environment variables" in done.stdout) == (2, True)
+    assert not machine.root.exists()

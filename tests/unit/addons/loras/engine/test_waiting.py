@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from bottega.addons.loras.engine import TEXT_ENCODERS, UNET
+from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, LoraHandle
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
@@ -170,6 +170,19 @@ def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
     assert not loras.open
     for name, tensor in model.backbone.network.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_an_engine_that_only_waits_fails_the_job_soon_after_the_bound(
+    easel: ManualEngine, loras: LorasByHand, clock: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(_self: LorasByHand, _handles: Sequence[LoraHandle], timeout_s: float) -> None:
+        clock.now += timeout_s  # nothing comes
+
+    monkeypatch.setattr(LorasByHand, "settle", settle)
+    began_s = clock.now
+    assert "did not arrive within 10 s" in str(easel.draw(styled("outline")).error)
+    assert LORA_TIMEOUT_S < clock.now - began_s < LORA_TIMEOUT_S + 2.0
+    assert not loras.open
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["before it is encoded", "in the middle"])
