@@ -60,9 +60,15 @@ class Drawn:
 
 
 class WorkerPair:
-    """The workers "a" and "b". engine: settings of both. cores: one for each, where they are pinned."""
+    """The workers "a" and "b". engine: settings of both. cores: one for each, where they are pinned.
 
-    def __init__(self, folder: Path, engine: Mapping[str, object], *, cores: Sequence[int] = ()) -> None:
+    gateway: of the fleet that they join; empty is none.
+    """
+
+    def __init__(
+        self, folder: Path, engine: Mapping[str, object], *, cores: Sequence[int] = (), gateway: str = ""
+    ) -> None:
+        self._gateway = gateway
         self._services = Services(folder)
         self._engine = dict(engine)
         self._ports = dict(zip("ab", free_ports(2), strict=True))
@@ -94,7 +100,7 @@ class WorkerPair:
         """Starts one of them, where it was before; returns when it serves."""
         other = "b" if name == "a" else "a"
         engine = {**self._engine, "peer": {"address": f"127.0.0.1:{self._ports[other]}"}}
-        config = worker_config("", name=name, engine=engine)
+        config = worker_config(self._gateway, name=name, engine=engine)
         config["server"] = {"listen": f"127.0.0.1:{self._ports[name]}", "metrics_listen": "127.0.0.1:0"}
         service = self._services.start("worker", config, name=f"{name}-{next(self._lives)}")
         self._running[name] = service

@@ -132,6 +132,32 @@ def test_an_outage_at_the_start_is_logged_once(
     assert said == ["the approximate cache records nothing until it can write again", _OUTAGE[-1]]
 
 
+def test_a_vector_is_written_by_one_statement() -> None:
+    server = shared_server(vector=True)
+    with new_database(vector=True) as url:
+        name = urlsplit(url).path[1:]
+        for setting in ("log_statement = 'all'", "log_min_messages = 'log'"):
+            server.execute(f"ALTER DATABASE {name} SET {setting}")
+        index = PostgresIndex(cache_database(url), cache="cache")
+        index.open()
+        try:
+            index.add("key", 1, embedding(0))
+            wait_until(lambda: index.has_graphs, "the graph")
+            for number, seed in ((2, 1), (2, 2)):
+                log = server.folder / "log"
+                before = log.stat().st_size
+                index.add("key", number, embedding(seed))
+                written = log.read_text()[before:].splitlines()
+                statements = [line for line in written if "LOG:" in line and "set_config(" not in line]  # of no session
+                assert [statement for statement in statements if "INSERT INTO" not in statement] == []
+                assert any("INSERT INTO bottega_cache_vectors" in line for line in written)
+                assert index.search("key", embedding(seed), 1)[0].number == 2
+            assert index.similarity("key", 2, embedding(2)) == pytest.approx(1.0)
+            assert len(index) == 2
+        finally:
+            index.close()
+
+
 def test_caches_that_begin_at_once_all_get_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
     with new_database(vector=True) as url:
         indexes = [PostgresIndex(cache_database(url), cache=f"cache {number}") for number in range(4)]

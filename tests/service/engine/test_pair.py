@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.controlnets.worker import RemoteControlNets
 from bottega.engine.job import EngineOrder
 from bottega.engine.parallel import pair
+from bottega.engine.parallel.remote_rows import OffloadedRow, OffloadResult, OffloadTarget
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ModelMismatch
 from bottega.model.model import Model
@@ -50,6 +51,7 @@ NAMES = ("edges", "depth")
 IMAGES = (control_image(1), control_image(2))
 WAIT_S = 10.0
 PATIENCE_S = 3.0
+SLOW_S = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +294,55 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
     alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
     assert_close(drawing.latents[0], alone.draw(order).latents[0])
     assert pair_of(drawing).steps > shared, "it comes back"
+
+
+class SlowControlNets(LocalControlNets):
+    """As on a server that takes long."""
+
+    def ask(self, rows: list[Row]) -> None:
+        time.sleep(SLOW_S)
+        super().ask(rows)
+
+
+class TimedLeader:
+    """A leader that notes how long an answer took here, and how long it counts. An OffloadTarget."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        self._offloaded_s = 0.0
+        self.seconds: list[tuple[float, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._leader, name)
+
+    def offload(self, rows: Sequence[OffloadedRow]) -> bool:
+        self._offloaded_s = time.monotonic()
+        return self._leader.offload(rows)
+
+    def result(self, timeout_s: float) -> OffloadResult | None:
+        result = self._leader.result(timeout_s)
+        if result is not None:
+            self.seconds.append((time.monotonic() - self._offloaded_s, result.seconds))
+        return result
+
+
+@pytest.mark.usefixtures("lends")
+def test_waiting_for_residuals_does_not_make_a_follower_slow(model: Model, shelf: ControlNetCache) -> None:
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
+        peer = led(follower)
+        timed = TimedLeader(peer)
+        easel = ManualEngine(
+            make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=cast("OffloadTarget", timed))
+        )
+        order = controlled()
+        drawing = easel.submit(replace(order, spec=replace(order.spec, num_inference_steps=500)))
+        while not timed.seconds:
+            assert not drawing.ended
+            easel.turn()
+            time.sleep(0.01)  # for the follower, which opens the ControlNets meanwhile
+        easel.engine.cancel(order.key)
+        peer.stop()
+    assert all(counted_s <= took_s - SLOW_S for took_s, counted_s in timed.seconds)
 
 
 @pytest.fixture(scope="module")

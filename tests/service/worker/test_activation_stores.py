@@ -271,6 +271,21 @@ def test_a_chunk_of_a_cancelled_request_is_none_of_a_newer_one() -> None:
     assert torch.equal(_tensor(step), outputs(0)[NAMES[0]])
 
 
+def test_what_another_edit_may_wait_for_is_not_cancelled(far: ScriptedStore) -> None:
+    far.put(RECORDING, section(0))
+    held: list[tuple[ScriptedLink, int, SectionRequest]] = []
+    far.fetched = lambda *asked: held.append(asked)
+    with worker(far) as here:
+        recording = here.found()
+        assert here.found() is recording
+        step = recording.steps[step_key(0)]
+        step.request(NAMES)
+        wait_until(lambda: bool(held), "the request")
+        step.drop_requests()
+        far.send(*held[0])
+        assert step.wait(NAMES[2], EVENTUALLY_S)
+
+
 def test_sections_that_the_store_has_replaced_take_the_place_of_what_is_not_here(far: ScriptedStore) -> None:
     far.put(RECORDING, section(0), section(1))
     with worker(far) as here:

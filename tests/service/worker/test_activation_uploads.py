@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
+from bottega.addons.edits.wire import messages
 from bottega.v1.activations_pb2 import AbandonHeader, RecordingHeader, SectionHeader, TemplateAnswer
 from tests.fakes.scripted_activation_store import ScriptedStore, Sent
 from tests.support.stored_activations import (
@@ -165,6 +166,18 @@ def test_what_was_being_recorded_when_a_store_is_lost_it_is_given_when_it_is_bac
         asked = far.questions.qsize()
         assert here.found() is begun
         assert far.questions.qsize() == asked, "the store has it"
+
+
+def test_of_what_the_store_takes_nothing_more_is_sent_and_it_is_asked_again(far: ScriptedStore) -> None:
+    with worker(far) as here:
+        own = here.record(1)
+        assert [type(sent(far).header) for _ in range(2)] == [SectionHeader, RecordingHeader]
+        far.say(messages.abandon_message(own.id, own.key.digest))
+        wait_until(here.counted("upload_dropped_not_granted"), "the store's word")
+        here.add(own, 0, seed=9)
+        assert far.sent.empty()
+        assert here.found() is own
+        assert [type(sent(far).header) for _ in range(2)] == [SectionHeader, RecordingHeader]
 
 
 def test_what_was_copied_of_one_that_the_store_has_lost_it_is_given_back(far: ScriptedStore) -> None:

@@ -216,6 +216,17 @@ def test_a_job_that_is_cancelled_between_the_layers_of_its_decoding_runs_no_more
     assert latent() is None
 
 
+@pytest.mark.usefixtures("paced")
+def test_a_job_that_is_cancelled_in_the_middle_of_a_step_leaves_nothing(model: Model) -> None:
+    easel = after_a_light_tenant(model)
+    easel.submit(EngineOrder(key="heavy", spec=LARGE, share=HEAVY))
+    easel.turn()
+    assert easel.engine._stepper._halves
+    easel.engine.cancel("heavy")
+    assert not easel.engine._stepper._halves
+    assert not easel.engine.busy
+
+
 @pytest.mark.parametrize(("available_gib", "order"), [(16.5, ["heavy", "light"]), (18, ["light", "heavy"])])
 def test_a_picture_is_decoded_beside_a_paused_one_only_if_there_is_memory_for_both(
     model: Model, paced: Paced, available_gib: float, order: list[str]

@@ -11,11 +11,13 @@ import torch
 from bottega.addons.edits.engine.activations import EditActivations
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.forward import Prediction
+from bottega.engine.parallel import pair as pair_module
 from bottega.engine.parallel.pair import Offloadable, Pair, PairPrediction
 from bottega.engine.parallel.remote_rows import OffloadedRow, OffloadResult, RemoteJob
 from bottega.engine.times import KnownTimes
 from bottega.model.rows import Embeds, Half, Row
 from bottega.planning import RowFractions, StepTimes
+from tests.fakes.fake_time import FakeTime
 
 EMBEDS = Embeds(prompt=torch.zeros(7, 8), added={"text_embeds": torch.zeros(4), "time_ids": torch.zeros(6)})
 GUEST = RemoteJob(halves={Half.UNCONDITIONAL: EMBEDS, Half.CONDITIONAL: EMBEDS})
@@ -23,16 +25,22 @@ OWN_S = 0.1
 
 
 class Network:
-    """Takes OWN_S for every row, says so at once, and keeps the times as an engine does."""
+    """Takes OWN_S for every row, says so at once, and keeps the times as an engine does.
 
-    def __init__(self, times: StepTimes) -> None:
+    residuals_s: that it waited for residuals besides.
+    """
+
+    def __init__(self, times: StepTimes, residuals_s: float = 0.0) -> None:
         self._times = times
+        self._residuals_s = residuals_s
 
     def __call__(self, rows: Sequence[Row]) -> Prediction:
         self._times.observe((8, 8), len(rows), OWN_S * len(rows))
         waits_s = {row: 0.5 for row in rows if row.activations is not None}
         return Prediction(
-            noise={row: row.sample for row in rows}, times=KnownTimes(seconds=OWN_S * len(rows)), load_waits_s=waits_s
+            noise={row: row.sample for row in rows},
+            times=KnownTimes(seconds=OWN_S * len(rows), waited_s=self._residuals_s),
+            load_waits_s=waits_s,
         )
 
 
@@ -132,3 +140,33 @@ def test_rows_that_read_recordings_or_make_them_are_computed_where_those_are() -
     turns = follower.turns
     pair.predict(edited, offloadable("edited"))
     assert follower.turns == turns
+
+
+class LateFollower(ScriptedFollower):
+    """A follower whose answer comes `after_s` seconds after the leader begins to wait, on the test's clock."""
+
+    awaits_result = True
+
+    def __init__(self, time: FakeTime, after_s: float) -> None:
+        super().__init__(OWN_S)
+        self._time = time
+        self._left_s = after_s
+
+    def result(self, timeout_s: float) -> OffloadResult | None:
+        self._time.now += timeout_s
+        self._left_s -= timeout_s
+        return super().result(timeout_s) if self._left_s <= 0 else None
+
+
+@pytest.mark.parametrize(("residuals_s", "taken_back"), [(0.0, {"a"}), (1.0, set())])
+def test_a_leader_that_waited_for_residuals_waits_longer_for_its_follower(
+    residuals_s: float, taken_back: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = FakeTime()
+    monkeypatch.setattr(pair_module, "perf_counter", time.monotonic)
+    times = StepTimes()
+    network = Network(times, residuals_s=residuals_s)
+    pair = Pair(network, LateFollower(time, 3.0), times, RowFractions(), Heartbeat())
+    prediction = pair.predict(rows_of("a"), offloadable("a"))
+    assert isinstance(prediction, PairPrediction)
+    assert prediction.taken_back == taken_back

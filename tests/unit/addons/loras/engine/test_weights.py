@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from bottega.model.model import Model
 from tests.samples.engine_loras import random_layers
 from tests.samples.lora_files import low_rank
 from tests.support.torch_threads import torch_threads
+from tests.support.waiting import EVENTUALLY_S
 
 ALL = ("0", "2", "3", "4.conv", "4.linear")
 SWAPS = 1000
@@ -278,6 +280,37 @@ def test_pristine_copies_are_of_the_touched_weights_alone_and_where_they_are_wan
     assert patcher.pristine_bytes == 4 * 6 * 5, "the next set finds them made"
     patcher.patch(set_of(net, use(net, 3, targets=["0"])))
     assert patcher.pristine_bytes == 4 * 8 * 3 * 9
+
+
+@pytest.mark.parametrize(("width", "shares"), [(8, 1), (1100, 2)])
+def test_layers_are_shared_out_among_threads_that_compute_alone_where_that_pays(width: int, shares: int) -> None:
+    seen: set[tuple[int, int]] = set()
+    together = threading.Barrier(shares)
+
+    class Seeing(Tensor):
+        """A factor that notes who multiplies with it, and by how many threads, once all of them do."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.addmm:
+                together.wait(EVENTUALLY_S)  # else one that is quick, or has a busy machine for itself, takes all
+                seen.add((threading.get_ident(), torch.get_num_threads()))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    layers = {name: nn.Linear(width, width) for name in "01"}
+    patcher = Patcher(nn.ModuleDict(layers), UNET)
+    factors = {name: Factors(down=torch.randn(2, width), up=torch.randn(width, 2)) for name in layers}
+    seeing = {name: replace(each, up=each.up.as_subclass(Seeing)) for name, each in factors.items()}
+    before = {name: layer.weight.clone() for name, layer in layers.items()}
+    with torch_threads(2):
+        patcher.patch(LoraSet(key=(), components={UNET: seeing}))
+        assert torch.get_num_threads() == 2
+        for name, each in factors.items():
+            torch.testing.assert_close(layers[name].weight, before[name] + each.up @ each.down, rtol=0, atol=1e-4)
+        patcher.put_back()
+    assert all(torch.equal(layer.weight, before[name]) for name, layer in layers.items())
+    assert len({thread for thread, _ in seen}) == shares
+    assert {threads for _, threads in seen} == {1}
 
 
 def test_a_layer_that_fails_in_another_thread_fails_the_patch_and_all_can_be_restored() -> None:
