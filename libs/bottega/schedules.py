@@ -17,6 +17,7 @@ from types import MappingProxyType
 from bottega.errors import Violation
 from bottega.model_files.scheduler_rules import (
     CONVERTED_SIGMAS,
+    FLOW_MATCHING,
     REQUESTED_SIGMAS,
     SAMPLER_CLASSES,
     SCHEDULER_RULES,
@@ -103,7 +104,8 @@ class Schedule:
                 yield _broken(name, f"must be absent with the sampler {sampler}: its {class_name} ignores it")
         for name, samplers in CUSTOM_LISTS.items():
             if getattr(self, name) and sampler not in samplers:
-                yield _broken(name, f"must be empty with the sampler {sampler}: its {class_name} takes none")
+                why = "is not served" if class_name == FLOW_MATCHING else f"its {class_name} takes none"
+                yield _broken(name, f"must be empty with the sampler {sampler}: {why}")
         converted = next((name for name in CONVERTED_SIGMAS if name in fields and config.get(name)), "")
         if converted and self.timesteps:
             yield _broken("timesteps", f"must be empty where {converted} is true: a schedule has one of the two")

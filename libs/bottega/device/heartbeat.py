@@ -12,10 +12,11 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+from transformers.models.t5.modeling_t5 import T5Block
 
 _COVERED_BEAT_S = 1.0
 # Large enough to be few (about a hundred in SDXL's UNet), small enough to end within seconds on a slow machine.
-_BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, ResnetBlock2D)
+_BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, ResnetBlock2D, T5Block)
 
 
 class Heartbeat:

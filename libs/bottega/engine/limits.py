@@ -97,6 +97,9 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     if spec.weighted and not model.family.weighs_words:
         what = f"must be plain: {model.family.name} reads no weighted prompts"
         yield Violation(field="spec.prompt_syntax", description=what)
+    if model.unet is None and (spec.loras or spec.embeddings):
+        what = f"must be empty: LoRAs and embeddings for {model.family.name} are not served yet"
+        yield Violation(field="spec.loras", description=what)
     if len(model.text_encoders) == 1:
         for name in ("prompt_2", "negative_prompt_2"):
             if getattr(spec, name):

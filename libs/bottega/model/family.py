@@ -154,7 +154,7 @@ def _join_single(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedTex
 def _sd3_states(encoder: Any, output: Any, clip_skip: int | None) -> Tensor:
     """Return the last states of T5, and those before the last layer of CLIP's encoders, or before further ones."""
     if isinstance(encoder, T5EncoderModel):
-        states: Tensor = output.last_hidden_state
+        states: Tensor = output[0]
         return states
     return _penultimate_states(encoder, output, clip_skip)
 

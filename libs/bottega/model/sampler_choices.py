@@ -149,13 +149,14 @@ class ModelSamplers:
         """Return which numbers of steps, up to MAX_STEPS, a choice cannot make, each with its reason.
 
         This checks only timesteps, in about 10 ms for a choice; `refusal` also tries one number of steps. It does not
-        check converted sigmas, such as Karras': there are as many as steps, and they would take a second. Flow matching
-        makes any number of steps.
+        check converted sigmas, such as Karras': there are as many as steps, and they would take a second.
         """
+        if choice.kind is SamplerKind.FLOW_MATCH_EULER:
+            return {1: "the model's shift_terminal needs at least 2 steps"} if self.config.get("shift_terminal") else {}
         # KDPM2 has as many timesteps as Heun, and computes those between two steps slowly.
         counted = SamplerKind.HEUN if choice.kind in _SLOW_TO_COUNT else choice.kind
         scheduler, pace = make_scheduler(counted, self.config, choice.overrides), self.pace(choice.kind)
-        if any(scheduler.config.get(name) for name in CONVERTED_SIGMAS) or choice.kind is SamplerKind.FLOW_MATCH_EULER:
+        if any(scheduler.config.get(name) for name in CONVERTED_SIGMAS):
             return {}
         refused: dict[int, str] = {}
         for steps in range(1, MAX_STEPS + 1):

@@ -296,8 +296,7 @@ class Sampler:
         """
         if not self._draws:
             return
-        in_float32 = {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE, SamplerKind.FLOW_MATCH_EULER}
-        drawn = torch.float32 if self._kind in in_float32 else dtype
+        drawn = torch.float32 if self._kind in {SamplerKind.DPMPP_2M, SamplerKind.DPMPP_2M_SDE} else dtype
         for step in range(steps):
             last = float(self.timestep(step)) <= 0 if self._kind is SamplerKind.DDPM else step == self.steps - 1
             if not (last and self._kind in _QUIET_AT_LAST):

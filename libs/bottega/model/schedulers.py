@@ -96,8 +96,6 @@ def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
     """
     if kind in {SamplerKind.EULER_ANCESTRAL, SamplerKind.DDPM, SamplerKind.LCM, SamplerKind.KDPM2_ANCESTRAL}:
         return True
-    if kind is SamplerKind.FLOW_MATCH_EULER:
-        return bool(config.get("stochastic_sampling"))
     return kind in _SOLVERS and {**config, **kind.overrides}.get("algorithm_type") in _STOCHASTIC_ALGORITHMS
 
 

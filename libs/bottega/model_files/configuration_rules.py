@@ -38,7 +38,7 @@ from bottega.model_files.field_rules import (
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_check import check_scheduler_config
 from bottega.model_files.scheduler_rules import FLOW_MATCHING, SCHEDULER_RULES
-from bottega.model_files.transformer_rules import SD3_RULES, T5_RULES, check_sd3_config
+from bottega.model_files.transformer_rules import SD3_RULES, T5_RULES, check_sd3_config, check_t5_config
 from bottega.model_files.unet_rules import TIME_IDS, UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
 from bottega.plain_text import excerpt
@@ -162,7 +162,6 @@ _NOT_LOADED_PARTS = frozenset({"image_encoder", "feature_extractor"})
 _IGNORED = frozenset({"safety_checker"})
 _ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer", "T5Tokenizer": "T5TokenizerFast"}
 TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole(1)),)
-_T5_TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=ANY),)
 
 
 def check_configurations(
@@ -337,7 +336,7 @@ _TABLES: Mapping[str, Sequence[FieldRule]] = {
     "CLIPTextModelWithProjection": TEXT_ENCODER_RULES,
     "T5EncoderModel": T5_RULES,
     "CLIPTokenizer": TOKENIZER_RULES,
-    "T5TokenizerFast": _T5_TOKENIZER_RULES,
+    "T5TokenizerFast": (),
     "UNet2DConditionModel": UNET_RULES,
     "SD3Transformer2DModel": SD3_RULES,
     "AutoencoderKL": VAE_RULES,
@@ -347,7 +346,7 @@ _TABLES: Mapping[str, Sequence[FieldRule]] = {
 _RULES: Mapping[str, _Rules] = {
     "CLIPTextModel": check_text_encoder_config,
     "CLIPTextModelWithProjection": check_text_encoder_config,
-    "T5EncoderModel": partial(broken_fields, T5_RULES),
+    "T5EncoderModel": check_t5_config,
     "CLIPTokenizer": check_tokenizer_config,
     "T5TokenizerFast": lambda _config: (),
     "UNet2DConditionModel": check_unet_config,

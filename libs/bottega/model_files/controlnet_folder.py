@@ -32,6 +32,7 @@ from bottega.model_files.controlnet_config import (
     read_network_config,
 )
 from bottega.model_files.digest import controlnet_digest
+from bottega.model_files.family_names import TRANSFORMER, UNET
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_lfs_pointer
 from bottega.model_files.tensor_check import controlnet_tensors
 from bottega.model_files.unet_rules import TIME_IDS
@@ -266,14 +267,14 @@ class ControlLayout:
         return [(channels, _halved(height, halvings), _halved(width, halvings)) for channels, halvings in self.points]
 
 
-def base_layout(unet: Mapping[str, Any], latent_scale: int) -> ControlLayout:
+def base_layout(network: Mapping[str, Any], latent_scale: int) -> ControlLayout:
     """Return a base model's layout.
 
     Args:
-        unet: Configuration of its UNet.
+        network: Configuration of its UNet or transformer.
         latent_scale: Pixels per element of its VAE's latent, along a side.
     """
-    return _layout(unet, latent_scale)
+    return _layout(network, latent_scale)
 
 
 def read_base_layout(folder: Path) -> ControlLayout:
@@ -282,8 +283,9 @@ def read_base_layout(folder: Path) -> ControlLayout:
     Raises:
         OSError, KeyError, ValueError: The folder is no base model.
     """
-    unet, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("unet", "vae"))
-    return base_layout(unet, 2 ** (len(vae["block_out_channels"]) - 1))
+    denoiser = TRANSFORMER if (folder / TRANSFORMER).is_dir() else UNET
+    network, vae = (json.loads((folder / part / "config.json").read_text()) for part in (denoiser, "vae"))
+    return base_layout(network, 2 ** (len(vae["block_out_channels"]) - 1))
 
 
 def controlnet_layout(config: NetworkConfig) -> ControlLayout:

@@ -25,6 +25,8 @@ from bottega.plain_text import excerpt
 # Tokenizer files of CLIP have 2 MiB.
 _MAX_TOKENIZER_BYTES = 32 << 20
 _SHOWN_CHARACTERS = 60
+# Padding, end and unknown token, by their places in T5's vocabulary.
+_T5_SPECIAL_TOKENS = 3
 _T5_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
 _SPECIAL = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 
@@ -253,14 +255,19 @@ def check_t5_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size
     if not isinstance(pieces, list) or not pieces or not isinstance(added, list):
         yield f"{where}: it is no Unigram tokenizer with model and added_tokens; download T5's tokenizer"
         return
-    if not all(isinstance(piece, list) and len(piece) == 2 and isinstance(piece[0], str) for piece in pieces):
+    if len(pieces) < _T5_SPECIAL_TOKENS or not all(map(_is_piece, pieces)):
         yield f"{where}: its vocabulary is no list of tokens with numbers; {DOWNLOAD_AGAIN}"
         return
-    known = {piece[0] for piece in pieces} | {token.get("content") for token in added if isinstance(token, dict)}
-    if len(known) > vocab_size:
+    if not all(isinstance(_content(token), str) for token in added):
+        yield f"{where}: its added_tokens have no content; {DOWNLOAD_AGAIN}"
+        return
+    known = {piece[0] for piece in pieces}
+    more = {_text(token) for token in added} - known
+    known |= more
+    if (count := len(pieces) + len(more)) > vocab_size:
         yield (
-            f"{where}: it has {len(known)} tokens and the text encoder knows {vocab_size} (vocab_size); download both "
-            "from one model"
+            f"{where}: it has {count} tokens and the text encoder knows {vocab_size} (vocab_size); download both from "
+            "one model"
         )
     for name, default in _T5_SPECIAL.items():
         token = _text(config.get(name, default))
@@ -269,6 +276,10 @@ def check_t5_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size
             what = f"the {name} of {folder.name}/tokenizer_config.json"
             yield f"{where}: the vocabulary lacks {shown}, {what}; download the tokenizer again"
             return
+
+
+def _is_piece(piece: object) -> bool:
+    return isinstance(piece, list) and [*map(type, piece)] in ([str, float], [str, int])
 
 
 def _read_whole(path: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:
@@ -319,8 +330,11 @@ def _read_pair(folder: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:
 
 def _text(token: object) -> str:
     """Return the text of a special token, which may be a string or an object."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return str(value)
+    return str(_content(token))
+
+
+def _content(token: object) -> object:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 MINIATURE = "miniature"

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from bottega import config
 from bottega.errors import ConfigError
 from bottega.model_files.json_files import read_json_object
-from bottega.model_files.scheduler_rules import one_conversion
+from bottega.model_files.scheduler_rules import FLOW_MATCHING, one_conversion
 from bottega.rules import MAX_GUIDANCE_SCALE, MAX_STEPS, FinalSigmasTypeName, SamplerName, TimestepSpacingName
 from bottega.strict import STRICT
 
@@ -109,9 +109,13 @@ def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Proposal |
         scheduler_config: The model's `scheduler_config.json`.
 
     Source: the model cards of stabilityai/sdxl-turbo (1 to 4 steps), ByteDance/SDXL-Lightning (checkpoints for 1, 2, 4
-    and 8 steps) and Lykon/dreamshaper-xl-v2-turbo (4 to 8 steps, guidance 2).
+    and 8 steps), Lykon/dreamshaper-xl-v2-turbo (4 to 8 steps, guidance 2) and
+    stabilityai/stable-diffusion-3.5-large-turbo (4 steps, guidance 0).
     """
     words, class_name = name.lower(), scheduler_config.get("_class_name")
+    if class_name == FLOW_MATCHING:
+        turbo = Proposal(preset=Preset(num_inference_steps=4, guidance_scale=0.0))
+        return turbo if "turbo" in words else None
     trailing = scheduler_config.get("timestep_spacing") == _TRAILING
     # Models with these settings were retrained and need many steps, although they too have trailing timesteps.
     v_prediction = scheduler_config.get("prediction_type") == "v_prediction"

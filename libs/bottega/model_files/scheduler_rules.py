@@ -188,7 +188,12 @@ _FLOW_MATCHING = (
     FieldRule(name="shift_terminal", default=None, values=NULL | _SHARE),
     *_SIGMA_RULES,
     FieldRule(name="time_shift_type", default="exponential", values=only("exponential", "linear")),
-    FieldRule(name="stochastic_sampling", default=False, values=FLAG),
+    FieldRule(
+        name="stochastic_sampling",
+        default=False,
+        values=OFF,
+        why="Diffusers' pipelines draw its noise without the request's seed",
+    ),
 )
 _SOLVER_ORDER = FieldRule(name="solver_order", default=2, values=only(1, 2, 3), why="Diffusers has no other solvers")
 _CLIPPED_LAMBDA = FieldRule(

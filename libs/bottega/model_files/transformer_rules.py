@@ -7,6 +7,7 @@ from typing import Any
 
 from bottega.model_files.field_rules import (
     ANY,
+    FLAG,
     FRACTION,
     NULL,
     POSITIVE,
@@ -21,7 +22,7 @@ from bottega.model_files.field_rules import (
 )
 from bottega.rules import MAX_SIDE
 
-# Published transformers have at most 38 blocks, 64 heads and 192 places on a side.
+# Published transformers have at most 38 blocks, 64 heads and 384 places on a side.
 _MOST_BLOCKS, _MOST_HEADS, _MOST_PLACES = 256, 1024, 1024
 _MOST_WIDTH = 65_536
 # Diffusers embeds timesteps by so many sines and cosines.
@@ -58,6 +59,8 @@ SD3_RULES = (
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
 
+# Values of feed_forward_proj, with is_gated_act and dense_act_fn that transformers derives from them.
+_ACTIVATIONS = {"relu": (False, "relu"), "gated-gelu": (True, "gelu_new"), "gated-silu": (True, "silu")}
 _UNREAD = "the text encoder does not read it"
 T5_RULES = (
     FieldRule(name="model_type", default="t5", values=only("t5"), why="no other text encoder is served here"),
@@ -74,13 +77,34 @@ T5_RULES = (
     FieldRule(
         name="feed_forward_proj",
         default="relu",
-        values=only("relu", "gated-gelu", "gated-silu"),
+        values=only(*_ACTIVATIONS),
         why="published text encoders have no other",
     ),
+    FieldRule(name="is_decoder", default=False, values=only(False), why="T5's encoder alone reads prompts"),
+    FieldRule(name="is_gated_act", default=None, values=FLAG),
+    FieldRule(name="dense_act_fn", default=None, values=TEXT | NULL),
+    FieldRule(name="return_dict", default=True, values=only(True)),
+    FieldRule(name="output_hidden_states", default=False, values=FLAG),
     FieldRule(name="dtype", default=None, values=TEXT | NULL),
     FieldRule(name="architectures", default=None, values=ANY, why=_UNREAD),
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
+
+
+def check_t5_config(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each field of the config.json of a T5 text encoder whose value is not served.
+
+    A sentence names the field and says what to do; the caller puts the file's name before it.
+    """
+    broken = list(broken_fields(T5_RULES, config))
+    yield from broken
+    if broken:
+        return
+    filled = with_defaults(T5_RULES, config)
+    kind = filled["feed_forward_proj"]
+    for name, derived in zip(("is_gated_act", "dense_act_fn"), _ACTIVATIONS[kind], strict=True):
+        if filled[name] not in (None, derived):
+            yield f"{name} must be {shown(derived)} with feed_forward_proj {shown(kind)}, not {shown(filled[name])}"
 
 
 def check_sd3_config(config: Mapping[str, object]) -> Iterator[str]:

@@ -95,13 +95,13 @@ def deepest_stride(network: ModelMixin) -> int:
     return int(2 ** (len(network.down_blocks) - 1))
 
 
-def finest_stride(unet: ModelMixin) -> int:
+def finest_stride(network: ModelMixin) -> int:
     """Return the side length, in latent elements, of a token at the finest attention level; 1 without attention."""
-    if not isinstance(unet, UNet2DConditionModel):
-        return int(unet.config.patch_size)
-    levels = [level for level, block in enumerate(unet.down_blocks) if getattr(block, "has_cross_attention", False)]
-    if getattr(unet.mid_block, "has_cross_attention", False):
-        levels.append(len(unet.down_blocks) - 1)
+    if not isinstance(network, UNet2DConditionModel):
+        return int(network.config.patch_size)
+    levels = [level for level, block in enumerate(network.down_blocks) if getattr(block, "has_cross_attention", False)]
+    if getattr(network.mid_block, "has_cross_attention", False):
+        levels.append(len(network.down_blocks) - 1)
     return 1 << min(levels, default=0)
 
 
