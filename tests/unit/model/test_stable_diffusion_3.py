@@ -108,7 +108,7 @@ def test_a_folder_of_it_can_be_served(family: str) -> None:
             {"dense_act_fn": "relu"},
             'dense_act_fn must be "gelu_new" with feed_forward_proj',
         ),
-        ("tokenizer_3/tokenizer.json", {"added_tokens": [{"content": ["x"]}]}, "vocabulary lacks"),
+        ("tokenizer_3/tokenizer.json", {"added_tokens": [{"content": ["x"]}]}, "added_tokens have no content"),
         ("scheduler/scheduler_config.json", {"stochastic_sampling": True}, "stochastic_sampling must be false"),
         ("scheduler/scheduler_config.json", {"invert_sigmas": True}, "invert_sigmas must be false or null"),
         ("model_index.json", {"scheduler": ["diffusers", "DDIMScheduler"]}, "were trained with flow matching"),
