@@ -88,3 +88,28 @@ def test_a_cache_that_is_not_there_is_said_with_where_to_look(address: str) -> N
         assert result.exit_code == 1
         assert "error: no approximate cache has joined; bottega fleet shows who has\n" in result.stderr
         assert "bottega logs cache says why one has not" in result.stderr
+
+
+def test_it_is_said_what_pictures_started_from_and_what_was_skipped(gateway: ScriptedGateway, address: str) -> None:
+    one, two = completed(), completed()
+    one.completed.provenance.cached_starts.add(entry=f"{ENTRY}@10", similarity=0.9344, from_step=9, skipped_steps=4)
+    for image in (1, 3):
+        two.completed.provenance.cached_starts.add(
+            entry=f"{ENTRY}@2", similarity=0.7, from_step=1, skipped_steps=1, image=image, without_loras=True
+        )
+    gateway.scripts = [[one], [two]]
+    lines = run("generate", "a star", address=address).stdout.splitlines()
+    assert lines[-1] == f"cache: starts from {ENTRY}@10, similarity 0.934; 4 steps skipped (approximate)"
+    lines = run("generate", "a star", address=address).stdout.splitlines()
+    how = "(approximate, without the LoRAs)"
+    assert lines[-2:] == [
+        f"cache: picture {image} starts from {ENTRY}@2, similarity 0.700; 1 step skipped {how}" for image in (1, 3)
+    ]
+
+
+def test_it_is_said_that_an_identical_request_was_not_drawn(gateway: ScriptedGateway, address: str) -> None:
+    done = completed()
+    done.completed.provenance.identical_job = "job-0"
+    gateway.scripts = [[done]]
+    said = run("generate", "a star", address=address).stdout
+    assert "nothing was drawn: this is the stored result of job job-0, an identical request\n" in said

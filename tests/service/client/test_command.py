@@ -317,6 +317,29 @@ def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:
     assert "journalctl -u 'bottega-worker*' -n 20 -o cat" in nothing.stderr
 
 
+def test_several_pictures_get_numbers(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
+    result = run("generate", "stars", "-n", "2", "-o", "star.png", address=address)
+    assert [(own_folder / f"star-{n}.png").read_bytes() for n in range(2)] == [b"first", b"second"]
+    assert result.exit_code == 0
+
+
+def test_the_suffix_is_the_format(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    jpeg = image(0, b"jpeg")
+    jpeg.format = generation_pb2.IMAGE_FORMAT_JPEG
+    gateway.scripts = [[completed(jpeg)]]
+    assert run("generate", "a star", "-o", "star.jpg", address=address).exit_code == 0
+    assert gateway.requests[0].spec.format == generation_pb2.IMAGE_FORMAT_JPEG
+    assert (own_folder / "star.jpg").exists()
+
+
+def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
+    done = completed()
+    done.completed.provenance.truncations.add(field="prompt", text="and so on")
+    gateway.scripts = [[done]]
+    assert "this part was ignored: and so on" in run("generate", "a star", address=address).stderr
+
+
 @pytest.mark.alone
 def test_help_is_quick_and_brings_no_torch() -> None:
     code = (

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from bottega.client import AsyncClient, Box, Client
 from bottega.errors import BadImage, InvalidRequest, RecordingNotKept, Violation
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Techniques
+from bottega.v1.generation_pb2 import GenerationSpec, SourceUse, Techniques
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, image
 from tests.support.terminal import run
 
@@ -217,3 +217,12 @@ def test_what_an_edit_took_is_asked_for_unless_the_command_says_what_it_may(
         assert run(*again, *words, address=address).exit_code == 0
     said = [request.spec.techniques for request in gateway.requests]
     assert said == [taken, Techniques(masked_blocks=False), Techniques(masked_blocks=True), Techniques()]
+
+
+def test_it_is_said_that_the_source_of_image_to_image_was_resized(gateway: ScriptedGateway, address: str) -> None:
+    resized = completed()
+    resized.completed.provenance.parameters.CopyFrom(GenerationSpec(width=64, height=48))
+    resized.completed.provenance.source.CopyFrom(SourceUse(width=300, height=200, resized=True))
+    gateway.scripts = [[resized]]
+    result = run("generate", "a star", "--image", "star.png", address=address)
+    assert "the image was resized from 300x200 to 64x48\n" in result.stderr

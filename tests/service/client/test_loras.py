@@ -90,6 +90,16 @@ async def test_a_new_one_goes_where_its_base_is_known(
         await client.add_lora("d", lora_file(tmp_path, seed=2), base="fourth")
 
 
+async def test_a_store_that_is_gone_hides_what_it_has_and_nothing_else(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    await annex.upload("pastel", lora_file(tmp_path, seed=2))
+    await house.store.server.stop()
+    assert (await client.lora("pastel")).name == "pastel"
+    with pytest.raises(errors.NoLora, match="loras"):
+        await client.lora("ink")
+
+
 async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path: Path) -> None:
     path = lora_file(tmp_path, seed=2, text=True)
     added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")

@@ -370,3 +370,9 @@ def test_a_damaged_png_is_refused_and_never_a_fault(data: st.DataObject) -> None
         path.write_bytes(whole)
         with contextlib.suppress(InvalidRequest):
             parameters_of(path)
+
+
+def test_saving_under_a_suffix_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format='jpeg'"):
+        picture().save(tmp_path / "star.jpg")
+    assert list(tmp_path.iterdir()) == []
