@@ -12,6 +12,7 @@ from pathlib import Path
 from bottega.model_files.configuration_rules import INDEX_RULES, TEXT_ENCODER_RULES
 from bottega.model_files.field_rules import ANY, FieldRule, shown
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES, UNSERVED_CLASSES
+from bottega.model_files.transformer_rules import SD3_RULES, T5_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from bottega.schedules import Schedule
@@ -22,11 +23,15 @@ PAGE = Path(__file__).resolve().parent.parent / "libs/bottega/model_files/README
 TABLES: Mapping[str, Sequence[FieldRule]] = {
     "index": INDEX_RULES,
     "unet": UNET_RULES,
+    "transformer": SD3_RULES,
     "vae": VAE_RULES,
     "text_encoder": TEXT_ENCODER_RULES,
+    "text_encoder_3": T5_RULES,
 }
 """Tables of the page about parts with one class, by the name in their marks."""
 _SUFFIX = "Scheduler"
+# The page says once that quantized weights are refused in all parts.
+_OF_ALL_PARTS = frozenset({"quantization_config"})
 
 
 def table(rules: Sequence[FieldRule]) -> str:
@@ -34,7 +39,7 @@ def table(rules: Sequence[FieldRule]) -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for rule in filter(_refuses_more, rules):
         rows.setdefault((rule.values.text, rule.why), []).append(f"`{rule.name}`{_default(rule)}")
-    cells = [("fields (default)", "served", "why"), ("---",) * 3]
+    cells = [("fields (default)", "served", "why"), ("-",) * 3]
     cells += [(", ".join(fields), values, why) for (values, why), fields in rows.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
@@ -50,14 +55,14 @@ def scheduler_table() -> str:
         for (values, why), names in samplers.items():
             of = ", ".join(names) if len(samplers) > 1 or len(names) == 1 else "all"
             rows.setdefault((of, values, why), []).append(f"`{field}`")
-    cells = [("fields", "samplers", "served", "why"), ("---",) * 4]
+    cells = [("fields", "samplers", "served", "why"), ("-",) * 4]
     cells += [(", ".join(fields), *row) for row, fields in rows.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 def sampler_table() -> str:
     """Return a table of the samplers and their classes; classes that are refused for the same reason are one row."""
-    rows = [("sampler", "Diffusers' ...Scheduler", "web UI", "schedule"), ("---",) * 4]
+    rows = [("sampler", "Diffusers' ...Scheduler", "web UI", "schedule"), ("-",) * 4]
     for sampler, name in SAMPLER_CLASSES.items():
         title = SAMPLER_TITLES[Sampler.Value(f"SAMPLER_{sampler.upper()}")]
         rows.append((f"`{sampler}`", f"`{name.removesuffix(_SUFFIX)}`", title, _letters(sampler)))
@@ -97,8 +102,8 @@ def main() -> None:
 
 
 def _refuses_more(rule: FieldRule) -> bool:
-    """Return whether a rule refuses values with which stock Diffusers draws: such rules say why."""
-    return rule.values is not ANY and bool(rule.why)
+    """Return whether a rule of one part refuses values with which stock Diffusers draws: such rules say why."""
+    return rule.values is not ANY and bool(rule.why) and rule.name not in _OF_ALL_PARTS
 
 
 def _default(rule: FieldRule) -> str:

@@ -43,6 +43,7 @@ MODEL = image_pb2.Model(
     default_height=64,
     size_multiple=8,
     max_pixels=512 * 512,
+    max_side=4096,
     default_steps=30,
     default_guidance_scale=4.0,
     default_sampler=generation_pb2.SAMPLER_EULER,

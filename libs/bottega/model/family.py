@@ -89,7 +89,11 @@ class ModelFamily:
     edit_controlnet_scale: float
     """Default scale of ControlNets in the inpainting pipeline."""
     num_inference_steps: int = 50
-    """Default of all pipelines."""
+    """Default of all requests: that of the text-to-image pipeline.
+
+    Diffusers' other pipelines have the same default; those of Stable Diffusion 3 for image-to-image and inpainting have
+    50 instead of 28.
+    """
     strength_keeps_steps: bool = False
     """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
     vae_overrides: Mapping[str, Any] = field(default_factory=dict)

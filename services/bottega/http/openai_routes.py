@@ -48,6 +48,7 @@ _MODEL_FACTS = (
     "default_height",
     "size_multiple",
     "max_pixels",
+    "max_side",
     "default_steps",
     "default_guidance_scale",
     "default_sampler",
@@ -55,6 +56,7 @@ _MODEL_FACTS = (
     "default_edit_strength",
     "edits_refused_because",
     "edits_only",
+    "plain_prompts_only",
 )
 
 

@@ -135,6 +135,8 @@ async def test_models_are_listed_and_found(door: Door, worker: ScriptedWorker) -
     listed = [model async for model in door.openai.models.list()]
     assert [model.id for model in listed] == ["miniature"]
     assert (await door.openai.models.retrieve("miniature")).owned_by == "bottega"
+    facts = (await door.http.get("/v1/models/miniature")).json()["bottega"]
+    assert (facts["max_side"], facts["plain_prompts_only"]) == (4096, False)
     with pytest.raises(openai.NotFoundError) as missing:
         await door.openai.models.retrieve("other")
     assert "served: miniature" in missing.value.message

@@ -24,6 +24,7 @@ from bottega.manifest import ServiceSpec, load_object, read_services
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
 from bottega.model_files.configuration_rules import TEXT_ENCODER_RULES
+from bottega.model_files.transformer_rules import SD3_RULES, T5_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from bottega.process import open_files
@@ -282,7 +283,10 @@ def test_the_page_says_which_fields_of_models_are_served_as_the_rules_do(tmp_pat
     made.write_text(page.read_text())
     run_script("model_fields.py", made)
     assert made.read_text() == page.read_text(), "a rule has changed: run deploy/model_fields.py"
-    for part, rules in (("unet", UNET_RULES), ("vae", VAE_RULES), ("text_encoder", TEXT_ENCODER_RULES)):
-        rows = made.read_text().partition(f"<!-- {part} begin -->")[2].partition(f"<!-- {part} end -->")[0]
+    tables = {"unet": UNET_RULES, "transformer": SD3_RULES, "vae": VAE_RULES}
+    tables |= {"text_encoder": TEXT_ENCODER_RULES, "text_encoder_3": T5_RULES}
+    for part, rules in tables.items():
+        rows = made.read_text().partition("## Files")[0]  # names the fields of all parts
+        rows += made.read_text().partition(f"<!-- {part} begin -->")[2].partition(f"<!-- {part} end -->")[0]
         refused = [rule for rule in rules if not all(map(rule.values.accepts, (None, True, 1, 0.5, "other", [1])))]
         assert not [rule.name for rule in refused if rule.why and f"`{rule.name}`" not in rows]

@@ -66,7 +66,8 @@ _SAMPLING = (
         "--karras/--no-karras",
         "use_karras_sigmas",
         default=None,
-        help="Use Karras sigmas (euler, lms, deis, unipc, heun, kdpm2*, dpmpp_*). Default: as the model is configured.",
+        help="Use Karras sigmas (euler, flow_match_euler, lms, deis, unipc, heun, kdpm2*, dpmpp_*). "
+        "Default: as the model is configured.",
     ),
     click.option(
         "--exponential/--no-exponential",
@@ -101,14 +102,16 @@ _IMAGE_TO_IMAGE = (
     click.option(
         "--strength",
         type=float,
-        help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, else and with --control 0.8.",
+        help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, 0.6 with Stable Diffusion 3, "
+        "else and with --control 0.8.",
     ),
 )
 _EDITING = (
     click.option(
         "--strength",
         type=float,
-        help="How much the masked part may change, above 0 to 1; default: 0.9999 with SDXL, 1 with other models.",
+        help="How much the masked part may change, above 0 to 1; default: 0.9999 with SDXL, 0.6 with Stable "
+        "Diffusion 3, 1 with other models.",
     ),
     click.option(
         "--padding-mask-crop",

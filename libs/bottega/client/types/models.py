@@ -91,9 +91,9 @@ class ServedModel:
     """The largest clip_skip; None if it is not known."""
     strength_keeps_steps: bool
     """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
-    max_side: int = 0
+    max_side: int
     """Largest width and height in pixels; 0 if only max_pixels limits them."""
-    plain_prompts_only: bool = False
+    plain_prompts_only: bool
     """Whether the model refuses weighted prompts."""
 
 

@@ -65,8 +65,8 @@ class EditOptions(TypedDict, total=False):
         height: Height in pixels, likewise.
         seed: Seed of the first picture; picture i is drawn like a single one with seed + i.
         sampler: One of SamplerName, such as "euler" or "dpmpp_2m".
-        use_karras_sigmas: Whether to use Karras sigmas, with "euler", "lms", "deis", "unipc", "heun", and the "dpmpp"
-            and "kdpm2" samplers; by default as in the model's scheduler configuration.
+        use_karras_sigmas: Whether to use Karras sigmas, with "euler", "flow_match_euler", "lms", "deis", "unipc",
+            "heun", and the "dpmpp" and "kdpm2" samplers; by default as in the model's scheduler configuration.
         use_exponential_sigmas: Whether to use exponential sigmas, with the same samplers. One that is true replaces the
             sigmas of the model's scheduler configuration; of the three, at most one is.
         use_beta_sigmas: Whether to use beta sigmas, likewise.
@@ -75,12 +75,14 @@ class EditOptions(TypedDict, total=False):
         timesteps: Timestep of each step, falling, as in Diffusers' pipelines; they set num_inference_steps.
         sigmas: Noise level before each step and after the last one, falling, likewise.
         strength: Share of the source that is redrawn, above 0 to 1. The default depends on the model, as in Diffusers:
-            .3 with SDXL, .8 with others and with ControlNets; with a mask .9999 with SDXL and 1 with others.
+            .6 with Stable Diffusion 3, .3 with SDXL, .8 with others and with ControlNets; with a mask .6 with Stable
+            Diffusion 3, .9999 with SDXL and 1 with others.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.
         padding_mask_crop: Draw only the mask and this many pixels of the source around it, at width x height, and put
             it back, so that the picture has the source's own size. By default the whole source is drawn.
         keep_unmasked: Whether to restore the source's own pixels outside the mask, which the model changes a little; by
-            default yes. False gives the picture of Diffusers.
+            default yes. False gives the picture of Diffusers; with Stable Diffusion 3 only its latents, because
+            Diffusers' inpainting decodes them without the VAE's shift, and Bottega with it.
         mask_feather: Pixels around the mask over which drawn pixels fade into the source's own, 0 to 256; by default 8.
         controlnets: ControlNets to draw with, at most 8; their residuals are summed.
         lora: LoRAs to draw with, at most 8, such as [("outline", 0.8)]; they are summed. Without a model, the request

@@ -132,9 +132,10 @@ function moreFields(isEdit) {
 
 function sizeFields(model) {
   const step = shown(model.size_multiple) || "1";
+  const max = model.max_side || undefined;
   return html`
-    ${numberField("size", "Width", "width", { min: step, step, placeholder: shown(model.default_width) })}
-    ${numberField("height", "Height", "height", { min: step, step, placeholder: shown(model.default_height) })}
+    ${numberField("size", "Width", "width", { min: step, max, step, placeholder: shown(model.default_width) })}
+    ${numberField("height", "Height", "height", { min: step, max, step, placeholder: shown(model.default_height) })}
   `;
 }
 
