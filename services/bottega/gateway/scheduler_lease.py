@@ -289,7 +289,8 @@ class SchedulerLease:
         if self._storage is None:
             return False
         try:
-            await asyncio.wait_for(self._storage.images.probe(), _PROBE_S)
+            async with asyncio.timeout(_PROBE_S):
+                await self._storage.images.probe()
         except (BottegaError, TimeoutError):
             return False
         return True

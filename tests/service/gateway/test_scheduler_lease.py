@@ -12,7 +12,7 @@ from typing import cast
 import psycopg
 import pytest
 
-from bottega.errors import ConfigError, DataLoss
+from bottega.errors import ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.scheduler_lease import SchedulerLease
 from bottega.gateway.scheduler_role import SchedulerRole
@@ -49,11 +49,19 @@ async def _gateway(
         storage=cast("Storage", storage) if probe else None,
     )
     lease.address = f"{name}:8470"
-    await lease.start()
+    # As a gateway does: PostgreSQL may be busy for longer than the bound on a connection or a lock.
+    await eventually(lambda: _starts(lease))
     try:
         yield Gateway(lease=lease, role=role)
     finally:
         await lease.close()
+
+
+async def _starts(lease: SchedulerLease) -> bool:
+    with contextlib.suppress(StorageUnavailable):
+        await lease.start()
+        return True
+    return False
 
 
 async def test_one_of_many_gateways_takes_a_free_lease(url: str) -> None:
@@ -104,6 +112,27 @@ async def test_a_gateway_ends_though_the_lease_changes_in_that_moment(url: str) 
             gateway.lease._wake.set()
             for _ in range(turns):
                 await asyncio.sleep(0)
+
+
+async def test_a_gateway_ends_though_its_probe_succeeds_in_that_moment(url: str) -> None:
+    """As above, where what it waits for is the probe of the pictures."""
+    probed, ended = asyncio.Event(), asyncio.Event()
+
+    async def probe() -> None:
+        probed.set()
+        await ended.wait()
+
+    async with _gateway(url, "a", lease_s=3600) as first:
+        await eventually(lambda: first.role.held)
+    for turns in range(4):
+        execute(url, "UPDATE scheduler_lease SET asks_for_another = true")
+        async with _gateway(url, "b", lease_s=3600, probe=probe):
+            await probed.wait()
+            ended.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        probed.clear()
+        ended.clear()
 
 
 async def test_the_lease_of_a_dead_scheduler_that_asked_for_another_is_taken_without_a_probe(url: str) -> None:
