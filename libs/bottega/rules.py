@@ -83,8 +83,8 @@ MAX_START_S = 86_400.0
 MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
-# Latents kept of one image: 90 steps of SDXL at 1024x1024 in float16.
-MAX_KEPT_BYTES = 12 << 20
+# Latents kept of one image: 50 steps of SD3 at 1024x1024 in float16, or 200 of SDXL.
+MAX_KEPT_BYTES = 26 << 20
 # Jobs or adapters in one answer.
 MAX_PAGE = 100
 

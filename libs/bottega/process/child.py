@@ -26,8 +26,8 @@ from bottega.background_tasks import copied
 from bottega.errors import InternalError, Unavailable
 from bottega.process import open_files
 
-# A decoded image of 16 megapixels is 48 MiB; no other frame comes near.
-MAX_FRAME_BYTES = 64 * 2**20
+# A decoded image of 16 megapixels is 48 MiB, and kept latents of an edit's image are up to 26 MiB.
+MAX_FRAME_BYTES = 80 * 2**20
 
 _LENGTH = struct.Struct("<I")
 # Upper bound on one send or receive on the event loop. If the other end is busy at the same time, one call would

@@ -17,6 +17,8 @@ from bottega.rpc.security.tls import AuthorityFile, TlsFiles
 
 # An input image of 8 MiB with a mask and a few control images; as in ServerConfig.
 MAX_MESSAGE_MIB = 24
+# Such a request and the kept latents of its image (rules.MAX_KEPT_BYTES, 26 MiB), which a gateway adds for the worker.
+MAX_ATTEMPT_MIB = MAX_MESSAGE_MIB + 26
 
 # Upper bound on trailers, which have the details of a BottegaError. gRPC's default, 8 KiB, is too small for long lists.
 MAX_METADATA_BYTES = 64 * 1024

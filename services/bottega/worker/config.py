@@ -23,8 +23,9 @@ from bottega.model_files.folder_check import check_model_folder, folder_of
 from bottega.model_files.report import ModelReport
 from bottega.model_files.single_file import is_single_file
 from bottega.model_files.single_file_check import refusal_of, vae_refusal
+from bottega.rpc.channel import MAX_ATTEMPT_MIB
 from bottega.rpc.security.caller import Identity
-from bottega.rpc.server_config import AtLeastOne, MemberConfig, NotNegative, Seconds
+from bottega.rpc.server_config import AtLeastOne, MemberConfig, NotNegative, Seconds, ServerConfig
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
 
@@ -248,6 +249,13 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerServerConfig(ServerConfig):
+    """The listener for gateways, which add the kept latents of an edit's image to the caller's request."""
+
+    max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_ATTEMPT_MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(MemberConfig):
     """The configuration of a worker."""
 
@@ -256,6 +264,7 @@ class WorkerConfig(MemberConfig):
 
     name: Annotated[str, Field(max_length=128)] = ""
     """Name of this worker, unique in the fleet. Empty: "worker-", the host name and the process ID."""
+    server: WorkerServerConfig = field(default_factory=WorkerServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2
     """Number of processes that encode images and decode input images."""

@@ -19,7 +19,7 @@ from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
-from bottega.worker.config import EngineConfig
+from bottega.worker.config import EngineConfig, WorkerServerConfig
 from tests.support.running_front import CONFIG, Running, Start, kinds, request, running_workers
 from tests.support.waiting import eventually
 
@@ -175,7 +175,7 @@ async def test_draining_refuses_new_work_and_finishes_what_runs(start: Start) ->
 
 
 async def test_what_does_not_end_within_the_grace_is_handed_over(start: Start) -> None:
-    running = await start(replace(CONFIG, server=ServerConfig(drain_grace_s=0.3)))
+    running = await start(replace(CONFIG, server=WorkerServerConfig(drain_grace_s=0.3)))
     orders = [request("slower", job_id=f"job-{number}") for number in range(2)]
     for order in orders:
         order.spec.num_inference_steps = 200

@@ -24,7 +24,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.gateway.signing import SigningFiles
-from bottega.rpc.channel import MAX_MESSAGE_MIB, Target
+from bottega.rpc.channel import MAX_ATTEMPT_MIB, Target
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 
@@ -33,7 +33,7 @@ _JUST_COMPLETED = 256
 # Upper bound on a checkpoint; that of a picture is below 1 MiB.
 _MAX_CHECKPOINT_BYTES = 16 << 20
 # Upper bound on a request to a worker: the message limit, less the size of the deadline and other small fields.
-_MAX_REQUEST_BYTES = (MAX_MESSAGE_MIB << 20) - (64 << 10)
+_MAX_REQUEST_BYTES = (MAX_ATTEMPT_MIB << 20) - (64 << 10)
 # Upper bound on decisions, which are stored with the job; each is some numbers.
 _MAX_DECISIONS_BYTES = 4 << 10
 

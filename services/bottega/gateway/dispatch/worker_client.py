@@ -19,7 +19,7 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.rpc.channel import Channels, Target
+from bottega.rpc.channel import MAX_ATTEMPT_MIB, Channels, Target
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 
@@ -60,7 +60,7 @@ class WorkerClient:
     """
 
     def __init__(self, target: Target, channels: Channels, generation: Callable[[], int] = lambda: 0) -> None:
-        self._channel = channels.open(target)
+        self._channel = channels.open(target, max_message_mib=MAX_ATTEMPT_MIB)
         self._generation = generation
         self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
