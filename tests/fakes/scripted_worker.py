@@ -18,7 +18,6 @@ from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.security.tls import TlsConfig
 from bottega.rpc.server import Server
-from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import to_job_error
 from bottega.v1 import activations_pb2_grpc, fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
 from bottega.v1.activations_pb2 import (
@@ -31,6 +30,7 @@ from bottega.v1.activations_pb2 import (
 )
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
+from bottega.worker.config import WorkerServerConfig
 from tests.samples.hosted_loras import at_hand
 from tests.support.addon_messages import loras_at, placements
 from tests.support.waiting import EVENTUALLY_S
@@ -116,7 +116,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
         self.begun: list[tuple[str, int]] = []
         self.finished: list[tuple[str, int]] = []
         self.previewed: set[tuple[str, int]] = set()
-        self._server = Server(name, ServerConfig(drain_grace_s=0.1, tls=tls or TlsConfig()))
+        self._server = Server(name, WorkerServerConfig(drain_grace_s=0.1, tls=tls or TlsConfig()))
         self.address = ""
         self.membership: FleetMembership | None = None
 

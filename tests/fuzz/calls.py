@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from bottega import kinds
-from bottega.rpc.channel import MAX_MESSAGE_MIB, channel_options
+from bottega.rpc.channel import MAX_ATTEMPT_MIB, channel_options
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import (
     activations_pb2,
@@ -32,7 +32,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.services import Service
 
 # Of the channels: a service refuses by itself what is little more than it takes.
-MESSAGE_MIB = MAX_MESSAGE_MIB + 1
+MESSAGE_MIB = MAX_ATTEMPT_MIB + 1
 
 # A service answers any single request in far less, or it hangs; and a worker that was measured on a busy machine is not
 # told to be too slow for it.

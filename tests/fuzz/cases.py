@@ -23,8 +23,9 @@ from tests.fuzz.lora_store import lora_store_corpus
 from tests.fuzz.webhooks import webhook_corpus
 from tests.support.flooders import empty_loras, large_id, nested
 
-# One past what a message may have.
-TOO_LARGE_BYTES = (24 << 20) + 1
+# One past what a message may have: a caller's, and an attempt's.
+_TOO_LARGE_BYTES = (24 << 20) + 1
+TOO_LARGE_BYTES = (50 << 20) + 1
 _MIB = 1 << 20
 
 
@@ -78,8 +79,8 @@ def _bytes() -> Iterator[Case]:
     for method in (*methods, *worker, *cache, *activations):
         yield Case(method=method, name="no message", raw=(b"\xff" * 9,), code=INVALID)
         yield Case(method=method, name="a length beyond the end", raw=(b"\n" + struct.pack("<B", 99),), code=INVALID)
-    for method in ("SubmitJob", "RunAttempt"):
-        huge = bytes(TOO_LARGE_BYTES)
+    for method, size_bytes in (("SubmitJob", _TOO_LARGE_BYTES), ("RunAttempt", TOO_LARGE_BYTES)):
+        huge = bytes(size_bytes)
         yield Case(method=method, name="beyond the limit", raw=(huge,), code=grpc.StatusCode.RESOURCE_EXHAUSTED)
     for name, (path, raw) in (("a million empty messages", empty_loras(_MIB)), ("messages in messages", nested(_MIB))):
         for method in (path.rpartition("/")[2], "Generate"):

@@ -39,7 +39,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import stock_options
-from tests.support.stock import said
+from tests.support.stock import Reference, pixels_of, said
 
 _TEXT = 32
 _SD: Mapping[str, Any] = {
@@ -79,6 +79,8 @@ _UNETS: Mapping[str, Mapping[str, Any]] = {
 _SD3_WIDTH = 96
 # The pipeline for inpainting takes no other number.
 _SD3_CHANNELS = 16
+# The sizes of pictures in tokens between which the schedule of SD 3.5 changes.
+_SHIFTS: Mapping[str, Any] = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 64}
 # Of the transformer. The models differ as SD3 without T5, SD3 medium and SD3.5 do.
 _TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
     "SD 3": {},
@@ -176,7 +178,7 @@ class FamilyStock:
         self.text = self._kind(kind).from_pretrained(family_model(family), use_safetensors=True, **self._extra)
         self.text.set_progress_bar_config(disable=True)
 
-    def latent(
+    def reference(
         self,
         spec: ResolvedSpec,
         *,
@@ -186,8 +188,8 @@ class FamilyStock:
         control_images: Sequence[Tensor] = (),
         after_step: Callable[[int, Tensor], Tensor] = lambda _step, latent: latent,
         conditions: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> Tensor:
-        """Return the finished latent of a spec, [1, channels, height, width].
+    ) -> Reference:
+        """Return the finished latent of a spec, and its picture.
 
         Args:
             spec: The spec.
@@ -224,13 +226,19 @@ class FamilyStock:
         if mask is not None:
             asked["mask_image"] = mask
 
+        latents = list[Tensor]()
+
         def end(_: Any, step: int, __: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {"latents": after_step(step, kept["latents"])}
+            latents.append(after_step(step, kept["latents"]))
+            return {"latents": latents[-1]}
 
         generator = torch.Generator("cpu").manual_seed(spec.seed)
-        out = pipeline(**asked, generator=generator, output_type="latent", callback_on_step_end=end)
-        latent: Tensor = out.images
-        return latent
+        out = pipeline(**asked, generator=generator, callback_on_step_end=end)
+        return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
+
+    def latent(self, spec: ResolvedSpec, **options: Any) -> Tensor:
+        """Return the finished latent of a spec, [1, channels, height, width]. The options are those of `reference`."""
+        return self.reference(spec, **options).latent
 
     @property
     def _extra(self) -> dict[str, Any]:
@@ -305,7 +313,7 @@ def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDif
         third = T5EncoderModel(config), tokenizer
     return StableDiffusion3Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, **(_SHIFTS if family == "SD 3.5" else {})),
         vae=_vae(
             latent_channels=_SD3_CHANNELS,
             shift_factor=0.06,

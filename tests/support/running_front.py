@@ -15,7 +15,7 @@ from PIL import Image
 
 from bottega.codec.pool import CodecPool
 from bottega.process import EngineTimeouts
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import MAX_ATTEMPT_MIB, open_channel
 from bottega.rpc.server import Server
 from bottega.v1 import activations_pb2_grpc, generation_pb2, worker_pb2, worker_pb2_grpc
 from bottega.worker.__main__ import build
@@ -96,7 +96,7 @@ async def running_workers() -> AsyncIterator[Start]:
             await worker.stop()
             raise
         await server.set_serving(True)
-        running.append(Running(server, worker, engine, open_channel(server.address)))
+        running.append(Running(server, worker, engine, open_channel(server.address, max_message_mib=MAX_ATTEMPT_MIB)))
         return running[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -54,7 +54,7 @@ from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.slow_cases import in_every_run
-from tests.support.stock import assert_close
+from tests.support.stock import Reference, assert_close, assert_same_image
 
 ONE_BY_ONE = EngineLimits(max_rows=2, checkpoint_interval_s=0.0, progress_interval_s=0.0)
 SPEC = ResolvedSpec(prompt="a big red star on the left", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
@@ -106,10 +106,15 @@ def order_of(family: str, key: object = "it", **changes: Any) -> EngineOrder:
 
 
 def expected(family: str, order: EngineOrder, **options: Any) -> Tensor:
+    """Return the latent that stock makes of an order."""
+    return reference(family, order, **options).latent
+
+
+def reference(family: str, order: EngineOrder, **options: Any) -> Reference:
     """Return what stock makes of an order."""
     image = None if order.image is None else PIL.Image.fromarray(order.image.numpy())
     mask = None if order.mask is None else PIL.Image.fromarray(np.asarray(order.mask) * np.uint8(255))
-    return stock_of(family).latent(order.spec, image=image, mask=mask, **options)
+    return stock_of(family).reference(order.spec, image=image, mask=mask, **options)
 
 
 def pixels(image: PIL.Image.Image) -> Tensor:
@@ -135,11 +140,29 @@ def test_text_to_image(family: str) -> None:
     engine = make_engine(model_of(family), ONE_BY_ONE)
     engine.warm_up()
     drawing = ManualEngine(engine).draw(order)
-    assert_close(drawing.latents[0], expected(family, order))
-    assert drawing.pixels[0].shape == (SIZE, SIZE, 3)
+    theirs = reference(family, order)
+    assert_close(drawing.latents[0], theirs.latent)
+    assert_same_image(drawing.pixels[0], theirs.pixels)
     previews = [event.preview for event in drawing.all(JobAdvanced) if event.preview is not None]
     assert previews
     assert previews[-1].shape == (SIZE // 4, SIZE // 4, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_2": "a heart", "negative_prompt": "a circle", "negative_prompt_2": "dark", "clip_skip": 1},
+        {"prompt": "star " * 100, "prompt_2": "heart " * 90, "negative_prompt": "circle " * 80},
+        {"width": 2 * SIZE},
+    ],
+    ids=["second prompts and clip_skip", "prompts beyond the limits", "not square"],
+)
+def test_prompts_and_shifts_of_stable_diffusion_3(changes: dict[str, Any]) -> None:
+    """T5 reads 256 tokens, and CLIP 77. The sigmas depend on the size of the picture."""
+    order = order_of("SD 3.5", num_inference_steps=2, **changes)
+    drawing = ManualEngine(make_engine(model_of("SD 3.5"), TOGETHER)).draw(order)
+    assert_close(drawing.latents[0], expected("SD 3.5", order))
+    assert bool(drawing.record.provenance.truncations) is ("prompt" in changes)
 
 
 @families("mixed batch")
@@ -281,7 +304,10 @@ def test_cached_start(family: str) -> None:
     generator = torch.Generator("cpu").manual_seed(order.spec.seed)
     torch.randn(recorded.shape, generator=generator)
     fresh = torch.randn(recorded.shape, generator=generator)
-    sampler = model_of(family).samplers.open(order.spec.sampling, steps=order.spec.num_inference_steps)
+    model = model_of(family)
+    sampler = model.samplers.open(
+        order.spec.sampling, steps=order.spec.num_inference_steps, tokens=model.tokens(SIZE, SIZE)
+    )
     high, low = (sampler.noise_level(step) for step in (STARTED - 1, STARTED))
     scale, deviation = 1.0, math.sqrt(high**2 - low**2)
     if family in FLOWS:  # Latents are (1 - sigma) x0 + sigma n; levels are of a picture of factor 1.

@@ -285,14 +285,15 @@ async def test_latents_beyond_the_bound_are_not_kept_and_the_picture_is(
     house: Running, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.script.latents = lambda index: bytes(rules.MAX_KEPT_BYTES + (index == 0))
-    picture = saved(Image.new("RGB", (64, 64), "navy"))
-    worker.script.picture = lambda index: picture if index == 0 else b"another one"
+    pictures = [saved(Image.new("RGB", (64, 64), color)) for color in ("navy", "gold")]
+    worker.script.picture = lambda index: pictures[index]
     drawn = await house.draw(prompt="a star", keep_for_editing=True, num_images=2)
     assert len(drawn.images) == 2
     assert [record.message for record in caplog.records].count(
         "the data to keep for an image is too large; it is dropped"
     ) == 1
-    assert (await sent(house, worker, image=picture)).kept == b""
+    found = [(await sent(house, worker, image=picture)).kept for picture in pictures]
+    assert [len(kept) for kept in found] == [0, rules.MAX_KEPT_BYTES], "the largest reach the worker of an edit"
 
 
 async def test_a_request_that_keeps_is_answered_only_by_a_job_that_has_kept(

@@ -15,6 +15,7 @@ from bottega.addons.edits.engine.kept import (
     VERSION,
     KeptLatents,
     KeptLatentsMismatch,
+    are_too_large,
     read_kept,
     template_of,
     write_kept,
@@ -26,9 +27,10 @@ from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from bottega.v1.activations_pb2 import ActivationsOrder
 from tests.samples.edits import edit_order
+from tests.samples.family_models import family_model
 from tests.samples.masked_edits import LEFT, SPEC, EditDesk, masked_order, outside
 from tests.support.delayed_device import DelayedDevice
-from tests.support.manual_engine import Drawing
+from tests.support.manual_engine import Drawing, load
 from tests.support.torch_threads import torch_threads
 
 GENERATED = replace(SPEC, strength=None, keep_for_editing=True, num_images=2)
@@ -102,6 +104,21 @@ def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_bac
     assert edit.record.provenance.mask.kept_latents
     assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
     assert not edit.record.exact
+
+
+def test_stable_diffusion_3_keeps_the_latents_of_50_steps_and_edits_put_them_back() -> None:
+    flow = load(family_model("SD 3.5"))
+    large = replace(GENERATED, width=512, height=512, sampler=SamplerKind.FLOW_MATCH_EULER)
+    assert flow.latent_channels * (large.width // flow.latent_scale) ** 2 == 16 * 128 * 128, "as at 1024x1024"
+    assert [are_too_large(flow, replace(large, num_inference_steps=steps)) for steps in (50, 52)] == [False, True]
+    desk = EditDesk(flow)
+    drawing, kept = generated(desk, replace(large, width=64, height=64))
+    order = edit_of(drawing, kept[1], replace(SPEC, sampler=SamplerKind.FLOW_MATCH_EULER))
+    edit = desk.draw(order)
+    assert edit.record.provenance.mask.kept_latents
+    assert edit.record.provenance.blocks_reused == 0
+    assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
+    assert not torch.equal(edit.latents[0], drawing.latents[1])
 
 
 def test_a_kept_picture_is_recorded_for_edits_of_its_own_tenant(model: Model) -> None:
