@@ -45,6 +45,7 @@ class FakeClient:
     """A worker: what it was asked to run, and by job what it answers. on_call: at every RunAttempt.
 
     news: its checkpoints; None among them breaks the stream in a way that nobody thought of.
+    stopped: attempts that it was told to stop, as job and number.
     """
 
     on_call: Callable[[], None] = lambda: None
@@ -52,6 +53,7 @@ class FakeClient:
     requests: list[worker_pb2.RunAttemptRequest] = field(default_factory=list)
     answers: dict[str, asyncio.Queue[Answer]] = field(default_factory=dict)
     news: asyncio.Queue[worker_pb2.WatchCheckpointsResponse | None] = field(default_factory=asyncio.Queue)
+    stopped: list[tuple[str, int]] = field(default_factory=list)
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
         self.on_call()
@@ -73,7 +75,7 @@ class FakeClient:
         raise ValueError("what no client should raise")
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Nothing to stop."""
+        self.stopped.append((attempt.job_id, attempt.number))
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
         """It has nothing that nobody follows."""
@@ -114,6 +116,7 @@ class Shop:
         addons: Sequence[AddOn] = (),
         max_members: int = 256,
         model_grace_s: float = 30.0,
+        terms: TenantTerms | None = None,
     ) -> None:
         self.time = FakeTime()
         self.clients: dict[str, FakeClient] = {}
@@ -125,6 +128,7 @@ class Shop:
         self._addons = addons
         self._max_members = max_members
         self._model_grace_s = model_grace_s
+        self._terms = terms or TenantTerms()
         self.open()
 
     def open(self) -> None:
@@ -159,7 +163,7 @@ class Shop:
             jobs=self.log,
             addons=addons,
             connect=self._connect,
-            terms=TenantTerms(),
+            terms=self._terms,
             metrics=metrics,
             clock=clock,
         )

@@ -91,6 +91,17 @@ async def test_all_gateways_serve_all_jobs_also_after_the_scheduler_was_killed(p
     assert sorted(job for job, _ in pair.worker.begun[before:]) == sorted([running, *waiting, late])
 
 
+async def test_a_rolling_restart_refuses_no_call(pair: Pair) -> None:
+    stopping = asyncio.create_task(pair.first.stop())
+    jobs: list[str] = []
+    while not stopping.done():
+        coming = [f"job-{len(jobs) + number}" for number in range(3)]
+        jobs += await asyncio.gather(*map(pair.second.submit, coming))
+    assert await stopping == 0
+    for job_id in jobs:
+        assert (await pair.second.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
 async def test_a_follower_that_stops_during_a_takeover_ends(pair: Pair) -> None:
     pair.worker.script.hold_at = _HELD_AT
     job_id = await pair.first.submit()

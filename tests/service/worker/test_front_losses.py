@@ -19,6 +19,7 @@ from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
+from bottega.worker.attempts import Attempts
 from bottega.worker.config import EngineConfig, WorkerServerConfig
 from tests.support.running_front import CONFIG, Running, Start, kinds, request, running_workers
 from tests.support.waiting import eventually
@@ -88,6 +89,24 @@ async def test_while_there_is_no_engine_health_says_so(start: Start, tmp_path: P
     await eventually(is_lost)
     events = await running.events(request())
     assert events[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
+
+
+async def test_a_fault_while_results_are_swept_is_logged_and_they_are_swept_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bottega.worker.worker._REST_SWEEP_INTERVAL_S", 0.05)
+    sweeps = 0
+
+    def sweep(_: Attempts) -> None:
+        nonlocal sweeps
+        sweeps += 1
+        if sweeps == 1:
+            raise OSError("a fault")
+
+    monkeypatch.setattr(Attempts, "sweep", sweep)
+    await start()
+    await eventually(lambda: sweeps >= 2)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_an_engine_that_never_gets_ready_ends_the_start(start: Start) -> None:

@@ -64,6 +64,24 @@ async def test_an_identical_request_is_a_job_of_its_own_with_the_stored_pictures
     assert lines == {None, source}
 
 
+async def test_a_job_that_is_deleted_while_its_pictures_answer_another_takes_none_of_them(
+    house: Running, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = await _source(house, await house.draw(**STAR))
+    store = house.gateway._storage.jobs
+    add = store.add
+
+    async def add_after_a_deletion(*args: Any, **kwargs: Any) -> Any:
+        await house.gateway._jobs.delete(source)
+        return await add(*args, **kwargs)
+
+    monkeypatch.setattr(store, "add", add_after_a_deletion)
+    job = await house.submit(**STAR)
+    assert (job.state, len(worker.requests)) == (COMPLETED, 1)
+    assert await house.image(job.job_id) == b"picture 0 of request 1"
+    assert await house.listed() == [job.job_id]
+
+
 async def test_its_provenance_is_that_of_the_drawing_with_its_own_attempts_and_times(
     house: Running, worker: ScriptedWorker
 ) -> None:
@@ -185,6 +203,20 @@ async def test_what_was_drawn_from_another_image_answers_nobody_and_the_same_is_
         assert not answered.provenance.parameters.HasField("image")
         job = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs[0]
         assert (job.spec.HasField("image"), job.spec.strength) == (False, 0.3)
+
+
+async def test_its_pictures_stay_as_long_as_those_of_a_job_that_was_drawn() -> None:
+    async with running_gateway(results_ttl_s=1000.0) as house:
+        worker = various(await house.worker())
+        steady = house.gateway._storage.images.steady
+        await house.draw(**STAR)
+        steady.go_on_from(steady() + 600.0)
+        job = await house.submit(**STAR)
+        steady.go_on_from(steady() + 600.0)
+        assert await house.image(job.job_id) == b"picture 0 of request 1"
+        steady.go_on_from(steady() + 600.0)
+        assert (await house.draw(**STAR)).provenance.identical_job == "", "they have gone, and are drawn again"
+        assert len(worker.requests) == 2
 
 
 async def test_a_picture_that_is_damaged_on_the_disk_is_drawn_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bottega import errors
+from bottega.gateway.jobs.repository import JobRepository
 from bottega.storage import ContentStore
 from bottega.v1 import generation_pb2, image_pb2
 from tests.fakes.scripted_worker import MODEL
@@ -318,3 +319,18 @@ async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_s
         await house.until_serving(False)
         house.gateway._controller.queue.remove(unknown)
         await house.until_serving()
+
+
+async def test_a_fault_while_doubts_are_settled_is_logged_and_health_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(_: object) -> None:
+        monkeypatch.undo()  # the next look succeeds
+        raise ValueError("what no store should raise")
+
+    monkeypatch.setattr(JobRepository, "resolve_doubtful", broken)
+    async with running_gateway() as house:
+        await eventually(lambda: any(line.exc_info for line in caplog.records))
+        await house.gateway.server.set_serving(False)
+        await house.until_serving()
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]

@@ -17,7 +17,7 @@ from bottega.clocks import Clock, SharedClock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.conversion import WriteQueue
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore, StaleGeneration
 from bottega.storage import ContentStore, os_errors
 from tests.fakes.memory_storage import Shelf, memory_storage
 from tests.support.job_store_backends import failed, record
@@ -165,6 +165,18 @@ async def test_a_disk_with_room_for_a_probe_only_is_still_full(storage: Storage)
 async def test_a_busy_disk_is_no_broken_one(storage: Storage) -> None:
     storage.report_failure(os_errors.unavailable("too many operations wait", cause=os_errors.BUSY))
     storage.check_writable()
+
+
+async def test_a_lost_lease_is_not_logged_as_a_storage_failure(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="bottega")
+    storage.report_failure(StaleGeneration(7))
+    storage.report_failure(StaleGeneration(7))
+    await eventually(lambda: storage.trouble is None)  # the upkeep probes
+    assert [record.getMessage() for record in caplog.records] == [
+        "another gateway is the scheduler now; this one writes no jobs"
+    ]
 
 
 async def test_damage_is_told_without_saying_where(storage: Storage, tmp_path: Path) -> None:

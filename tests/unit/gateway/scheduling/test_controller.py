@@ -24,6 +24,8 @@ from bottega.errors import (
     WorkerLost,
 )
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.tenants import TenantTerms
+from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.fakes.gateway_rules import Shop
 from tests.samples.jobs import sample_job
@@ -314,6 +316,45 @@ async def test_a_job_that_has_to_load_for_too_long_is_not_begun_while_others_wai
     await shop.complete(runs)
     assert (due.worker == "w1", isinstance(due.error, DeadlineUnmeetable)) == (begins, not begins)
     await shop.stop()
+
+
+class _OneAtOnce(TenantTerms):
+    """The tenant "bounded" may run one job at once."""
+
+    def quotas(self, tenant: str) -> Quotas:
+        return Quotas(concurrent=1) if tenant == "bounded" else UNBOUNDED
+
+
+async def test_no_more_of_a_tenant_runs_at_once_and_nobody_waits_for_what_it_has_waiting() -> None:
+    shop = Shop(terms=_OneAtOnce())
+    for name in ("w1", "w2", "w3"):
+        shop.worker(name)
+    first, second, third = (shop.take(sample_job(shop.time, tenant="bounded")) for _ in range(3))
+    other = shop.take(sample_job(shop.time, tenant="other"))
+    for job, waits in ((first, [second, third]), (second, [third]), (third, [])):
+        running = [each for each in shop.log.live() if each.state == image_pb2.JOB_STATE_RUNNING]
+        assert set(running) == {job, other}
+        assert all(each.state == image_pb2.JOB_STATE_QUEUED for each in waits)
+        await shop.complete(job)
+        shop.time.now += 1.0  # the next look
+        shop.report(shop.member("w1"))
+    await shop.stop()
+
+
+async def test_a_worker_that_was_frozen_is_told_to_stop_what_is_drawn_elsewhere(shop: Shop) -> None:
+    shop.worker("w1")
+    job = shop.submit()
+    shop.time.now += 60.0
+    shop.fleet.expire()
+    again = shop.worker("w2")
+    await eventually(lambda: job.worker == "w2")
+    woken = shop.worker("w1")
+    assert job.number == 2
+    for member, number in ((woken, 1), (again, 2)):
+        attempt = worker_pb2.AttemptId(job_id=job.job_id, number=number)
+        shop.fleet.report(member, fleet_pb2.Load(running=[fleet_pb2.RunningAttempt(attempt=attempt, steps_left=5)]))
+    await eventually(lambda: any(client.stopped for client in shop.clients.values()))
+    assert [client.stopped for client in shop.clients.values()] == [[], [], [(job.job_id, 1)]]
 
 
 async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job() -> None:
