@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from bottega.cache.store import writer
 from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError, StorageUnavailable
 from bottega.storage import BlobFiles
+from bottega.storage.objects import s3_location
+from bottega.storage.s3 import S3Objects
 from bottega.v1 import cache_pb2 as pb
 from tests.support import s3
 from tests.support.cached_latents import (
@@ -233,6 +235,15 @@ def test_objects_without_a_record_are_deleted_when_they_are_old(
         assert all(_serves(one, seed) for seed in SEEDS)
 
 
+def _files(
+    folder: Path, kind: type[BlobFiles] = BlobFiles, local_bytes: int = 1 << 20
+) -> shared_entries.FilesInObjects:
+    """Objects of this kind in a folder, and copies of them in another one."""
+    objects, tier = kind(folder / "objects", names=FILE_NAMES), BlobFiles(folder / "tier", names=FILE_NAMES)
+    objects.clear()
+    return shared_entries.FilesInObjects(objects, tier, reading=objects, local_bytes=local_bytes)
+
+
 def test_writes_that_hang_do_not_delay_reads(tmp_path: Path) -> None:
     begun, released = threading.Semaphore(0), threading.Event()
 
@@ -241,11 +252,9 @@ def test_writes_that_hang_do_not_delay_reads(tmp_path: Path) -> None:
             begun.release()
             assert released.wait(WAIT_S)
 
-    objects, tier = Hanging(tmp_path / "objects", names=FILE_NAMES), BlobFiles(tmp_path / "tier", names=FILE_NAMES)
-    objects.clear()
+    files = _files(tmp_path, Hanging)
     name, data = f"{0:032x}@5", b"data"
-    BlobFiles.write(objects, name, data)
-    files = shared_entries.FilesInObjects(objects, tier, reading=objects, local_bytes=1 << 20)
+    BlobFiles(tmp_path / "objects", names=FILE_NAMES).write(name, data)
     files.open()
     writing = threading.Thread(target=files.write, args=({f"{number:032x}@5": data for number in range(1, 17)},))
     writing.start()
@@ -260,6 +269,37 @@ def test_writes_that_hang_do_not_delay_reads(tmp_path: Path) -> None:
         files.close()
 
 
+def test_a_removal_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_entries, "_REMOVE_S", 0.0)
+    released = threading.Event()
+
+    class Hanging(BlobFiles):
+        def remove(self, names: Iterable[str], *, synced: bool = False) -> None:
+            assert released.wait(WAIT_S)
+
+    files = _files(tmp_path, Hanging)
+    files.open()
+    try:
+        with pytest.raises(StorageUnavailable, match="does not answer within"):
+            files.remove([f"{0:032x}@5"])
+    finally:
+        released.set()
+        files.close()
+
+
+def test_copies_on_disk_have_a_budget_and_the_last_used_ones_stay(tmp_path: Path) -> None:
+    files = _files(tmp_path, local_bytes=1000)
+    files.open()
+    names, data = [f"{number:032x}@5" for number in range(7)], bytes(200)
+    for name in names[:5]:
+        files.write({name: data})
+    assert files.read(names[0], digest=hashlib.sha256(data).digest(), size_bytes=len(data)) == data
+    for name in names[5:]:
+        files.write({name: data})
+    assert sorted(copy.name for copy in (tmp_path / "tier").glob("??/*")) == [names[0], *names[3:]]
+    files.close()
+
+
 def test_latents_are_read_from_s3_when_the_copies_are_gone_or_damaged(group: Group) -> None:
     with group.running("one") as one:
         _fill(one)
@@ -272,6 +312,18 @@ def test_latents_are_read_from_s3_when_the_copies_are_gone_or_damaged(group: Gro
                 copy.write_bytes(b"damaged")
         assert all(_serves(one, seed) for seed in SEEDS)
         assert one.statistics().damaged == 0
+
+
+def test_an_object_that_is_gone_is_a_miss(group: Group) -> None:
+    with group.running("one") as one:
+        record(one, vector(0), seed=0)
+        written(one)
+        store = S3Objects(s3_location(group.objects), names=FILE_NAMES)
+        store.remove([found.name for found in store.objects()])
+        for copy in (group.folder / "folder-of-one" / "tier").glob("??/*"):
+            copy.unlink()
+        assert not _serves(one, 0)
+        assert one.statistics().damaged == len(RECORDED)
 
 
 def test_s3_that_fails_a_tenth_of_all_calls_costs_little(

@@ -129,7 +129,7 @@ def taken() -> Iterator[str]:
 
 
 @two_users
-def test_no_command_fails_badly_for_a_folder_that_nobody_may_look_into(
+def test_no_command_fails_badly_for_a_folder_of_another_user_which_is_said(
     nobody: RunAsNobody, open_place: Path, taken: str
 ) -> None:
     closed = open_place / "closed"
@@ -138,11 +138,20 @@ def test_no_command_fails_badly_for_a_folder_that_nobody_may_look_into(
     closed.chmod(0o700)
     commands = [["stop"], ["logs"], ["doctor"], ["up", "-d", "--port", taken], ["up", "--port", taken]]
     runs = [(state, command) for command in commands for state in (closed, closed / "below")]
+    theirs = {open_place / "theirs": 0o700, open_place / "readable": 0o755, open_place / "writable": 0o777}
+    for folder, bits in theirs.items():
+        folder.mkdir()
+        folder.chmod(bits)
+        os.chown(folder, 12345, 12345)
+        runs.append((folder, ["up", "--port", taken]))
     for (state, command), (status, out, said) in zip(runs, nobody(runs), strict=True):
         assert status == 1, command
         assert "Traceback" not in said
         assert "already runs" not in said
         assert str(state) in out + said, "which folder"
+        if state in theirs:
+            assert "user 12345" in said
+            assert "Give another one: --state FOLDER or BOTTEGA_STATE." in said
 
 
 def test_a_service_keeps_its_files_for_its_owner_whoever_starts_it(tmp_path: Path) -> None:
@@ -208,8 +217,9 @@ def owner_of_uid(folder: Path) -> str:
 
 
 @two_users
-def test_root_is_told_whose_folder_it_works_in(open_place: Path) -> None:
+def test_root_is_told_whose_folder_it_works_in(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.chown(open_place, NOBODY, NOBODY)
-    state = StateFolder(open_place)
-    with state.hold():
-        assert state.others().startswith(f"belongs to {owner_of(open_place)}, who can read and change")
+    monkeypatch.setattr("bottega.client.cli.up.run_suite", lambda *_, **__: None)
+    result = run("up", "--state", open_place)
+    whose = f"The state folder {open_place} belongs to {owner_of(open_place)}, who can read and change"
+    assert whose in " ".join(result.stderr.split())

@@ -7,13 +7,22 @@ import pytest
 from click.testing import Result
 
 from bottega.client import AsyncClient
-from bottega.errors import NoWorker
+from bottega.errors import MethodNotServed, NoWorker
+from bottega.v1.activations_pb2 import DropTemplateRequest, DropTemplateResponse
+from tests.fakes.scripted_worker import ScriptedWorker
 from tests.fakes.templates_worker import joined, template
 from tests.support.running_gateway import Running
 from tests.support.terminal import run_at
 from tests.support.waiting import eventually
 
 STAR, RING = "5a" * 16, "5b" * 16
+
+
+class OldWorker(ScriptedWorker):
+    """A worker of a version that has no templates."""
+
+    async def DropTemplate(self, request: DropTemplateRequest, context: object) -> DropTemplateResponse:
+        raise MethodNotServed("there is no such method")
 
 
 async def _run(house: Running, *said: object) -> Result:
@@ -51,6 +60,24 @@ async def test_what_is_dropped_is_gone_from_all_workers(house: Running) -> None:
     assert "1 template remain" in every.stderr
     first.held[RING].in_use = False
     assert (await _run(house, "drop", "--all", "--yes")).stdout == "1 copy in workers' memory dropped\n"
+
+
+async def test_all_workers_are_asked_to_drop_before_one_that_cannot_is_said(house: Running) -> None:
+    old = OldWorker("w1", house.fleet_address)
+    house.workers.append(old)
+    await old.start()
+    worker = await joined(house, "w2", template(STAR))
+    assert (await _run(house, "drop", STAR[:12])).exit_code == 1
+    assert worker.held == {}
+
+
+async def test_dropping_asks_which_and_whether(house: Running) -> None:
+    worker = await joined(house, "w1", template(STAR))
+    for said in ((), (STAR, "--all")):
+        assert "name one or more IDs" in (await _run(house, "drop", *said)).stderr
+    asked = await _run(house, "drop", "--all")
+    assert (asked.exit_code, "Drop all templates?" in asked.stderr) == (1, True)
+    assert list(worker.held) == [STAR]
 
 
 async def test_what_only_a_store_can_do_says_that_there_is_none(house: Running) -> None:

@@ -251,6 +251,10 @@ async def test_a_call_that_kills_every_process_fails_alone(pool: CodecPool) -> N
     assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
 
 
+async def test_memory_is_bounded(pool: CodecPool) -> None:
+    assert psutil.Process(pool.pids[0]).rlimit(psutil.RLIMIT_AS) == (2**30, 2**30)
+
+
 async def _busy(pool: CodecPool, calls: int) -> list[asyncio.Task[ImageSize]]:
     """Its process has stopped in the first of so many calls, and the others wait."""
     os.kill(pool.pids[0], signal.SIGSTOP)

@@ -11,7 +11,7 @@ import pytest
 
 from bottega import rules
 from bottega.controlnet.catalogue import SCHEMA, ControlNetCatalogue
-from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, StorageUnavailable
+from bottega.errors import ConfigError, ControlNetExists, DataLoss, InvalidRequest, StorageUnavailable
 from bottega.storage import SqliteDatabase
 
 
@@ -77,7 +77,7 @@ def test_a_name_is_a_name(root: Path, tmp_path: Path) -> None:
         catalogue(None, tmp_path, **{"../x": "/x"})
 
 
-async def test_a_damaged_file_is_kept_aside_and_what_is_configured_is_hosted(
+async def test_a_damaged_file_is_kept_aside_and_after_eight_of_them_the_disk_is_to_blame(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(root, tmp_path, fixed="/somewhere") as first:
@@ -88,6 +88,12 @@ async def test_a_damaged_file_is_kept_aside_and_what_is_configured_is_hosted(
         assert set(again.folders) == {"fixed"}
     assert [aside.read_bytes() for aside in file.parent.glob("controlnets.damaged-*.db")] == [damaged]
     assert "bottega controlnets add" in caplog.text
+    for number in range(1, 8):
+        (file.parent / f"controlnets.damaged-{number}.db").touch()
+    file.write_bytes(damaged)
+    with pytest.raises(DataLoss, match="already 8 damaged files"):
+        await catalogue(root, tmp_path).open()
+    assert file.read_bytes() == damaged
 
 
 async def test_a_damaged_row_is_left_out_and_told_of(

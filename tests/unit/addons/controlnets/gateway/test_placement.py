@@ -315,6 +315,20 @@ async def test_a_server_that_does_not_answer_is_asked_until_it_says_that_it_load
     await eventually(lambda: fake.closed, "it is lost")
 
 
+async def test_a_fault_while_controlnets_are_prefetched_is_logged_and_the_server_is_asked_again(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.worker()
+    _server(shop, net("edges", state=ON_DISK))
+    shop.submit()
+    shop.servers["127.0.0.1:101"] = fake = FakeServer(failure=ValueError("what no client should raise"))
+    job = shop.take(_job(shop, "edges"))
+    await eventually(lambda: [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"])
+    fake.failure = None
+    shop.controlnets.prefetch([job], PrefetchReason.NEXT)
+    await eventually(lambda: _prefetches(shop, "requested") == 1)
+
+
 async def test_only_the_first_of_a_long_queue_have_their_controlnets_loaded_ahead(shop: Shop) -> None:
     shop.worker()
     _server(shop, *(net(f"net-{number}", state=ON_DISK) for number in range(20)))
