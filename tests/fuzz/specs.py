@@ -45,7 +45,7 @@ _RANGES: Bounds = {
     "seed": ((0, 2**53 - 8), (2**53 - 7, 2**64 - 1)),
     "num_images": ((1, 8), (0, -1, 9, MOST_INT32)),
     "quality": ((1, 100), (0, -1, 101)),
-    "sampler": ((0, 1, 2, 3, 4), (19, 99, -1)),
+    "sampler": ((0, 1, 2, 3, 4), (20, 99, -1)),
     "prompt_syntax": ((0, 1, 2), (3, -1)),
     "clip_skip": ((0, 1), (-1, 101, MOST_INT32)),
     **dict.fromkeys(("fidelity", "format"), ((0, 1, 2, 3), (4, -1))),
