@@ -22,7 +22,7 @@ from bottega.engine.engine import Engine
 from bottega.engine.events import JobAdvanced
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.spec import ResolvedSpec
+from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
 from bottega.errors import BottegaError, InternalError, PeerDead, Poisoned, TooLarge, Unavailable
 from bottega.fair_order import Share
 from bottega.miniature import WEIGHTS
@@ -38,6 +38,7 @@ from bottega.worker.stages.client import StageClient, StageLink
 from bottega.worker.stages.messages import refused_message
 from bottega.worker.stages.server import StageLinks, StageLoop, StageQueue, StageTask
 from tests.samples.edits import box_mask, edit_order
+from tests.samples.engine_loras import lora_spec
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
@@ -369,6 +370,14 @@ def test_a_job_is_given_back_when_no_stage_worker_is_left(parted: Parted, monkey
     assert "no worker with the role decode" in error.message
     parted.set_services("dec-1")
     assert "no worker with the role encode" in parted.draw(EngineOrder(key="none", spec=SPEC)).error.message
+
+
+def test_jobs_that_need_the_text_encoders_are_refused(parted: Parted) -> None:
+    embedding = EmbeddingSpec(name="ink", digest="a" * 64, token="<ink>")
+    edit = edit_order(SPEC, PIL.Image.fromarray(PICTURE.numpy()), box_mask((8, 8, 40, 40), 64, 64))
+    for spec in (replace(SPEC, loras=(lora_spec("ink"),)), replace(SPEC, embeddings=(embedding,)), edit.spec):
+        with pytest.raises(InternalError, match="worker without text encoders"):
+            parted.engine.submit(replace(edit, spec=spec))
 
 
 def test_a_cancelled_job_leaves_no_request_behind(parted: Parted) -> None:

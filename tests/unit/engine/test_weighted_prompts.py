@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,21 +20,28 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from bottega.engine.encode import encode_prompts
+from bottega.engine.events import JobCheckpointed
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits, check_drawable
+from bottega.engine.parallel import pair
 from bottega.engine.prompt_chunks import empty_chunk, plain_chunk, weighted_chunks
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
 from bottega.prompt_syntax import MalformedPrompt
+from tests.samples.controlnets import control_image, control_spec, save
 from tests.samples.family_models import (
     SIZE,
     FamilyStock,
+    control_networks,
     family_model,
     is_sdxl,
 )
+from tests.support.controlled_engine import Desk, on
 from tests.support.engines import TOGETHER, make_engine
+from tests.support.linked_servers import Offers, linked_server
 from tests.support.manual_engine import ManualEngine, load
+from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close
 
 PLAIN = ResolvedSpec(prompt="a big red star", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
@@ -250,6 +258,51 @@ def test_rows_of_any_length_are_drawn_in_one_engine_as_alone() -> None:
         expected = drawn_by_stock("SDXL", order.spec, chunks, [[]] * len(chunks))
         assert_close(drawings[order.key].latents[0], expected)
         assert drawings[order.key].record.provenance.mean_group_requests > 1
+
+
+LONG_SPEC = replace(WEIGHTED, prompt="a (red:1.4) BREAK star", negative_prompt="")
+LONG_WORDS: list[Words] = [[("a", 1), ("red", 1.4)], words("star")]
+
+
+@functools.cache
+def drawn_of_all_chunks() -> Tensor:
+    return drawn_by_stock("SDXL", LONG_SPEC, LONG_WORDS, [[], []])
+
+
+def test_another_worker_of_a_pair_reads_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **_: min(rows - 1, able, 1))
+    with FollowerThread(make_engine(load(family_model("SDXL")), TOGETHER)) as follower:
+        peer = led(follower)
+        engine = make_engine(model_of("SDXL"), TOGETHER, peer=peer)
+        drawing = ManualEngine(engine).draw(EngineOrder(key=0, spec=LONG_SPEC))
+        peer.stop()
+    assert drawing.record.provenance.pair.steps > 0
+    assert_close(drawing.latents[0], drawn_of_all_chunks())
+
+
+def test_controlnets_on_servers_read_all_chunks(tmp_path: Path) -> None:
+    networks, images = control_networks("SDXL"), [control_image(seed, SIZE, SIZE) for seed in (1, 2)]
+    folders = save(dict(zip(("edges", "depth"), networks, strict=True)), tmp_path)
+    controls = tuple(control_spec(name, image, 0.6) for name, image in zip(folders, images, strict=True))
+    spec = replace(LONG_SPEC, controlnets=controls)
+    with linked_server("server", folders, tmp_path) as server, Desk.closing():
+        order = on(EngineOrder(key=0, spec=spec, control_images=tuple(images)), server)
+        drawing = Desk(model_of("SDXL"), Offers(server)).draw(order)
+    expected = drawn_by_stock("SDXL", spec, LONG_WORDS, [[], []], networks=networks, control_images=images)
+    assert_close(drawing.latents[0], expected)
+
+
+def test_another_worker_resumes_a_weighted_prompt() -> None:
+    limits = EngineLimits(max_rows=2, checkpoint_interval_s=0.0)
+    order, first = EngineOrder(key=0, spec=LONG_SPEC), ManualEngine(make_engine(model_of("SDXL"), limits))
+    drawing = first.submit(order)
+    while not drawing.all(JobCheckpointed):
+        first.turn()
+    left = drawing.all(JobCheckpointed)[-1]
+    other = ManualEngine(make_engine(model_of("SDXL"), limits)).draw(replace(order, checkpoint=left.data))
+    assert other.job is not None
+    assert other.job.steps_resumed > 0
+    assert_close(other.latents[0], drawn_of_all_chunks())
 
 
 @pytest.mark.parametrize("family", DRAWING)

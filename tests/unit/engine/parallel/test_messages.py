@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput, ControlServer
-from bottega.addons.controlnets.engine.remote import controls_part, read_controls
+from bottega.addons.controlnets.engine.remote import RemoteControls, controls_part, read_controls
+from bottega.addons.loras.engine.lora_set import RemoteLoras
 from bottega.device_links.tensor_messages import TensorMessage, message_of
 from bottega.engine.parallel.messages import (
     PairMessageKind,
@@ -22,7 +24,7 @@ from bottega.engine.parallel.messages import (
     read_step,
 )
 from bottega.engine.parallel.remote_rows import OffloadedPart, RemoteJob
-from bottega.model.rows import Embeds, Half
+from bottega.model.rows import Embeds, Half, LoraSet, Row
 
 EMBEDS = {
     half: Embeds(prompt=torch.randn(7, 8), added={"text_embeds": torch.randn(8), "time_ids": torch.arange(6.0)})
@@ -145,3 +147,43 @@ WHOLE = controls_part([CONTROL])
 def test_controlnets_that_break_a_rule_are_refused(part: OffloadedPart) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
         read_controls(part, {Half.CONDITIONAL: EMBEDS[Half.CONDITIONAL]})
+
+
+class Opened:
+    """Whoever holds sessions, which are numbers."""
+
+    def open(self, controls: Sequence[ControlInput]) -> tuple[int, ...]:
+        return tuple(range(len(controls)))
+
+
+class Fetched:
+    """LoRAs that are here after one look."""
+
+    loras: LoraSet | None = None
+
+    def update(self, now_s: float) -> None:
+        self.loras = LoraSet(key=(), components={})
+
+
+def test_a_row_has_what_is_active_in_it_and_nothing_else() -> None:
+    row = Row(
+        owner="request",
+        step=4,
+        half=Half.CONDITIONAL,
+        sample=torch.zeros(4, 8, 8),
+        timestep=torch.tensor(901),
+        embeds=EMBEDS[Half.CONDITIONAL],
+    )
+    opened: Any = Opened()
+    fetched: Any = Fetched()
+    controls, loras = RemoteControls(opened, [CONTROL, CONTROL]), RemoteLoras(fetched)
+    assert controls.activate(row, 2).controls == (1,)
+    assert controls.activate(row, 3).controls == (0, 1)
+    with pytest.raises(ValueError, match="a row has"):
+        loras.activate(row, 1)
+    assert loras.ready(0.0)
+    assert loras.activate(row, 1).loras is fetched.loras
+    assert loras.activate(row, 0).loras is None
+    for remote, active in ((controls, 4), (loras, 2)):
+        with pytest.raises(ValueError, match="a row has"):
+            remote.activate(row, active)

@@ -46,6 +46,9 @@ from tests.samples.masked_edits import (
 )
 from tests.support.schedulers import BASIC
 
+# Its timesteps are not those of the others, but for some.
+FURTHER = replace(SECOND, spec=replace(SECOND.spec, num_inference_steps=7))
+
 
 @pytest.fixture
 def desk(model: Model) -> EditDesk:
@@ -137,6 +140,30 @@ def test_what_completes_a_recording_is_what_the_template_puts_out_there(desk: Ed
     again = desk.draw(replace(ELSEWHERE, key="again")).record.provenance.mask
     assert not again.recorded
     assert again.computed_share < completing.computed_share
+
+
+@pytest.mark.parametrize("order", [ELSEWHERE, FURTHER], ids=["parts", "steps"])
+def test_an_edit_beyond_float16_leaves_the_recording_as_it_was(
+    model: Model, desk: EditDesk, order: EngineOrder
+) -> None:
+    """What it completed would be read by every later edit of the template."""
+    (recording,) = desk.source.recordings
+    before = {key: step.valid for key, step in recording.steps.items()}
+    (block,) = desk.edits.blocks[-1:]
+    last = model.backbone.network.get_submodule(block)
+    hook = last.register_forward_hook(lambda module, given, output: output * 1e9)
+    try:
+        beyond = desk.draw(order)
+    finally:
+        hook.remove()
+    assert beyond.record.provenance.blocks_reused
+    assert not beyond.record.provenance.mask.recorded
+    assert recording.steps.keys() == before.keys()
+    assert all(torch.equal(step.valid, before[key]) for key, step in recording.steps.items())
+    assert all(bool(recorded(step, block).isfinite().all()) for step in recording.steps.values())
+    later = desk.draw(replace(order, key="later"))
+    assert later.record.provenance.mask.recorded
+    assert bool(later.latents[0].isfinite().all())
 
 
 def test_while_a_template_is_recorded_others_of_it_compute_in_full_and_record_nothing(model: Model) -> None:
