@@ -185,7 +185,12 @@ async def _serving(*, codec_processes: int, starting: bool, **config: Any) -> As
     await gateway.server.start()
     start = asyncio.create_task(_start(gateway))
     if not starting:
-        await start
+        try:
+            await start
+        except BaseException:
+            await gateway.server.stop()
+            await gateway.shut_down()
+            raise
     channel = channels.open(Target(address=gateway.server.address, role=Role.GATEWAY))
     images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
     to_fleet = channels.open(Target(address=gateway.fleet_listener.address, role=Role.GATEWAY))
