@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
 
+from bottega.model.backbone import POOLED
 from bottega.model_files.families import LCM_PIPELINE
 from bottega.model_files.family_names import SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET
 from bottega.model_files.report import ModelReport
@@ -176,7 +177,7 @@ def _join_sd3(states: Sequence[Tensor], outputs: Sequence[Any], *, width: int) -
     clip = functional.pad(clip, (0, width - clip.shape[-1]))
     t5 = states[2] if len(states) > 2 else clip.new_zeros((1, _T5_TOKENS, width))
     pooled = torch.cat([outputs[0].text_embeds[0], outputs[1].text_embeds[0]], dim=-1)
-    return EncodedText(prompt=torch.cat([clip, t5], dim=1)[0], added={"pooled_projections": pooled}, summary=pooled)
+    return EncodedText(prompt=torch.cat([clip, t5], dim=1)[0], added={POOLED: pooled}, summary=pooled)
 
 
 def _stable_diffusion(name: str) -> ModelFamily:

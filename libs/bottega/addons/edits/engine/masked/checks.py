@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin, UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
@@ -54,12 +54,12 @@ _FREEU = ("s1", "s2", "b1", "b2")
 _ADDITIONS = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "added_kv_proj_dim")
 
 
-def unsupported(unet: UNet2DConditionModel) -> str:
+def unsupported(network: ModelMixin) -> str:
     """Return why masked rows cannot be computed with a network, as a clause; empty if they can."""
-    return next(chain(_reasons(unet), _of_inputs(unet)), "")
+    return next(chain(_reasons(network), _of_inputs(network)), "")
 
 
-def _reasons(unet: UNet2DConditionModel) -> Iterator[str]:
+def _reasons(unet: ModelMixin) -> Iterator[str]:
     if type(unet) is not UNet2DConditionModel:
         yield "the network is a transformer"
         return
