@@ -18,9 +18,9 @@ from bottega.rules import (
     MAX_ADAPTERS,
     MAX_STEPS,
     MAX_TRIGGER_CHARACTERS,
-    flows,
     is_adapter_name,
     is_digest,
+    is_flow_matching,
 )
 from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, Lora
 
@@ -130,7 +130,7 @@ def check_lora_steps(
         waits: Result of `waits_for_loras`.
     """
     sensible = 0 < steps <= MAX_STEPS and (strength is None or 0 < strength <= 1)
-    first = steps - steps_to_run(steps, strength, flows=flows(spec.sampler)) if sensible else MAX_STEPS
+    first = steps - steps_to_run(steps, strength, flows=is_flow_matching(spec.sampler)) if sensible else MAX_STEPS
     for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
         path = f"spec.loras[{index}]"
         if lora.HasField("from_step") and 0 < steps <= lora.from_step <= MAX_STEPS:

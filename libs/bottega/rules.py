@@ -296,7 +296,7 @@ NO_CONTROLNETS = "must be empty with image: image-to-image of this model takes n
 """Why ControlNets are refused in image-to-image of a model that `strength_keeps_steps`."""
 
 
-def flows(sampler: Sampler.ValueType) -> bool:
+def is_flow_matching(sampler: Sampler.ValueType) -> bool:
     """Return whether a sampler is for models that were trained with flow matching."""
     return sampler == Sampler.SAMPLER_FLOW_MATCH_EULER
 

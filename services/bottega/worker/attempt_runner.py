@@ -14,7 +14,7 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.planning import Pace, steps_to_run
 from bottega.process import MAX_FRAME_BYTES
-from bottega.rules import flows
+from bottega.rules import is_flow_matching
 from bottega.schedules import keeps_steps
 from bottega.v1 import engine_pb2
 from bottega.v1.fleet_pb2 import RunningAttempt
@@ -369,7 +369,9 @@ def _why(error: BottegaError) -> dict[str, object]:
 def evaluations_expected(spec: GenerationSpec, model: Model | None) -> int:
     """Return how often an attempt evaluates the network, estimated from its spec. Only the engine knows it exactly."""
     skips = spec.HasField("strength") and not keeps_steps(spec, model is not None and model.strength_keeps_steps)
-    steps = steps_to_run(spec.num_inference_steps, spec.strength if skips else None, flows=flows(spec.sampler))
+    steps = steps_to_run(
+        spec.num_inference_steps, spec.strength if skips else None, flows=is_flow_matching(spec.sampler)
+    )
     choices = () if model is None else model.sampler_choices
     choice = next((choice for choice in choices if choice.sampler == spec.sampler), SamplerChoice())
     pace = Pace(per_step=choice.evaluations_per_step or 1, extra=choice.extra_evaluations)

@@ -44,7 +44,7 @@ from bottega.rules import (
     check_steps_left,
     check_techniques,
     check_texts,
-    flows,
+    is_flow_matching,
 )
 from bottega.schedules import (
     AS_CONFIGURED,
@@ -200,7 +200,7 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         yield _violation("controlnets", NO_CONTROLNETS)
     skipping = None if kept else strength
     if skipping is not None:
-        yield from check_steps_left(steps, skipping, flows=flows(sampler))
+        yield from check_steps_left(steps, skipping, flows=is_flow_matching(sampler))
     for addon in addons:
         yield from addon.check_steps(spec, steps=steps, strength=skipping)
 

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from bottega.addons.interface.gateway_addon import Resolution
 from bottega.planning import Pace, Shape, rows_per_image
 from bottega.planning import steps_to_run as steps_with
-from bottega.rules import computes_part, flows, takes_karras_sigmas
+from bottega.rules import computes_part, is_flow_matching, takes_karras_sigmas
 from bottega.schedules import karras_of, keeps_steps, steps_of
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
@@ -44,7 +44,7 @@ def steps_to_run(spec: GenerationSpec, *, keeps_steps: bool = False) -> int:
         keeps_steps: See `bottega.schedules.keeps_steps`.
     """
     skips = spec.HasField("strength") and not keeps_steps
-    return steps_with(spec.num_inference_steps, spec.strength if skips else None, flows=flows(spec.sampler))
+    return steps_with(spec.num_inference_steps, spec.strength if skips else None, flows=is_flow_matching(spec.sampler))
 
 
 def rows(spec: GenerationSpec) -> int:
