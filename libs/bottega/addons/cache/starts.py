@@ -32,8 +32,13 @@ def has_enough_words(prompt: str) -> bool:
 
     A word has a letter or a digit, and counts once.
     """
-    words = {word for word in split_words(prompt.casefold()) if any(character.isalnum() for character in word)}
-    return len(words) >= LEAST_WORDS
+    words: set[str] = set()
+    for found in _WORD.finditer(prompt.casefold()):  # estimates ask for every waiting job: stop at the last one needed
+        if any(map(str.isalnum, found[0])):
+            words.add(found[0])
+            if len(words) == LEAST_WORDS:
+                return True
+    return False
 
 
 def is_cacheable(spec: GenerationSpec) -> bool:
@@ -58,9 +63,9 @@ def may_start(spec: GenerationSpec) -> bool:
 
     Pictures that are kept for editing compute all of their steps, because all of their latents are kept.
     """
-    if spec.keep_for_editing or not is_cacheable(spec):
+    if spec.keep_for_editing or spec.fidelity not in _APPROXIMATE or is_switched_off(spec):
         return False
-    return spec.fidelity in _APPROXIMATE and not is_switched_off(spec)
+    return is_cacheable(spec)
 
 
 def pin_start(spec: GenerationSpec, start: str) -> None:

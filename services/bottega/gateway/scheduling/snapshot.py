@@ -12,7 +12,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, JobCosts, SecondsByWorker, WorkerCosts
+from bottega.addons.interface.gateway_addon import (
+    NO_COSTS,
+    AddOn,
+    ExpectedSavings,
+    JobCosts,
+    SecondsByWorker,
+    WorkerCosts,
+)
 from bottega.addons.interface.views import Member
 from bottega.clocks import Clock
 from bottega.gateway.dispatch.dispatcher import Dispatcher
@@ -104,22 +111,24 @@ class FleetSnapshot:
             costs = costs_by_key.of(job)
             if (costs.eligible is None or costs.eligible) and shares.begin(job.request.tenant):
                 none_runs = shares.has_none(job.request.tenant)
+                steps_left = _steps_left(job, self._savings(job))
                 yield PendingJob(
                     job_id=job.job_id,
-                    request=self._request_for(job, self._steps_left(job), costs.share),
+                    request=self._request_for(job, steps_left, costs.share),
                     avoid=job.losses.last_worker if _must_avoid(job, members) else "",
                     exclusive=job.quarantined,
                     within_share=shares.claim(job.request.tenant),
                     none_runs=none_runs,
                     eligible=costs.eligible,
                     load_s=costs.load_s,
-                    reduced=self._reduced(job, costs.shares),
+                    reduced=self._reduced(job, steps_left, costs.shares),
                     due_s=job.due_s,
                 )
 
     def resource_request(self, job: Job) -> ResourceRequest:
         """Return the resources that a pending job is expected to need on any worker."""
-        return self._request_for(job, self._steps_left(job), self._expected_share(job))
+        savings = self._savings(job)
+        return self._request_for(job, _steps_left(job, savings), _computed_share(savings))
 
     def note_turns(self, job: Job, provenance: Provenance) -> None:
         """Update the estimates of what a job's add-ons cost with the measured turns of its last attempt."""
@@ -134,20 +143,11 @@ class FleetSnapshot:
         measured = [worker for worker in workers if not worker.unmeasured]
         return min((worker.alone_s(request) + worker.fixed_s for worker in measured), default=0.0)
 
-    def _steps_left(self, job: Job) -> float:
-        """Return the steps that a pending job still has to compute. A checkpoint or an add-on may save some."""
-        if job.checkpoint is not None:
-            return job.steps.total - job.checkpoint.steps_done
-        return job.steps.total - sum(addon.expected_savings(job).skipped_steps for addon in self._addons)
+    def _savings(self, job: Job) -> list[ExpectedSavings]:
+        return [addon.expected_savings(job) for addon in self._addons]
 
-    def _expected_share(self, job: Job) -> float:
-        return min((addon.expected_savings(job).computed_share for addon in self._addons), default=1.0)
-
-    def _reduced(self, job: Job, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
+    def _reduced(self, job: Job, steps_left: float, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
         """Return the job's resources at each worker that computes a smaller share of its tokens."""
-        if not shares:
-            return {}
-        steps_left = self._steps_left(job)
         by_share = {share: self._request_for(job, steps_left, share) for share in set(shares.values())}
         return {worker: by_share[share] for worker, share in shares.items()}
 
@@ -200,7 +200,7 @@ class FleetSnapshot:
             if job.job_id in reported:
                 left = min(left, reported.pop(job.job_id) / job.request.evaluations_per_step)
             if left > 0:
-                share = member.shares.get(job.job_id) or self._expected_share(job)
+                share = member.shares.get(job.job_id) or _computed_share(self._savings(job))
                 requests.append(self._request_for(job, left, share))
                 due_s.append(job.due_s)
         for job_id, left in reported.items():
@@ -261,6 +261,17 @@ def _sum(one: WorkerCosts, other: WorkerCosts, members: Mapping[str, Member]) ->
         shares={**one.shares, **other.shares},
         share=min(one.share, other.share),
     )
+
+
+def _steps_left(job: Job, savings: Sequence[ExpectedSavings]) -> float:
+    """Return the steps that a pending job still has to compute. A checkpoint or an add-on may save some."""
+    if job.checkpoint is not None:
+        return job.steps.total - job.checkpoint.steps_done
+    return job.steps.total - sum(each.skipped_steps for each in savings)
+
+
+def _computed_share(savings: Sequence[ExpectedSavings]) -> float:
+    return min((each.computed_share for each in savings), default=1.0)
 
 
 def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
