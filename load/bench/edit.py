@@ -158,9 +158,9 @@ def fill(
         sheet.figure(what, by_side[SIDES[2]][0]["computed_share"], "{:.3f}", key=f"computed_share_{name}")
         sheet.values[f"reused_{name}"] = min(each["reused"] for side in SIDES[1:] for each in by_side[side])
         for what, key, value in (
-            ("steps, convolutions in full", f"speedup_{name}", over("suite", "denoise_s")),
-            ("steps, sparse convolutions", f"speedup_{name}_sparse", over(SIDES[2], "denoise_s")),
-            ("the whole edit, sparse convolutions", f"speedup_{name}_sparse_whole", over(SIDES[2], "seconds")),
+            (f"{share:g}: steps, convolutions in full", f"speedup_{name}", over("suite", "denoise_s")),
+            (f"{share:g}: steps, sparse", f"speedup_{name}_sparse", over(SIDES[2], "denoise_s")),
+            (f"{share:g}: the whole edit, sparse", f"speedup_{name}_sparse_whole", over(SIDES[2], "seconds")),
             (
                 "one forward, sparse, outputs recorded",
                 f"forward_{name}_outputs",
