@@ -133,6 +133,7 @@ RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "num_inference_steps": (1, MAX_STEPS),
         "guidance_scale": (0, MAX_GUIDANCE_SCALE),
         "guidance_rescale": (0, 1),
+        "true_cfg_scale": (0, MAX_GUIDANCE_SCALE),
         "width": (1, MAX_SIDE),
         "height": (1, MAX_SIDE),
         "seed": (0, MAX_SEED),
@@ -294,6 +295,28 @@ def keeps_data(spec: GenerationSpec) -> bool:
 
 NO_CONTROLNETS = "must be empty with image: image-to-image of this model takes no ControlNets"
 """Why ControlNets are refused in image-to-image of a model that `strength_keeps_steps`."""
+
+
+def clip_skip_rule(most: int) -> str:
+    """Return the rule that a `clip_skip` above a model's largest one breaks."""
+    if most:
+        return f"must be 0 to {most} with this model, by the layers of its text encoders"
+    return "must be 0 with this model, which reads no text encoder's states between layers"
+
+
+def check_true_cfg(scale: float, *, taken: bool, has_negative: bool) -> Iterator[Violation]:
+    """Check that classifier-free guidance beside an embedded guidance scale is only asked for where it is drawn.
+
+    Args:
+        scale: The spec's `true_cfg_scale`; up to 1 it is off.
+        taken: Whether the model takes it.
+        has_negative: Whether the spec has a negative prompt.
+    """
+    if scale > 1.0 and not taken:
+        rule = "must be at most 1, which is off: only models of Flux.1 take it, and Flux.1 Fill does not"
+        yield Violation(field="spec.true_cfg_scale", description=rule)
+    elif scale > 1.0 and not has_negative:
+        yield Violation(field="spec.true_cfg_scale", description="needs negative_prompt, which may be empty")
 
 
 def is_flow_matching(sampler: Sampler.ValueType) -> bool:

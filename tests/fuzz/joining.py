@@ -65,7 +65,15 @@ _MODELS: Mapping[str, Sides] = {
     ),
     "edits_refused_because": (("", "x" * 512), ("x" * 513,)),
     **dict.fromkeys(
-        ("edits_only", "one_text_encoder", "plain_prompts_only", "strength_keeps_steps"), ((False, True), ())
+        (
+            "edits_only",
+            "embeds_guidance",
+            "one_text_encoder",
+            "plain_prompts_only",
+            "strength_keeps_steps",
+            "takes_true_cfg",
+        ),
+        ((False, True), ()),
     ),
     "workers": ((-1, MOST_INT32), ()),
 }

@@ -38,26 +38,56 @@ def test_a_picture_is_stocks() -> None:
 def _write(folder: Path) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
-    encoders = []
-    for tokenizer, width, heads, activation in zip(
-        tokenizers, (768, 1280), (12, 20), ("quick_gelu", "gelu"), strict=True
-    ):
-        tokenizer.model_max_length = 77
-        config = CLIPTextConfig(
-            vocab_size=49408,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            projection_dim=width,
-            num_hidden_layers=BLOCKS,
-            num_attention_heads=heads,
-            hidden_act=activation,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        encoders.append(CLIPTextModelWithProjection(config))
-    third = t5_tokenizer()
-    t5 = T5Config(
+    tokenizers = [clip_tokenizer(name) for name in ("tokenizer", "tokenizer_2")]
+    encoders = [
+        CLIPTextModelWithProjection(clip_config(tokenizer, width, activation))
+        for tokenizer, width, activation in zip(tokenizers, (768, 1280), ("quick_gelu", "gelu"), strict=True)
+    ]
+    transformer = SD3Transformer2DModel(
+        sample_size=128,
+        num_layers=BLOCKS,
+        num_attention_heads=24,
+        caption_projection_dim=1536,
+        pos_embed_max_size=192,
+    )
+    StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=wide_vae(scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=encoders[0],
+        tokenizer=tokenizers[0],
+        text_encoder_2=encoders[1],
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=t5_encoder(),
+        tokenizer_3=t5_tokenizer(),
+    ).to(torch.bfloat16).save_pretrained(folder)
+
+
+def clip_tokenizer(name: str) -> CLIPTokenizer:
+    """Return the embedded model's tokenizer, which makes as many tokens as published ones."""
+    tokenizer = CLIPTokenizer.from_pretrained(WEIGHTS / name)
+    tokenizer.model_max_length = 77
+    return tokenizer
+
+
+def clip_config(tokenizer: CLIPTokenizer, width: int, activation: str) -> CLIPTextConfig:
+    """Return the configuration of a published CLIP text encoder with fewer layers."""
+    return CLIPTextConfig(
+        vocab_size=49408,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        projection_dim=width,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=width // 64,
+        hidden_act=activation,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def t5_encoder() -> T5EncoderModel:
+    """Return T5 XXL's encoder with fewer blocks."""
+    config = T5Config(
         vocab_size=32128,
         d_model=4096,
         d_kv=64,
@@ -66,37 +96,23 @@ def _write(folder: Path) -> None:
         num_heads=64,
         feed_forward_proj="gated-gelu",
     )
-    transformer = SD3Transformer2DModel(
-        sample_size=128,
-        num_layers=BLOCKS,
-        num_attention_heads=24,
-        caption_projection_dim=1536,
-        pos_embed_max_size=192,
-    )
+    return T5EncoderModel(config)
+
+
+def wide_vae(**factors: float) -> AutoencoderKL:
+    """Return the VAE of published transformers, with their scaling and shift."""
     levels = 4
-    vae = AutoencoderKL(
+    return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * levels,
         up_block_types=("UpDecoderBlock2D",) * levels,
         block_out_channels=(128, 256, 512, 512),
         layers_per_block=2,
         latent_channels=16,
         sample_size=1024,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
         use_quant_conv=False,
         use_post_quant_conv=False,
+        **factors,
     )
-    StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae,
-        text_encoder=encoders[0],
-        tokenizer=tokenizers[0],
-        text_encoder_2=encoders[1],
-        tokenizer_2=tokenizers[1],
-        text_encoder_3=T5EncoderModel(t5),
-        tokenizer_3=third,
-    ).to(torch.bfloat16).save_pretrained(folder)
 
 
 def _draw_stock(folder: Path) -> Pixels:

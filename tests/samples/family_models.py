@@ -19,6 +19,9 @@ from diffusers import (
     DDIMScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxFillPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
     PNDMScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
@@ -76,10 +79,10 @@ _UNETS: Mapping[str, Mapping[str, Any]] = {
     "SDXL LCM": {**_SDXL, "time_cond_proj_dim": 16},
     "SD 2 inpainting": {**_SD, "attention_head_dim": (2, 4), "use_linear_projection": True, "in_channels": 9},
 }
-_SD3_WIDTH = 96
-# The pipeline for inpainting takes no other number.
-_SD3_CHANNELS = 16
-# The sizes of pictures in tokens between which the schedule of SD 3.5 changes.
+_T5_WIDTH = 96
+# The pipelines for inpainting take no other number.
+_CHANNELS = 16
+# The sizes of pictures in tokens between which the schedules of SD 3.5 and Flux dev change.
 _SHIFTS: Mapping[str, Any] = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 64}
 # Of the transformer. The models differ as SD3 without T5, SD3 medium and SD3.5 do.
 _TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
@@ -87,15 +90,21 @@ _TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
     "SD 3.5": {"qk_norm": "rms_norm", "dual_attention_layers": (0,)},
     "SD 3 no T5": {},
 }
-FAMILIES = (*_UNETS, *_TRANSFORMERS)
+# Of Flux's transformer. Fill reads the mask, in as many channels as a latent's element has pixels, and a masked image.
+_FLUX: Mapping[str, Mapping[str, Any]] = {
+    "Flux dev": {"guidance_embeds": True},
+    "Flux schnell": {},
+    "Flux Fill": {"guidance_embeds": True, "in_channels": 4 * (2 * _CHANNELS + 4**2), "out_channels": 4 * _CHANNELS},
+}
+FAMILIES = (*_UNETS, *_TRANSFORMERS, *_FLUX)
 """All kinds of models."""
-FLOWS = frozenset(_TRANSFORMERS)
+FLOWS = frozenset((*_TRANSFORMERS, *_FLUX))
 """Kinds of models that were trained with flow matching, and are transformers."""
-_INPAINTING = frozenset(family for family in FAMILIES if family.endswith("inpainting"))
+_INPAINTING = frozenset(family for family in FAMILIES if family.endswith(("inpainting", "Fill")))
 _NOT_INPAINTING = frozenset(FAMILIES) - _INPAINTING
 _OF_BOTH = ("inpainting", "LCM")
 _UNET_KINDS = frozenset(_UNETS)
-_ONE_ROW = frozenset(family for family in FAMILIES if family.endswith("LCM"))
+_ONE_ROW = frozenset(family for family in FAMILIES if family.endswith(("LCM", "Fill")))
 WAYS: Mapping[str, frozenset[str]] = {
     "text to image": _NOT_INPAINTING,
     "image to image": _NOT_INPAINTING,
@@ -113,9 +122,11 @@ guidance scale there is one row, of which a pair has nothing to share."""
 
 
 def _kind(family: str) -> str:
-    """Return the column of a model in the table: one for those that read a mask, LCM, and the versions of SD 3."""
-    if family in FLOWS:
+    """Return the column of a model in the table: one for those that read a mask, LCM, SD 3, and Flux but for Fill."""
+    if family in _TRANSFORMERS:
         return "SD 3"
+    if family in _FLUX:
+        return family if family in _INPAINTING else "Flux"
     return family.rsplit(maxsplit=1)[-1] if family.endswith(_OF_BOTH) else family
 
 
@@ -141,6 +152,11 @@ def reads_mask(family: str) -> bool:
 def sampler_of(family: str) -> SamplerKind:
     """Return a sampler with which a model can draw: Euler's, or that of flow matching."""
     return SamplerKind.FLOW_MATCH_EULER if family in FLOWS else SamplerKind.EULER
+
+
+def takes_true_cfg(family: str) -> bool:
+    """Return whether a model embeds its guidance scale, and takes a `true_cfg_scale` beside it."""
+    return family in _FLUX and family not in _INPAINTING
 
 
 def is_sdxl(family: str) -> bool:
@@ -207,11 +223,7 @@ class FamilyStock:
         config = {"force_zeros_for_empty_prompt": True} if is_sdxl(self.family) else {}
         pipeline = self._kind(kind)(**parts, **{k: v for k, v in self._extra.items() if k not in parts}, **config)
         pipeline.set_progress_bar_config(disable=True)
-        rescales = is_sdxl(self.family) or (kind in ("", "ControlNet") and self.family not in FLOWS)
-        options = {} if rescales else {"guidance_rescale": None}
-        if self.family in _UNETS and not is_sdxl(self.family):
-            options |= dict.fromkeys(("prompt_2", "negative_prompt_2"))
-        asked = {name: value for name, value in said(spec).items() if name not in options}
+        asked = self._said(spec, kind)
         if conditions:
             asked = {name: value for name, value in asked.items() if "prompt" not in name} | dict(conditions)
         if networks:
@@ -219,7 +231,7 @@ class FamilyStock:
             asked |= stock_options(spec.controlnets, control_images)
             if mask is not None:
                 asked["control_image"] = asked.pop("image")
-        if kind == "" or mask is not None or networks:
+        if kind == "" or mask is not None or networks or self.family in _FLUX:
             asked |= {"width": spec.width, "height": spec.height}
         if image is not None:
             asked |= {"image": image, "strength": spec.strength}
@@ -229,8 +241,8 @@ class FamilyStock:
         latents = list[Tensor]()
 
         def end(_: Any, step: int, __: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
-            latents.append(after_step(step, kept["latents"]))
-            return {"latents": latents[-1]}
+            latents.append(after_step(step, self._unpacked(kept["latents"], spec)))
+            return {"latents": self._packed(latents[-1])}
 
         generator = torch.Generator("cpu").manual_seed(spec.seed)
         out = pipeline(**asked, generator=generator, callback_on_step_end=end)
@@ -240,8 +252,37 @@ class FamilyStock:
         """Return the finished latent of a spec, [1, channels, height, width]. The options are those of `reference`."""
         return self.reference(spec, **options).latent
 
+    def _said(self, spec: ResolvedSpec, kind: str) -> dict[str, Any]:
+        """Return what a spec says of the drawing, as arguments of the family's pipeline of a kind."""
+        rescales = is_sdxl(self.family) or (kind in ("", "ControlNet") and self.family not in FLOWS)
+        missing: set[str] = set() if rescales else {"guidance_rescale"}
+        if self.family in _UNETS and not is_sdxl(self.family):
+            missing |= {"prompt_2", "negative_prompt_2"}
+        more: dict[str, Any] = {}
+        if self.family in _FLUX:
+            missing |= {"clip_skip", *(("negative_prompt", "negative_prompt_2") if reads_mask(self.family) else ())}
+            more = {"max_sequence_length": 256 if self.family == "Flux schnell" else 512}
+        if takes_true_cfg(self.family):
+            more["true_cfg_scale"] = spec.true_cfg_scale
+        return {name: value for name, value in said(spec).items() if name not in missing} | more
+
+    def _unpacked(self, latent: Tensor, spec: ResolvedSpec) -> Tensor:
+        """Return the latent of a callback as [1, channels, height, width], whatever the pipeline's layout is."""
+        if self.family not in _FLUX:
+            return latent
+        unpacked: Tensor = FluxPipeline._unpack_latents(latent, spec.height, spec.width, self.text.vae_scale_factor)
+        return unpacked
+
+    def _packed(self, latent: Tensor) -> Tensor:
+        if self.family not in _FLUX:
+            return latent
+        packed: Tensor = FluxPipeline._pack_latents(latent, *latent.shape)
+        return packed
+
     @property
     def _extra(self) -> dict[str, Any]:
+        if self.family in _FLUX:
+            return {}
         if self.family in FLOWS:
             return dict.fromkeys(("text_encoder_3", "tokenizer_3")) if "no T5" in self.family else {}
         if is_sdxl(self.family):
@@ -249,6 +290,8 @@ class FamilyStock:
         return {"safety_checker": None, "requires_safety_checker": False}
 
     def _kind(self, what: str) -> Any:
+        if self.family in _FLUX:
+            return FluxFillPipeline if reads_mask(self.family) else getattr(diffusers, f"Flux{what}Pipeline")
         series = "3" if self.family in FLOWS else "XL" if is_sdxl(self.family) else ""
         return getattr(diffusers, f"StableDiffusion{series}{what}Pipeline")
 
@@ -262,8 +305,10 @@ _MIDDLE = "UNetMidBlock2DCrossAttn"
 
 def _pipeline(family: str) -> Any:
     tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
-    if family in FLOWS:
+    if family in _TRANSFORMERS:
         return _sd3_pipeline(family, tokenizers)
+    if family in _FLUX:
+        return _flux_pipeline(family, tokenizers[0])
     kind = "Inpaint" if reads_mask(family) else ""
     parts: dict[str, Any] = {
         "unet": _unet(_UNETS[family]),
@@ -283,12 +328,12 @@ def _pipeline(family: str) -> Any:
 def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDiffusion3Pipeline:
     transformer = SD3Transformer2DModel(
         sample_size=SIZE // 4,
-        in_channels=_SD3_CHANNELS,
-        out_channels=_SD3_CHANNELS,
+        in_channels=_CHANNELS,
+        out_channels=_CHANNELS,
         num_layers=3,
         attention_head_dim=8,
         num_attention_heads=4,
-        joint_attention_dim=_SD3_WIDTH,
+        joint_attention_dim=_T5_WIDTH,
         caption_projection_dim=32,
         pooled_projection_dim=2 * _TEXT,
         pos_embed_max_size=12,
@@ -298,29 +343,11 @@ def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDif
         CLIPTextModelWithProjection(_text_config(tokenizer, activation))
         for tokenizer, activation in zip(tokenizers, ("quick_gelu", "gelu"), strict=True)
     ]
-    third = None
-    if "no T5" not in family:
-        tokenizer = t5_tokenizer()
-        config = T5Config(
-            vocab_size=len(tokenizer) + 2,
-            d_model=_SD3_WIDTH,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-        )
-        third = T5EncoderModel(config), tokenizer
+    third = None if "no T5" in family else _t5()
     return StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, **(_SHIFTS if family == "SD 3.5" else {})),
-        vae=_vae(
-            latent_channels=_SD3_CHANNELS,
-            shift_factor=0.06,
-            scaling_factor=1.5,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        ),
+        vae=_wide_vae(),
         text_encoder=encoders[0],
         tokenizer=tokenizers[0],
         text_encoder_2=encoders[1],
@@ -328,6 +355,55 @@ def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDif
         text_encoder_3=third and third[0],
         tokenizer_3=third and third[1],
     )
+
+
+def _flux_pipeline(family: str, tokenizer: CLIPTokenizer) -> FluxPipeline | FluxFillPipeline:
+    transformer = FluxTransformer2DModel(
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=_T5_WIDTH,
+        pooled_projection_dim=_TEXT,
+        axes_dims_rope=(2, 2, 4),
+        **{"in_channels": 4 * _CHANNELS, **_FLUX[family]},
+    )
+    encoder, second = _t5()
+    made = FluxFillPipeline if reads_mask(family) else FluxPipeline
+    return made(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**({} if family == "Flux schnell" else _SHIFTS)),
+        vae=_wide_vae(),
+        text_encoder=CLIPTextModel(_text_config(tokenizer, "quick_gelu")),
+        tokenizer=tokenizer,
+        text_encoder_2=encoder,
+        tokenizer_2=second,
+    )
+
+
+def _wide_vae() -> AutoencoderKL:
+    """Return a VAE as transformers have it."""
+    return _vae(
+        latent_channels=_CHANNELS,
+        shift_factor=0.06,
+        scaling_factor=1.5,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def _t5() -> tuple[T5EncoderModel, T5Tokenizer]:
+    tokenizer = t5_tokenizer()
+    config = T5Config(
+        vocab_size=len(tokenizer) + 2,
+        d_model=_T5_WIDTH,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config), tokenizer
 
 
 def t5_tokenizer() -> T5Tokenizer:

@@ -183,7 +183,7 @@ def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
     shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
     if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
         raise CheckpointMismatch("its latent has another shape or data type")
-    shapes = {"image": (model.image_channels, *shape[2:])} if model.image_channels else dict.fromkeys(_PUT_BACK, shape)
+    shapes = {"image": shape[1:]} if model.image_channels else dict.fromkeys(_PUT_BACK, shape)
     for name in _OF_EDITS:
         tensor = getattr(state, name)
         if (tensor is None) != (spec.edit is None or name not in shapes):

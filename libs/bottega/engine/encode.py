@@ -21,11 +21,12 @@ from bottega.engine.events import CutText
 from bottega.engine.prompt_chunks import Chunk, emphasise, empty_chunk, plain_chunk, weighted_chunks
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import Violation
-from bottega.model.backbone import TIMESTEP_COND
+from bottega.model.backbone import GUIDANCE, TIMESTEP_COND
 from bottega.model.family import EncodedText, guidance_embedding
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
 from bottega.model.vae import encode_in_pieces
+from bottega.planning import rows_per_image
 from bottega.prompt_syntax import MalformedPrompt
 
 _log = logging.getLogger(__name__)
@@ -90,6 +91,11 @@ def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
     return [encoded[prompt] for prompt in spec.prompts]
 
 
+def cfg_scale(model: Model, spec: ResolvedSpec) -> float:
+    """Return the scale by which both halves of guidance are combined; at most 1 if only one half is computed."""
+    return spec.true_cfg_scale if model.embeds_guidance else spec.guidance_scale
+
+
 @torch.inference_mode()
 def encode_prompts(
     model: Model, spec: ResolvedSpec, *, field: str = "prompt", negatives: dict[int, Embeds] | None = None
@@ -108,7 +114,7 @@ def encode_prompts(
     # As in Diffusers, an empty second prompt means the first one. The third text encoder has no prompt of its own.
     texts = (spec.prompt, spec.prompt_2 or spec.prompt, spec.prompt)
     prompts = _read(model, spec, texts, (field, "prompt_2" if spec.prompt_2 else field, field))
-    guided = spec.guided and not model.guidance_width
+    guided = rows_per_image(cfg_scale(model, spec)) > 1
     zeros = spec.negative_prompt is None and model.zeros_for_absent_negative
     negative_prompts = _read_negative(model, spec) if guided and not zeros else _Prompts()
     chunks = max(prompts.longest, negative_prompts.longest)
@@ -152,7 +158,7 @@ def sample_conditions(model: Model, spec: ResolvedSpec) -> Conditions:
     embeds = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added).map(noise))
     return Conditions(
         conditional=embeds,
-        unconditional=embeds if spec.guided and not model.guidance_width else None,
+        unconditional=embeds if rows_per_image(cfg_scale(model, spec)) > 1 else None,
         summary=noise(text.summary),
         truncations=(),
         finite=all_finite(model, *embeds.tensors.values()),
@@ -210,6 +216,8 @@ def all_finite(model: Model, *tensors: Tensor) -> HostCopy:
 def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
     """Add the conditions that depend on the picture, such as its size, and the guidance scale if it is one."""
     picture = dict(model.family.picture_conditions(spec.height, spec.width))
+    if model.backbone.network.config.get("guidance_embeds"):
+        picture[GUIDANCE] = torch.tensor([spec.guidance_scale])
     if model.guidance_width:
         picture[TIMESTEP_COND] = guidance_embedding(spec.guidance_scale, model.guidance_width)
     added = {name: model.runtime.to_device(tensor, embeds.prompt.dtype) for name, tensor in picture.items()}

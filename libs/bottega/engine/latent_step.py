@@ -113,7 +113,14 @@ class Edit:
 
 
 def latent_mask(model: Model, mask: Tensor) -> Tensor:
-    """Resize a mask of pixels, uint8 [height, width] of 0 and 1, to the size of a latent: [1, 1, height, width]."""
-    size = mask.shape[0] // model.latent_scale, mask.shape[1] // model.latent_scale
+    """Convert a mask of pixels, uint8 [height, width] of 0 and 1, to [1, `Model.mask_channels`, height, width].
+
+    Height and width of the result are those of a latent.
+    """
+    scale = model.latent_scale
+    if model.mask_channels > 1:
+        pixels = functional.pixel_unshuffle(mask[None, None].float(), scale)
+        return model.runtime.to_device(pixels, model.dtype)
+    size = mask.shape[0] // scale, mask.shape[1] // scale
     # Nearest, as in prepare_mask_latents: the first pixel of each latent element decides.
     return model.runtime.to_device(functional.interpolate(mask[None, None].float(), size=size), model.dtype)

@@ -97,9 +97,15 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     if spec.weighted and not model.family.weighs_words:
         what = f"must be plain: {model.family.name} reads no weighted prompts"
         yield Violation(field="spec.prompt_syntax", description=what)
-    if model.unet is None and (spec.loras or spec.embeddings):
+    yield from rules.check_true_cfg(
+        spec.true_cfg_scale, taken=model.family.takes_true_cfg, has_negative=spec.negative_prompt is not None
+    )
+    if not model.family.takes_loras and (spec.loras or spec.embeddings):
         what = f"must be empty: LoRAs and embeddings for {model.family.name} are not served yet"
         yield Violation(field="spec.loras", description=what)
+    if not model.family.takes_controlnets and spec.controlnets:
+        what = f"must be empty: ControlNets for {model.family.name} are not served yet"
+        yield Violation(field="spec.controlnets", description=what)
     if len(model.text_encoders) == 1:
         for name in ("prompt_2", "negative_prompt_2"):
             if getattr(spec, name):
@@ -116,8 +122,7 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
 def _unreadable(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     """Yield a violation for each text that the text encoders cannot read, and for a `clip_skip` beyond their layers."""
     if spec.clip_skip is not None and not 0 <= spec.clip_skip <= model.max_clip_skip:
-        rule = f"must be 0 to {model.max_clip_skip} with this model, by the layers of its text encoders"
-        yield Violation(field="spec.clip_skip", description=rule)
+        yield Violation(field="spec.clip_skip", description=rules.clip_skip_rule(model.max_clip_skip))
     if not (spec.weighted and model.family.weighs_words):
         return
     texts = {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts)} or {"prompt": spec.prompt}

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bottega.engine.encode import Conditions, LatentDistribution, Sources, to_latent
+from bottega.engine.encode import Conditions, LatentDistribution, Sources, cfg_scale, to_latent
 from bottega.engine.latent_step import Edit, Guidance, guided_step
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
@@ -36,7 +36,7 @@ class RequestState:
     noise: Tensor | None = None
     """Standard normal noise, in the shape of `image_latent`."""
     image: Tensor | None = None
-    """See `Row.image`."""
+    """The masked image of `Row.image`, without the mask, which the request has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +168,14 @@ class Request:
         return self.loras if self.loras_from is not None and self.step >= self.loras_from else None
 
     @property
+    def halves(self) -> tuple[Half, ...]:
+        """The halves of guidance that are computed."""
+        return (Half.CONDITIONAL,) if self._conditions.unconditional is None else tuple(Half)
+
+    @property
     def row_count(self) -> int:
         """Number of its rows in each forward pass."""
-        return 1 if self._conditions.unconditional is None else 2
+        return len(self.halves)
 
     @property
     def computed_share(self) -> float:
@@ -295,7 +300,7 @@ class Request:
             self.evaluation,
             self.latent,
             noise,
-            guidance=Guidance(scale=self.spec.guidance_scale, rescale=self.spec.guidance_rescale),
+            guidance=Guidance(scale=cfg_scale(self._model, self.spec), rescale=self.spec.guidance_rescale),
             generator=self._generator,
             operations=self._model.operations,
         )
@@ -313,7 +318,7 @@ class Request:
             sampler=self._sampler.state(),
             image_latent=None if self.edit is None else self.edit.image_latent,
             noise=None if self.edit is None else self.edit.noise,
-            image=self._image,
+            image=None if self._image is None else self._image[self._model.mask_channels :],
         )
 
     def _new_sampler(self, begin: int, *, restarts: bool = False) -> Sampler:
@@ -354,7 +359,9 @@ class Request:
         Without a mask, which only an engine's own samples lack, it reads zeros.
         """
         image, mask, masked_image = sources.image, sources.mask, sources.masked_image
-        source = self._draw_source(image) if image is not None and self._strength < 1.0 else None
+        # Diffusers' pipeline of Flux Fill always samples the image, and at strength 1 its first noise level hides it.
+        uses_image = self._strength < 1.0 or self._model.mask_channels > 1
+        source = self._draw_source(image) if image is not None and uses_image else None
         noise = self._draw(self._shape)
         if mask is None or masked_image is None:
             self._image = torch.zeros(
@@ -378,8 +385,8 @@ class Request:
         return to_latent(self._model, drawn.to(self._model.dtype))
 
     def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
-        if state.image is not None:
-            self._image = self._model.runtime.to_device(state.image, self._model.dtype)
+        if state.image is not None and mask is not None:
+            self._image = torch.cat([mask[0], self._model.runtime.to_device(state.image, self._model.dtype)])
         if mask is None or state.image_latent is None or state.noise is None:
             return None
         to_device = self._model.runtime.to_device

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bottega.errors import Violation
 from bottega.model.sampler_choices import SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind
-from bottega.planning import rows_per_image, steps_to_run
+from bottega.planning import steps_to_run
 from bottega.rules import check_steps_left
 from bottega.schedules import AS_CONFIGURED, Schedule
 
@@ -99,6 +99,8 @@ class ResolvedSpec:
     num_inference_steps: int = 50
     guidance_scale: float = 5.0
     guidance_rescale: float = 0.0
+    true_cfg_scale: float = 1.0
+    """Scale of classifier-free guidance with a second row in models that embed the guidance scale (`Model`)."""
     width: int = 1024
     height: int = 1024
     seed: int = 0
@@ -127,16 +129,6 @@ class ResolvedSpec:
         """The sampler and its schedule."""
         karras = self.use_karras_sigmas and self.sampler in KARRAS
         return SamplerChoice(kind=self.sampler, karras=karras, schedule=self.schedule)
-
-    @property
-    def guided(self) -> bool:
-        """Whether classifier-free guidance adds a second row, the unconditional one."""
-        return self.rows > 1
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of one image in a forward pass."""
-        return rows_per_image(self.guidance_scale)
 
     @property
     def steps(self) -> int:

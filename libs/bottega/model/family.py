@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    FluxPipeline,
+    FluxTransformer2DModel,
     LatentConsistencyModelPipeline,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
@@ -28,11 +30,13 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderMo
 
 from bottega.model.backbone import POOLED
 from bottega.model_files.families import LCM_PIPELINE
-from bottega.model_files.family_names import SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET
+from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET
 from bottega.model_files.report import ModelReport
 
 # Tokens of a prompt that T5 reads, by the default of StableDiffusion3Pipeline.
 _T5_TOKENS = 256
+# Fields of a VAE's configuration that only some pipelines read.
+_NO_STATISTICS: Mapping[str, Any] = {"force_upcast": False, "latents_mean": None, "latents_std": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,14 +77,21 @@ class ModelFamily:
     """Number of tokens that a text encoder reads, by its part, where it is not `model_max_length` of the tokenizer."""
     weighs_words: bool = True
     """Whether weighted prompts are served."""
+    takes_loras: bool = True
+    """Whether LoRAs and embeddings are served."""
+    takes_controlnets: bool = True
+    """Whether ControlNets are served."""
     states_from_end: int
-    """Place of these states among all hidden states, counted from the end, with a `clip_skip` of 0; 1 is the last."""
+    """Place of these states among all hidden states, counted from the end, with a `clip_skip` of 0; 1 is the last.
+
+    0 if no `clip_skip` is served, because CLIP's pooled output alone counts.
+    """
     join: Callable[[Sequence[Tensor], Sequence[Any]], EncodedText]
     """Makes one text of the states of all text encoders, and of their outputs for the first chunk of the prompt."""
     picture_conditions: Callable[[int, int], Mapping[str, Tensor]]
     """Returns the conditions that depend on the picture's height and width, in pixels, as float32 tensors."""
     guidance_scale: float
-    """Default of the text-to-image pipeline."""
+    """Default of the text-to-image pipeline. Diffusers' Flux has another one for image-to-image, 7."""
     edit_guidance_scale: float
     """Default of the inpainting pipeline without ControlNets."""
     strength: float
@@ -95,6 +106,15 @@ class ModelFamily:
     Diffusers' other pipelines have the same default; those of Stable Diffusion 3 for image-to-image and inpainting have
     50 instead of 28.
     """
+    distilled_guidance: bool = False
+    """Whether the models were distilled to draw with guidance without a second row; `guidance_scale` is an input then.
+
+    Some of them have no such input and ignore the scale.
+    """
+    takes_true_cfg: bool = False
+    """Whether the pipelines of such models have `true_cfg_scale`, with which a second row is drawn nevertheless."""
+    even_sigmas: bool = False
+    """Whether the pipelines pass sigmas to the scheduler, in even steps from 1 to 1/n, instead of taking its own."""
     strength_keeps_steps: bool = False
     """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
     vae_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -180,6 +200,19 @@ def _join_sd3(states: Sequence[Tensor], outputs: Sequence[Any], *, width: int) -
     return EncodedText(prompt=torch.cat([clip, t5], dim=1)[0], added={POOLED: pooled}, summary=pooled)
 
 
+def _flux_states(_encoder: Any, output: Any, _clip_skip: int | None) -> Tensor:
+    """Return the last states. Only T5's are read."""
+    states: Tensor = output[0]
+    return states
+
+
+def _join_flux(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedText:
+    """Return T5's states, and add CLIP's pooled output."""
+    pooled = outputs[0].pooler_output[0]
+    # One number wider, because thresholds of similarity that were measured with other models are chosen by the width.
+    return EncodedText(prompt=states[1][0], added={POOLED: pooled}, summary=functional.pad(pooled, (0, 1)))
+
+
 def _stable_diffusion(name: str) -> ModelFamily:
     return ModelFamily(
         name=name,
@@ -201,7 +234,7 @@ def _stable_diffusion(name: str) -> ModelFamily:
         strength=0.8,
         edit_strength=1.0,
         edit_controlnet_scale=0.5,
-        vae_overrides={"force_upcast": False, "latents_mean": None, "latents_std": None},
+        vae_overrides=_NO_STATISTICS,
         scheduler_overrides={"steps_offset": 1, "clip_sample": False},
     )
 
@@ -241,6 +274,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             states=_sd3_states,
             prompt_tokens={"text_encoder_3": _T5_TOKENS},
             weighs_words=False,
+            takes_loras=False,
+            takes_controlnets=False,
             states_from_end=2,
             join=partial(_join_sd3, width=4096),
             picture_conditions=lambda _height, _width: {},
@@ -250,7 +285,33 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             edit_strength=0.6,
             edit_controlnet_scale=1.0,
             num_inference_steps=28,
-            vae_overrides={"force_upcast": False, "latents_mean": None, "latents_std": None},
+            vae_overrides=_NO_STATISTICS,
+        ),
+        FLUX: ModelFamily(
+            name=TITLES[FLUX],
+            pipeline=FluxPipeline,
+            # Only IP-Adapters use the image encoder.
+            left_out={"image_encoder": None, "feature_extractor": None},
+            networks={TRANSFORMER: FluxTransformer2DModel, "vae": AutoencoderKL},
+            text_encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
+            states=_flux_states,
+            prompt_tokens={"text_encoder_2": 512},
+            weighs_words=False,
+            takes_loras=False,
+            takes_controlnets=False,
+            states_from_end=0,
+            join=_join_flux,
+            picture_conditions=lambda _height, _width: {},
+            guidance_scale=3.5,
+            edit_guidance_scale=7.0,
+            strength=0.6,
+            edit_strength=0.6,
+            edit_controlnet_scale=1.0,
+            num_inference_steps=28,
+            distilled_guidance=True,
+            takes_true_cfg=True,
+            even_sigmas=True,
+            vae_overrides=_NO_STATISTICS,
         ),
     }
 )
@@ -264,6 +325,8 @@ def family_of(report: ModelReport) -> ModelFamily:
         width: Any = report.denoiser.config.get("joint_attention_dim", 4096)
         encoders = {part: kind for part, kind in family.text_encoders.items() if part in report.parts}
         return replace(family, text_encoders=encoders, join=partial(_join_sd3, width=width))
+    if report.family == FLUX:
+        return _flux_of(family, report.denoiser.config, report.parts["scheduler"].config)
     if report.pipeline_class == LCM_PIPELINE:
         return replace(
             family,
@@ -275,3 +338,26 @@ def family_of(report: ModelReport) -> ModelFamily:
             strength_keeps_steps=True,
         )
     return family
+
+
+def _flux_of(family: ModelFamily, transformer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> ModelFamily:
+    """Return Flux.1 with the defaults of dev, schnell or Fill.
+
+    Source: FluxFillPipeline, and the model card of black-forest-labs/FLUX.1-schnell: 4 steps, no guidance, 256 tokens.
+    """
+    if transformer.get("out_channels") not in (None, transformer.get("in_channels", 64)):
+        # Its pipeline has no true_cfg_scale.
+        return replace(
+            family,
+            guidance_scale=30.0,
+            edit_guidance_scale=30.0,
+            edit_strength=1.0,
+            num_inference_steps=50,
+            takes_true_cfg=False,
+        )
+    if transformer.get("guidance_embeds"):
+        return family
+    family = replace(family, guidance_scale=0.0, edit_guidance_scale=0.0)
+    if scheduler.get("use_dynamic_shifting"):
+        return family  # Made from dev, with as many steps.
+    return replace(family, num_inference_steps=4, prompt_tokens={"text_encoder_2": 256})

@@ -133,8 +133,12 @@ class Model:
     @property
     def image_channels(self) -> int:
         """Number of channels of a mask and a masked image that the network reads after the latent; 0 if it has none."""
-        config = self.backbone.network.config
-        return int(config.in_channels - config.out_channels)
+        return self.backbone.image_channels
+
+    @property
+    def mask_channels(self) -> int:
+        """Number of channels of the mask: 1, or one for each pixel of an element of the latent."""
+        return max(1, self.image_channels - self.latent_channels)
 
     @property
     def guidance_width(self) -> int:
@@ -142,9 +146,14 @@ class Model:
         return int(self.backbone.network.config.get("time_cond_proj_dim") or 0)
 
     @property
+    def embeds_guidance(self) -> bool:
+        """Whether guidance takes no second row: the network reads its scale, or was trained to draw without it."""
+        return self.guidance_width > 0 or self.family.distilled_guidance
+
+    @property
     def patch_size(self) -> int:
         """Number of elements of the latent, on each side, that one token of a transformer stands for; 1 for UNets."""
-        return int(self.backbone.network.config.get("patch_size") or 1)
+        return self.backbone.patch_size
 
     @property
     def max_side(self) -> int | None:
@@ -159,7 +168,12 @@ class Model:
 
     @property
     def max_clip_skip(self) -> int:
-        """The largest `clip_skip`: it takes the token embeddings of the text encoder with the fewest layers."""
+        """The largest `clip_skip`: it takes the token embeddings of the text encoder with the fewest layers.
+
+        It is 0 if the model reads no states between layers.
+        """
+        if not self.family.states_from_end:
+            return 0
         layers = min(
             encoder.config.num_hidden_layers
             for encoder in self.text_encoders
@@ -257,8 +271,7 @@ def load_model(
         model_hash = hashing.result(reporter)
     config = _scheduler_config(pipeline.scheduler, preset, family.scheduler_overrides)
     denoiser = getattr(pipeline, next(iter(family.networks)))
-    size = denoiser.config.sample_size * pipeline.vae_scale_factor
-    defaults = _defaults(family, preset, size, config)
+    defaults = _defaults(family, preset, report.default_size, config)
     return Model(
         name=name,
         family=family,
@@ -272,7 +285,7 @@ def load_model(
         vae=pipeline.vae,
         decoder=decoder,
         memory=memory,
-        samplers=_samplers(config, defaults),
+        samplers=_samplers(config, defaults, even_sigmas=family.even_sigmas),
         zeros_for_absent_negative=bool(pipeline.config.get("force_zeros_for_empty_prompt")),
         latent_scale=pipeline.vae_scale_factor,
         defaults=defaults,
@@ -295,9 +308,9 @@ def _scheduler_config(
     return config | preset.scheduler_overrides
 
 
-def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
+def _samplers(config: Mapping[str, Any], defaults: Defaults, *, even_sigmas: bool) -> ModelSamplers:
     """Try every sampler. Raise ConfigError if the model's default sampler does not work."""
-    samplers = ModelSamplers(config, steps=defaults.num_inference_steps)
+    samplers = ModelSamplers(config, steps=defaults.num_inference_steps, even_sigmas=even_sigmas)
     own = SamplerChoice(kind=defaults.sampler, karras=defaults.use_karras_sigmas)
     if reason := samplers.refusals[own]:
         raise ConfigError(f"the model's sampler, {own}, cannot draw: {reason}")

@@ -13,7 +13,7 @@ import torch
 
 from bottega.device.device import run_pieces
 from bottega.errors import Violation
-from bottega.model.samplers import Sampler
+from bottega.model.samplers import FlowSchedule, Sampler
 from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise, make_scheduler, pace_of
 from bottega.model_files.scheduler_check import sampler_problems
 from bottega.model_files.scheduler_rules import CONVERTED_SIGMAS
@@ -68,12 +68,14 @@ class ModelSamplers:
     Args:
         config: The model's scheduler configuration, without the defaults of its scheduler's class.
         steps: Number of denoising steps that `refusals` applies to.
+        even_sigmas: See `FlowSchedule`.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, steps: int) -> None:
+    def __init__(self, config: Mapping[str, Any], *, steps: int, even_sigmas: bool = False) -> None:
         self.config = dict(config)
         self._steps = steps
-        self._refusals = _known_refusals(json.dumps(self.config, sort_keys=True, default=str))
+        self._even_sigmas = even_sigmas
+        self._refusals = _known_refusals(json.dumps(self.config, sort_keys=True, default=str), even_sigmas)
         self._refusals_of_schedules: dict[tuple[SamplerChoice, int], str] = {}
 
     @property
@@ -100,7 +102,7 @@ class ModelSamplers:
     def open(
         self, choice: SamplerChoice, *, steps: int, begin: int = 0, tokens: int = 0, restarts: bool = False
     ) -> Sampler:
-        """Return a sampler for one request; see `Sampler`."""
+        """Return a sampler for one request of a picture with so many tokens; see `Sampler`."""
         return Sampler(
             choice.kind,
             self.config,
@@ -108,7 +110,7 @@ class ModelSamplers:
             begin=begin,
             karras=choice.karras,
             schedule=choice.schedule,
-            tokens=tokens,
+            flow=FlowSchedule(tokens=tokens, even_sigmas=self._even_sigmas),
             restarts=restarts,
         )
 
@@ -199,7 +201,7 @@ class ModelSamplers:
 
 
 @functools.lru_cache(maxsize=64)
-def _known_refusals(config: str) -> dict[tuple[SamplerChoice, int], str]:
+def _known_refusals(config: str, even_sigmas: bool) -> dict[tuple[SamplerChoice, int], str]:
     """Return the refusals, which `ModelSamplers` adds to, of all models with a configuration, given as JSON."""
     return {}
 

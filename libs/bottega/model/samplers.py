@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,6 +106,16 @@ class SamplerState:
     """Other numbers by name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSchedule:
+    """The properties of a picture and its model that set the schedule for flow matching."""
+
+    tokens: int = 0
+    """Number of tokens of the picture, by which some schedules are shifted; 0 for the fewest."""
+    even_sigmas: bool = False
+    """Whether sigmas go from 1 to 1/steps in even steps, before they are shifted."""
+
+
 class Sampler:
     """A Diffusers scheduler with its schedule, for one request.
 
@@ -122,7 +133,7 @@ class Sampler:
         begin: The first step that is made.
         karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
         schedule: Other changes of the schedule.
-        tokens: Number of tokens of the picture, on which some schedules for flow matching depend; 0 for the fewest.
+        flow: Properties that set the schedule for flow matching.
         restarts: Whether step `begin` continues from the latent of another picture. LMS then begins with order 1. It
             otherwise uses the order of that step, although the steps before were skipped, as Diffusers' image-to-image
             does.
@@ -137,7 +148,7 @@ class Sampler:
         begin: int = 0,
         karras: bool | None = None,
         schedule: Schedule = AS_CONFIGURED,
-        tokens: int = 0,
+        flow: FlowSchedule = FlowSchedule(),
         restarts: bool = False,
     ) -> None:
         self._kind = kind
@@ -145,7 +156,7 @@ class Sampler:
         self._flows = kind is SamplerKind.FLOW_MATCH_EULER
         own = self._scheduler.config
         shift = (
-            {"mu": flow_shift(own, tokens or own["base_image_seq_len"])}
+            {"mu": flow_shift(own, flow.tokens or own["base_image_seq_len"])}
             if self._flows and own["use_dynamic_shifting"]
             else {}
         )
@@ -155,6 +166,8 @@ class Sampler:
             self._scheduler.set_timesteps(sigmas=list(schedule.sigmas))
         elif schedule.strength is not None:
             self._scheduler.set_timesteps(steps, strength=schedule.strength)
+        elif self._flows and flow.even_sigmas:
+            self._scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps), **shift)
         else:
             self._scheduler.set_timesteps(steps, **shift)
         self._draws = draws_noise(kind, config)

@@ -9,9 +9,9 @@ from typing import Any
 
 from bottega.model_files.family_names import (
     FAMILIES,
+    FLUX,
     OPTIONAL_PARTS,
     PARTS,
-    SD3,
     SDXL,
     TITLES,
     TRANSFORMER,
@@ -38,7 +38,15 @@ from bottega.model_files.field_rules import (
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_check import check_scheduler_config
 from bottega.model_files.scheduler_rules import FLOW_MATCHING, SCHEDULER_RULES
-from bottega.model_files.transformer_rules import SD3_RULES, T5_RULES, check_sd3_config, check_t5_config
+from bottega.model_files.transformer_rules import (
+    FLUX_RULES,
+    SD3_RULES,
+    T5_RULES,
+    broken_flux_channels,
+    check_flux_config,
+    check_sd3_config,
+    check_t5_config,
+)
 from bottega.model_files.unet_rules import TIME_IDS, UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
 from bottega.plain_text import excerpt
@@ -181,7 +189,7 @@ def check_configurations(
     problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index, family)]
     scheduler_rules = partial(_check_scheduler, preset or Preset(), family)
     rules: dict[str, _Rules] = {part: _RULES[class_of(part, family)] for part in PARTS[family]}
-    rules |= {"scheduler": scheduler_rules, "vae": partial(check_vae_config, shifts=family == SD3)}
+    rules |= {"scheduler": scheduler_rules, "vae": partial(check_vae_config, shifts=TRANSFORMER in PARTS[family])}
     if UNET in rules:
         rules[UNET] = partial(check_unet_config, added_conditions=FAMILIES[family].has_two_encoders)
     for part, config in configs.items():
@@ -234,9 +242,12 @@ def check_parts_together(configs: Mapping[str, Mapping[str, Any]], family: str =
     filled = {
         part: filled_config(class_of(part, family), config) for part, config in configs.items() if part != "scheduler"
     }
-    yield from _broken_transformer_widths(filled) if TRANSFORMER in filled else _broken_widths(filled)
-    yield from _broken_sizes(filled)
-    yield from _broken_lengths(filled)
+    if family == FLUX:
+        yield from _broken_flux(filled)
+    else:
+        yield from _broken_transformer_widths(filled) if TRANSFORMER in filled else _broken_widths(filled)
+        yield from _broken_sizes(filled)
+    yield from _broken_lengths(filled, family)
     encoders = [part for part in filled if part.startswith("text_encoder")]
     tokenizers = [part for part in filled if part.startswith("tokenizer")]
     if len(encoders) != len(tokenizers):
@@ -299,6 +310,23 @@ def _broken_transformer_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iter
         yield f"transformer/config.json: joint_attention_dim must be {t5['d_model']}, d_model of text_encoder_3"
 
 
+def _broken_flux(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each width of Flux's transformer that differs from what other parts give it."""
+    transformer, where = configs[TRANSFORMER], f"{TRANSFORMER}/config.json"
+    for name, encoder, width in (
+        ("pooled_projection_dim", "text_encoder", "hidden_size"),
+        ("joint_attention_dim", "text_encoder_2", "d_model"),
+    ):
+        wanted = configs[encoder][width]
+        if transformer[name] != wanted:
+            yield f"{where}: {name} must be {wanted}, {width} of {encoder}, not {transformer[name]}"
+    vae = configs["vae"]
+    for sentence in broken_flux_channels(
+        transformer, latent_channels=vae["latent_channels"], latent_scale=latent_scale(vae)
+    ):
+        yield f"{where}: {sentence}"
+
+
 def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each size of the denoising network's latent that does not fit the VAE."""
     part, vae = TRANSFORMER if TRANSFORMER in configs else UNET, configs["vae"]
@@ -315,12 +343,17 @@ def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def _broken_lengths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each tokenizer that makes more tokens than its text encoder accepts, or than the other."""
+def _broken_lengths(configs: Mapping[str, Mapping[str, Any]], family: str) -> Iterator[str]:
+    """Yield a sentence for each of CLIP's tokenizers that makes more tokens than its encoder reads, or than the other.
+
+    The pipelines cut those of T5, whose encoder reads any number of tokens.
+    """
     name, length = "model_max_length", configs["tokenizer"]["model_max_length"]
-    if "tokenizer_2" in configs and (other := configs["tokenizer_2"][name]) != length:
+    read = [part for part in configs if class_of(part, family).startswith("CLIPText")]
+    if "text_encoder_2" in read and (other := configs["tokenizer_2"][name]) != length:
         yield (f"tokenizer_2/tokenizer_config.json: {name} must be {length}, as the first tokenizer's is, not {other}")
-    for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
+    for encoder in read:
+        tokenizer = encoder.replace("text_encoder", "tokenizer")
         if tokenizer not in configs:
             continue
         most, length = configs[encoder]["max_position_embeddings"], configs[tokenizer][name]
@@ -339,6 +372,7 @@ _TABLES: Mapping[str, Sequence[FieldRule]] = {
     "T5TokenizerFast": (),
     "UNet2DConditionModel": UNET_RULES,
     "SD3Transformer2DModel": SD3_RULES,
+    "FluxTransformer2DModel": FLUX_RULES,
     "AutoencoderKL": VAE_RULES,
 }
 """Rules for the fields of a part's configuration, by its class."""
@@ -351,5 +385,6 @@ _RULES: Mapping[str, _Rules] = {
     "T5TokenizerFast": lambda _config: (),
     "UNet2DConditionModel": check_unet_config,
     "SD3Transformer2DModel": check_sd3_config,
+    "FluxTransformer2DModel": check_flux_config,
     "AutoencoderKL": check_vae_config,
 }

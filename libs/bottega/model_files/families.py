@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from shlex import quote
 
-from bottega.model_files.family_names import SD3, SD15, SD21, SDXL, TITLES, served_titles, with_article
+from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, served_titles, with_article
 from bottega.model_files.json_files import read_json_object
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.plain_text import excerpt
@@ -26,7 +26,8 @@ _FAMILIES = {
     "StableDiffusionXL": SDXL,
     "StableDiffusion3": SD3,
     "StableDiffusion": _STABLE_DIFFUSION,
-    "Flux": "FLUX",
+    "Flux2": "FLUX.2",
+    "Flux": FLUX,
     "Kandinsky": "Kandinsky",
     "PixArt": "PixArt",
     "StableCascade": "Stable Cascade",
@@ -44,11 +45,13 @@ _SD_PIPELINES = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "S
 LCM_PIPELINE = "LatentConsistencyModelPipeline"
 """Pipeline of Stable Diffusion 1 for UNets that read the guidance scale; it draws as StableDiffusionPipeline does."""
 _SD3_PIPELINES = ("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline")
+_FLUX_PIPELINES = ("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxFillPipeline")
 _PIPELINES = {
     SD15: (*_SD_PIPELINES, LCM_PIPELINE),
     SD21: _SD_PIPELINES,
     SDXL: _SDXL_PIPELINES,
     SD3: _SD3_PIPELINES,
+    FLUX: _FLUX_PIPELINES,
 }
 
 

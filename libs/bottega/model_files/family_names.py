@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SD15, SD21, SDXL, SD3 = "sd15", "sd21", "sdxl", "sd3"
+SD15, SD21, SDXL, SD3, FLUX = "sd15", "sd21", "sdxl", "sd3", "flux"
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 """What UNets predict, by the names of Diffusers."""
 EPSILON, V_PREDICTION, _ = PREDICTION_TYPES
@@ -84,7 +84,11 @@ FAMILIES: Mapping[str, FamilyFacts] = {
     ),
 }
 """The families of which single files are converted."""
-TITLES: Mapping[str, str] = {name: family.title for name, family in FAMILIES.items()} | {SD3: "Stable Diffusion 3"}
+TITLES: Mapping[str, str] = {
+    **{name: family.title for name, family in FAMILIES.items()},
+    SD3: "Stable Diffusion 3",
+    FLUX: "Flux.1",
+}
 """Display names of the families whose folders are checked part by part."""
 
 UNET, TRANSFORMER = "unet", "transformer"
@@ -94,6 +98,8 @@ PartClass = tuple[str, str]
 _CLIP_TEXT = ("transformers", "CLIPTextModel")
 _CLIP_PROJECTING = ("transformers", "CLIPTextModelWithProjection")
 _CLIP_TOKENIZER = ("transformers", "CLIPTokenizer")
+_T5 = ("transformers", "T5EncoderModel")
+_T5_TOKENIZER = ("transformers", "T5TokenizerFast")
 _VAE = ("diffusers", "AutoencoderKL")
 _STABLE_DIFFUSION: Mapping[str, PartClass] = {
     "text_encoder": _CLIP_TEXT,
@@ -108,11 +114,19 @@ PARTS: Mapping[str, Mapping[str, PartClass]] = {
     SD3: {
         "text_encoder": _CLIP_PROJECTING,
         "text_encoder_2": _CLIP_PROJECTING,
-        "text_encoder_3": ("transformers", "T5EncoderModel"),
+        "text_encoder_3": _T5,
         "tokenizer": _CLIP_TOKENIZER,
         "tokenizer_2": _CLIP_TOKENIZER,
-        "tokenizer_3": ("transformers", "T5TokenizerFast"),
+        "tokenizer_3": _T5_TOKENIZER,
         TRANSFORMER: ("diffusers", "SD3Transformer2DModel"),
+        "vae": _VAE,
+    },
+    FLUX: {
+        "text_encoder": _CLIP_TEXT,
+        "text_encoder_2": _T5,
+        "tokenizer": _CLIP_TOKENIZER,
+        "tokenizer_2": _T5_TOKENIZER,
+        TRANSFORMER: ("diffusers", "FluxTransformer2DModel"),
         "vae": _VAE,
     },
 }

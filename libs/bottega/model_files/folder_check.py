@@ -13,7 +13,7 @@ from typing import Any
 from bottega.miniature import WEIGHTS
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
 from bottega.model_files.families import describe_other, family_of
-from bottega.model_files.family_names import PARTS, class_of, denoiser_part
+from bottega.model_files.family_names import FLUX, PARTS, class_of, denoiser_part
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
 from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
@@ -25,6 +25,8 @@ from bottega.plain_text import excerpt
 # Tokenizer files of CLIP have 2 MiB.
 _MAX_TOKENIZER_BYTES = 32 << 20
 _SHOWN_CHARACTERS = 60
+# The `default_sample_size` of Diffusers' pipelines for Flux, whose transformer's configuration has none.
+_FLUX_LATENT_SIDE = 128
 # Padding, end and unknown token, by their places in T5's vocabulary.
 _T5_SPECIAL_TOKENS = 3
 _T5_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
@@ -187,7 +189,8 @@ def _part(
 
 def _default_size(configs: Mapping[str, Mapping[str, object]], family: str) -> int:
     denoiser, vae = (filled_config(class_of(name, family), configs[name]) for name in (denoiser_part(family), "vae"))
-    return int(denoiser["sample_size"]) * latent_scale(vae)
+    side = _FLUX_LATENT_SIDE if family == FLUX else int(denoiser["sample_size"])
+    return side * latent_scale(vae)
 
 
 def _class_name(index: Mapping[str, object], part: str) -> str:

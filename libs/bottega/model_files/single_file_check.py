@@ -26,7 +26,8 @@ from bottega.model_files.single_file import (
     read_single_file,
 )
 from bottega.model_files.single_file_config import VERSION, Config, derive_configurations, misfit, shapes_of
-from bottega.model_files.tensor_check import EXPECTED_TENSORS, Tensors, controlnet_tensors
+from bottega.model_files.tensor_check import EXPECTED_TENSORS, controlnet_tensors
+from bottega.model_files.transformer_rules import Tensors
 from bottega.model_files.vae_rules import check_vae_config
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS

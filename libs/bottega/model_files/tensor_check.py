@@ -14,13 +14,12 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
-from bottega.model_files.transformer_rules import sd3_tensors, t5_tensors
+from bottega.model_files.transformer_rules import Tensors, flux_tensors, sd3_tensors, t5_tensors
 from bottega.model_files.weights import FLOATING_POINT, Weights
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS
 
 Shape = tuple[int, ...]
-Tensors = Iterator[tuple[str, Shape]]
 
 # GEGLU: the hidden layer is four times as wide as the transformer, and each of its values has a gate.
 _FEED_FORWARD = 4
@@ -382,6 +381,7 @@ def _norm(name: str, width: int) -> Tensors:
 EXPECTED_TENSORS: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
     "UNet2DConditionModel": unet_tensors,
     "SD3Transformer2DModel": sd3_tensors,
+    "FluxTransformer2DModel": flux_tensors,
     "AutoencoderKL": vae_tensors,
     "CLIPTextModel": partial(text_encoder_tensors, projects=False),
     "CLIPTextModelWithProjection": partial(text_encoder_tensors, projects=True),

@@ -25,8 +25,12 @@ from bottega.rules import MAX_SIDE
 # Published transformers have at most 38 blocks, 64 heads and 384 places on a side.
 _MOST_BLOCKS, _MOST_HEADS, _MOST_PLACES = 256, 1024, 1024
 _MOST_WIDTH = 65_536
-# Diffusers embeds timesteps by so many sines and cosines.
+# Diffusers embeds timesteps and guidance by so many sines and cosines.
 _TIME_FEATURES = 256
+# Flux's pipelines pack so many elements of a latent, on each side, into one token.
+_PACKED = 2
+# Axes of Flux's rotary positions: one that pictures do not use, rows and columns.
+_AXES = 3
 _LAYERS = Values(
     text=f"a list of up to {_MOST_BLOCKS} whole numbers",
     accepts=lambda value: (
@@ -55,6 +59,38 @@ SD3_RULES = (
     FieldRule(name="dual_attention_layers", default=[], values=_LAYERS),
     FieldRule(
         name="qk_norm", default=None, values=only(None, "rms_norm"), why="published transformers have no other norm"
+    ),
+    FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
+)
+
+FLUX_RULES = (
+    FieldRule(
+        name="_class_name",
+        default="FluxTransformer2DModel",
+        values=only("FluxTransformer2DModel"),
+        why="no other class is served",
+    ),
+    FieldRule(name="patch_size", default=1, values=only(1)),
+    FieldRule(name="in_channels", default=64, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="out_channels", default=None, values=whole(1, _MOST_WIDTH) | NULL),
+    FieldRule(name="num_layers", default=19, values=whole(1, _MOST_BLOCKS)),
+    FieldRule(name="num_single_layers", default=38, values=whole(1, _MOST_BLOCKS)),
+    FieldRule(name="attention_head_dim", default=128, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="num_attention_heads", default=24, values=whole(1, _MOST_HEADS)),
+    FieldRule(name="joint_attention_dim", default=4096, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="pooled_projection_dim", default=768, values=whole(1, _MOST_WIDTH)),
+    FieldRule(name="guidance_embeds", default=False, values=FLAG),
+    FieldRule(
+        name="axes_dims_rope",
+        default=[16, 56, 56],
+        values=Values(
+            text=f"a list of {_AXES} even numbers",
+            accepts=lambda value: (
+                isinstance(value, list)
+                and len(value) == _AXES
+                and all(whole(2, _MOST_WIDTH).accepts(size) and size % 2 == 0 for size in value)
+            ),
+        ),
     ),
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
@@ -136,26 +172,106 @@ def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"dual_attention_layers must be below num_layers ({config['num_layers']}), not {layers}"
 
 
-def sd3_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def check_flux_config(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each field of the config.json of Flux's transformer whose value is not served.
+
+    A sentence names the field and says what to do; the caller puts the file's name before it.
+    """
+    broken = list(broken_fields(FLUX_RULES, config))
+    yield from broken
+    if broken:
+        return
+    filled = with_defaults(FLUX_RULES, config)
+    if (sizes := sum(filled["axes_dims_rope"])) != filled["attention_head_dim"]:
+        yield f"attention_head_dim must be {sizes}, the sum of axes_dims_rope, not {filled['attention_head_dim']}"
+
+
+def broken_flux_channels(config: Mapping[str, Any], *, latent_channels: int, latent_scale: int) -> Iterator[str]:
+    """Yield a sentence for each number of channels of Flux's transformer that does not fit its VAE.
+
+    Args:
+        config: Configuration of the transformer, with all defaults.
+        latent_channels: Channels of the VAE's latent.
+        latent_scale: Pixels per element of the latent, along a side.
+    """
+    packed = _PACKED**2
+    plain = packed * latent_channels
+    # Flux Fill reads the latent of a masked image and each pixel of the mask, too.
+    filling = packed * (2 * latent_channels + latent_scale**2)
+    found = config["in_channels"]
+    if found not in (plain, filling):
+        yield (
+            f"in_channels must be {plain}, or {filling} where a mask is read, by the VAE's {latent_channels} "
+            f"latent_channels, not {found}"
+        )
+    elif (out := config["out_channels"] or found) != plain:
+        yield f"out_channels must be {plain}, by the VAE's {latent_channels} latent_channels, not {out}"
+
+
+Tensors = Iterator[tuple[str, tuple[int, ...]]]
+"""Names and shapes of tensors."""
+
+
+def sd3_tensors(config: Mapping[str, Any]) -> Tensors:
     """Yield the names and shapes of the tensors of an SD3Transformer2DModel."""
-    width = config["attention_head_dim"] * config["num_attention_heads"]
+    head = config["attention_head_dim"]
+    width = head * config["num_attention_heads"]
     patch, blocks, caption = config["patch_size"], config["num_layers"], config["caption_projection_dim"]
     yield "pos_embed.pos_embed", (1, config["pos_embed_max_size"] ** 2, width)
     yield "pos_embed.proj.weight", (width, config["in_channels"], patch, patch)
     yield "pos_embed.proj.bias", (width,)
-    for name, inputs in (("timestep", _TIME_FEATURES), ("text", config["pooled_projection_dim"])):
-        yield from _linear(f"time_text_embed.{name}_embedder.linear_1", inputs, width)
-        yield from _linear(f"time_text_embed.{name}_embedder.linear_2", width, width)
+    yield from _conditions(width, timestep=_TIME_FEATURES, text=config["pooled_projection_dim"])
     yield from _linear("context_embedder", config["joint_attention_dim"], caption)
     for number in range(blocks):
-        yield from _joint_block(number, width, config)
+        yield from _joint_block(
+            f"transformer_blocks.{number}",
+            width,
+            head if config["qk_norm"] else None,
+            is_last=number == blocks - 1,
+            is_dual=number in config["dual_attention_layers"],
+        )
     yield from _linear("norm_out.linear", width, 2 * width)
     yield from _linear("proj_out", width, patch**2 * config["out_channels"])
 
 
-def _joint_block(number: int, width: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    block, is_last = f"transformer_blocks.{number}", number == config["num_layers"] - 1
-    is_dual, head = number in config["dual_attention_layers"], config["attention_head_dim"]
+def flux_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Yield the names and shapes of the tensors of a FluxTransformer2DModel."""
+    head = config["attention_head_dim"]
+    width = head * config["num_attention_heads"]
+    guidance = {"guidance": _TIME_FEATURES} if config["guidance_embeds"] else {}
+    yield from _linear("x_embedder", config["in_channels"], width)
+    yield from _conditions(width, timestep=_TIME_FEATURES, text=config["pooled_projection_dim"], **guidance)
+    yield from _linear("context_embedder", config["joint_attention_dim"], width)
+    for number in range(config["num_layers"]):
+        yield from _joint_block(f"transformer_blocks.{number}", width, head)
+    for number in range(config["num_single_layers"]):
+        block = f"single_transformer_blocks.{number}"
+        yield from _linear(f"{block}.norm.linear", width, 3 * width)
+        yield from _linear(f"{block}.proj_mlp", width, 4 * width)
+        yield from _linear(f"{block}.proj_out", 5 * width, width)
+        for name in ("to_q", "to_k", "to_v"):
+            yield from _linear(f"{block}.attn.{name}", width, width)
+        for name in ("norm_q", "norm_k"):
+            yield f"{block}.attn.{name}.weight", (head,)
+    yield from _linear("norm_out.linear", width, 2 * width)
+    yield from _linear("proj_out", width, config["out_channels"] or config["in_channels"])
+
+
+def _conditions(width: int, **inputs: int) -> Tensors:
+    """Yield the tensors of the networks that embed conditions, by their name with the number of their inputs."""
+    for name, features in inputs.items():
+        yield from _linear(f"time_text_embed.{name}_embedder.linear_1", features, width)
+        yield from _linear(f"time_text_embed.{name}_embedder.linear_2", width, width)
+
+
+def _joint_block(block: str, width: int, head: int | None, *, is_last: bool = False, is_dual: bool = False) -> Tensors:
+    """Yield the tensors of a block in which image and text attend to each other.
+
+    Args:
+        head: Width of the norms of queries and keys; None without them.
+        is_last: Whether the text does not go on.
+        is_dual: Whether the image also attends to itself alone.
+    """
     yield from _linear(f"{block}.norm1.linear", width, (9 if is_dual else 6) * width)
     # The last block changes the text no more: it only attends to it.
     yield from _linear(f"{block}.norm1_context.linear", width, (2 if is_last else 6) * width)
@@ -166,14 +282,15 @@ def _joint_block(number: int, width: int, config: Mapping[str, Any]) -> Iterator
     for attention, names in layers.items():
         for name in names:
             yield from _linear(f"{block}.{attention}.{name}", width, width)
-        for norm in norms[: 4 if attention == "attn" else 2] if config["qk_norm"] else ():
-            yield f"{block}.{attention}.{norm}.weight", (head,)
+        if head is not None:
+            for norm in norms[: 4 if attention == "attn" else 2]:
+                yield f"{block}.{attention}.{norm}.weight", (head,)
     for network in ("ff",) if is_last else ("ff", "ff_context"):
         yield from _linear(f"{block}.{network}.net.0.proj", width, 4 * width)
         yield from _linear(f"{block}.{network}.net.2", 4 * width, width)
 
 
-def t5_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def t5_tensors(config: Mapping[str, Any]) -> Tensors:
     """Yield the names and shapes of the tensors of a T5EncoderModel in its files."""
     width, inner, hidden = config["d_model"], config["d_kv"] * config["num_heads"], config["d_ff"]
     yield "shared.weight", (config["vocab_size"], width)
@@ -193,6 +310,6 @@ def t5_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
     yield "encoder.final_layer_norm.weight", (width,)
 
 
-def _linear(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _linear(name: str, inputs: int, outputs: int) -> Tensors:
     yield f"{name}.weight", (outputs, inputs)
     yield f"{name}.bias", (outputs,)

@@ -71,7 +71,7 @@ VAE_RULES = (
         name="shift_factor",
         default=None,
         values=only(None, 0),
-        why="only pipelines of Stable Diffusion 3 shift latents",
+        why="only pipelines of transformers shift latents",
     ),
     FieldRule(name="latents_mean", default=None, values=NULL | _NUMBERS),
     FieldRule(name="latents_std", default=None, values=NULL | _NUMBERS),

@@ -98,6 +98,7 @@ class BottegaBody(Body):
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     guidance_rescale: float | None = None
+    true_cfg_scale: float | None = None
     seed: int | None = None
     sampler: SamplerName | None = None
     use_karras_sigmas: bool | None = None

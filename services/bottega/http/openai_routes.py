@@ -57,6 +57,8 @@ _MODEL_FACTS = (
     "edits_refused_because",
     "edits_only",
     "plain_prompts_only",
+    "embeds_guidance",
+    "takes_true_cfg",
 )
 
 

@@ -10,9 +10,8 @@ from pydantic import ConfigDict
 
 from bottega import rules
 from bottega.errors import ConfigError
-from bottega.loras.importing.naming import base_family
 from bottega.miniature import WEIGHTS
-from bottega.model_files.family_names import SD3, TITLES, TRANSFORMER, UNET
+from bottega.model_files.family_names import TRANSFORMER, UNET
 from bottega.rpc.server_config import AtLeastOne, LimitedLinksConfig, NotNegative, Seconds, StoreConfig
 from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
@@ -138,7 +137,7 @@ def check_configured(config: LoraConfig) -> dict[str, Path]:
     }
     for name, folder in folders.items():
         try:
-            denoiser = TRANSFORMER if base_family(folder) == TITLES[SD3] else UNET
+            denoiser = TRANSFORMER if (folder / TRANSFORMER).is_dir() else UNET
             (folder / denoiser / "config.json").read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"bases.{name}: {folder} is not a model in Diffusers' layout") from None

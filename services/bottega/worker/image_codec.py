@@ -213,11 +213,15 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
     tags = [f"<lora:{lora.name}:{_lora_scale(lora):g}>" for lora in loras]
     hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in loras if lora.digest)
     embeddings = ", ".join(f"{lora.token}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.token)
+    # Where guidance is embedded, web UIs call its scale so, and the scale of both rows the usual name.
+    distilled = spec.HasField("true_cfg_scale")
+    cfg_scale = spec.true_cfg_scale if distilled else spec.guidance_scale
     settings = {
         "Steps": str(spec.num_inference_steps),
         "Sampler": SAMPLER_TITLES.get(spec.sampler, ""),
         "Schedule type": next((title for field, title in _SCHEDULE_TYPES.items() if getattr(spec, field)), ""),
-        "CFG scale": f"{spec.guidance_scale:g}" if spec.HasField("guidance_scale") else "",
+        "CFG scale": f"{cfg_scale:g}" if spec.HasField("guidance_scale") else "",
+        "Distilled CFG Scale": f"{spec.guidance_scale:g}" if distilled else "",
         "Seed": str(spec.seed),
         "Size": f"{spec.width}x{spec.height}",
         "Model hash": model_hash[:_MODEL_HASH_LETTERS],

@@ -65,7 +65,7 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         " --image=source.png --strength=0.4 --prompt-2=two --negative-prompt-2=none --format=png --quality=70"
         " --fidelity=fast --model=miniature --control=edges=edges.png:0.8 --control=depth=source.png --stale-residuals"
         " --prompt-syntax=weighted --clip-skip=1 --no-exponential --beta --timestep-spacing=trailing"
-        " --final-sigmas-type=sigma_min --timesteps=999,499,9 --sigmas=14.5,0.5,0"
+        " --final-sigmas-type=sigma_min --timesteps=999,499,9 --sigmas=14.5,0.5,0 --true-cfg-scale=2.5"
     )
     assert run("generate", "a star", *options.split(), address=address).exit_code == 0
     expected = generation_pb2.GenerationSpec(
@@ -77,6 +77,7 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         clip_skip=1,
         guidance_scale=4.5,
         guidance_rescale=0.5,
+        true_cfg_scale=2.5,
         width=64,
         height=128,
         sampler=generation_pb2.SAMPLER_DDIM,

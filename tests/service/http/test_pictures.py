@@ -136,7 +136,7 @@ async def test_models_are_listed_and_found(door: Door, worker: ScriptedWorker) -
     assert [model.id for model in listed] == ["miniature"]
     assert (await door.openai.models.retrieve("miniature")).owned_by == "bottega"
     facts = (await door.http.get("/v1/models/miniature")).json()["bottega"]
-    assert (facts["max_side"], facts["plain_prompts_only"]) == (4096, False)
+    assert (facts["max_side"], facts["plain_prompts_only"], facts["takes_true_cfg"]) == (4096, False, False)
     with pytest.raises(openai.NotFoundError) as missing:
         await door.openai.models.retrieve("other")
     assert "served: miniature" in missing.value.message

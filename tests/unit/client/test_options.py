@@ -52,6 +52,7 @@ FULL: GenerationOptions = {
     "num_inference_steps": 30,
     "guidance_scale": 4.5,
     "guidance_rescale": 0.5,
+    "true_cfg_scale": 2.5,
     "width": 64,
     "height": 128,
     "seed": 7,

@@ -46,6 +46,7 @@ from tests.samples.family_models import (
     family_table,
     reads_mask,
     sampler_of,
+    takes_true_cfg,
 )
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, recording
 from tests.support.controlled_engine import Desk, on
@@ -72,7 +73,9 @@ def test_the_engines_readme_says_which_model_draws_in_which_way() -> None:
 
 # What a kind of model draws is seen in these ways; of the others, every run has kinds that differ most.
 _ALL_KINDS = {"text to image", "edit"}
-_SOME_KINDS = {"SD 1", "SDXL pruned", "SDXL inpainting", "SD 3"}
+_SOME_KINDS = {"SD 1", "SDXL pruned", "SDXL inpainting", "SD 3", "Flux dev"}
+# What makes a second row where the guidance scale is embedded.
+_TRUE_CFG = {"true_cfg_scale": 3.0, "negative_prompt": "a circle"}
 
 
 def families(way: str) -> pytest.MarkDecorator:
@@ -83,13 +86,19 @@ def families(way: str) -> pytest.MarkDecorator:
 
 @functools.cache
 def model_of(family: str) -> Model:
-    return load(family_model(family))
+    return _loaded(family)
 
 
 @functools.cache
 def other_model_of(family: str) -> Model:
     """Return the model of another worker."""
-    return load(family_model(family))
+    return _loaded(family)
+
+
+def _loaded(family: str) -> Model:
+    """Load a model. That of Flux would otherwise be warmed up with 128 latent elements a side, which is slow."""
+    model = load(family_model(family))
+    return replace(model, defaults=replace(model.defaults, width=SIZE, height=SIZE))
 
 
 @functools.cache
@@ -127,7 +136,8 @@ def mixed_orders(family: str) -> Iterator[EngineOrder]:
     yield order_of(family, "euler")
     yield order_of(family, "ancestral", **{"sampler": SamplerKind.EULER_ANCESTRAL, **only}, seed=4)
     yield order_of(family, "ddim", **{"sampler": SamplerKind.DDIM, **only}, guidance_scale=1.0, num_inference_steps=5)
-    yield order_of(family, "dpm++", **{"sampler": SamplerKind.DPMPP_2M, **only}, negative_prompt="a circle", seed=6)
+    two_rows = _TRUE_CFG if takes_true_cfg(family) else {"negative_prompt": "a circle"}
+    yield order_of(family, "dpm++", **{"sampler": SamplerKind.DPMPP_2M, **only}, **two_rows, seed=6)
     if not reads_mask(family):
         spec = replace(SPEC, **only)
         yield EngineOrder(key="from a picture", spec=replace(spec, strength=0.5, seed=7), image=pixels(IMAGE))
@@ -149,20 +159,32 @@ def test_text_to_image(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {"prompt_2": "a heart", "negative_prompt": "a circle", "negative_prompt_2": "dark", "clip_skip": 1},
-        {"prompt": "star " * 100, "prompt_2": "heart " * 90, "negative_prompt": "circle " * 80},
-        {"width": 2 * SIZE},
+        ("SD 3.5", {"prompt_2": "a heart", "negative_prompt": "a circle", "negative_prompt_2": "dark", "clip_skip": 1}),
+        ("SD 3.5", {"prompt": "star " * 100, "prompt_2": "heart " * 90, "negative_prompt": "circle " * 80}),
+        ("SD 3.5", {"width": 2 * SIZE}),
+        ("Flux dev", {"prompt_2": "a heart", "negative_prompt_2": "dark", "width": 2 * SIZE, **_TRUE_CFG}),
+        ("Flux dev", {"prompt": "star " * 100, "prompt_2": "heart " * 100, "guidance_scale": 7.5}),
+        ("Flux schnell", {"prompt": "star " * 100, "num_inference_steps": 1, **_TRUE_CFG}),
     ],
-    ids=["second prompts and clip_skip", "prompts beyond the limits", "not square"],
 )
-def test_prompts_and_shifts_of_stable_diffusion_3(changes: dict[str, Any]) -> None:
-    """T5 reads 256 tokens, and CLIP 77. The sigmas depend on the size of the picture."""
-    order = order_of("SD 3.5", num_inference_steps=2, **changes)
-    drawing = ManualEngine(make_engine(model_of("SD 3.5"), TOGETHER)).draw(order)
-    assert_close(drawing.latents[0], expected("SD 3.5", order))
+def test_prompts_and_shifts_of_transformers(family: str, changes: dict[str, Any]) -> None:
+    """T5 reads 256 tokens, or 512 with Flux dev, and CLIP 77. The sigmas depend on the size of the picture."""
+    order = order_of(family, **{"num_inference_steps": 2, **changes})
+    drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(order)
+    assert_close(drawing.latents[0], expected(family, order))
     assert bool(drawing.record.provenance.truncations) is ("prompt" in changes)
+
+
+def test_flux_in_half_precision_has_the_bits_of_stock() -> None:
+    """Timesteps and guidance are rounded to its element type as in Diffusers."""
+    stock = FamilyStock("Flux dev")
+    stock.text.to(torch.bfloat16)
+    order = order_of("Flux dev", num_inference_steps=3, guidance_scale=3.3)
+    model = load(family_model("Flux dev"), dtype=torch.bfloat16)
+    drawing = ManualEngine(make_engine(model, TOGETHER)).draw(order)
+    assert torch.equal(drawing.latents[0], stock.latent(order.spec))
 
 
 @families("mixed batch")
@@ -280,7 +302,7 @@ def test_resumed_on_another_worker(family: str) -> None:
 @families("pair of workers")
 def test_pair(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **_: min(rows - 1, able, 1))
-    order = order_of(family)
+    order = order_of(family, **(_TRUE_CFG if takes_true_cfg(family) else {}))
     with FollowerThread(make_engine(other_model_of(family), TOGETHER)) as follower:
         peer = led(follower)
         drawing = ManualEngine(make_engine(model_of(family), TOGETHER, peer=peer)).draw(order)

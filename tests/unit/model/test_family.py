@@ -29,7 +29,7 @@ from bottega.errors import InvalidRequest
 from bottega.model.family import FAMILIES
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
-from bottega.model_files.family_names import SD3, SDXL
+from bottega.model_files.family_names import FLUX, SD3, SDXL
 from bottega.schedules import Schedule
 from bottega.v1.engine_pb2 import EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_LCM, GenerationSpec
@@ -57,11 +57,14 @@ def defaults_of(pipeline: str) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_defaults_are_those_of_the_pipelines(name: str) -> None:
-    family, start = FAMILIES[name], {SDXL: "StableDiffusionXL", SD3: "StableDiffusion3"}.get(name, "StableDiffusion")
+    starts = {SDXL: "StableDiffusionXL", SD3: "StableDiffusion3", FLUX: "Flux"}
+    family, start = FAMILIES[name], starts.get(name, "StableDiffusion")
     text = {"guidance_scale": family.guidance_scale, "num_inference_steps": family.num_inference_steps}
     assert defaults_of(f"{start}Pipeline") == text
     if name == SD3:  # Diffusers makes 28 steps of a text and 50 of a picture; here both have the steps of the text.
         text = {**text, "num_inference_steps": 50}
+    if name == FLUX:  # Its image-to-image has the guidance of edits; here it has that of text-to-image.
+        text = {**text, "guidance_scale": family.edit_guidance_scale}
     assert defaults_of(f"{start}Img2ImgPipeline") == {**text, "strength": family.strength}
     edit = {**text, "guidance_scale": family.edit_guidance_scale, "strength": family.edit_strength}
     assert defaults_of(f"{start}InpaintPipeline") == edit

@@ -70,12 +70,14 @@ def _run(backbone: Sd3Backbone, inputs: Inputs, residuals: list[Tensor]) -> Tens
     return backbone.finish(state)
 
 
-def _copied(family: str, folder: Path) -> Path:
+def copied(family: str, folder: Path) -> Path:
+    """Return a copy of a model's folder, for changes."""
     copy: Path = shutil.copytree(family_model(family), folder / "model")
     return copy
 
 
-def _change(file: Path, **changes: Any) -> None:
+def change(file: Path, **changes: Any) -> None:
+    """Set fields of a JSON file."""
     values = json.loads(file.read_text())
     file.write_text(json.dumps(values | changes))
 
@@ -117,13 +119,13 @@ def test_a_folder_of_it_can_be_served(family: str) -> None:
     ],
 )
 def test_a_folder_that_differs_is_refused(tmp_path: Path, file: str, changes: Mapping[str, Any], problem: str) -> None:
-    folder = _copied("SD 3", tmp_path)
-    _change(folder / file, **changes)
+    folder = copied("SD 3", tmp_path)
+    change(folder / file, **changes)
     assert any(problem in found for found in check_model_folder(folder).problems), check_model_folder(folder).problems
 
 
 def test_a_copy_of_the_token_embeddings_of_t5_is_accepted(tmp_path: Path) -> None:
-    folder = _copied("SD 3", tmp_path)
+    folder = copied("SD 3", tmp_path)
     file = folder / "text_encoder_3" / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "encoder.embed_tokens.weight": tensors["shared.weight"].clone()}, file)

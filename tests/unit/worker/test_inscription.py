@@ -64,6 +64,15 @@ def test_other_tools_read_prompt_negative_prompt_and_settings() -> None:
     }
 
 
+def test_other_tools_tell_an_embedded_guidance_from_a_classifier_free_one() -> None:
+    drawn = spec()
+    drawn.true_cfg_scale = 1
+    assert {name: value for name, value in read(summary(drawn, "")).items() if "cale" in name} == {
+        "CFG scale": "1",
+        "Distilled CFG Scale": "4.5",
+    }
+
+
 @pytest.mark.parametrize(
     ("field", "title"),
     [("use_karras_sigmas", "Karras"), ("use_exponential_sigmas", "Exponential"), ("use_beta_sigmas", "Beta")],

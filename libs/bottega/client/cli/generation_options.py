@@ -54,6 +54,12 @@ _SAMPLING = (
         "--guidance-scale", type=float, help="How closely to follow the prompt; guidance is off at 1 or less."
     ),
     click.option("--guidance-rescale", type=float, help="Guidance rescale against overexposure, 0 to 1."),
+    click.option(
+        "--true-cfg-scale",
+        type=float,
+        help="Classifier-free guidance with --negative-prompt in models of Flux.1, whose guidance scale is embedded; "
+        "default: off, as at 1 or less.",
+    ),
     click.option("--width", type=int, help="Width in pixels; default: the model's."),
     click.option("--height", type=int, help="Height in pixels; default: the model's."),
     click.option(
@@ -102,8 +108,8 @@ _IMAGE_TO_IMAGE = (
     click.option(
         "--strength",
         type=float,
-        help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, 0.6 with Stable Diffusion 3, "
-        "else and with --control 0.8.",
+        help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, 0.6 with Stable Diffusion 3 "
+        "and Flux.1, else and with --control 0.8.",
     ),
 )
 _EDITING = (
@@ -111,7 +117,7 @@ _EDITING = (
         "--strength",
         type=float,
         help="How much the masked part may change, above 0 to 1; default: 0.9999 with SDXL, 0.6 with Stable "
-        "Diffusion 3, 1 with other models.",
+        "Diffusion 3 and Flux.1, 1 with other models.",
     ),
     click.option(
         "--padding-mask-crop",

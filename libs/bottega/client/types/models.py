@@ -95,6 +95,10 @@ class ServedModel:
     """Largest width and height in pixels; 0 if only max_pixels limits them."""
     plain_prompts_only: bool
     """Whether the model refuses weighted prompts."""
+    embeds_guidance: bool
+    """Whether guidance_scale is an input of the network, or ignored by it, and costs no second row."""
+    takes_true_cfg: bool
+    """Whether the model takes a true_cfg_scale above 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,8 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         strength_keeps_steps=model.strength_keeps_steps,
         max_side=model.max_side,
         plain_prompts_only=model.plain_prompts_only,
+        embeds_guidance=model.embeds_guidance,
+        takes_true_cfg=model.takes_true_cfg,
     )
 
 

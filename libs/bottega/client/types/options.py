@@ -61,6 +61,8 @@ class EditOptions(TypedDict, total=False):
         guidance_scale: 0 to 50; guidance is off at 1 or less. Edits without ControlNets may have another default, as in
             Diffusers (models()).
         guidance_rescale: 0 to 1.
+        true_cfg_scale: Classifier-free guidance with the negative prompt in models of Flux.1, which embed the guidance
+            scale, 0 to 50. By default it is off, as at 1 or less, and negative prompts count for nothing.
         width: Width in pixels, a multiple of the model's size_multiple. A source is resized to it.
         height: Height in pixels, likewise.
         seed: Seed of the first picture; picture i is drawn like a single one with seed + i.
@@ -75,8 +77,8 @@ class EditOptions(TypedDict, total=False):
         timesteps: Timestep of each step, falling, as in Diffusers' pipelines; they set num_inference_steps.
         sigmas: Noise level before each step and after the last one, falling, likewise.
         strength: Share of the source that is redrawn, above 0 to 1. The default depends on the model, as in Diffusers:
-            .6 with Stable Diffusion 3, .3 with SDXL, .8 with others and with ControlNets; with a mask .6 with Stable
-            Diffusion 3, .9999 with SDXL and 1 with others.
+            .6 with Stable Diffusion 3 and Flux.1, .3 with SDXL, .8 with others and with ControlNets; with a mask .6
+            with Stable Diffusion 3 and Flux.1, .9999 with SDXL and 1 with others and Flux.1 Fill.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.
         padding_mask_crop: Draw only the mask and this many pixels of the source around it, at width x height, and put
             it back, so that the picture has the source's own size. By default the whole source is drawn.
@@ -123,6 +125,7 @@ class EditOptions(TypedDict, total=False):
     num_inference_steps: int | None
     guidance_scale: float | None
     guidance_rescale: float | None
+    true_cfg_scale: float | None
     width: int | None
     height: int | None
     seed: int | None
@@ -189,6 +192,7 @@ OTHER_NAMES = {
     "cfg": "guidance_scale",
     "cfg_scale": "guidance_scale",
     "guidance": "guidance_scale",
+    "true_cfg": "true_cfg_scale",
     "negative": "negative_prompt",
     "scheduler": "sampler",
     "karras": "use_karras_sigmas",

@@ -71,6 +71,7 @@ class Parameters:
     num_inference_steps: int = 0
     guidance_scale: float = 0.0
     guidance_rescale: float = 0.0
+    true_cfg_scale: float | None = None
     width: int = 0
     height: int = 0
     seed: int = 0

@@ -331,6 +331,7 @@ class GraphedBackbone:
             embedding=after.embedding,
             context=after.context,
             size=after.size,
+            rotary=after.rotary,
             recorded=recorded,
         )
 

@@ -44,6 +44,8 @@ from bottega.rules import (
     check_steps_left,
     check_techniques,
     check_texts,
+    check_true_cfg,
+    clip_skip_rule,
     is_flow_matching,
 )
 from bottega.schedules import (
@@ -183,12 +185,14 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         yield _violation("prompt_syntax", "must be plain: this model reads no weighted prompts")
     if model.edits_only and not spec.HasField("mask_image"):
         yield _violation("mask_image", "must be set: this is an inpainting model, which only edits pictures")
+    yield from check_true_cfg(
+        spec.true_cfg_scale, taken=model.takes_true_cfg, has_negative=spec.HasField("negative_prompt")
+    )
     for name in ("prompt_2", "negative_prompt_2"):
         if model.one_text_encoder and getattr(spec, name):
             yield _violation(name, "must be empty: this model has one text encoder")
     if model.HasField("max_clip_skip") and model.max_clip_skip < spec.clip_skip <= MAX_CLIP_SKIP:
-        rule = f"must be 0 to {model.max_clip_skip} with this model, by the layers of its text encoders"
-        yield _violation("clip_skip", rule)
+        yield _violation("clip_skip", clip_skip_rule(model.max_clip_skip))
     sampler, choice = spec.sampler or model.default_sampler, choice_of(spec, model)
     yield from check_sigmas(spec, sampler)
     karras = karras_of(spec, choice is not None and choice.use_karras_sigmas)

@@ -48,8 +48,9 @@ def steps_to_run(spec: GenerationSpec, *, keeps_steps: bool = False) -> int:
 
 
 def rows(spec: GenerationSpec) -> int:
-    """Return the number of batch rows that a request adds to a forward pass. A guided image has two."""
-    return spec.num_images * rows_per_image(spec.guidance_scale)
+    """Return the number of batch rows that a complete spec adds to a forward pass. A guided image has two."""
+    scale = spec.true_cfg_scale if spec.HasField("true_cfg_scale") else spec.guidance_scale
+    return spec.num_images * rows_per_image(scale)
 
 
 def latent_shape(spec: GenerationSpec, model: image_pb2.Model) -> Shape:
@@ -209,6 +210,7 @@ _CONTROLLED_STRENGTH = 0.8
 _MASKED_STRENGTH = 0.9999
 _MASK_FEATHER = 8
 _QUALITY = 90
+_NO_TRUE_CFG = 1.0
 
 
 def complete(
@@ -329,6 +331,10 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
     full.num_inference_steps = steps_of(spec, model.default_steps)
     full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else _guidance_scale(spec, model)
     full.guidance_rescale = spec.guidance_rescale
+    # A complete spec has it where the guidance scale is embedded; see `rows`.
+    full.ClearField("true_cfg_scale")
+    if model.embeds_guidance:
+        full.true_cfg_scale = spec.true_cfg_scale if spec.HasField("true_cfg_scale") else _NO_TRUE_CFG
     strength = strength_of(spec, model)
     if strength is not None:
         full.strength = strength

@@ -18,7 +18,7 @@ from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.loras.importing.embedding import convert_embedding
 from bottega.loras.importing.naming import base_family
-from bottega.model_files.family_names import SD3, TITLES
+from bottega.model_files.family_names import FLUX, SD3, TITLES
 from bottega.process import FramedPipe
 from bottega.storage.folders import open_below
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
@@ -47,9 +47,10 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
             )
         ]
         folder = Path(call.base)
-        family, base = base_family(folder), read_base(folder)
-        if family == TITLES[SD3]:
+        family = base_family(folder)
+        if family in (TITLES[SD3], TITLES[FLUX]):
             raise BadLora(f"LoRAs and embeddings for {family} are not served yet")
+        base = read_base(folder)
         token = call.trigger_words[0] if call.trigger_words else ""
         converted = convert_embedding(files, base=base, folder=folder, family=family, token=token, name=call.name)
         if converted is not None and len(call.trigger_words) > 1:

@@ -139,6 +139,8 @@ def model_message(model: Model, *, max_pixels: int) -> image_pb2.Model:
         strength_keeps_steps=model.family.strength_keeps_steps,
         max_side=min(model.max_side or 0, MAX_SIDE),
         plain_prompts_only=not model.family.weighs_words,
+        embeds_guidance=model.embeds_guidance,
+        takes_true_cfg=model.family.takes_true_cfg,
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.network.config, model.latent_scale).base,
     )

@@ -36,6 +36,7 @@ _OPTIONAL = frozenset(
         "negative_prompt_2",
         "guidance_scale",
         "guidance_rescale",
+        "true_cfg_scale",
         "seed",
         "num_images",
         "strength",

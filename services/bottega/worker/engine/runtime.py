@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
@@ -32,6 +33,8 @@ from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingL
 from bottega.worker.config import EngineConfig, report_on_model
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 from bottega.worker.stages.addons import stage_addons
+
+_log = logging.getLogger(__name__)
 
 
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
@@ -161,7 +164,7 @@ def load_runtime(
         heartbeat=heartbeat,
         devices=devices,
     )
-    peer = _leader(config, context) if config.peer.address else None
+    peer = _leader(config, context) if config.peer.address and _has_two_rows(model) else None
     reporter.begin("preparing add-ons")
     addons = (*stage_addons(config.asks, context), *load_addons(context))
     engine = Engine(model, _limits(config), addons=addons, peer=peer, heartbeat=heartbeat)
@@ -206,6 +209,24 @@ def _limits(config: EngineConfig) -> EngineLimits:
         checkpoint_interval_s=config.checkpoint_interval_s,
         progress_interval_s=config.progress_interval_s,
     )
+
+
+def _has_two_rows(model: Model) -> bool:
+    """Return whether requests of a model may have two rows, which a pair of workers shares. Log it if few have."""
+    if model.embeds_guidance and not model.family.takes_true_cfg:
+        _log.warning(
+            "engine.peer is not used: a pair shares the two rows of a guided request, and pictures of this model have "
+            "one row, because its guidance is embedded; remove engine.peer",
+            extra={"model": model.name},
+        )
+        return False
+    if model.embeds_guidance:
+        _log.info(
+            "a pair of workers shares only requests with a true_cfg_scale above 1: others have one row with this "
+            "model, because its guidance is embedded",
+            extra={"model": model.name},
+        )
+    return True
 
 
 def _leader(config: EngineConfig, context: EngineAddOnContext) -> Leader:

@@ -86,6 +86,7 @@ class EncodeRequest:
     width: _Side
     height: _Side
     num_images: Annotated[int, Field(ge=1, le=rules.MAX_IMAGES)]
+    true_cfg_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
 
     def spec(self, model: Model) -> ResolvedSpec:
         """Return a spec with this part."""

@@ -78,6 +78,21 @@ def test_no_more_layers_are_skipped_than_the_models_text_encoders_have() -> None
     assert violation == Violation(field="spec.clip_skip", description=rule)
 
 
+def test_true_cfg_is_for_models_that_take_it_and_needs_a_negative_prompt() -> None:
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    model.embeds_guidance, model.takes_true_cfg, model.max_clip_skip = True, True, 0
+    assert _fields(GenerationSpec(true_cfg_scale=2.0, negative_prompt=""), model) == []
+    assert _fields(GenerationSpec(true_cfg_scale=1.0), model) == []
+    assert _fields(GenerationSpec(true_cfg_scale=1.0)) == []
+    (violation,) = validation.check_model(GenerationSpec(true_cfg_scale=2.0), model, ADDONS)
+    assert violation == Violation(field="spec.true_cfg_scale", description="needs negative_prompt, which may be empty")
+    (violation,) = validation.check_model(GenerationSpec(true_cfg_scale=2.0, negative_prompt="x"), MODEL, ADDONS)
+    assert violation.description.startswith("must be at most 1, which is off: only models of Flux.1 take it")
+    (violation,) = validation.check_model(GenerationSpec(clip_skip=1), model, ADDONS)
+    assert violation.description.startswith("must be 0 with this model, which reads no")
+
+
 def test_a_size_is_bounded_by_the_models_pixels_with_defaults_counted() -> None:
     assert _fields(GenerationSpec(width=4096, height=64)) == []
     assert _fields(GenerationSpec(width=4096, height=72)) == ["width"]

@@ -86,6 +86,18 @@ def test_a_guided_request_puts_two_rows_an_image_into_each_turn_and_image_to_ima
     assert specs.steps_to_run(GenerationSpec(num_inference_steps=30, strength=0.5)) == 15
 
 
+def test_an_embedded_guidance_puts_one_row_into_a_turn_unless_true_cfg_is_on() -> None:
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    model.embeds_guidance = True
+    plain, true = GenerationSpec(), GenerationSpec(true_cfg_scale=2, negative_prompt="")
+    assert [specs.rows(specs.complete(spec, model)) for spec in (plain, true)] == [1, 2]
+    assert specs.complete(plain, model).true_cfg_scale == 1
+    # With other models the guidance scale decides, and the field is of no use.
+    without = specs.complete(GenerationSpec(true_cfg_scale=1), MODEL)
+    assert (specs.rows(without), without.HasField("true_cfg_scale")) == (2, False)
+
+
 def test_a_latent_is_smaller_by_the_models_factor() -> None:
     spec = GenerationSpec(width=64, height=48)
     assert specs.latent_shape(spec, image_pb2.Model(size_multiple=8, vae_scale_factor=4)) == (12, 16)

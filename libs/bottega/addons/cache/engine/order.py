@@ -150,6 +150,8 @@ def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -
         "loras": sorted((lora.digest, float(lora.scale)) for lora in spec.loras),
         "controlnets": [_control(control) for control in spec.controlnets],
     }
+    if spec.true_cfg_scale > 1.0:
+        facts["true_cfg_scale"] = float(spec.true_cfg_scale)
     if spec.embeddings:  # Keys of other requests stay as they are on the disk.
         facts["embeddings"] = [embedding.digest for embedding in spec.embeddings]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -184,6 +184,7 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
         num_inference_steps=spec.num_inference_steps,
         guidance_scale=spec.guidance_scale,
         guidance_rescale=spec.guidance_rescale,
+        true_cfg_scale=spec.true_cfg_scale if spec.true_cfg_scale > 1.0 else None,
         width=spec.width,
         height=spec.height,
         seed=spec.seed,

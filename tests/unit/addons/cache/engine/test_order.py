@@ -28,6 +28,7 @@ OTHERS: dict[type, dict[str, list[Any]]] = {
         "num_inference_steps": [SPEC.num_inference_steps + 1],
         "guidance_scale": [math.nextafter(SPEC.guidance_scale, math.inf)],
         "guidance_rescale": [math.nextafter(SPEC.guidance_rescale, math.inf)],
+        "true_cfg_scale": [math.nextafter(1.0, math.inf)],
         "width": [SPEC.width + 8],
         "height": [SPEC.height + 8],
         "sampler": [kind for kind in SamplerKind if kind is not SPEC.sampler],

@@ -165,8 +165,7 @@ class ImageReader:
         """Share of the tokens that the next step computes, at the finest attention level."""
         if self._request.done or loras_rule_out_recordings(self._request) or begins_with_noise(self._request):
             return 1.0
-        halves = tuple(Half) if self._request.spec.guided else (Half.CONDITIONAL,)
-        steps = [self._step(step_key(self._request, half)) for half in halves]
+        steps = [self._step(step_key(self._request, half)) for half in self._request.halves]
         return sum(1.0 if step is None else self._plans.plan(step.valid).share for step in steps) / len(steps)
 
     @property
@@ -179,16 +178,17 @@ class ImageReader:
         request = self._request
         if turn >= request.evaluations_left:
             return (), 0
-        halves = tuple(Half) if request.spec.guided else (Half.CONDITIONAL,)
         rows = []
-        for half in halves if not (loras_rule_out_recordings(request) or begins_with_noise(request, turn)) else ():
+        for half in (
+            request.halves if not (loras_rule_out_recordings(request) or begins_with_noise(request, turn)) else ()
+        ):
             key = step_key(request, half, turn)
             step = self._step(key)
             plan = self._plans.plan(step.valid) if step is not None else None
             if step is not None and plan is not None and plan.computed is not None:
                 row = ComingRow(key=key, step=step, computed=plan.computed, share=plan.share, loads=self.loads)
                 rows.append(row)
-        return rows, len(halves) - len(rows)
+        return rows, request.row_count - len(rows)
 
     def turns_until(self, key: StepKey) -> float:
         turns = self._uses.get(key, -1) - self._request.evaluation
