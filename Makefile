@@ -40,8 +40,10 @@ gpu-report: ## Measure what a GPU does, with the torch that is there; goes on wh
 fuzz: .venv/.ready .venv/.stubs ## Send thousands of bad requests to every method (ARGS goes to it)
 	$(BIN)/python -m tests.fuzz.run $(ARGS)
 
-chaos: .venv/.ready .venv/.stubs ## Kill, freeze, fill and restart real services under load (ARGS="--part kill-workers")
+chaos: export BENCH_RECORD = $(RECORD)
+chaos: .venv/.ready .venv/.stubs ## Kill, freeze, fill and restart real services under load (ARGS="--part kill-workers"; RECORD as for benches)
 	$(BIN)/python -m tests.chaos $(ARGS)
+	@test -z "$(RECORD)" || $(BIN)/python -m load.results.table
 
 like: export TRANSFORMERS_VERBOSITY = error
 like: .venv/.ready .venv/.stubs ## Draw random requests of every kind, and each picture again as --like does (ARGS="--pair")

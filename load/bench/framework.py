@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from bottega.process import engine_environment
@@ -61,6 +62,11 @@ def machine() -> str:
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def today() -> str:
+    """Return the date of a run, as YYYY-MM-DD."""
+    return dt.datetime.now(tz=dt.UTC).date().isoformat()
 
 
 def missed(measured: str, wanted: str) -> bool:
@@ -171,34 +177,50 @@ class Sheet:
         self.values[key] = value
 
     def report(self) -> None:
-        """Print the table and, as the last line, the JSON object; record both where `BENCH_RECORD` is set."""
+        """Print the figures, and record them where `BENCH_RECORD` is set."""
+        self.show()
+        if conditions := os.environ.get(RECORD):
+            record(self.bench, self.rows, self._rounded, conditions=conditions)
+
+    @property
+    def _rounded(self) -> dict[str, float]:
+        return {key: round(value, 4) for key, value in self.values.items()}
+
+    def show(self) -> None:
+        """Print the table and, as the last line, the JSON object."""
         table = [("", *self.heads), *self.rows]
         widths = [max(len(row[column]) for row in table) for column in range(3)]
         print(f"\n{self.bench}, on {machine()}")
         for what, measured, wanted in table:
             mark = "  MISSED" if missed(measured, wanted) else ""
             print(f"  {what:<{widths[0]}}  {measured:>{widths[1]}}  {wanted:>{widths[2]}}{mark}")
-        rounded = {key: round(value, 4) for key, value in self.values.items()}
-        if conditions := os.environ.get(RECORD):
-            record(self.bench, self.rows, rounded, conditions=conditions)
-        print(json.dumps({"bench": self.bench, **rounded}), flush=True)
+        print(json.dumps({"bench": self.bench, **self._rounded}), flush=True)
 
 
 def record(
-    bench: str, rows: Sequence[Row], values: Mapping[str, float], *, conditions: str, folder: Path = RESULTS
+    bench: str,
+    rows: Sequence[Row],
+    values: Mapping[str, float],
+    *,
+    conditions: str,
+    parts: Mapping[str, Any] = MappingProxyType({}),
+    folder: Path = RESULTS,
 ) -> None:
     """Write a run to `folder`/BENCH.json, in place of the run that is there.
 
     Args:
         conditions: The run's arguments and what else the machine did.
+        parts: What each part of the bench counted, if they may run on different days: an object with its `date` each.
     """
+    dates = sorted({part["date"] for part in parts.values()} or {today()})
     run = {
         "bench": bench,
-        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "date": dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         "machine": machine(),
         "conditions": conditions,
         "rows": [{"what": what.strip(), "measured": measured, "wanted": wanted} for what, measured, wanted in rows],
         "values": dict(values),
+        **({"parts": dict(parts)} if parts else {}),
     }
     (folder / f"{bench}.json").write_text(json.dumps(run, indent=1) + "\n")
 

@@ -6,7 +6,8 @@ commit, and so an fsync, of its own. The same again with a disk that is made slo
 
 With `--store postgresql` the jobs are in a PostgreSQL server of its own, whose commits wait for the disk: the same with
 one gateway and with two, whose callers are spread over both. The processor time of each process for a job says how many
-jobs it could acknowledge with cores of its own, also where all share two.
+jobs it could acknowledge with cores of its own, also where all share two. These figures are recorded as those of
+jobs-postgresql.
 
 `python -m load.bench.jobs --config FILE` is such a gateway: its environment gives the number of jobs that share a
 commit and how much slower the disk is.
@@ -145,6 +146,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
 
 def _measure_shared(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure numbers of gateways by turns, in new databases of one server."""
+    sheet.bench = f"{sheet.bench}-postgresql"
     pictures = s3.started("nanio")  # gateways that share jobs have to share pictures, of which there are none here
     try:
         with running_server(durable=True) as server, pytest.MonkeyPatch.context() as environment:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from load.bench.framework import Sheet
+from load.bench.framework import RECORD
 from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
 from tests.chaos.caches import kill_cache_stores
 from tests.chaos.cancels import flood_cancels
@@ -30,12 +30,13 @@ from tests.chaos.loras import kill_lora_stores
 from tests.chaos.masked_edits import kill_reusing_workers
 from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
+from tests.chaos.results import record, show
 from tests.chaos.rogues import join_rogues
 from tests.chaos.scene import TENANTS, Scene
-from tests.chaos.schedulers import IN_NAMESPACE, TAKEOVER_S, SharedScene, disturb_schedulers
+from tests.chaos.schedulers import IN_NAMESPACE, SharedScene, disturb_schedulers
 from tests.chaos.tally import Tally
 from tests.chaos.webhooks import kill_delivering_gateways
-from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
+from tests.chaos.workers import freeze_engines, freeze_fronts, freeze_workers, kill_workers
 from tests.support.network_namespaces import configure, enter_own, why_none
 from tests.support.warm_engines import warm_engines
 from tests.support.worker_pair import WorkerPair
@@ -105,7 +106,7 @@ def main() -> int:
         enter_own("tests.chaos", sys.argv[1:])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
-    whole = Tally()
+    played: dict[str, Tally] = {}
     # Engines that import what they need took most of the time of the parts that kill them. A process with more threads
     # cannot be forked.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -115,12 +116,14 @@ def main() -> int:
             print(f"{name} ...", flush=True)
             rng = random.Random(options.seed)
             tally = _play_pair(options.times, rng) if name == KILL_PEERS else _play(PARTS[name], options.times, rng)
-            whole.add(name, tally)
+            played[name] = tally
             print(f"{name}: {tally.zeros} {tally.figures}", *_told(tally.faults), sep="\n  ", flush=True)
             if INTERRUPTED in tally.faults:
                 break
-    _report(whole)
-    return 0 if whole.well else 1
+    show(played)
+    if conditions := os.environ.get(RECORD):
+        record({name: tally for name, tally in played.items() if INTERRUPTED not in tally.faults}, conditions)
+    return 0 if all(tally.well for tally in played.values()) else 1
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -170,19 +173,6 @@ def _play_pair(times: int, rng: random.Random) -> Tally:
 def _told(faults: Sequence[str]) -> list[str]:
     """Each of them once, and how often it was."""
     return [f"{fault} ({times} times)" if times > 1 else fault for fault, times in Counter(faults).items()]
-
-
-def _report(tally: Tally) -> None:
-    sheet = Sheet("chaos")
-    sheet.rows = [(name.replace("_", " "), str(count), "at most 0") for name, count in tally.zeros.items()]
-    killed = ("kill_workers", "kill_editing_workers", "kill_reusing_workers")
-    wanted = {f"{part}_most_repeated_steps": f"at most {MOST_REPEATED}" for part in killed}
-    wanted["schedulers_takeover_p99_s"] = f"at most {TAKEOVER_S:g}"
-    for name, value in tally.figures.items():
-        sheet.row(name.replace("_", " "), f"{value:g}", wanted.get(name, ""))
-    sheet.row("bounds that did not hold", str(len(tally.faults)), "0")
-    sheet.values |= {**tally.zeros, **tally.figures, "faults": len(tally.faults)}
-    sheet.report()
 
 
 def _options() -> argparse.Namespace:

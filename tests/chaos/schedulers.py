@@ -187,11 +187,11 @@ def disturb_schedulers(scene: Scene, *, times: int, rng: random.Random) -> None:
                     _check(scene, [each.result() for each in submitting], drawing)
             _settle(scene)
             scene.tally.count(fault.__name__.removeprefix("_"))
-            scene.tally.count("times")
+            scene.tally.count("disturbances")
     finally:
         _report_takeovers(scene)
         scene.tally.figures |= {"s3_calls": scene.s3.requests, "s3_calls_failed": scene.s3.failed}
-    scene.tally.reached("times", times)
+    scene.tally.reached("disturbances", times)
     scene.tally.reached("s3_calls_failed", 0.9 * S3_FAILING * scene.s3.requests)
 
 
