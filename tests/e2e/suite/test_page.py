@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -340,6 +341,37 @@ async def test_a_job_that_the_page_has_left_is_not_followed(browser: Browser, te
         held.set()
         await page.wait_for_selector(".stage figure img")
     assert left not in asked
+
+
+async def test_a_page_that_attached_again_within_a_step_says_so(browser: Browser, tenants: _Tenants) -> None:
+    script = tenants.worker.script
+    script.hold_at = 2
+    attached: list[str | None] = []
+
+    async def attach(route: Route) -> None:
+        attached.append(await route.request.header_value("last-event-id"))
+        match len(attached):
+            case 1:
+                progress = {"steps_done": 2, "steps_total": 30, "previews": []}
+                events = f"id: steps-2\nevent: job.progress\ndata: {json.dumps(progress)}\n\n"
+                await route.fulfill(content_type="text/event-stream", body=events)
+            case 2:
+                await route.abort()
+            case _:
+                await route.continue_()
+
+    async with opened(browser, tenants.url, may_complain=True) as tab:
+        page = tab.page
+        await page.route("**/events?*", attach)
+        await _sign_in(tab, tenants.ours)
+        await page.get_by_label("Prompt", exact=True).fill("a lasting star")
+        await page.get_by_role("button", name="Draw").click()
+        await page.get_by_text("The connection is interrupted.").wait_for()
+        await page.get_by_text("Step 2 of 30").wait_for()
+        held, script.hold_at, script.release = script.release, None, asyncio.Event()
+        held.set()
+        await page.wait_for_selector(".stage figure img")
+    assert attached == [None, "steps-2", "steps-2"]
 
 
 async def test_a_late_answer_to_no_key_is_dropped_after_signing_in(browser: Browser, tenants: _Tenants) -> None:

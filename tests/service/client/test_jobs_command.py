@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import grpc
 import pytest
 
 from bottega.errors import JobNotFinished
 from bottega.v1 import generation_pb2, image_pb2
-from tests.fakes.scripted_gateway import ScriptedGateway, job, progress, queued
+from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, job, progress, queued
 from tests.support.terminal import NO_UNICODE, run
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -118,6 +119,17 @@ def test_arguments_that_are_no_unicode_are_refused_by_name(address: str, argumen
     result = run(*arguments, **({} if "--address" in arguments else {"address": address}))
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"error: the request is invalid\n  {field}: must be " in result.stderr
+
+
+def test_a_file_whose_name_is_no_unicode_is_written_and_said(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.scripts = [[completed()]]
+    target = own_folder / f"{NO_UNICODE}.png"
+    result = run("jobs", "get", "job-1", "-o", target, address=address)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert r"a\udcff.png  64x64  seed 7" in result.stdout
+    assert target.read_bytes() == SMALL
 
 
 def test_who_runs_out_of_time_is_told_how_far_it_came_and_what_gives_more(
