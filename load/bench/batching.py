@@ -26,7 +26,8 @@ from statistics import mean
 from bottega.client import AsyncClient
 from bottega.errors import InternalError
 from bottega.miniature import WEIGHTS
-from bottega.process import ChildProcess, engine_environment
+from bottega.process.child import ChildProcess
+from bottega.process.engine_supervisor import engine_environment
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from bottega.v1.worker_pb2 import AttemptId, RunAttemptRequest

@@ -25,7 +25,7 @@ import numpy as np
 
 from bottega.addons.cache.client.types import profile_from
 from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.cache.predictor import MatchPredictor, PredictorSettings, train
 from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.cache_stream import (

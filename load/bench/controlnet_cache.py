@@ -20,7 +20,7 @@ from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 
-from bottega.caching import CacheItem, EvictionOrder, LoadClaim, LoadPlan, Popularity
+from bottega.caching.load_plan import CacheItem, EvictionOrder, LoadClaim, LoadPlan, Popularity
 from load.bench.framework import Bench, Option, Sheet
 from load.replay.arrivals import poisson
 from load.replay.trace_shape import CONTROLNETS, AdapterCalls

@@ -34,7 +34,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from bottega.process import engine_environment
+from bottega.process.engine_supervisor import engine_environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 RECORD = "BENCH_RECORD"

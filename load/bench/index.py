@@ -24,9 +24,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.cache.index.postgresql import PostgresIndex, cache_database
-from bottega.cache.index.vector_index import Vectors, unit_vectors
+from bottega.cache.index.vector_index import EntryIndex, IndexSettings, Vectors, unit_vectors
 from load.bench.framework import Bench, Option, Sheet, percentile
 from tests.support.postgresql import running_server
 

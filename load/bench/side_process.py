@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bottega.process import engine_environment
+from bottega.process.engine_supervisor import engine_environment
 
 Answer = Callable[..., Mapping[str, float]]
 """Answers a question, whose fields are its arguments."""

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from bottega.errors import ConfigError
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2, tensor_pb2, worker_pb2
 from bottega.v1.hosted_pb2 import Hosted
 

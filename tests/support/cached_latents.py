@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore

@@ -16,7 +16,8 @@ import random
 import sys
 from pathlib import Path
 
-from bottega.cache.index import IndexSettings, KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
+from bottega.cache.index.vector_index import IndexSettings
 from bottega.cache.store.store import LatentStore
 from tests.support.cached_latents import (
     WAIT_S,

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from bottega.codec.pool import CodecPool
-from bottega.process import EngineTimeouts
+from bottega.process.engine_supervisor import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, tune_garbage_collector
 from bottega.rpc.channel import channel_options
 from bottega.worker.__main__ import build

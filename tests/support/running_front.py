@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from PIL import Image
 
 from bottega.codec.pool import CodecPool
-from bottega.process import EngineTimeouts
+from bottega.process.engine_supervisor import EngineTimeouts
 from bottega.rpc.channel import MAX_ATTEMPT_MIB, open_channel
 from bottega.rpc.server import Server
 from bottega.v1 import activations_pb2_grpc, generation_pb2, worker_pb2, worker_pb2_grpc

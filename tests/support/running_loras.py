@@ -21,7 +21,7 @@ from bottega.loras.config import ImportConfig, LoraConfig
 from bottega.loras.importing import process
 from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.store import LoraStore
-from bottega.process import CallNeed, PreparedCall
+from bottega.process.process_pool import CallNeed, PreparedCall
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import LimitedLinksConfig, ServerConfig

@@ -28,10 +28,11 @@ from typing import Any
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
 from bottega.addons.loras.wire.module_parts import BACKBONE
-from bottega.caching import FilesByPath, TieredCache
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import FilesByPath
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.loras.worker_link import LoraLinks
-from bottega.process import engine_environment
+from bottega.process.engine_supervisor import engine_environment
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire

@@ -14,7 +14,7 @@ from bottega.activations.store.recordings import SectionIntake
 from bottega.activations.store.settings import ActivationStoreSettings, DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
-from bottega.caching import Tier
+from bottega.caching.tiers import Tier
 from bottega.clocks import Clock
 from bottega.v1 import activations_pb2 as pb
 

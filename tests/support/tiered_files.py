@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bottega.caching import CacheLease, FilesByPath, KnownFile, Tier, TieredCache
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import CacheLease, FilesByPath, KnownFile, Tier
 from bottega.errors import LoraNotFound
 
 SIZE = 1000

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from bottega.device.engine_start import lean_imports
 from bottega.manifest import load_object, read_services
-from bottega.process import engine_environment
+from bottega.process.engine_supervisor import engine_environment
 from tests.support.init_keys import remember_init_keys
 from tests.support.warm_start.sitecustomize import CONVERSION, CORE_LIMIT, FORKED, INSPECTION, SERVER, traits
 

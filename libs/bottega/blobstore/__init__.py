@@ -11,30 +11,3 @@ missing. While a disk is full or fails, a store is read-only.
 
 A store that uses this package supplies the tables and the policy of eviction, and holds its own data in memory.
 """
-
-from bottega.blobstore.profiles import ProfileFolder
-from bottega.blobstore.records import (
-    BlobRecords,
-    NewRows,
-    RecordChanges,
-    RecordSchema,
-    RecordTable,
-    StoredRecord,
-    StoredRow,
-)
-from bottega.blobstore.writer import BlobDisk, BlobWriter, Completion, StoreCounts
-
-__all__ = [
-    "BlobDisk",
-    "BlobRecords",
-    "BlobWriter",
-    "Completion",
-    "NewRows",
-    "ProfileFolder",
-    "RecordChanges",
-    "RecordSchema",
-    "RecordTable",
-    "StoredRow",
-    "StoreCounts",
-    "StoredRecord",
-]

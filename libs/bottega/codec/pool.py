@@ -17,7 +17,8 @@ from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageFacts, Im
 from bottega.codec.structure import ADDRESS_SPACE_BYTES, LARGE_PIXELS
 from bottega.errors import BadImage, BottegaError, InternalError, Unavailable
 from bottega.fair_order import Share
-from bottega.process import CallNeed, Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec
+from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
+from bottega.process.process_pool import CallNeed, PoolLimits, PreparedCall, ProcessPool
 from bottega.v1 import codec_pb2, generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import ImageFormat, MaskUse
 

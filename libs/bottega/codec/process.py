@@ -18,7 +18,7 @@ from bottega.codec import edits, images
 from bottega.codec.pixels import Crop, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.codec.structure import DECODE_CPU_S, DECODE_EDIT_CPU_S, ENCODE_CPU_S
 from bottega.errors import BadImage
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.v1 import codec_pb2, tensor_pb2
 
 # CPU seconds that a call may take, by kind; all other calls have those of decoding.

@@ -12,7 +12,7 @@ from statistics import mean
 import PIL.Image
 
 from bottega.miniature.scenes import read_caption
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.quality.scoring import ScoreAnswer, ScoreQuestion
 
 Score = Callable[[str, PIL.Image.Image], float]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import InvalidRequest, Unavailable
-from bottega.process import ChildProcess
+from bottega.process.child import ChildProcess
 
 _MODULE = "bottega.quality"
 # For torch and a large CLIP from a slow disk.

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from bottega.caching import CacheLease
+from bottega.caching.tiers import CacheLease
 from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.rpc.status import job_error_to_json
 from bottega.rpc.store_server import StoreLinkHandler

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bottega import rules
-from bottega.blobstore import ProfileFolder
+from bottega.blobstore.profiles import ProfileFolder
 from bottega.errors import Violation
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 

@@ -17,8 +17,18 @@ from types import MappingProxyType
 from google.protobuf.message import DecodeError
 
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
-from bottega.blobstore import BlobDisk, Completion, NewRows, RecordSchema, RecordTable, StoredRecord, StoredRow
-from bottega.blobstore.records import SharedValues, Values, shared_by_digest, shared_digest
+from bottega.blobstore.records import (
+    NewRows,
+    RecordSchema,
+    RecordTable,
+    SharedValues,
+    StoredRecord,
+    StoredRow,
+    Values,
+    shared_by_digest,
+    shared_digest,
+)
+from bottega.blobstore.writer import BlobDisk, Completion
 from bottega.v1 import activations_pb2
 from bottega.v1.activations_pb2 import RecordingHeader, TemplateAnswer
 

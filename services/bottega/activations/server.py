@@ -24,7 +24,7 @@ from bottega.activations.store.template_objects import OBJECT_NAMES
 from bottega.addons.edits.wire import SectionLayout, messages
 from bottega.addons.edits.wire.messages import ActivationMessage, ActivationMessageKind
 from bottega.addons.edits.wire.pieces import SectionPieces, send_chunk
-from bottega.caching import CacheLease
+from bottega.caching.tiers import CacheLease
 from bottega.errors import BottegaError, DataLoss, InvalidRequest
 from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
 from bottega.rpc.fleet_membership import Listening

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from bottega import rules
 from bottega.addons.cache.skip_profile import LengthClass, SkipProfile, fallback_profile
 from bottega.addons.cache.starts import FRACTIONS
-from bottega.blobstore import ProfileFolder
+from bottega.blobstore.profiles import ProfileFolder
 from bottega.cache.config import CacheConfig
 from bottega.errors import ConfigError, InvalidRequest, Violation
 from bottega.v1 import generation_pb2

@@ -17,18 +17,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from bottega.addons.cache.placement import placement_key
-from bottega.blobstore import (
-    BlobDisk,
-    Completion,
-    NewRows,
-    RecordChanges,
-    RecordSchema,
-    RecordTable,
-    StoredRecord,
-    StoredRow,
-)
-from bottega.blobstore.records import Values
-from bottega.blobstore.writer import StoreDisk
+from bottega.blobstore.records import NewRows, RecordChanges, RecordSchema, RecordTable, StoredRecord, StoredRow, Values
+from bottega.blobstore.writer import BlobDisk, Completion, StoreDisk
 from bottega.cache.eviction import Usage
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.transport import DType

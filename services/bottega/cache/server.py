@@ -23,8 +23,9 @@ from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
 from bottega.cache.config import CacheConfig
 from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
-from bottega.cache.index import IndexSettings, KeyedIndex
 from bottega.cache.index.device_index import indexes_on
+from bottega.cache.index.key_index import KeyedIndex
+from bottega.cache.index.vector_index import IndexSettings
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.predictor import PredictorStatistics
 from bottega.cache.profiles import check_configured

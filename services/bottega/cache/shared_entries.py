@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bottega.addons.interface.store_link import rank_stores
-from bottega.blobstore import RecordChanges
+from bottega.blobstore.records import RecordChanges
 from bottega.blobstore.writer import lock_folder
 from bottega.cache.latent import EntryRecord
 from bottega.cache.records import TakeEntries

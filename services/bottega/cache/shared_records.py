@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 from bottega.addons.interface.store_link import rank_stores
-from bottega.blobstore import RecordChanges, StoredRecord, StoredRow
+from bottega.blobstore.records import RecordChanges, StoredRecord, StoredRow
 from bottega.cache.index.vector_table import forget_vectors
 from bottega.cache.latent import EntryRecord
 from bottega.cache.records import SCHEMA, latent_name, new_rows, picture_name, read_entry

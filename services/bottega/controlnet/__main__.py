@@ -15,7 +15,7 @@ from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetI
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.server import ControlNetServer
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
-from bottega.process import EngineTimeouts
+from bottega.process.engine_supervisor import EngineTimeouts
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server

@@ -16,7 +16,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from bottega import rules
-from bottega.blobstore import RecordTable
+from bottega.blobstore.records import RecordTable
 from bottega.controlnet.config import ControlNetConfig
 from bottega.errors import (
     ConfigError,

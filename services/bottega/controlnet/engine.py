@@ -12,7 +12,7 @@ import os
 from bottega.config import parse
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.device.engine_start import lean_imports
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.process.memory import keep_freed_memory, trim_at_rest
 from bottega.rpc.operation import logs
 

@@ -16,16 +16,9 @@ from pathlib import Path
 from bottega import process
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.errors import BottegaError, ControlNetUnusable, Unavailable
-from bottega.process import (
-    EngineTimeouts,
-    Loss,
-    PendingCalls,
-    PoolLimits,
-    PreparedCall,
-    ProcessLost,
-    ProcessPool,
-    ProcessSpec,
-)
+from bottega.process.engine_supervisor import EngineTimeouts, PendingCalls
+from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
+from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
 from bottega.rpc.status import from_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, HOSTED_STATE_LOADING, Hosted

@@ -27,7 +27,7 @@ from bottega.device_links.devices import device_links
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.model.weights import AUTO, DTYPES
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.operation.metrics import link_counts
 from bottega.rpc.status import to_job_error

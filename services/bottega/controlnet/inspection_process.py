@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bottega.device.engine_start import lean_imports
 from bottega.errors import BottegaError, ControlNetUnusable
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.rpc.operation import logs
 from bottega.rpc.status import to_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb

@@ -34,7 +34,7 @@ from bottega.errors import (
     Unavailable,
 )
 from bottega.model_files.controlnet_folder import read_controlnet_facts
-from bottega.process import StartProgress
+from bottega.process.engine_supervisor import StartProgress
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, StartingServer, registration_of
 from bottega.v1 import fleet_pb2

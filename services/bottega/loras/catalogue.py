@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from bottega.blobstore import StoredRow
+from bottega.blobstore.records import StoredRow
 from bottega.errors import DataLoss, LoraExists, LoraNotFound, TooLarge
 from bottega.loras.records import LORAS, CatalogueRecord, read_row, values_of
 from bottega.storage import SqliteDatabase, SqliteSchema

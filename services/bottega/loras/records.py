@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from bottega.blobstore import RecordTable, StoredRow
-from bottega.blobstore.records import Values
+from bottega.blobstore.records import RecordTable, StoredRow, Values
 from bottega.errors import DataLoss
 from bottega.storage.sqlite_files import Value, checksum
 

@@ -15,7 +15,8 @@ from prometheus_client.metrics_core import Metric
 
 from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
-from bottega.caching import Tier, TieredCache
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import Tier
 from bottega.errors import BottegaError, DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig, check_configured

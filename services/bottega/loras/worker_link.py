@@ -9,7 +9,8 @@ from bottega import kinds
 from bottega.addons.loras.wire import messages
 from bottega.addons.loras.wire.canonical import CanonicalLora, parse
 from bottega.addons.loras.wire.messages import LoraMessageKind
-from bottega.caching import CacheLease, TieredCache
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import CacheLease
 from bottega.errors import BottegaError, DataLoss
 from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
 from bottega.rpc.link_service import StoreLinks

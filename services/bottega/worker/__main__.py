@@ -19,7 +19,7 @@ from bottega.errors import ConfigError
 from bottega.model_files.folder_check import name_of
 from bottega.model_files.importing import CONVERSION_S, import_for_serving, import_vae_for_serving
 from bottega.model_files.single_file import is_single_file
-from bottega.process import EngineTimeouts
+from bottega.process.engine_supervisor import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import FleetMembership, registration_of

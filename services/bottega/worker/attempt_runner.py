@@ -13,7 +13,7 @@ from bottega.addons.interface.front_addon import FrontAddOn
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.planning import Pace, steps_to_run
-from bottega.process import MAX_FRAME_BYTES
+from bottega.process.child import MAX_FRAME_BYTES
 from bottega.rules import is_flow_matching
 from bottega.schedules import keeps_steps
 from bottega.v1 import engine_pb2

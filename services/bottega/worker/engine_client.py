@@ -24,7 +24,7 @@ from typing import ClassVar
 from bottega import process
 from bottega.errors import Unavailable, WorkerLost
 from bottega.plain_text import progress_text
-from bottega.process import EngineTimeouts, PendingCalls, StartProgress
+from bottega.process.engine_supervisor import EngineTimeouts, PendingCalls, StartProgress
 from bottega.rpc.status import from_job_error
 from bottega.storage.folders import ProcessLock
 from bottega.v1 import fleet_pb2

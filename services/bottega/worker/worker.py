@@ -31,7 +31,7 @@ from bottega.errors import (
 )
 from bottega.fair_order import Share
 from bottega.manifest import read_services
-from bottega.process import StartProgress
+from bottega.process.engine_supervisor import StartProgress
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, SchedulerFence, StartingServer, registration_of
 from bottega.rpc.status import from_job_error

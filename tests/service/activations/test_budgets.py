@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from bottega.activations.store.store import ActivationStore
-from bottega.caching import Tier
+from bottega.caching.tiers import Tier
 from bottega.clocks import Clock
 from bottega.v1 import activations_pb2 as pb
 from tests.support.stored_templates import (

@@ -17,7 +17,7 @@ from bottega.activations.store.settings import DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.wire import SectionLayout
 from bottega.addons.edits.wire.pieces import SectionPieces
-from bottega.caching import Tier
+from bottega.caching.tiers import Tier
 from bottega.clocks import Clock
 from bottega.errors import Unavailable
 from bottega.process import open_files

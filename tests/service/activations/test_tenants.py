@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bottega.activations.store.store import ActivationStore
-from bottega.caching import Tier
+from bottega.caching.tiers import Tier
 from bottega.v1 import activations_pb2 as pb
 from tests.support.stored_templates import (
     WAIT_S,

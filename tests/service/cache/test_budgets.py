@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bottega.cache.eviction import FIFO
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.v1 import cache_pb2
 from tests.support.cached_latents import (
     LATENT_BYTES,

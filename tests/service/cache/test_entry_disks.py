@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from bottega.addons.cache.placement import placement_key
-from bottega.blobstore import RecordChanges
+from bottega.blobstore.records import RecordChanges
 from bottega.cache import records as cache_records
 from bottega.cache import shared_entries
 from bottega.cache.eviction import Usage

@@ -15,8 +15,10 @@ import psycopg
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index import EntryIndex, IndexSettings, KeyedIndex, postgresql
+from bottega.cache.index import postgresql
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.cache.index.postgresql import PostgresIndex, cache_database
+from bottega.cache.index.vector_index import EntryIndex, IndexSettings
 from bottega.errors import ConfigError, QueueFull, StorageUnavailable
 from tests.support.postgresql import PostgresServer, new_database, running_server, shared_server
 from tests.support.waiting import wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.v1 import cache_pb2
 from tests.support.cached_latents import KEY, WIDTH, Vector, question, record, running, written
 from tests.support.waiting import wait_until

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.cache.store.store import LatentStore
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
 from tests.support.cached_latents import (

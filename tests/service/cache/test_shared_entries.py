@@ -13,7 +13,7 @@ import pytest
 
 from bottega.addons.cache.placement import placement_key
 from bottega.addons.interface.store_link import rank_stores
-from bottega.blobstore import RecordChanges
+from bottega.blobstore.records import RecordChanges
 from bottega.cache import shared_entries, shared_records
 from bottega.cache.__main__ import build
 from bottega.cache.profiles import check_configured

@@ -22,7 +22,7 @@ from bottega.codec import ImageSize, Pixels
 from bottega.codec.pool import CodecPool
 from bottega.errors import BadImage, Code, InternalError, QueueFull, Unavailable
 from bottega.fair_order import Share
-from bottega.process import ChildProcess, FramedPipe, open_pair
+from bottega.process.child import ChildProcess, FramedPipe, open_pair
 from bottega.v1 import codec_pb2, generation_pb2
 from tests.samples import hostile_images as hostile
 from tests.support.waiting import eventually

@@ -11,7 +11,7 @@ import pytest
 from bottega.errors import Unavailable
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.miniature import WEIGHTS
-from bottega.process import ChildProcess
+from bottega.process.child import ChildProcess
 from bottega.process.limited_process import LimitedProcess, SandboxStatus, sandbox_status
 from tests.support.running_loras import lora_file
 

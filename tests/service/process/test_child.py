@@ -16,8 +16,10 @@ import psutil
 import pytest
 
 from bottega.errors import Unavailable
-from bottega.process import ChildProcess, EngineTimeouts, PoolLimits, PreparedCall, ProcessPool, ProcessSpec
-from bottega.process.limited_process import CpuTime
+from bottega.process.child import ChildProcess
+from bottega.process.engine_supervisor import EngineTimeouts
+from bottega.process.limited_process import CpuTime, ProcessSpec
+from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine_client import WorkerEngineClient
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from bottega.process import ChildProcess, limited_process, sandbox
+from bottega.process import limited_process, sandbox
+from bottega.process.child import ChildProcess
 
 PROBE = """
 import argparse, ctypes, json, os, socket, subprocess, sys, threading

@@ -17,7 +17,8 @@ import pytest_asyncio
 
 from bottega.device.engine_start import silent_reporter
 from bottega.errors import ConfigError
-from bottega.process import EngineTimeouts, FramedPipe, StartProgress, open_pair
+from bottega.process.child import FramedPipe, open_pair
+from bottega.process.engine_supervisor import EngineTimeouts, StartProgress
 from bottega.v1 import error_pb2, fleet_pb2, tensor_pb2
 from bottega.v1.engine_pb2 import EngineCancel, EngineCommand, EngineEvent, EngineReady, EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec, Sampler

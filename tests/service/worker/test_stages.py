@@ -28,7 +28,7 @@ from bottega.fair_order import Share
 from bottega.miniature import WEIGHTS
 from bottega.model.model import Model, load_model
 from bottega.model.vae import VaeSettings
-from bottega.process import FramedPipe, open_pair
+from bottega.process.child import FramedPipe, open_pair
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.config import EngineConfig, PeerLinksConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bottega.activations.profiles import profile_folder, profile_key
-from bottega.blobstore import ProfileFolder
+from bottega.blobstore.profiles import ProfileFolder
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 from tests.support.stored_templates import block_profile
 

@@ -7,8 +7,16 @@ import re
 import sqlite3
 from pathlib import Path
 
-from bottega.blobstore import BlobDisk, Completion, NewRows, RecordChanges, RecordSchema, RecordTable, StoredRecord
-from bottega.blobstore.records import shared_by_digest, shared_digest
+from bottega.blobstore.records import (
+    NewRows,
+    RecordChanges,
+    RecordSchema,
+    RecordTable,
+    StoredRecord,
+    shared_by_digest,
+    shared_digest,
+)
+from bottega.blobstore.writer import BlobDisk, Completion
 
 SCHEMA = RecordSchema(
     what="the records of a test",

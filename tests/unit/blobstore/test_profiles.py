@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bottega.blobstore import ProfileFolder
+from bottega.blobstore.profiles import ProfileFolder
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile
 
 

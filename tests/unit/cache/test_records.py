@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bottega.blobstore import StoredRow
+from bottega.blobstore.records import StoredRow
 from bottega.cache.eviction import Usage
 from bottega.cache.latent import KeptLatent
 from bottega.cache.records import latent_row, read_latent

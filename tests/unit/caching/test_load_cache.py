@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from bottega.caching import LoadCache, load_cache
+from bottega.caching import load_cache
+from bottega.caching.load_cache import LoadCache
 from tests.support.waiting import EVENTUALLY_S
 
 

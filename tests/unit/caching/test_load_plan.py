@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from bottega.caching import CacheItem, EvictionOrder, LoadClaim, LoadPlan, Popularity
+from bottega.caching.load_plan import CacheItem, EvictionOrder, LoadClaim, LoadPlan, Popularity
 from bottega.errors import TooLarge
 from bottega.planning import control_steps
 from load.bench.controlnet_cache import LeastFrequentlyUsed, LeastRecentlyUsed

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.caching import Tier
+from bottega.caching.tiers import Tier
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
 from bottega.transport.memory import new_file, received_file, seal
 from tests.support.tiered_files import FILE, SIZE, WAIT_S, Shelf

@@ -13,7 +13,7 @@ import torch
 from bottega.controlnet import engine_loop
 from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.rpc.server_config import DeviceLinksConfig
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineEvent
 from tests.support.memory_device import MemoryDevice

@@ -21,7 +21,7 @@ from bottega.gateway.fleet.validation import check_load
 from bottega.miniature import WEIGHTS
 from bottega.model_files.controlnet_folder import read_base_layout
 from bottega.model_files.digest import controlnet_digest
-from bottega.process import EngineTimeouts
+from bottega.process.engine_supervisor import EngineTimeouts
 from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.fleet_pb2 import Activity

@@ -15,7 +15,7 @@ import pytest
 from bottega.controlnet import engine_client as controlnet_engine_front
 from bottega.device.engine_start import UNUSED, StartReporter
 from bottega.plain_text import progress_text
-from bottega.process import engine_environment
+from bottega.process.engine_supervisor import engine_environment
 from bottega.worker import engine_client as worker_engine_front
 
 _TIMEOUT_S = 120.0

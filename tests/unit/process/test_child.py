@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from bottega.errors import InternalError, Unavailable
-from bottega.process import AsyncFramedPipe, FramedPipe, open_pair
+from bottega.process.child import AsyncFramedPipe, FramedPipe, open_pair
 
 
 @pytest.fixture

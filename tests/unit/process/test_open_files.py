@@ -14,7 +14,8 @@ import pytest
 
 from bottega.errors import StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import sqlite_schema
-from bottega.process import ChildProcess, open_files
+from bottega.process import open_files
+from bottega.process.child import ChildProcess
 from bottega.storage import os_errors
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPMode
 from bottega.errors import InvalidRequest, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, Thing, caption, random_layout, render
-from bottega.process import FramedPipe, open_pair
+from bottega.process.child import FramedPipe, open_pair
 from bottega.quality.__main__ import main
 from bottega.quality.clip import clip_scores, load_clip
 from bottega.quality.scoring import ScoreAnswer, ScoreQuestion, scorer

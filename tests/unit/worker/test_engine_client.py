@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.process import StartProgress
+from bottega.process.engine_supervisor import StartProgress
 from bottega.worker import engine_client
 from bottega.worker.engine_client import StartMonitor, TrialFolder
 from tests.support.waiting import eventually

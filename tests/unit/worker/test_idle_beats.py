@@ -13,7 +13,7 @@ import pytest
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.limits import EngineLimits
 from bottega.model.model import Model
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.transport import LinkCounters
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine import loop as engine_loop

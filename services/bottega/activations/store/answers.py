@@ -13,7 +13,9 @@ from bottega.activations.records import SectionRecord, TemplateRecord, layout_pa
 from bottega.activations.store.sealed_parts import read_drawn
 from bottega.addons.edits.wire import DrawnTensors
 from bottega.addons.edits.wire.messages import MAX_HEADER_BYTES
-from bottega.caching import KnownFile, LruCache, TieredCache
+from bottega.caching.lru_cache import LruCache
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import KnownFile
 from bottega.errors import StorageUnavailable
 from bottega.storage import BlobFiles
 from bottega.v1 import activations_pb2

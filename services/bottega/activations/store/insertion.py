@@ -29,9 +29,10 @@ from bottega.activations.store.settings import ActivationStoreSettings, DropReas
 from bottega.activations.store.template_objects import Manifest
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
-from bottega.blobstore import BlobDisk, StoreCounts
-from bottega.caching import KnownFile, TieredCache
+from bottega.blobstore.writer import BlobDisk, StoreCounts
 from bottega.caching.sealed_files import digest_of
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import KnownFile
 from bottega.clocks import SteadyClock
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.storage import os_errors

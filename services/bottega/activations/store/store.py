@@ -28,8 +28,9 @@ from bottega.activations.store.template_objects import Manifest, TemplateObjects
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
-from bottega.blobstore import StoreCounts
-from bottega.caching import CacheLease, FilesByPath, Tier, TieredCache
+from bottega.blobstore.writer import StoreCounts
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import CacheLease, FilesByPath, Tier
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import Unavailable
 from bottega.process import open_files

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from bottega.activations.records import SectionRecord, TemplateRecord, TemplateUse, section_place, use_values
-from bottega.blobstore import RecordChanges
-from bottega.caching import KnownFile, LruCache
+from bottega.blobstore.records import RecordChanges
+from bottega.caching.lru_cache import LruCache
+from bottega.caching.tiers import KnownFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

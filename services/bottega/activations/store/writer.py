@@ -20,7 +20,8 @@ from bottega.activations.store.settings import ActivationStoreSettings, DropReas
 from bottega.activations.store.template_objects import Manifest
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
-from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges, StoreCounts
+from bottega.blobstore.records import RecordChanges
+from bottega.blobstore.writer import BlobDisk, BlobWriter, StoreCounts
 from bottega.clocks import SteadyClock
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.process import open_files

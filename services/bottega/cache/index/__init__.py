@@ -4,8 +4,3 @@ A key is a hash of all settings of a request except its prompt; an entry is a ca
 `EntryIndex`. `PostgresIndex` is one in a database. `KeyedIndex` has an index in memory for each key, a `KeyIndex`: a
 `FlatIndex` or, for many entries, a `SketchedIndex`. Indexes are rebuilt at each start from the stored embeddings.
 """
-
-from bottega.cache.index.key_index import IndexStatistics, KeyedIndex
-from bottega.cache.index.vector_index import EntryIndex, IndexSettings, Match, VectorIndex
-
-__all__ = ["EntryIndex", "IndexSettings", "IndexStatistics", "KeyedIndex", "Match", "VectorIndex"]

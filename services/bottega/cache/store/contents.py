@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bottega.addons.interface.store_link import rank_stores
-from bottega.blobstore import RecordChanges
+from bottega.blobstore.records import RecordChanges
 from bottega.cache.eviction import EvictionHeap, EvictionPolicy, Usage
-from bottega.cache.index import EntryIndex
+from bottega.cache.index.vector_index import EntryIndex
 from bottega.cache.latent import Entry, EntryRecord
 from bottega.cache.predictor import MatchPredictor
 from bottega.cache.records import latent_name, picture_name, usage_values

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.blobstore import StoreCounts
+from bottega.blobstore.writer import StoreCounts
 from bottega.cache.eviction import LCBFU, EvictionPolicy
 from bottega.cache.predictor import PredictorStatistics
 from bottega.v1 import cache_pb2

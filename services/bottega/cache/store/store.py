@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bottega.addons.cache.starts import prompt_digest
-from bottega.cache.index import EntryIndex, KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
+from bottega.cache.index.vector_index import EntryIndex
 from bottega.cache.latent import (
     MAX_STEP,
     Entry,

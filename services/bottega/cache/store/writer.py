@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from bottega.blobstore import BlobWriter, RecordChanges
+from bottega.blobstore.records import RecordChanges
+from bottega.blobstore.writer import BlobWriter
 from bottega.cache.latent import CheckedRecording, Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.cache.profiles import CacheProfiles
 from bottega.cache.records import EntryDisk, latent_name, noise_of, picture_name

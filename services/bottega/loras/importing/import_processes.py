@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import BadLora, BottegaError, Unavailable
-from bottega.process import Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec
+from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
+from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
 from bottega.storage import os_errors
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 

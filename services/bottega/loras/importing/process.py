@@ -19,7 +19,7 @@ from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.loras.importing.embedding import convert_embedding
 from bottega.loras.importing.naming import base_family
 from bottega.model_files.family_names import FLUX, SD3, TITLES
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.storage.folders import open_below
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 

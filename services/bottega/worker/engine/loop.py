@@ -22,7 +22,7 @@ from bottega.device.memory_plan import DeviceMemoryMeter, is_out_of_memory
 from bottega.engine.errors import to_job_failure
 from bottega.engine.limits import EngineLimits, max_pixels
 from bottega.errors import BottegaError, ConfigError, Unavailable
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.status import to_job_error
 from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineCompiling, EngineEvent, EngineReady

@@ -13,7 +13,7 @@ from pathlib import Path
 from bottega.config import parse
 from bottega.device.engine_start import StartReporter, lean_imports
 from bottega.errors import Unavailable
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.process.memory import keep_freed_memory, trim_at_rest
 from bottega.rpc.operation import logs
 from bottega.v1.engine_pb2 import EngineEvent, EngineStarting

@@ -28,7 +28,7 @@ from bottega.errors import BottegaError, Draining, InternalError, QueueFull, Too
 from bottega.fair_order import FairOrder, Share
 from bottega.model.decode import check_decodable, decode_image
 from bottega.model.model import Model
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 from bottega.rpc.link_service import answer_link_request, link_endpoints
 from bottega.rpc.operation.metrics import link_counts
 from bottega.transport import (

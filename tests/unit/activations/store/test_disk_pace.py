@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bottega.activations.store.answers import DiskPace
-from bottega.caching import FilesByPath, TieredCache
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import FilesByPath
 from bottega.errors import Unavailable
 
 

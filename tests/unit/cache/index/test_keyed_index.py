@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index import IndexSettings, KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
+from bottega.cache.index.vector_index import IndexSettings
 from tests.support.waiting import EVENTUALLY_S
 
 WIDTH = 8

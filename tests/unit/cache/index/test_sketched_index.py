@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index import IndexSettings, sketched_index
+from bottega.cache.index import sketched_index
 from bottega.cache.index.key_index import KeyIndex
 from bottega.cache.index.sketched_index import CODE_BYTES, SketchedIndex, Sketcher
-from bottega.cache.index.vector_index import unit_vectors
+from bottega.cache.index.vector_index import IndexSettings, unit_vectors
 
 WIDTH = 64
 BLOCK_ROWS = 50

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bottega.addons.cache.skip_profile import PredictorSwitch
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index.key_index import KeyedIndex
 from bottega.cache.index.vector_index import unit_vectors
 from bottega.cache.predictor import MatchPrediction, MatchPredictor, PredictorSettings
 from tests.support.waiting import EVENTUALLY_S, wait_until

@@ -18,7 +18,8 @@ from torch import Tensor
 from bottega.adapter_rules import refused_mode
 from bottega.addons.controlnets.engine.network import ControlNetSource, LoadedControlNet, UnionImages, load_controlnet
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
-from bottega.caching import Lease, LoadCache, Popularity
+from bottega.caching.load_cache import Lease, LoadCache
+from bottega.caching.load_plan import Popularity
 from bottega.device.device import Span, SpanSum
 from bottega.device.devices import open_device
 from bottega.engine.errors import to_job_failure

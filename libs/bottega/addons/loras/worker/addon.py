@@ -19,7 +19,7 @@ from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.worker.download import DownloadHandle, LoraDownload
 from bottega.addons.loras.worker.store_link import LoraLinkSettings, LoraStoreLink
-from bottega.caching import LruCache
+from bottega.caching.lru_cache import LruCache
 from bottega.engine.addon import EngineAddOnContext
 from bottega.errors import BottegaError, DataLoss, LoraNotFound
 from bottega.transport import LinkCounters, OfferSource

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
-from bottega.caching import LruCache
+from bottega.caching.lru_cache import LruCache
 from bottega.engine.spans import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
