@@ -32,17 +32,7 @@ from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from bottega.v1.worker_pb2 import AttemptId, RunAttemptRequest
 from bottega.worker.config import EngineConfig
-from load.bench.framework import (
-    CORES,
-    GUIDANCE_SCALE,
-    PROMPT,
-    Bench,
-    Option,
-    Sheet,
-    closed_loop,
-    medians,
-    percentile,
-)
+from load.bench.framework import CORES, GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, closed_loop, medians, percentile
 from load.bench.side_process import Side
 from load.bench.static_batches import MAX_BATCH, StaticServer
 from load.bench.stock import stock

@@ -38,14 +38,7 @@ from bottega.model.rows import Half
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest, ListStoredTemplatesResponse
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from load.bench.framework import Bench, Option, Sheet, percentile, seconds_of
-from load.bench.template_client import (
-    TemplateClient,
-    TemplateShape,
-    key_of,
-    layouts_of,
-    question_of,
-    recording_of,
-)
+from load.bench.template_client import TemplateClient, TemplateShape, key_of, layouts_of, question_of, recording_of
 from load.replay.trace_shape import TemplatePopularity
 from tests.support.services import FREE_PORTS, Services
 

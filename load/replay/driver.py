@@ -12,16 +12,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic
 
-from load.replay.results import (
-    LONGEST_S,
-    Answer,
-    Outcome,
-    Replay,
-    RequestT,
-    Result,
-    Timed,
-    concluded,
-)
+from load.replay.results import LONGEST_S, Answer, Outcome, Replay, RequestT, Result, Timed, concluded
 
 MAX_IN_FLIGHT = 1000
 

@@ -43,13 +43,7 @@ from bottega.storage import BlobFiles, folders
 from bottega.storage.objects import s3_location
 from bottega.transport import Connection, Incoming, Layout, Limits, LinkServerSettings, kind_of
 from bottega.v1 import fleet_pb2
-from bottega.v1.cache_pb2 import (
-    CACHE_OUTCOME_UNAVAILABLE,
-    CacheAnswer,
-    CacheQuestion,
-    CacheRecording,
-    CacheStarts,
-)
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheRecording, CacheStarts
 
 if TYPE_CHECKING:  # PostgreSQL's client is optional
     from bottega.storage.postgresql_thread import DatabaseThread

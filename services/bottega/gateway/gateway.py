@@ -52,6 +52,7 @@ from bottega.gateway.jobs.checkpoints import CHECKPOINT_NAMES, SharedCheckpoints
 from bottega.gateway.jobs.conversion import version
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import APPLICATION, Storage, create_job_store
+from bottega.gateway.jobs.stored_jobs import StoredJobs
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.periodic_checks import PeriodicChecks
 from bottega.gateway.scheduler_role import LeaseHolder, SchedulerRole
@@ -78,8 +79,6 @@ _HEALTH_S = 1.0
 _INSPECTION_WAIT_S = 20.0
 # Seconds for which a new scheduler tries to use the jobs and images, before another gateway may.
 _TAKEOVER_S = 10.0
-
-_NO_SCHEDULER = fleet_pb2.SchedulerLease()
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +112,7 @@ class Gateway:
             event_of=WebhookEvents(config.webhooks, terms, self._webhooks.has_room).event_of,
             on_end=self._webhooks.look,
         )
+        self._stored = StoredJobs(self._jobs)
         context = AddOnContext(
             fleet=fleet,
             metrics=AddOnMetrics(self.server.registry),
@@ -150,6 +150,7 @@ class Gateway:
             fleet=fleet,
             controller=self._controller,
             jobs=self._jobs,
+            stored=self._stored,
             storage=self._storage,
             addons=addons,
             inspector=self._codec,
@@ -159,6 +160,7 @@ class Gateway:
             admission=admission,
             controller=self._controller,
             jobs=self._jobs,
+            stored=self._stored,
             images=self._storage.images,
             fleet=fleet,
             traces=self._controller.traces,
@@ -173,8 +175,9 @@ class Gateway:
             controller=self._controller, admission=admission, jobs=self._jobs, role=self._role
         )
         self._forwarding = ForwardingImageService(images, self._calls, self._jobs, self._following)
-        public = self._forwarding if self._sharing else images
-        image_pb2_grpc.add_ImageServiceServicer_to_server(public, self.server.grpc)
+        image_pb2_grpc.add_ImageServiceServicer_to_server(
+            self._forwarding if self._sharing else images, self.server.grpc
+        )
         # It refuses calls and names the right port. Without it, gRPC may end an unfinished Join with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
@@ -194,12 +197,8 @@ class Gateway:
             ForwardingWebhookService(webhooks, self._calls) if self._sharing else webhooks,
             self.fleet_listener.grpc,
         )
-        self.fleet_listener.add_services(
-            [
-                fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
-                webhook_pb2.DESCRIPTOR.services_by_name["WebhookService"].full_name,
-            ]
-        )
+        services = fleet_pb2.DESCRIPTOR.services_by_name, webhook_pb2.DESCRIPTOR.services_by_name
+        self.fleet_listener.add_services([service.full_name for found in services for service in found.values()])
 
     @property
     def failed(self) -> asyncio.Future[BottegaError] | None:
@@ -272,7 +271,7 @@ class Gateway:
         if lease is not None:
             self._storage.follows = False
             cast("PostgresJobStore", self._storage.jobs).fence(lease.generation, lease.address)
-            self._jobs.share_page_tokens(lease.page_token_key)
+            self._stored.share_page_tokens(lease.page_token_key)
         within_s = math.inf if lease is None else _TAKEOVER_S
         await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads, within_s=within_s)
         self._storage.start(self._jobs.live_records)
@@ -286,7 +285,7 @@ class Gateway:
         except BottegaError:
             self._jobs.refuse_reads()
             raise
-        self._jobs.share_page_tokens(scheduler.page_token_key)
+        self._stored.share_page_tokens(scheduler.page_token_key)
         self._storage.follows = not self._role.held
         self._jobs.allow_reads()
 
@@ -305,8 +304,10 @@ class Gateway:
         """Return who the scheduler is, for members of the fleet; None if this gateway shares its jobs with no other."""
         if self._sharing is None:
             return None
-        holder = self._role.holder
-        return fleet_pb2.SchedulerLease(generation=holder.generation, name=holder.name) if holder else _NO_SCHEDULER
+        lease = fleet_pb2.SchedulerLease()
+        if (holder := self._role.holder) is not None:
+            lease.generation, lease.name = holder.generation, holder.name
+        return lease
 
     def _addresses_for_gateways(self) -> tuple[str, str]:
         """Return host:port of both ports for other gateways. Raises ConfigError if it is unknown."""
@@ -365,14 +366,12 @@ def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Flee
 def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock, *, shared: SharedClock | None) -> Storage:
     folder = Path(config.state) if config.state else state_folder() / "gateway"
     jobs = create_job_store(folder, config.jobs, name=config.name, clock=shared, on_commit=metrics.commit_s.observe)
-    sizes = {"budget_bytes": config.results_bytes, "local_bytes": config.objects_local_bytes}
     images = content_store(
-        folder / "images",
-        config.objects,
-        config.objects_public_endpoint,
+        *(folder / "images", config.objects, config.objects_public_endpoint),
         ttl_s=config.results_ttl_s,
         clock=clock,
-        **sizes,
+        budget_bytes=config.results_bytes,
+        local_bytes=config.objects_local_bytes,
     )
     storage = Storage(
         folder=folder,

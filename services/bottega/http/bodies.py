@@ -19,14 +19,7 @@ from bottega.client.types.options import OTHER_NAMES, FidelityName, GenerationOp
 from bottega.errors import Violation
 from bottega.http.errors import FieldsRefused
 from bottega.http.input_images import InputImage
-from bottega.rules import (
-    MAX_ADAPTERS,
-    MAX_STEPS,
-    FinalSigmasTypeName,
-    SamplerName,
-    TimestepSpacingName,
-    refuse,
-)
+from bottega.rules import MAX_ADAPTERS, MAX_STEPS, FinalSigmasTypeName, SamplerName, TimestepSpacingName, refuse
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 

@@ -22,14 +22,7 @@ from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.image_pb2 import Model, SamplerChoice
 from bottega.v1.trace_pb2 import Trace
 from bottega.v1.worker_pb2 import AttemptDecisions, RunAttemptRequest
-from bottega.worker.attempts import (
-    Attempt,
-    FailedEvent,
-    KeptEvent,
-    PictureEvent,
-    ProgressEvent,
-    StartedEvent,
-)
+from bottega.worker.attempts import Attempt, FailedEvent, KeptEvent, PictureEvent, ProgressEvent, StartedEvent
 from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.image_codec import AttemptInputs, ImageCodec
 from bottega.worker.metrics import WorkerMetrics

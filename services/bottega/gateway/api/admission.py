@@ -41,6 +41,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
 from bottega.gateway.jobs.storage import NotScheduler, Storage
+from bottega.gateway.jobs.stored_jobs import StoredJobs
 from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
@@ -65,6 +66,7 @@ class Admission:
         fleet: Fleet,
         controller: JobController,
         jobs: JobRepository,
+        stored: StoredJobs,
         storage: Storage,
         addons: Sequence[AddOn],
         inspector: ImageInspector,
@@ -77,9 +79,9 @@ class Admission:
         self._storage = storage
         self._addons = addons
         self._identical = IdenticalResults(
-            default=config.identical_results, jobs=jobs, storage=storage, addons=addons, metrics=metrics
+            default=config.identical_results, jobs=stored, storage=storage, addons=addons, metrics=metrics
         )
-        self._sources = ImageSources(jobs, storage)
+        self._sources = ImageSources(stored, storage)
         self._inspector = inspector
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")

@@ -25,7 +25,7 @@ from bottega.errors import BottegaError, Draining, MethodNotServed, StorageUnava
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.reservations import MAX_JOBS, packed
 from bottega.gateway.api.scheduler_calls import InterruptedCall, SchedulerCalls
-from bottega.gateway.jobs.conversion import inputs_of
+from bottega.gateway.jobs.conversion import inputs_of, new_record_of
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobRecord, NotAdded, StaleGeneration
@@ -186,7 +186,7 @@ class FollowerAdmission:
 
     async def _store(self, job: Job) -> bool:
         """Return False if nothing was stored and the scheduler must admit the request."""
-        record, inputs = self._jobs.new_record(job), await inputs_of(job)
+        record, inputs = new_record_of(job, steady=self._jobs.storage.steady()), await inputs_of(job)
         new = packed(record)
         while (scheduler := self._role.other) is not None:
             line = self._line_to(scheduler)

@@ -18,19 +18,13 @@ from bottega.addons.interface.views import Access, JobRequest
 from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, JobNotFound, TraceNotFound
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission
-from bottega.gateway.api.watching import (
-    EndedEvent,
-    JobWatch,
-    WatchEvent,
-    event_to_wire,
-    image_to_wire,
-    job_to_wire,
-)
+from bottega.gateway.api.watching import EndedEvent, JobWatch, WatchEvent, event_to_wire, image_to_wire, job_to_wire
 from bottega.gateway.dispatch.job_traces import JobTraces
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobFilter
+from bottega.gateway.jobs.stored_jobs import StoredJobs
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.scheduling.controller import JobController
 from bottega.rpc.address import host_of
@@ -84,6 +78,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         admission: Admission,
         controller: JobController,
         jobs: JobRepository,
+        stored: StoredJobs,
         images: ContentStore | SharedContentStore,
         fleet: Fleet,
         traces: JobTraces,
@@ -93,6 +88,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self._admission = admission
         self._controller = controller
         self._jobs = jobs
+        self._stored = stored
         self._images = images
         self._fleet = fleet
         self._traces = traces
@@ -179,7 +175,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         left, room = request.page_size or _DEFAULT_PAGE, _PAGE_BYTES
         while left > 0 and room > 0:
             part = min(left, _PART_OF_PAGE)
-            jobs, answer.next_page_token = await self._jobs.page(
+            jobs, answer.next_page_token = await self._stored.page(
                 wanted, size=part, max_bytes=room, token=answer.next_page_token
             )
             listed = [job_to_wire(job) for job in jobs]
@@ -216,7 +212,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Delete a job that has ended, and return when the deletion is durable."""
         with contextlib.suppress(JobNotFound):  # a repeated call is answered, too
             await self.find_job(request.job_id)
-        await self._jobs.delete(request.job_id, tenant=caller().tenant)
+        await self._stored.delete(request.job_id, tenant=caller().tenant)
         self._traces.remove(request.job_id)
         return image_pb2.DeleteJobResponse()
 

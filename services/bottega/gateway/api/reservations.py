@@ -119,7 +119,7 @@ class Reservations:
         return fleet_pb2.AdmitJobsResponse(refusals=[await self._reserve(record) for record in records])
 
     async def _reserve(self, record: JobRecord) -> JobError:
-        if self._jobs.is_live(record.job_id):  # a repeated call that comes late
+        if self._jobs.find_live(record.job_id) is not None:  # a repeated call that comes late
             return to_job_error(InvalidRequest("new_jobs: the job is stored already"))
         self._leave(record.job_id)  # the call may be repeated
         try:

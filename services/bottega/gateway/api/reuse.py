@@ -22,9 +22,9 @@ from bottega.codec import ImageSize
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.api.validation import SeenImages
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, result_key, without_images
 from bottega.gateway.jobs.storage import Storage, digest
+from bottega.gateway.jobs.stored_jobs import StoredJobs
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.rules import computes_part, keeps_data
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
@@ -65,7 +65,7 @@ class IdenticalResults:
         self,
         *,
         default: bool,
-        jobs: JobRepository,
+        jobs: StoredJobs,
         storage: Storage,
         addons: Sequence[AddOn],
         metrics: GatewayMetrics,
@@ -140,7 +140,7 @@ class IdenticalResults:
 class ImageSources:
     """Collects what the gateway knows about the input images of a request: digests, sizes and kept latents."""
 
-    def __init__(self, jobs: JobRepository, storage: Storage) -> None:
+    def __init__(self, jobs: StoredJobs, storage: Storage) -> None:
         self._jobs = jobs
         self._storage = storage
 

@@ -15,12 +15,7 @@ from typing import Protocol
 from bottega.addons.interface.gateway_addon import Release
 from bottega.addons.interface.views import Member
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import (
-    BottegaError,
-    InternalError,
-    TooLarge,
-    WorkerLost,
-)
+from bottega.errors import BottegaError, InternalError, TooLarge, WorkerLost
 from bottega.gateway.dispatch.worker_client import WorkerClient
 from bottega.gateway.jobs import conversion
 from bottega.gateway.jobs.job import Job

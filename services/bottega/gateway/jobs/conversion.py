@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from bottega.addons.interface.views import JobLosses, JobRequest
 from bottega.background_tasks import BackgroundTasks, copied
 from bottega.clocks import Clock
-from bottega.errors import BottegaError, JobCancelled
+from bottega.errors import BottegaError, JobCancelled, TooLarge
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.specs import key_of_result
@@ -35,6 +35,9 @@ from bottega.v1.error_pb2 import JobError
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_STATE_QUEUED
 from bottega.v1.worker_pb2 import AttemptDecisions
+
+# Upper bound on a spec without its images: four prompts of 16 KiB, and names of LoRAs and ControlNets.
+_MAX_SPEC_BYTES = 256 << 10
 
 _OF_RECORD = frozenset(field.name for field in dataclasses.fields(JobRecord))
 # Fields of JobRequest that a record has under the same names.
@@ -111,12 +114,19 @@ def live_record_of(job: Job, *, steady: float) -> JobRecord:
     return record.progressed(progress_of(job, steady=steady)) or record
 
 
-def answered_record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a new job that completes at the time `steady` with the result of an identical job."""
-    outcome = job.outcome
-    assert outcome is not None
+def new_record_of(job: Job, *, steady: float) -> JobRecord:
+    """Return the record of a job that is not stored yet, at the time `steady`. Raises TooLarge.
+
+    A job that an identical one answers has its outcome already.
+    """
+    record = record_of(job, steady=steady)
+    if len(record.spec) > _MAX_SPEC_BYTES:
+        metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
+        raise TooLarge("the request without its images is too large", metadata=metadata)
+    if (outcome := job.outcome) is None:
+        return record
     assert outcome.provenance is not None
-    return record_of(job, steady=steady).answered(
+    return record.answered(
         images=outcome.images,
         provenance=outcome.provenance.SerializeToString(),
         end=EndTime(wall=outcome.ended_wall, steady=steady),

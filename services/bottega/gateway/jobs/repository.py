@@ -13,32 +13,21 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 from bottega.clocks import Clock
-from bottega.errors import (
-    BottegaError,
-    DataLoss,
-    InternalError,
-    JobCancelled,
-    JobNotFinished,
-    JobNotFound,
-    StorageUnavailable,
-    TooLarge,
-)
+from bottega.errors import BottegaError, DataLoss, InternalError, JobCancelled, JobNotFound, StorageUnavailable
 from bottega.gateway.jobs.checkpoints import SharedCheckpoints
 from bottega.gateway.jobs.conversion import (
     WriteQueue,
-    answered_record_of,
     change_of,
     inputs_of,
     job_of,
     live_record_of,
+    new_record_of,
     outcome_of,
     progress_of,
-    record_of,
 )
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.page_tokens import PageTokens
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import Change, EndTime, EventOf, JobFilter, JobRecord, NotAdded, TenantUsage, no_event
+from bottega.gateway.jobs.store import Change, EndTime, EventOf, JobRecord, NotAdded, TenantUsage, no_event
 from bottega.gateway.jobs.values import JobOutcome
 from bottega.rpc.security.tenant_file import UNBOUNDED, Quotas
 from bottega.storage import os_errors
@@ -53,12 +42,6 @@ _READY_S = 5.0
 
 # Seconds to wait until a decided end is written; a healthy disk takes milliseconds.
 _WRITTEN_S = 2.0
-
-# Upper bound on a spec without its images: four prompts of 16 KiB, and names of LoRAs and ControlNets.
-_MAX_SPEC_BYTES = 256 << 10
-
-# Number of jobs with the same result key that are checked. Older ones have usually lost their images.
-_SAME_RESULT = 4
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +76,6 @@ class JobRepository:
         self._on_end = on_end
         self._store = storage.jobs
         self._writes = WriteQueue(storage)
-        self._tokens = PageTokens(storage.folder / "page_tokens.key")
         self._clock = clock
         self._live: dict[str, Job] = {}
         self._adding: dict[str, Job] = {}
@@ -112,10 +94,6 @@ class JobRepository:
     def readable(self) -> bool:
         """Whether jobs can be read from the store."""
         return self._readable.is_set()
-
-    def share_page_tokens(self, key: bytes) -> None:
-        """Use a key of page tokens that other gateways have too, so that a list goes on at another one."""
-        self._tokens.use(key)
 
     async def restore(self) -> list[Job]:
         """Return the unfinished jobs from before a restart, oldest first. Queue them before anything else happens.
@@ -160,7 +138,7 @@ class JobRepository:
             quotas: Quotas of its tenant that the store checks; see JobStore.add.
         """
         await self._wait_readable()
-        new = self.new_record(job)
+        new = new_record_of(job, steady=self.storage.steady())
         self._adding[job.job_id] = job
         try:
             record = await self._store.add(
@@ -185,15 +163,6 @@ class JobRepository:
             self._on_end()
         return job
 
-    def new_record(self, job: Job) -> JobRecord:
-        """Return the record of a job that is not stored yet. Raises TooLarge."""
-        steady = self.storage.steady()
-        new = record_of(job, steady=steady) if job.outcome is None else answered_record_of(job, steady=steady)
-        if len(new.spec) > _MAX_SPEC_BYTES:
-            metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
-            raise TooLarge("the request without its images is too large", metadata=metadata)
-        return new
-
     async def add_for(
         self, new: JobRecord, inputs: bytes, *, lease: tuple[int, str], quotas: Quotas = UNBOUNDED
     ) -> JobRecord:
@@ -203,8 +172,7 @@ class JobRepository:
 
     def expect(self, record: JobRecord) -> Job:
         """Create the job of a record that another gateway is about to store; reads return this object."""
-        job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
-        self._adding[job.job_id] = job
+        self._adding[record.job_id] = job = self._job_of(record)
         return job
 
     def expect_no_more(self, job: Job) -> None:
@@ -228,10 +196,6 @@ class JobRepository:
     async def find_stored(self, job_ids: Sequence[str]) -> list[JobRecord]:
         """Return the records of those jobs, of any tenant, that are stored and have not ended."""
         return await self._store.live(job_ids)
-
-    def is_live(self, job_id: str) -> bool:
-        """Return whether this gateway schedules a stored job with this ID."""
-        return job_id in self._live
 
     async def discover(self, job_id: str) -> None:
         """Queue a job that another gateway has stored, if it is live and not known here."""
@@ -263,39 +227,6 @@ class JobRepository:
             del self._by_request_id[_request_key(job)]
         job.finish(outcome)
 
-    async def delete(self, job_id: str, *, tenant: str = "") -> None:
-        """Delete an ended job of a tenant and its images durably. A repeated call is harmless.
-
-        Raises:
-            JobNotFinished: If the job has not ended.
-            JobNotFound: If the tenant has no such job and has deleted none with this ID.
-            StorageUnavailable: If the disk cannot be written now. The job or some images may still exist; a repeated
-                call deletes them.
-        """
-        contents: set[str] = set()
-        try:
-            job = await self.get(job_id, tenant=tenant)
-            if job.live:
-                raise JobNotFinished("the job has not ended: cancel it first")
-            contents.update(content for image in job.images for content in image.contents)
-        except JobNotFound:
-            with self._explained():
-                if not await self._store.was_deleted(job_id, tenant=tenant):
-                    raise
-        # An image that another job is about to use stays: one that is pinned now or decided, or that is put or
-        # renewed from now on. A job that was stored before is found in the store.
-        began = self.storage.images.steady()
-        needed = self.storage.images.pins | self._decided_contents()
-        try:
-            unneeded = set(await self._store.delete(job_id, tenant=tenant, steady=self.storage.steady()) or ()) - needed
-            for content in sorted(contents | unneeded):
-                await self.storage.images.release(
-                    content, owner=tenant, put_before=began, job=job_id, needed=content not in unneeded
-                )
-        except (StorageUnavailable, DataLoss) as error:
-            self.storage.report_failure(error)
-            raise
-
     def check_changeable(self, job: Job) -> None:
         """Raise StorageUnavailable if the job is read-only: its store cannot be written, or still stores it."""
         if job.live and self._live.get(job.job_id) is not job:
@@ -326,7 +257,7 @@ class JobRepository:
         return iter(self._live.values())
 
     def find_live(self, job_id: str) -> Job | None:
-        """Return the job with this ID if it has not ended, else None."""
+        """Return the stored job with this ID if this gateway schedules it and it has not ended, else None."""
         return self._live.get(job_id)
 
     async def get(self, job_id: str, *, tenant: str = "") -> Job:
@@ -335,68 +266,46 @@ class JobRepository:
         Raises JobNotFound with the same text and after the same time, whether the job belongs to another tenant or does
         not exist.
         """
-        await self._wait_readable()
-        job = self._live.get(job_id)
-        if job is None or job.request.tenant != tenant:
-            with self._explained():
+        async with self.reading():
+            job = self._live.get(job_id)
+            if job is None or job.request.tenant != tenant:
                 record = await self._store.get(job_id, tenant=tenant)
-            job = await self._known(record) if record else None
+                job = await self._known(record) if record else None
         if job is None:
-            raise _not_found()
+            raise JobNotFound("no such job; it may have expired, or was deleted")
         return job
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> Job | None:
         """Return the newest job of a tenant with this request_id, or None."""
-        await self._wait_readable()
-        job = self._by_request_id.get((tenant, request_id))
-        if job is None:
-            with self._explained():
+        async with self.reading():
+            job = self._by_request_id.get((tenant, request_id))
+            if job is None:
                 record = await self._store.of_request(request_id, tenant=tenant)
-            job = await self._known(record) if record else None
-        return job
+                job = await self._known(record) if record else None
+            return job
 
     async def usage(self, tenant: str) -> TenantUsage:
         """Return the counts of jobs and bytes of a tenant that quotas limit."""
-        await self._wait_readable()
-        with self._explained():
+        async with self.reading():
             return await self._store.usage(tenant, now_wall=self._clock.wall())
 
-    async def with_result(self, result_key: str) -> list[Job]:
-        """Return the newest jobs that completed with this result key, read-only, newest first."""
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Wait until the store can be read. If it could not be opened, reads in the block raise the reason."""
         await self._wait_readable()
-        with self._explained():
-            records = await self._store.with_result(result_key, limit=_SAME_RESULT)
-        return [self._read_only(record) for record in records]
+        try:
+            yield
+        except StorageUnavailable as error:
+            if error.metadata.get("cause") == os_errors.NOT_OPEN:
+                self.storage.check_writable()
+            raise
 
-    async def with_kept_picture(self, digest: str, *, tenant: str = "") -> list[Job]:
-        """Return the newest jobs of a tenant that keep latents of this image, read-only, newest first."""
-        await self._wait_readable()
-        with self._explained():
-            records = await self._store.with_kept_picture(digest, tenant=tenant, limit=_SAME_RESULT)
-        return [self._read_only(record) for record in records]
-
-    async def page(self, wanted: JobFilter, *, size: int, max_bytes: int, token: str) -> tuple[list[Job], str]:
-        """Return a page of jobs, newest first, and the token of the next page ("" on the last).
-
-        Args:
-            wanted: The filter of the list.
-            size: Upper bound on the number of jobs of the page.
-            max_bytes: Upper bound on the total bytes of their records. The page has at least one job, however large.
-            token: The token of this page, or "" for the first one.
-
-        Raises:
-            InvalidRequest: If the token is not valid for the tenant.
-        """
-        newest = self._tokens.sequence_of(token, tenant=wanted.tenant) if token else None
-        await self._wait_readable()
-        with self._explained():
-            records = await self._store.page(wanted, size=size + 1, before_sequence=newest)
-        page = list(_first(records[:size], max_bytes))
-        jobs = [self._live.get(record.job_id) or self._read_only(record) for record in page]
-        # The store may be some milliseconds behind the jobs in memory.
-        matching = [job for job in jobs if not wanted.states or job.state in wanted.states]
-        more = len(records) > len(page)
-        return matching, self._tokens.token_of(page[-1].sequence, tenant=wanted.tenant) if more else ""
+    def read_only(self, record: JobRecord) -> Job:
+        """Return a read-only job from a record."""
+        job = self._job_of(record)
+        if job.live:
+            job.detach(self.storage.trouble or StorageUnavailable("the job cannot be watched now"))
+        return job
 
     async def resolve_doubtful(self) -> None:
         """Find jobs that were stored although `add` failed. Resume those with a request_id, and cancel the others.
@@ -418,16 +327,6 @@ class JobRepository:
         except TimeoutError:
             raise StorageUnavailable("the gateway is still starting", retry_after_s=1.0) from None
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """If a read in the block fails because the store is not open, raise the reason why it could not be opened."""
-        try:
-            yield
-        except StorageUnavailable as error:
-            if error.metadata.get("cause") == os_errors.NOT_OPEN:
-                self.storage.check_writable()
-            raise
-
     async def _resolve(self, job_id: str) -> None:
         record = await self._store.get(job_id)
         if record is None or not record.live or job_id in self._live:
@@ -445,10 +344,10 @@ class JobRepository:
         try:
             inputs = await self._store.inputs(record.job_id)
         except DataLoss:
-            job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
+            job = self._job_of(record)
             job.fail(DataLoss("the job's input images are damaged; send it again, with another request_id"))
             return job
-        job = job_of(record, inputs=inputs, life=self.life, clock=self._clock, steady=self.storage.steady())
+        job = self._job_of(record, inputs)
         if job.state == JOB_STATE_QUEUED:
             job.fail_if_exhausted()
         return job
@@ -456,7 +355,7 @@ class JobRepository:
     async def _known(self, record: JobRecord) -> Job:
         """Return the job of a record: the one in memory if the job is live, else a read-only one."""
         if not record.live or not self.restored:
-            return self._read_only(record)
+            return self.read_only(record)
         inputs = b""
         if record.job_id not in self._live and record.job_id not in self._adding:
             inputs = await self._store.inputs(record.job_id)
@@ -465,20 +364,14 @@ class JobRepository:
             fresh = await self._store.get(record.job_id)  # it may have ended since it was read
             job = self._live.get(record.job_id)
             if job is None:
-                job = job_of(
-                    fresh or record, inputs=inputs, life=self.life, clock=self._clock, steady=self.storage.steady()
-                )
+                job = self._job_of(fresh or record, inputs)
                 if job.live:
                     self._remember(job)
                     self._found.put_nowait(job)
         return job
 
-    def _read_only(self, record: JobRecord) -> Job:
-        """Return a read-only job from a record."""
-        job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
-        if job.live:
-            job.detach(self.storage.trouble or StorageUnavailable("the job cannot be watched now"))
-        return job
+    def _job_of(self, record: JobRecord, inputs: bytes = b"") -> Job:
+        return job_of(record, inputs=inputs, life=self.life, clock=self._clock, steady=self.storage.steady())
 
     async def _write(self, job: Job, outcome: JobOutcome) -> JobOutcome:
         """Write an outcome, and return the stored one, which may be from an earlier try."""
@@ -495,29 +388,10 @@ class JobRepository:
         end = EndTime(wall=outcome.ended_wall, steady=self.storage.steady())
         return change_of(outcome, number=number, bare=bare, tenant=tenant, end=end)
 
-    def _decided_contents(self) -> set[str]:
-        """Return the digests of the images and latents of jobs whose completion is decided but not stored yet."""
-        outcomes = [job.outcome for job in self._live.values() if job.outcome is not None]
-        return {digest for outcome in outcomes for image in outcome.images for digest in image.contents}
-
     def _remember(self, job: Job) -> None:
         self._live[job.job_id] = job
         if job.request.request_id:
             self._by_request_id[_request_key(job)] = job
-
-
-def _first(records: Sequence[JobRecord], max_bytes: int) -> Iterator[JobRecord]:
-    """Yield the first records whose sizes add up to at most `max_bytes`, but at least one."""
-    room = max_bytes
-    for place, record in enumerate(records):
-        room -= record.answer_bytes
-        if room < 0 and place:
-            return
-        yield record
-
-
-def _not_found() -> JobNotFound:
-    return JobNotFound("no such job; it may have expired, or was deleted")
 
 
 def _request_key(job: Job) -> tuple[str, str]:

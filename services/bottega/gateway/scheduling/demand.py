@@ -22,16 +22,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.gateway.scheduling.worker_plan import BatchCosts, ResourceRequest, WorkerState
-from bottega.planning.scaling import (
-    ArrivalRate,
-    Need,
-    PoolState,
-    Supply,
-    TargetCount,
-    Work,
-    services_needed,
-    share_out,
-)
+from bottega.planning.scaling import ArrivalRate, Need, PoolState, Supply, TargetCount, Work, services_needed, share_out
 from bottega.v1.fleet_pb2 import Demand, Pool, PoolTarget
 
 _log = logging.getLogger(__name__)

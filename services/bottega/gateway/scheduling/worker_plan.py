@@ -12,15 +12,7 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from bottega.planning import (
-    RemainingWork,
-    RowFractions,
-    Shape,
-    StepTimes,
-    best_width,
-    completion_times,
-    most_on_trial,
-)
+from bottega.planning import RemainingWork, RowFractions, Shape, StepTimes, best_width, completion_times, most_on_trial
 
 # Seconds of a turn per row until one is measured. They are proportional to rows, so that sharing a turn gains nothing.
 UNMEASURED_S = 0.1

@@ -31,16 +31,7 @@ from bottega.model.model import Model
 from bottega.process.child import FramedPipe
 from bottega.rpc.link_service import answer_link_request, link_endpoints
 from bottega.rpc.operation.metrics import link_counts
-from bottega.transport import (
-    Connection,
-    Incoming,
-    Limits,
-    Link,
-    LinkHandler,
-    LinkServer,
-    LinkServerSettings,
-    kind_of,
-)
+from bottega.transport import Connection, Incoming, Limits, Link, LinkHandler, LinkServer, LinkServerSettings, kind_of
 from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineEvent
 from bottega.v1.fleet_pb2 import RunningAttempt
 from bottega.worker.config import EngineConfig

@@ -72,7 +72,7 @@ async def test_a_job_that_is_deleted_while_its_pictures_answer_another_takes_non
     add = store.add
 
     async def add_after_a_deletion(*args: Any, **kwargs: Any) -> Any:
-        await house.gateway._jobs.delete(source)
+        await house.gateway._stored.delete(source)
         return await add(*args, **kwargs)
 
     monkeypatch.setattr(store, "add", add_after_a_deletion)

@@ -18,6 +18,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import Change, EventOf, JobFilter, JobRecord, SqliteJobStore, no_event
+from bottega.gateway.jobs.stored_jobs import StoredJobs
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, os_errors
 from bottega.v1 import image_pb2
@@ -72,6 +73,7 @@ class Life:
     store: FailingStore
     storage: Storage
     log: JobRepository
+    stored: StoredJobs
     restored: list[Job]
 
     @classmethod
@@ -89,7 +91,8 @@ class Life:
         log = JobRepository(storage=storage, clock=time.clock())
         await storage.open()
         storage.start(log.live_records)
-        return cls(time=time, store=store, storage=storage, log=log, restored=await log.restore())
+        stored = StoredJobs(log)
+        return cls(time=time, store=store, storage=storage, log=log, stored=stored, restored=await log.restore())
 
     async def end(self) -> None:
         await self.log.close()
@@ -122,10 +125,10 @@ def _ids(jobs: list[Job]) -> list[str]:
 
 async def test_the_log_pages_newest_first_even_while_jobs_come_in(life: Life) -> None:
     jobs = [await life.ended() for _ in range(5)]
-    first, token = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token="")
+    first, token = await life.stored.page(JobFilter(), size=2, max_bytes=1 << 20, token="")
     await life.ended()
-    second, token = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
-    third, end = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
+    second, token = await life.stored.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
+    third, end = await life.stored.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
     assert _ids([*first, *second, *third]) == _ids(jobs[::-1])
     assert end == ""
 
@@ -135,40 +138,40 @@ async def test_a_page_ends_before_it_has_too_many_bytes_and_has_one_job_at_least
     pages: list[list[str]] = []
     token = ""
     while token or not pages:
-        page, token = await life.log.page(JobFilter(), size=9, max_bytes=2500, token=token)
+        page, token = await life.stored.page(JobFilter(), size=9, max_bytes=2500, token=token)
         pages.append(_ids(page))
     assert [len(page) for page in pages] == [2, 2, 1]
     assert [job_id for page in pages for job_id in page] == _ids(jobs[::-1])
-    alone, _ = await life.log.page(JobFilter(), size=9, max_bytes=1, token="")
+    alone, _ = await life.stored.page(JobFilter(), size=9, max_bytes=1, token="")
     assert _ids(alone) == pages[0][:1]
 
 
 async def test_a_job_whose_record_would_be_larger_than_any_request_may_be_is_not_stored(life: Life) -> None:
     with pytest.raises(TooLarge):
         await life.job(prompt="x" * (300 << 10))
-    assert (await life.log.page(JobFilter(), size=9, max_bytes=1, token="")) == ([], "")
+    assert (await life.stored.page(JobFilter(), size=9, max_bytes=1, token="")) == ([], "")
 
 
 async def test_a_page_token_shows_no_sequence_and_outlives_a_restart(tmp_path: Path, time: FakeTime) -> None:
     life = await Life.begin(tmp_path, time)
     jobs = [await life.ended() for _ in range(3)]
-    _, token = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token="")
+    _, token = await life.stored.page(JobFilter(), size=2, max_bytes=1 << 20, token="")
     raw = base64.urlsafe_b64decode(token)
     for job in jobs:
         assert job.sequence.to_bytes(8, "big") not in raw
     await life.end()
     later = await Life.begin(tmp_path, time)
-    page, _ = await later.log.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
+    page, _ = await later.stored.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
     assert _ids(page) == _ids(jobs[:1])
     with pytest.raises(InvalidRequest):
-        await later.log.page(JobFilter(tenant="other"), size=2, max_bytes=1 << 20, token=token)
+        await later.stored.page(JobFilter(tenant="other"), size=2, max_bytes=1 << 20, token=token)
     await later.end()
 
 
 async def test_a_made_up_token_is_refused(life: Life) -> None:
     for token in ("A" * 48, "x", "AAAA", "%%%", "ü", "A" * 1000, "_" * 11 + "="):
         with pytest.raises(InvalidRequest):
-            await life.log.page(JobFilter(), size=1, max_bytes=1 << 20, token=token)
+            await life.stored.page(JobFilter(), size=1, max_bytes=1 << 20, token=token)
 
 
 async def test_an_ended_job_is_read_as_it_was_and_is_in_memory_no_more(life: Life) -> None:
@@ -197,11 +200,11 @@ async def test_a_deletion_leaves_the_picture_of_a_job_whose_completion_is_being_
     first, second = await _drawn(life, images), await _drawn(life, images)
     await life.log.finish(first)
     life.time.now += 1.0
-    await life.log.delete(first.job_id)
+    await life.stored.delete(first.job_id)
     await life.log.finish(second)
     assert await life.storage.images.get(images[0].digest) == b"picture"
     life.time.now += 1.0
-    await life.log.delete(second.job_id)
+    await life.stored.delete(second.job_id)
     assert await life.storage.images.get(images[0].digest) is None
 
 
@@ -211,13 +214,13 @@ async def test_a_deletion_leaves_what_is_to_answer_a_new_job(life: Life) -> None
     await life.log.finish(job)
     life.time.now += 1.0
     with life.storage.pinned(images):
-        await life.log.delete(job.job_id)
+        await life.stored.delete(job.job_id)
     assert all(map(life.storage.images.holds, images[0].contents))
-    await life.log.delete(job.job_id)  # as after a disk that failed between the record and the picture
+    await life.stored.delete(job.job_id)  # as after a disk that failed between the record and the picture
     assert not any(map(life.storage.images.holds, images[0].contents))
     for tenant, job_id in (("other", job.job_id), ("", "nobody")):
         with pytest.raises(JobNotFound):
-            await life.log.delete(job_id, tenant=tenant)
+            await life.stored.delete(job_id, tenant=tenant)
 
 
 async def test_a_later_life_knows_the_jobs_their_inputs_and_their_deadlines(tmp_path: Path, time: FakeTime) -> None:
@@ -344,7 +347,7 @@ async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
     jobs = [sample_job(life.time, request_id="r") for _ in range(10)]
     added = await asyncio.gather(*(life.log.add(job) for job in jobs))
     assert len({id(job) for job in added}) == 1
-    assert len((await life.log.page(JobFilter(), size=9, max_bytes=1 << 20, token=""))[0]) == 1
+    assert len((await life.stored.page(JobFilter(), size=9, max_bytes=1 << 20, token=""))[0]) == 1
 
 
 async def _swept(life: Life) -> None:

@@ -242,8 +242,8 @@ class PostgresJobStore:
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Read the newest jobs with a result key."""
-        where = "result_key = %s AND result_key <> ''"
-        return await self._list(f"jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", result_key, limit)
+        query = "jobs WHERE result_key = %s AND result_key <> '' ORDER BY sequence DESC LIMIT %s"
+        return await self._list(query, result_key, limit)
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
         """Read the newest jobs that keep latents of an image."""
@@ -256,8 +256,7 @@ class PostgresJobStore:
     async def inputs(self, job_id: str) -> bytes:
         """Read the inputs of a live job."""
         query = "SELECT data FROM inputs JOIN jobs USING (sequence) WHERE job_id = %s"
-        rows = await self._ask(rows_of, query, (job_id,))
-        return bytes(rows[0][0]) if rows else b""
+        return b"".join(bytes(data) for (data,) in await self._ask(rows_of, query, (job_id,)))
 
     async def last_end(self) -> EndTime | None:
         """Read the latest end of a job."""
@@ -290,8 +289,8 @@ class PostgresJobStore:
             "state = ANY(%s)": [int(state) for state in wanted.states] or None,
         }
         given = {condition: value for condition, value in limits.items() if value is not None}
-        where = " AND ".join(given)
-        return await self._list(f"jobs WHERE {where} ORDER BY sequence DESC LIMIT %s", *given.values(), size)
+        query = f"jobs WHERE {' AND '.join(given)} ORDER BY sequence DESC LIMIT %s"
+        return await self._list(query, *given.values(), size)
 
     async def every(self, *, after: int, limit: int) -> list[JobRecord]:
         """Read the first jobs of all tenants with sequence numbers above `after`."""

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.jobs.store.job_store import (
-    Change,
-    EndTime,
-    EventOf,
-    JobFilter,
-    JobRecord,
-    RemovedJobs,
-)
+from bottega.gateway.jobs.store.job_store import Change, EndTime, EventOf, JobFilter, JobRecord, RemovedJobs
 from bottega.gateway.jobs.store.quotas import DAY_S, MINUTE_S, TenantUsage, check_quotas, is_bounded
 from bottega.gateway.jobs.store.rows import VALUES, record_of, values_of
 from bottega.gateway.jobs.store.sqlite_outbox import insert_event
