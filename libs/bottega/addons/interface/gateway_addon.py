@@ -197,14 +197,10 @@ class AddOn:
 
     # Admission of a request.
 
-    decides_model: bool = False
-    """Whether the items that a request names determine its model, if it names no model."""
+    model_field: str = ""
+    """Field of a request's spec whose items determine its model, if it names no model; "" if there is none."""
     adapter_kind: AdapterKind.ValueType = image_pb2.ADAPTER_KIND_UNSPECIFIED
     """Kind of the adapters that `adapters` returns; UNSPECIFIED if it returns none."""
-
-    def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request names items of this add-on, which then have to be resolved."""
-        return False
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
         """Yield the violations in the add-on's fields of a request that do not depend on the model."""
@@ -220,8 +216,8 @@ class AddOn:
         """
         return iter(())
 
-    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Find the items that a request names. Raise one error for all that are missing.
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution | None:
+        """Find the items of this add-on that a request names; None if it names none. Raise one error for all missing.
 
         Raises Unavailable if a service that lists items does not answer.
 
@@ -229,7 +225,7 @@ class AddOn:
             spec: The request.
             access: What the caller may name. Other items are treated as missing.
         """
-        return Resolution()
+        return None
 
     def decide_again(self, decisions: AttemptDecisions, before: AddOnJob) -> None:
         """Add to `decisions` what a repeated job needs to draw the same pictures as `before`.

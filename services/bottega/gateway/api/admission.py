@@ -386,12 +386,12 @@ class Admission:
         return specs.complete(spec, model, resolutions)
 
     async def _resolve(self, spec: GenerationSpec, access: Access) -> list[Resolution]:
-        resolutions = []
-        for addon in self._addons:
-            if addon.is_named(spec):
-                self._refuse_if_draining()
-                resolutions.append(await addon.resolve(spec, access))
-        return resolutions
+        try:
+            resolutions = [await addon.resolve(spec, access) for addon in self._addons]
+        except BottegaError:
+            self._refuse_if_draining()
+            raise
+        return [resolution for resolution in resolutions if resolution is not None]
 
     def _refuse_if_draining(self) -> None:
         if self._controller.draining:

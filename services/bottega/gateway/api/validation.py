@@ -152,7 +152,7 @@ def find_model(
     """
     if spec.HasField("model"):
         return _found_model(fleet, spec.model, None, access)
-    if not resolutions and any(addon.decides_model and addon.is_named(spec) for addon in addons):
+    if not resolutions and any(addon.model_field and getattr(spec, addon.model_field) for addon in addons):
         with contextlib.suppress(BottegaError):
             return fleet.resolve(None, access)
         return None

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.addons.cache.gateway import CacheAddOn, HitRates, ResolvedCache, rate_key
-from bottega.addons.interface.gateway_addon import AddOnMetrics
+from bottega.addons.cache.gateway import CacheAddOn, HitRates, rate_key
+from bottega.addons.interface.gateway_addon import AddOnMetrics, Resolution
 from bottega.addons.interface.views import ANYTHING, JobRequest
 from bottega.clocks import Clock
 from bottega.errors import (
@@ -187,10 +187,18 @@ async def test_a_seed_alone_is_exact_and_one_beside_a_pin_or_the_switch_is_not(
     cache: CacheAddOn, techniques: Techniques, beside: dict[str, Any], fidelity: int
 ) -> None:
     spec = GenerationSpec(prompt="a red star", seed=1, techniques=techniques, **beside)
-    resolutions = [ResolvedCache()] if cache.is_named(spec) else []
+    resolutions = await _resolved(cache, spec)
     assert specs.complete(spec, MODEL, resolutions).fidelity == fidelity
     spec.fidelity = FAST
     assert specs.complete(spec, MODEL, resolutions).fidelity == FAST
+
+
+async def _resolved(cache: CacheAddOn, spec: GenerationSpec) -> list[Resolution]:
+    """Find what a request names while there is a cache."""
+    assert isinstance(cache._fleet, Fleet)
+    cache._fleet.join(again(Registration(kind=kinds.CACHE, name="cache", address="127.0.0.1:1")))
+    found = await cache.resolve(spec, ANYTHING)
+    return [] if found is None else [found]
 
 
 async def test_a_pin_needs_a_store_and_the_switch_does_not(cache: CacheAddOn) -> None:
@@ -199,9 +207,8 @@ async def test_a_pin_needs_a_store_and_the_switch_does_not(cache: CacheAddOn) ->
         await cache.resolve(pinned, ANYTHING)
     assert refused.value.retry_after_s
     await cache.resolve(GenerationSpec(techniques=ON), ANYTHING)
-    assert isinstance(cache._fleet, Fleet)
-    cache._fleet.join(again(Registration(kind=kinds.CACHE, name="cache", address="127.0.0.1:1")))
-    await cache.resolve(pinned, ANYTHING)
+    assert await _resolved(cache, pinned)
+    assert not await _resolved(cache, GenerationSpec(techniques=OFF))
 
 
 def _use(image: int = 0, *, entry: str = ENTRY, step: int = 6, made: int = 0) -> CacheUse:
@@ -222,7 +229,7 @@ def _use(image: int = 0, *, entry: str = ENTRY, step: int = 6, made: int = 0) ->
         ({"prompt_2": "x"}, [], Techniques()),
     ],
 )
-def test_the_parameters_of_a_provenance_pin_what_makes_the_same_again(
+async def test_the_parameters_of_a_provenance_pin_what_makes_the_same_again(
     cache: CacheAddOn, spec: dict[str, Any], starts: Sequence[CacheUse], techniques: Techniques
 ) -> None:
     asked: dict[str, Any] = {"fidelity": BALANCED, "prompt": "a red star"}
@@ -233,7 +240,7 @@ def test_the_parameters_of_a_provenance_pin_what_makes_the_same_again(
     pinned = provenance.parameters
     assert list(validation.check_spec(pinned, ADDONS, max_image_bytes=9)) == []
     assert list(validation.check_model(pinned, MODEL, ADDONS)) == []
-    assert specs.complete(pinned, MODEL, [ResolvedCache()] if cache.is_named(pinned) else []) == pinned
+    assert specs.complete(pinned, MODEL, await _resolved(cache, pinned)) == pinned
 
 
 async def test_a_retried_attempt_starts_from_what_the_one_before_decided(shop: Shop) -> None:

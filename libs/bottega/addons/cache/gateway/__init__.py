@@ -86,10 +86,6 @@ class CacheAddOn(AddOn):
         self._rates = HitRates()
         self._keys: OrderedDict[str, RateKey] = OrderedDict()  # by job
 
-    def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request sets `approximate_cache` to true or has a `cache_entry`, whatever its fidelity."""
-        return _asks_for_cache(spec)
-
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
         """Yield violations for settings that contradict a pin or `approximate_cache`."""
         return _check_cache(spec)
@@ -98,8 +94,10 @@ class CacheAddOn(AddOn):
         """Yield a violation if the pin names a step after which no latents are recorded."""
         return check_cached_step(spec, steps)
 
-    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution | None:
         """Raise NoCache if the request has a pin and there is no cache. The worker looks for the entry itself."""
+        if not _asks_for_cache(spec):
+            return None
         if spec.techniques.cache_entry and not self._fleet.services(kinds.CACHE):
             text = f"there is no approximate cache that could have {spec.techniques.cache_entry}"
             raise NoCache(text, retry_after_s=_RETRY_AFTER_S)

@@ -135,16 +135,14 @@ class ControlNetAddOn(AddOn):
             name = state.removeprefix("HOSTED_STATE_").lower()
             hosted.labels(name).set_function(functools.partial(self._hosts.count, number))
 
-    def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request names a ControlNet."""
-        return bool(spec.controlnets)
-
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
         """Yield the violations in a request's ControlNets, except in their images."""
         return check_controlnets(spec)
 
-    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution | None:
         """Return the ControlNets by full names. `check_model` checks whether services host them for the model."""
+        if not spec.controlnets:
+            return None
         names = tuple(self._full_name(net.name, access) for net in spec.controlnets)
         modes = tuple(mode_number(net.control_mode) for net in spec.controlnets)
         return ResolvedControlNets(names=names, modes=modes, access=access, hosts=self._hosts)

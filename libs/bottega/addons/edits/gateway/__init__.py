@@ -28,9 +28,11 @@ from bottega.addons.interface.gateway_addon import (
     JobCosts,
     PrefetchReason,
     Release,
-    Resolution,
     SecondsByWorker,
     WorkerCosts,
+)
+from bottega.addons.interface.gateway_addon import (
+    Resolution as Resolution,
 )
 from bottega.addons.interface.prefetch import GrpcPrefetchClient, PrefetchClient, ServicePrefetcher
 from bottega.addons.interface.store_link import MAX_SERVICES
@@ -97,18 +99,19 @@ class ActivationsAddOn(AddOn):
             kinds.ACTIVATIONS, functools.partial(self._connect, channels=channels), metrics.prefetches
         )
 
-    def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request names the recording that an earlier edit used."""
-        return spec.techniques.HasField("recording")
-
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
         """Yield a violation if an edit must be exact, but allows to compute only the masked part."""
         if spec.fidelity == FIDELITY_EXACT and spec.techniques.masked_blocks:
             rule = "must not be true with fidelity EXACT, which computes all"
             yield Violation(field="spec.techniques.masked_blocks", description=rule)
 
-    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Raise RecordingNotKept: every edit of an image changes its recording, and earlier states are not kept."""
+    async def resolve(self, spec: GenerationSpec, access: Access) -> None:
+        """Raise RecordingNotKept if the request names a recording that an earlier edit used.
+
+        Every edit of an image changes its recording, and earlier states are not kept.
+        """
+        if not spec.techniques.HasField("recording"):
+            return
         recording = spec.techniques.recording
         text = (
             f"this edit reused recording {recording}, which has changed since, so the picture cannot be redrawn; remove"

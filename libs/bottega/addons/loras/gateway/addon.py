@@ -59,7 +59,7 @@ class LoraAddOn(AddOn):
     """The gateway's add-on for LoRAs."""
 
     adapter_kind = image_pb2.ADAPTER_KIND_LORA
-    decides_model = True
+    model_field = "loras"
     # Another worker would not get the LoRAs either.
     final_errors = (NoLora,)
 
@@ -88,10 +88,6 @@ class LoraAddOn(AddOn):
         self._prefetcher = ServicePrefetcher(kinds.LORAS, connect, metrics.prefetches)
         self._sizes = LoraSizes()
 
-    def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request names a LoRA."""
-        return bool(spec.loras)
-
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
         """Yield the violations in a request's LoRAs."""
         yield from check_loras(spec)
@@ -101,8 +97,10 @@ class LoraAddOn(AddOn):
         """Yield violations for LoRAs that would be used only after the last step, or later than the request allows."""
         return check_lora_steps(spec, steps, strength, waits=waits_for_loras(spec))
 
-    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution | None:
         """Look up the LoRAs in the stores. Raise LoraNotFound, LoraUnusable or NoLora if that fails."""
+        if not spec.loras:
+            return None
         stored = await self._resolver.resolve(spec.loras, access)
         refuse(list(_check_embeddings(spec, stored)))
         self._sizes.record(stored)

@@ -330,8 +330,7 @@ def test_the_parameters_of_a_picture_that_is_no_edit_stay_as_they_are(time: Fake
 
 async def test_an_edit_that_took_from_a_recording_is_refused_by_name(time: FakeTime) -> None:
     addon, again = _OneAddOn(time), GenerationSpec(techniques=Techniques(recording=RECORDING))
-    assert addon.is_named(again)
-    assert not addon.is_named(GenerationSpec(techniques=Techniques(masked_blocks=True)))
+    await addon.resolve(GenerationSpec(techniques=Techniques(masked_blocks=True)), ANYTHING)
     with pytest.raises(RecordingNotKept, match=RECORDING) as refused:
         await addon.resolve(again, ANYTHING)
     assert refused.value.metadata == {"recording": RECORDING}
