@@ -25,7 +25,7 @@ from tests.support.warm_start.sitecustomize import COLD
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _SCRIPT = """
 import sys, time
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 
 channel = FramedPipe.from_fd(int(sys.argv[sys.argv.index("--fd") + 1]))
 channel.send(b"")

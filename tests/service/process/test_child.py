@@ -25,7 +25,7 @@ from bottega.worker.engine_client import WorkerEngineClient
 
 ECHO = """
 import argparse, os, resource, signal, sys, time
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fd", type=int)
@@ -44,7 +44,7 @@ while arguments.deaf:
 
 PARENT = """
 import asyncio
-from bottega.process import ChildProcess
+from bottega.process.child import ChildProcess
 
 async def main():
     child = await ChildProcess.start("echo_child")

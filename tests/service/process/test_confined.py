@@ -24,7 +24,7 @@ from bottega.process.child import ChildProcess
 
 PROBE = """
 import argparse, ctypes, json, os, socket, subprocess, sys, threading
-from bottega.process import FramedPipe
+from bottega.process.child import FramedPipe
 
 def connect(port):
     with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
