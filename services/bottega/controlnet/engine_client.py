@@ -13,10 +13,9 @@ import resource
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bottega import process
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.errors import BottegaError, ControlNetUnusable, Unavailable
-from bottega.process.engine_supervisor import EngineTimeouts, PendingCalls
+from bottega.process.engine_supervisor import EngineSupervisor, EngineTimeouts, PendingCalls
 from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
 from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
 from bottega.rpc.status import from_job_error
@@ -35,7 +34,7 @@ MAX_HOSTING_S = 300.0
 
 
 class ControlNetEngineClient(
-    process.EngineSupervisor[pb.ControlNetEngineCommand, pb.ControlNetEngineEvent, pb.ControlNetEngineReady]
+    EngineSupervisor[pb.ControlNetEngineCommand, pb.ControlNetEngineEvent, pb.ControlNetEngineReady]
 ):
     """Supervises the engine process of a ControlNet server. Pass every event to `on_event`: some are answers."""
 

@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from bottega import process
 from bottega.errors import Unavailable, WorkerLost
 from bottega.plain_text import progress_text
-from bottega.process.engine_supervisor import EngineTimeouts, PendingCalls, StartProgress
+from bottega.process.engine_supervisor import EngineSupervisor, EngineTimeouts, PendingCalls, StartProgress
 from bottega.rpc.status import from_job_error
 from bottega.storage.folders import ProcessLock
 from bottega.v1 import fleet_pb2
@@ -134,7 +133,7 @@ class StartMonitor:
         self._timer = asyncio.get_running_loop().call_later(_REPEAT_S, self._log_stage)
 
 
-class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
+class WorkerEngineClient(EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
     """Supervises a worker's engine process, and sends it the calls that other services make.
 
     Args:
