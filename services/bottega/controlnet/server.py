@@ -80,15 +80,14 @@ class ControlNetServer:
         self._hosted: list[Hosted] = []
         self._refused: dict[str, str] = {}
         """Reasons why the engine does not host some ControlNets of the catalogue, by name."""
-        self._device = ""
-        self._start_s = 0.0
+        self._device, self._start_s = "", 0.0
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._copies = CopiedControlNets()
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
         """Done with an error when no engine can be started any more and the process has to exit."""
         self._tasks = BackgroundTasks("watching of the engine")
-        self._engine_wanted = False
+        self._engine_wanted = self._draining = False
         self._on_demand = False
         """Whether the server still runs without an engine, until a request needs one."""
         self._hosting = BackgroundTasks("hosting of ControlNets")
@@ -96,7 +95,6 @@ class ControlNetServer:
         self._memory = MemoryMeter(self._pids)
         metrics.memory_bytes.set_function(lambda: self._memory.resident_bytes)
         metrics.budget_bytes.set(self.budget_bytes)
-        self._draining = False
         self._drained = asyncio.Event()
 
     @property
@@ -212,17 +210,13 @@ class ControlNetServer:
             await self._profiles.set(digest, profile)
         self._hosted = self._with_profiles(self._beat)
         self._report()
-        _log.info(
-            "the profile of a ControlNet was stored", extra={"controlnet": name, "similarity": profile.similarity}
-        )
+        _log.info("a profile was stored", extra={"controlnet": name, "similarity": profile.similarity})
         return next(net for net in self._hosted if net.name == name)
 
     def load(self) -> fleet_pb2.Load:
         """Return the load to report to the fleet, with the hosted ControlNets."""
-        beat = self._beat
-        activity = fleet_pb2.Activity(
-            steps=beat.rows, turns=beat.turns, lookups=beat.hits + beat.misses, hits=beat.hits
-        )
+        beat, lookups = self._beat, self._beat.hits + self._beat.misses
+        activity = fleet_pb2.Activity(steps=beat.rows, turns=beat.turns, lookups=lookups, hits=beat.hits)
         left_out = {**self._config.left_out, **self._catalogue.left_out, **self._refused}
         return fleet_pb2.Load(
             hosted=self._hosted,
@@ -315,8 +309,7 @@ class ControlNetServer:
             return
         await self._server.set_serving(False)
         await self._leave()
-        self._beat = ControlNetEngineBeat()
-        self._hosted = []
+        self._beat, self._hosted = ControlNetEngineBeat(), []
         self._copies = CopiedControlNets()
 
     async def _host_all(self) -> None:
@@ -404,5 +397,4 @@ class ControlNetServer:
             self._membership.report_soon()
 
     def _pids(self) -> list[int]:
-        engine = [self._engine.pid] if self._engine.pid else []
-        return [os.getpid(), *engine, *self._inspector.pids]
+        return [os.getpid(), *filter(None, [self._engine.pid]), *self._inspector.pids]
