@@ -101,9 +101,7 @@ class NetworkConfig:
     resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
     projection_class_embeddings_input_dim: _Width | None = None
     controlnet_conditioning_channel_order: Literal["rgb", "bgr"] = "rgb"
-    conditioning_embedding_out_channels: Annotated[tuple[_Channels, ...], Field(min_length=2, max_length=8)] = (
-        _EMBEDDING
-    )
+    conditioning_embedding_out_channels: _EmbeddingChannels = _EMBEDDING
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -130,9 +128,7 @@ class UnionConfig(NetworkConfig):
     addition_embed_type: Literal["text_time"]
     mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
     controlnet_conditioning_channel_order: Literal["rgb"] = "rgb"
-    conditioning_embedding_out_channels: Annotated[tuple[_Channels, ...], Field(min_length=2, max_length=8)] = (
-        _UNION_EMBEDDING
-    )
+    conditioning_embedding_out_channels: _EmbeddingChannels = _UNION_EMBEDDING
     num_control_type: Annotated[int, Field(ge=1, le=MAX_MODES)] = 6
     num_trans_channel: _Channels = 320
     num_trans_head: _Heads = 8
