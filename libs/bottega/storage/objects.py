@@ -12,8 +12,6 @@ from typing import Annotated, Protocol
 
 from pydantic import AfterValidator
 
-S3_SCHEME = "s3://"
-
 NO_CREDENTIALS, CONDITIONS_IGNORED = "NoCredentials", "ConditionsIgnored"
 OPERATOR_CAUSES = frozenset(
     {
