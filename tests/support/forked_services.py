@@ -1,4 +1,4 @@
-"""Services of tests that one process forks, as `bottega up` has its own forked, in place of new interpreters.
+"""Services and programs of tests that one process forks, as `bottega up` has its own forked: no new interpreters.
 
 `make test` starts that process. Where there is none, or what a service is to have cannot be had by a fork, tests start
 a new interpreter.
@@ -115,6 +115,33 @@ class ForkedService:
 def may_be_forked() -> bool:
     """Return whether there is a server, and a fork of it has what a child of this process would have."""
     return bool(os.environ.get(FORK_SERVER)) and _own_traits() == _AT_START
+
+
+@contextlib.contextmanager
+def running_program(
+    module: str, *arguments: str, imports: str
+) -> Iterator[tuple[subprocess.Popen[bytes] | ForkedService, BinaryIO]]:
+    """Run `python -m MODULE ARGUMENTS`, as a fork if it may be one; yield it and what it says. It is killed at the end.
+
+    Args:
+        imports: See ForkOrder. It is not the module itself, which Python would warn of.
+    """
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb") as said:
+        with os.fdopen(write_end, "wb") as output:
+            if may_be_forked():
+                folder = str(Path.cwd())
+                order = ForkOrder(
+                    module=module, arguments=arguments, environment=os.environ.copy(), folder=folder, imports=imports
+                )
+                process: subprocess.Popen[bytes] | ForkedService = ForkedService(order, output)
+            else:
+                process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=output, stderr=output)
+        try:
+            yield process, said
+        finally:
+            process.kill()
+            process.wait(_STOP_S)
 
 
 def _own_traits() -> Mapping[str, object]:

@@ -6,11 +6,8 @@ Both stores that use blobstore keep these promises.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.blob_stores import CASES, StoreCase
+from tests.support.forked_services import running_program
 
 # After "begun" a store reads for some 30 ms; after "writing" it records, replaces and evicts.
 _MOMENTS = (("begun", 0.1), ("writing", 0.3))
@@ -28,25 +26,16 @@ pytestmark = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 def _run_until_killed(case: Case, folder: Path, line: str, after_s: float) -> list[str]:
     """What it said before it was killed, some time after that line."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", case.writer, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-    )
     lines = []
-    with process:
-        assert process.stdout is not None
-        try:
-            for found in process.stdout:
-                lines.append(found.strip())
-                if found.strip() == line:
-                    time.sleep(after_s)
-                    break
-        finally:
-            process.kill()
-        lines += process.stdout.read().split("\n")
-    assert process.returncode == -9, "it ended by itself, and said why"
+    with running_program(case.writer, str(folder), imports=f"tests.support.{case.name}") as (process, output):
+        for found in output:
+            lines.append(found.decode().strip())
+            if lines[-1] == line:
+                time.sleep(after_s)
+                break
+        process.kill()
+        lines += output.read().decode().split("\n")
+    assert process.returncode == -9, f"it ended by itself, and said why: {lines}"
     return lines
 
 

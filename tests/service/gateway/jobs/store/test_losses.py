@@ -9,8 +9,6 @@ import logging
 import random
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,9 +19,9 @@ from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from tests.support import full_disk
+from tests.support.forked_services import running_program
 from tests.support.job_store_backends import completed, failed, record, running
 
-ROOT = Path(__file__).resolve().parents[5]
 MIB = 1 << 20
 
 
@@ -46,12 +44,11 @@ async def _closed_at_the_end(path: Path) -> AsyncIterator[SqliteJobStore]:
 
 def _killed_writer(path: Path, prefix: str, *, lines: int) -> list[list[str]]:
     """Start a writer, kill it after it has said so many lines, and return what it said was acknowledged."""
-    command = [sys.executable, "-m", "tests.support.job_store_writer", str(path), prefix, "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        said = b"".join(process.stdout.readline() for _ in range(lines))
+    module, imports = "tests.support.job_store_writer", "tests.support.job_store_backends"
+    with running_program(module, str(path), prefix, "0", imports=imports) as (process, output):
+        said = b"".join(output.readline() for _ in range(lines))
         process.kill()
-        said += process.stdout.read()
+        said += output.read()
     return [line.split() for line in said.decode().splitlines() if line.count(" ") == 1]
 
 
