@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import subprocess
+import logging
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.link_pb2 import LinkOffer
+from tests.support.forked_services import start_program
 from tests.support.offers import OffersAtOnce
 
-_START_S = 60.0
 _MOST_TEMPLATES = 100
 _TEMPLATES = "templates"
 
@@ -84,10 +84,9 @@ class StoreProcess:
 
     def __init__(self, folder: Path, way: str = "unix") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tests.support.activation_hosts", str(folder), way]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
+        module, imports = "tests.support.activation_hosts", "bottega.activations.server"
+        self._program = start_program(module, str(folder), way, imports=imports)
+        assert self._program.output.readline() == b"ready\n"
         self._lock = threading.Lock()
 
     def offer(self, link_id: str) -> Offer:
@@ -98,25 +97,18 @@ class StoreProcess:
 
     def kill(self) -> None:
         """As the system kills one that has taken too much memory."""
-        self._process.kill()
-        self._process.wait(_START_S)
+        self._program.kill()
 
     def close(self) -> None:
         """Kills it, where that was not done."""
-        self.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._program.close()
 
-    def _ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        said = ""
+    def _ask(self, line: str) -> bytes:
+        said = b""
         with self._lock, contextlib.suppress(OSError):  # links ask in threads of their own
-            self._process.stdin.write(f"{line}\n")
-            self._process.stdin.flush()
-            said = self._process.stdout.readline()
+            self._program.stdin.write(f"{line}\n".encode())
+            self._program.stdin.flush()
+            said = self._program.output.readline()
         if not said:
             raise PeerDead("the store is away")
         return said
@@ -140,6 +132,7 @@ class HostOffers(OffersAtOnce):
 
 def main(folder: str, way: str) -> None:
     """Until stdin ends."""
+    logging.getLogger().addHandler(logging.NullHandler())  # stderr may be the same pipe as stdout
     host = StoreHost(Path(folder), unix=way == "unix")
     sys.stdout.write("ready\n")
     sys.stdout.flush()

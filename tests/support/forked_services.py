@@ -7,6 +7,7 @@ a new interpreter.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -56,11 +57,11 @@ def forked_services(environment: Mapping[str, str]) -> Iterator[Forking]:
 class ForkedService:
     """A fork with those methods of subprocess.Popen that tests use."""
 
-    def __init__(self, order: ForkOrder, output: BinaryIO) -> None:
+    def __init__(self, order: ForkOrder, output: BinaryIO, stdin: BinaryIO | None = None) -> None:
         """Start a fork. Raise OSError if the server is gone, hangs or cannot fork."""
         server = _server()
         with Path(os.devnull).open("rb") as nothing:
-            self._answers = server.send(order, stdin=nothing.fileno(), output=output.fileno())
+            self._answers = server.send(order, stdin=(stdin or nothing).fileno(), output=output.fileno())
         self.args = (order.module, *order.arguments)
         self.returncode: int | None = None
         self._answers.settimeout(_START_S)
@@ -117,31 +118,42 @@ def may_be_forked() -> bool:
     return bool(os.environ.get(FORK_SERVER)) and _own_traits() == _AT_START
 
 
-@contextlib.contextmanager
-def running_program(
-    module: str, *arguments: str, imports: str
-) -> Iterator[tuple[subprocess.Popen[bytes] | ForkedService, BinaryIO]]:
-    """Run `python -m MODULE ARGUMENTS`, as a fork if it may be one; yield it and what it says. It is killed at the end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A process of `python -m MODULE`, and pipes from its stdout and stderr and to its stdin."""
+
+    process: subprocess.Popen[bytes] | ForkedService
+    output: BinaryIO
+    stdin: BinaryIO
+
+    def kill(self) -> int:
+        """Kill it, and return its exit status."""
+        self.process.kill()
+        return self.process.wait(_STOP_S)
+
+    def close(self) -> None:
+        """Kill it, and close the pipes."""
+        self.kill()
+        self.output.close()
+        with contextlib.suppress(OSError):  # what it has not read
+            self.stdin.close()
+
+
+def start_program(module: str, *arguments: str, imports: str) -> Program:
+    """Start a program, as a fork if it may be one.
 
     Args:
         imports: See ForkOrder. It is not the module itself, which Python would warn of.
     """
-    read_end, write_end = os.pipe()
-    with os.fdopen(read_end, "rb") as said:
-        with os.fdopen(write_end, "wb") as output:
-            if may_be_forked():
-                folder = str(Path.cwd())
-                order = ForkOrder(
-                    module=module, arguments=arguments, environment=os.environ.copy(), folder=folder, imports=imports
-                )
-                process: subprocess.Popen[bytes] | ForkedService = ForkedService(order, output)
-            else:
-                process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=output, stderr=output)
-        try:
-            yield process, said
-        finally:
-            process.kill()
-            process.wait(_STOP_S)
+    (its_stdin, stdin), (output, its_output) = os.pipe(), os.pipe()
+    program = functools.partial(Program, output=os.fdopen(output, "rb"), stdin=os.fdopen(stdin, "wb"))
+    with os.fdopen(its_stdin, "rb") as reading, os.fdopen(its_output, "wb") as writing:
+        if not may_be_forked():
+            command = [sys.executable, "-m", module, *arguments]
+            return program(process=subprocess.Popen(command, stdin=reading, stdout=writing, stderr=writing))
+        folder, environment = str(Path.cwd()), os.environ.copy()
+        order = ForkOrder(module=module, arguments=arguments, environment=environment, folder=folder, imports=imports)
+        return program(process=ForkedService(order, writing, reading))
 
 
 def _own_traits() -> Mapping[str, object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.blob_stores import CASES, StoreCase
-from tests.support.forked_services import running_program
+from tests.support.forked_services import start_program
 
 # After "begun" a store reads for some 30 ms; after "writing" it records, replaces and evicts.
 _MOMENTS = (("begun", 0.1), ("writing", 0.3))
@@ -27,15 +28,15 @@ pytestmark = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def _run_until_killed(case: Case, folder: Path, line: str, after_s: float) -> list[str]:
     """What it said before it was killed, some time after that line."""
     lines = []
-    with running_program(case.writer, str(folder), imports=f"tests.support.{case.name}") as (process, output):
-        for found in output:
+    with contextlib.closing(start_program(case.writer, str(folder), imports=f"tests.support.{case.name}")) as writer:
+        for found in writer.output:
             lines.append(found.decode().strip())
             if lines[-1] == line:
                 time.sleep(after_s)
                 break
-        process.kill()
-        lines += output.read().decode().split("\n")
-    assert process.returncode == -9, f"it ended by itself, and said why: {lines}"
+        status = writer.kill()
+        lines += writer.output.read().decode().split("\n")
+    assert status == -signal.SIGKILL, f"it ended by itself, and said why: {lines}"
     return lines
 
 

@@ -19,7 +19,7 @@ from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from tests.support import full_disk
-from tests.support.forked_services import running_program
+from tests.support.forked_services import start_program
 from tests.support.job_store_backends import completed, failed, record, running
 
 MIB = 1 << 20
@@ -45,10 +45,10 @@ async def _closed_at_the_end(path: Path) -> AsyncIterator[SqliteJobStore]:
 def _killed_writer(path: Path, prefix: str, *, lines: int) -> list[list[str]]:
     """Start a writer, kill it after it has said so many lines, and return what it said was acknowledged."""
     module, imports = "tests.support.job_store_writer", "tests.support.job_store_backends"
-    with running_program(module, str(path), prefix, "0", imports=imports) as (process, output):
-        said = b"".join(output.readline() for _ in range(lines))
-        process.kill()
-        said += output.read()
+    with contextlib.closing(start_program(module, str(path), prefix, "0", imports=imports)) as writer:
+        said = b"".join(writer.output.readline() for _ in range(lines))
+        writer.kill()
+        said += writer.output.read()
     return [line.split() for line in said.decode().splitlines() if line.count(" ") == 1]
 
 
