@@ -8,13 +8,7 @@ import pytest
 
 from bottega.errors import Violation
 from bottega.rules import LAST_SIGMAS, MAX_STEPS, SPACINGS
-from bottega.schedules import (
-    Schedule,
-    check_sampler_schedule,
-    check_schedule,
-    schedule_of,
-    steps_of,
-)
+from bottega.schedules import Schedule, check_sampler_schedule, check_schedule, schedule_of, steps_of
 from bottega.v1.generation_pb2 import FinalSigmasType, GenerationSpec, Sampler, TimestepSpacing
 
 TRAILING = TimestepSpacing.TIMESTEP_SPACING_TRAILING

@@ -26,14 +26,7 @@ from bottega.rpc.operation.metrics import link_counts, link_metrics
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import StoreConfig
 from bottega.state_folder import state_folder
-from bottega.transport import (
-    Connection,
-    Link,
-    LinkHandler,
-    LinkServer,
-    WholeMessage,
-    offer_to_wire,
-)
+from bottega.transport import Connection, Link, LinkHandler, LinkServer, WholeMessage, offer_to_wire
 from bottega.v1 import fleet_pb2
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 

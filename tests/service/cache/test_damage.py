@@ -6,17 +6,7 @@ from pathlib import Path
 
 from bottega.cache.records import latent_name
 from bottega.v1 import cache_pb2
-from tests.support.cached_latents import (
-    MODEL,
-    latent,
-    question,
-    record,
-    room,
-    running,
-    similar,
-    vector,
-    written,
-)
+from tests.support.cached_latents import MODEL, latent, question, record, room, running, similar, vector, written
 
 
 def _file(folder: Path, entry: str, step: int) -> Path:

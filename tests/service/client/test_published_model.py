@@ -15,11 +15,7 @@ from typing import Any
 import PIL.Image
 import pytest
 import torch
-from diffusers import (
-    ControlNetModel,
-    StableDiffusionXLControlNetPipeline,
-    StableDiffusionXLPipeline,
-)
+from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, StableDiffusionXLPipeline
 
 from bottega.client import Client, ControlNet, Picture
 from tests.samples.controlnets import control_image

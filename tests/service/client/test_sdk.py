@@ -16,16 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from bottega.client import (
-    AsyncClient,
-    Client,
-    Completed,
-    Interrupted,
-    JobState,
-    Progress,
-    Queued,
-    RetryPolicy,
-)
+from bottega.client import AsyncClient, Client, Completed, Interrupted, JobState, Progress, Queued, RetryPolicy
 from bottega.client.transport import calls
 from bottega.errors import (
     BottegaError,

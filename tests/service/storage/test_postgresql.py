@@ -14,13 +14,7 @@ from bottega.errors import ConfigError, DataLoss, InternalError, InvalidRequest,
 from bottega.storage import postgresql
 from bottega.storage.postgresql import Migration, PostgresDatabase, rows_of
 from bottega.storage.postgresql_errors import translated
-from tests.support.postgresql import (
-    PASSWORD,
-    PostgresServer,
-    new_database,
-    running_server,
-    shared_server,
-)
+from tests.support.postgresql import PASSWORD, PostgresServer, new_database, running_server, shared_server
 from tests.support.waiting import eventually
 
 COUNTERS = Migration(statements="CREATE TABLE counters (name text PRIMARY KEY, value integer); CREATE TABLE more ()")

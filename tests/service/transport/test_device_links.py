@@ -42,16 +42,7 @@ from bottega.transport import (
     connect,
 )
 from tests.support.host_devices import HostMemory
-from tests.support.transport_backends import (
-    LAYOUT,
-    check_message,
-    content,
-    linked,
-    listening,
-    patience,
-    soon,
-    write,
-)
+from tests.support.transport_backends import LAYOUT, check_message, content, linked, listening, patience, soon, write
 from tests.support.waiting import wait_until
 
 WAYS = (Backend.CUDA_IPC, Backend.GLOO)

@@ -33,13 +33,7 @@ from bottega.transport.handshake import messages as handshake
 from bottega.transport.handshake.acceptor import MAX_PENDING_CONNECTIONS
 from bottega.transport.handshake.listener import MAX_OFFERS, MAX_OFFERS_OF_ONE, SAFE_S
 from bottega.transport.handshake.messages import CHALLENGE_BYTES, REQUEST_BYTES, Direction, Verdict
-from tests.support.transport_backends import (
-    check_message,
-    listening,
-    open_descriptors,
-    opened,
-    patience,
-)
+from tests.support.transport_backends import check_message, listening, open_descriptors, opened, patience
 
 WAYS = (Backend.MEMFD, Backend.TCP)
 # Workers that come back to one server at once.

@@ -12,26 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bottega.addons.controlnets.engine.messages import (
-    ControlStep,
-    StepEntry,
-    residuals_layout,
-)
+from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
 from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.addons.controlnets.worker import server_link
 from bottega.addons.controlnets.worker.server_link import ChangeCondition, ControlLinkSettings, ServerLink, StepResult
 from bottega.device_links.tensor_messages import message_of
 from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead
 from bottega.model.rows import Half
-from bottega.transport import (
-    Deadline,
-    Endpoints,
-    LinkCounters,
-    LinkListener,
-    Offer,
-    OfferSource,
-    ServiceOffer,
-)
+from bottega.transport import Deadline, Endpoints, LinkCounters, LinkListener, Offer, OfferSource, ServiceOffer
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
 

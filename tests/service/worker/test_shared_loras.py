@@ -16,16 +16,7 @@ from bottega.addons.loras.wire.messages import LoraMessageKind
 from bottega.addons.loras.worker.addon import LoraCache
 from bottega.addons.loras.worker.store_link import LoraLinkSettings
 from bottega.errors import BadFrame, DataLoss
-from bottega.transport import (
-    Backend,
-    Deadline,
-    Endpoints,
-    Link,
-    LinkCounters,
-    LinkListener,
-    SealedFile,
-    kind_of,
-)
+from bottega.transport import Backend, Deadline, Endpoints, Link, LinkCounters, LinkListener, SealedFile, kind_of
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.trace_pb2 import StoreTimes
 from tests.support.link_peer import peers

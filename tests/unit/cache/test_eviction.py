@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.cache.eviction import (
-    FIFO,
-    LCBFU,
-    LFU,
-    LRU,
-    EvictionHeap,
-    EvictionPolicy,
-    Usage,
-    decayed_lcbfu,
-)
+from bottega.cache.eviction import FIFO, LCBFU, LFU, LRU, EvictionHeap, EvictionPolicy, Usage, decayed_lcbfu
 
 HALF_LIFE = 8.0
 POLICIES = [LCBFU, decayed_lcbfu(HALF_LIFE), LRU, LFU, FIFO]

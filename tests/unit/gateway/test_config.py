@@ -11,13 +11,7 @@ import pytest
 
 from bottega.config import parse
 from bottega.errors import ConfigError
-from bottega.gateway.config import (
-    DEFAULT_ADDRESS,
-    GatewayConfig,
-    WebhooksConfig,
-    check_files,
-    read_webhook_secrets,
-)
+from bottega.gateway.config import DEFAULT_ADDRESS, GatewayConfig, WebhooksConfig, check_files, read_webhook_secrets
 from bottega.rpc.security.tenant_file import new_webhook_secret
 
 

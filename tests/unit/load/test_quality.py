@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from bottega.miniature.scenes import Scene, held_out_scenes, random_layout, render
-from load.miniature.quality import (
-    Clip,
-    frechet_distance,
-    load_miniature,
-    perceptual_distances,
-    ssim,
-    ssim_within,
-)
+from load.miniature.quality import Clip, frechet_distance, load_miniature, perceptual_distances, ssim, ssim_within
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bottega.planning.scaling import (
-    ArrivalRate,
-    Need,
-    PoolState,
-    Supply,
-    TargetCount,
-    Work,
-    services_needed,
-    share_out,
-)
+from bottega.planning.scaling import ArrivalRate, Need, PoolState, Supply, TargetCount, Work, services_needed, share_out
 
 KEEP_S, WAIT_S, JOB_S = 60.0, 10.0, 5.0
 

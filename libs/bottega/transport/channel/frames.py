@@ -11,14 +11,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from bottega.errors import (
-    BadFrame,
-    DeadlineExceeded,
-    LayoutMismatch,
-    LinkClosed,
-    LinkError,
-    StaleEpoch,
-)
+from bottega.errors import BadFrame, DeadlineExceeded, LayoutMismatch, LinkClosed, LinkError, StaleEpoch
 from bottega.transport.layout import MAX_ENCODED_BYTES
 
 _MAGIC = 0xB077

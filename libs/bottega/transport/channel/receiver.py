@@ -10,14 +10,7 @@ import time
 from collections import deque
 from types import TracebackType
 
-from bottega.errors import (
-    BadFrame,
-    DeadlineExceeded,
-    LayoutMismatch,
-    LeaseExpired,
-    LinkError,
-    MessageAborted,
-)
+from bottega.errors import BadFrame, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkError, MessageAborted
 from bottega.transport.channel.backend import Deadline, Limits, Part, ReceiverBackend, in_host_memory
 from bottega.transport.channel.counters import Lifecycle, LinkCounters
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye

@@ -20,29 +20,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from bottega import kinds
 from bottega.addons.interface.views import MAX_ATTEMPTS, Member
-from bottega.errors import (
-    BottegaError,
-    InvalidRequest,
-    JobCancelled,
-    Poisoned,
-    StaleAttempt,
-    Unavailable,
-    WorkerLost,
-)
+from bottega.errors import BottegaError, InvalidRequest, JobCancelled, Poisoned, StaleAttempt, Unavailable, WorkerLost
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.channel import Target
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.trace_pb2 import Trace
-from bottega.worker.attempts import (
-    Attempt,
-    AttemptKey,
-    Attempts,
-    PictureEvent,
-    ProgressEvent,
-    StartedEvent,
-)
+from bottega.worker.attempts import Attempt, AttemptKey, Attempts, PictureEvent, ProgressEvent, StartedEvent
 from bottega.worker.service import _responses
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import FakeClient, Shop

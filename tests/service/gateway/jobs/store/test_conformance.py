@@ -13,15 +13,7 @@ from bottega.gateway.jobs.store import EndTime, JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED
 from tests.service.gateway.jobs.store.conftest import Opener
-from tests.support.job_store_backends import (
-    STEPS_DONE,
-    answered,
-    cancelled,
-    completed,
-    failed,
-    record,
-    running,
-)
+from tests.support.job_store_backends import STEPS_DONE, answered, cancelled, completed, failed, record, running
 
 IMAGES = (StoredImage(digest="a" * 64, size_bytes=10), StoredImage(digest="b" * 64, size_bytes=20))
 
