@@ -25,7 +25,6 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
 from bottega.errors import BottegaError, InternalError, PeerDead, Poisoned, TooLarge, Unavailable
 from bottega.fair_order import Share
-from bottega.miniature import WEIGHTS
 from bottega.model.model import Model, load_model
 from bottega.model.vae import VaeSettings
 from bottega.process.child import FramedPipe, open_pair
@@ -39,6 +38,7 @@ from bottega.worker.stages.messages import refused_message
 from bottega.worker.stages.server import StageLinks, StageLoop, StageQueue, StageTask
 from tests.samples.edits import box_mask, edit_order
 from tests.samples.engine_loras import lora_spec
+from tests.samples.small_model import SIZE, small_model
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
@@ -47,17 +47,18 @@ SPEC = ResolvedSpec(
     prompt="a big red star on the left on a blue background",
     negative_prompt="green",
     num_inference_steps=3,
-    width=64,
-    height=64,
+    width=SIZE,
+    height=SIZE,
     seed=3,
 )
 LIMITS = EngineLimits(max_rows=4, progress_interval_s=0.0, checkpoint_interval_s=0.0)
-PICTURE = torch.randint(0, 255, (64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+PICTURE = torch.randint(0, 255, (SIZE, SIZE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
 @functools.cache
 def loaded(*roles: str, vae: VaeSettings | None = None) -> Model:
-    return load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32, roles=roles, vae=vae)
+    device, dtype = torch.device("cpu"), torch.float32
+    return load_model(small_model(), name="small", device=device, dtype=dtype, roles=roles, vae=vae)
 
 
 class StageWorker:
@@ -374,7 +375,7 @@ def test_a_job_is_given_back_when_no_stage_worker_is_left(parted: Parted, monkey
 
 def test_jobs_that_need_the_text_encoders_are_refused(parted: Parted) -> None:
     embedding = EmbeddingSpec(name="ink", digest="a" * 64, token="<ink>")
-    edit = edit_order(SPEC, PIL.Image.fromarray(PICTURE.numpy()), box_mask((8, 8, 40, 40), 64, 64))
+    edit = edit_order(SPEC, PIL.Image.fromarray(PICTURE.numpy()), box_mask((4, 4, 20, 20), SIZE, SIZE))
     for spec in (replace(SPEC, loras=(lora_spec("ink"),)), replace(SPEC, embeddings=(embedding,)), edit.spec):
         with pytest.raises(InternalError, match="worker without text encoders"):
             parted.engine.submit(replace(edit, spec=spec))
@@ -432,7 +433,7 @@ def test_images_of_one_job_are_decoded_at_the_same_time(parted: Parted, whole: M
 
 def test_a_worker_with_text_encoders_edits_and_has_the_image_decoded(tmp_path: Path, whole: ManualEngine) -> None:
     spec = replace(SPEC, strength=0.8, prompt="a green circle")
-    order = edit_order(spec, PIL.Image.fromarray(PICTURE.numpy()), box_mask(), preview=True)
+    order = edit_order(spec, PIL.Image.fromarray(PICTURE.numpy()), box_mask((6, 10, 20, 26), SIZE, SIZE), preview=True)
     made = Parted(tmp_path, roles=("encode", "denoise"))
     try:
         drawn = made.draw(order)

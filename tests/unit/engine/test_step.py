@@ -53,16 +53,16 @@ def miniature() -> Model:
 def unlike_orders() -> list[EngineOrder]:
     """Jobs that differ in all that may differ within a group."""
     source = torch.arange(SIZE * SIZE * 3).reshape(SIZE, SIZE, 3).remainder(251).to(torch.uint8)
-    few = replace(SPEC, num_inference_steps=4)
+    few = replace(SPEC, num_inference_steps=3)
     specs = [
         few,
-        replace(few, guidance_scale=1.0, num_inference_steps=6, sampler=SamplerKind.DPMPP_2M, prompt="a star"),
+        replace(few, guidance_scale=1.0, num_inference_steps=5, sampler=SamplerKind.DPMPP_2M, prompt="a star"),
         replace(few, sampler=SamplerKind.EULER_ANCESTRAL, guidance_rescale=0.5, negative_prompt="a circle"),
         replace(few, sampler=SamplerKind.DDIM, seed=3, prompt="a green circle"),
         replace(few, num_images=2, use_karras_sigmas=True),
     ]
     orders = [EngineOrder(key=key, spec=spec) for key, spec in enumerate(specs)]
-    return [*orders, EngineOrder(key="picture", spec=replace(few, num_inference_steps=6, strength=0.7), image=source)]
+    return [*orders, EngineOrder(key="picture", spec=replace(few, num_inference_steps=5, strength=0.7), image=source)]
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
