@@ -84,8 +84,7 @@ class StoreProcess:
 
     def __init__(self, folder: Path, way: str = "unix") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        module, imports = "tests.support.activation_hosts", "bottega.activations.server"
-        self._program = start_program(module, str(folder), way, imports=imports)
+        self._program = start_program("tests.support.activation_hosts", str(folder), way, service="activations")
         assert self._program.output.readline() == b"ready\n"
         self._lock = threading.Lock()
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from bottega import kinds
 from bottega.activations.store.store import ActivationStore
 from bottega.cache.store.store import LatentStore
 from tests.support import cached_latents, cached_latents_writer, stored_templates, stored_templates_writer
@@ -22,6 +23,8 @@ class StoreCase(abc.ABC, Generic[StoreT]):
     """What tests do with a store of one kind."""
 
     name: str
+    service: str
+    """Kind of the service that has such a store."""
     files: str
     """Name of its folder of files."""
     tables: tuple[str, str]
@@ -101,6 +104,7 @@ class CacheCase(StoreCase[LatentStore]):
     """The approximate cache."""
 
     name = "cached_latents"
+    service = kinds.CACHE
     files = "latents"
     tables = ("entries", "latents")
     is_somebody_elses = "not the records of cached latents"
@@ -160,6 +164,7 @@ class ActivationCase(StoreCase[ActivationStore]):
     """The activation store."""
 
     name = "stored_templates"
+    service = kinds.ACTIVATIONS
     files = "sections"
     tables = ("templates", "sections")
     is_somebody_elses = "not the records of templates"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from bottega.manifest import read_services
 from bottega.process.fork_server import ForkOrder, ForkServer, give_up, serve
 from tests.support.warm_start.sitecustomize import traits
 
@@ -139,18 +140,15 @@ class Program:
             self.stdin.close()
 
 
-def start_program(module: str, *arguments: str, imports: str) -> Program:
-    """Start a program, as a fork if it may be one.
-
-    Args:
-        imports: See ForkOrder. It is not the module itself, which Python would warn of.
-    """
+def start_program(module: str, *arguments: str, service: str) -> Program:
+    """Start a program, as a fork if it may be one: with what forks of that kind of service have imported."""
     (its_stdin, stdin), (output, its_output) = os.pipe(), os.pipe()
     program = functools.partial(Program, output=os.fdopen(output, "rb"), stdin=os.fdopen(stdin, "wb"))
     with os.fdopen(its_stdin, "rb") as reading, os.fdopen(its_output, "wb") as writing:
         if not may_be_forked():
             command = [sys.executable, "-m", module, *arguments]
             return program(process=subprocess.Popen(command, stdin=reading, stdout=writing, stderr=writing))
+        (imports,) = (found.fork_after_importing for found in read_services() if found.kind == service)
         folder, environment = str(Path.cwd()), os.environ.copy()
         order = ForkOrder(module=module, arguments=arguments, environment=environment, folder=folder, imports=imports)
         return program(process=ForkedService(order, writing, reading))

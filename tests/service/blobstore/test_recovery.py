@@ -28,7 +28,7 @@ pytestmark = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def _run_until_killed(case: Case, folder: Path, line: str, after_s: float) -> list[str]:
     """What it said before it was killed, some time after that line."""
     lines = []
-    with contextlib.closing(start_program(case.writer, str(folder), imports=f"tests.support.{case.name}")) as writer:
+    with contextlib.closing(start_program(case.writer, str(folder), service=case.service)) as writer:
         for found in writer.output:
             lines.append(found.decode().strip())
             if lines[-1] == line:

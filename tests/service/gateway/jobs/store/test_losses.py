@@ -44,8 +44,8 @@ async def _closed_at_the_end(path: Path) -> AsyncIterator[SqliteJobStore]:
 
 def _killed_writer(path: Path, prefix: str, *, lines: int) -> list[list[str]]:
     """Start a writer, kill it after it has said so many lines, and return what it said was acknowledged."""
-    module, imports = "tests.support.job_store_writer", "tests.support.job_store_backends"
-    with contextlib.closing(start_program(module, str(path), prefix, "0", imports=imports)) as writer:
+    module = "tests.support.job_store_writer"
+    with contextlib.closing(start_program(module, str(path), prefix, "0", service="gateway")) as writer:
         said = b"".join(writer.output.readline() for _ in range(lines))
         writer.kill()
         said += writer.output.read()
