@@ -22,8 +22,9 @@ from bottega.loras.importing.peft_config import (
 )
 from tests.samples.lora_files import base_shapes
 
+_MODULES = sorted(base_shapes("unet"))
 _NAMES = st.text("ab0_.-", min_size=1, max_size=8)
-_PATHS = st.text("ab0_.-", min_size=1, max_size=12) | st.sampled_from(sorted(base_shapes("unet")))
+_PATHS = st.text("ab0_.-", min_size=1, max_size=12) | st.sampled_from(_MODULES)
 # What PEFT, Diffusers and PEFT's documentation write, and people after them.
 _WRITTEN = st.sampled_from(["{}", "^{}", "{}$", "^{}$", ".*{}", ".*.{}", r".*\.{}", r"^.*\.{}$"])
 
@@ -43,15 +44,13 @@ def test_of_several_keys_the_one_that_peft_finds_counts(keys: list[str], paths: 
         assert config.scale(path, 1) == alphas.get(get_pattern_key(keys, path), -1)
 
 
-@given(st.sampled_from(sorted(base_shapes("unet"))), st.integers(0, 80), _WRITTEN, st.booleans())
+@given(st.sampled_from(_MODULES), st.integers(0, 80), _WRITTEN, st.booleans())
 def test_ends_of_a_models_own_names_match_what_peft_matches(path: str, cut: int, written: str, escape: bool) -> None:
     name = path[cut:] or path
     key = written.format(re.escape(name) if escape else name)
-    for other in base_shapes("unet"):
-        assert module_pattern("alpha_pattern", key).matches(other) == (get_pattern_key([key], other) == key), (
-            key,
-            other,
-        )
+    pattern = module_pattern("alpha_pattern", key)
+    for other in _MODULES:
+        assert pattern.matches(other) == (get_pattern_key([key], other) == key), (key, other)
 
 
 _EXPRESSIONS = ("(a+)+$", "to_q|to_k", ".*attn.*", "to_[qk]", "a{1000}{1000}", "(?=x)", r"\d+", r"(a)\1", "(", "ü")
@@ -129,12 +128,13 @@ def test_fields_of_peft_whose_expressions_are_not_needed_may_say_anything() -> N
 
 def test_as_many_keys_as_there_may_be_are_looked_through_in_seconds() -> None:
     """With names of a model, so that the keys fail as late as they can."""
-    paths = [f"down_blocks.{n // 100}.attentions.0.transformer_blocks.{n % 100}.attn1.to_q" for n in range(1000)]
-    keys = [f"{number}{path}" for number in range(3) for path in paths][:MAX_PATTERNS]
+    paths = [f"down_blocks.{n // 100}.attentions.0.transformer_blocks.{n % 100}.attn1.to_q" for n in range(250)]
+    keys = [f"{number}{path}" for number in range(12) for path in paths][:MAX_PATTERNS]
+    assert len(keys) == MAX_PATTERNS
     config = read_adapter_config(json.dumps({"alpha_pattern": dict.fromkeys(keys, 2.0)}).encode())
     began_s = time.process_time()
     assert {config.scale(path, 1) for path in paths} == {8.0}, "PEFT's default"
-    assert time.process_time() - began_s < 15
+    assert time.process_time() - began_s < 15 / 4, "a thousand take four times as long"
 
 
 def _in_a_configuration(alphas: Mapping[str, object]) -> None:
