@@ -14,6 +14,7 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 
+from tests.support import shared_folders
 from tests.support.environment import set_defaults
 from tests.support.forked_runs import ForkedRun
 from tests.support.init_keys import remember_init_keys
@@ -69,6 +70,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
     for item in session.items:
         parts[item.get_closest_marker("alone") is not None].append(item)
+    shared_folders.root()  # before they are forked, so that all have the same
     forked = ForkedRun(session)
     groups = [list(tests) for _, tests in itertools.groupby(sorted(parts[False], key=_place), key=_group)]
     forked.run(groups, at_once=processes, fill_cores=True)

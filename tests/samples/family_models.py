@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +40,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import stock_options
+from tests.support.shared_folders import written_once
 from tests.support.stock import Reference, pixels_of, said
 
 _TEXT = 32
@@ -166,14 +165,15 @@ def is_sdxl(family: str) -> bool:
 
 @functools.cache
 def family_model(family: str) -> Path:
-    """Return the folder of a model, written once for this process and gone with it."""
-    folder = tempfile.TemporaryDirectory(prefix="bottega-family-")
-    atexit.register(folder.cleanup)
-    path = Path(folder.name) / family.replace(" ", "-").lower()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(FAMILIES.index(family))
-        _pipeline(family).save_pretrained(path, safe_serialization=True)
-    return path
+    """Return the folder of a model."""
+    name = family.replace(" ", "-").lower()
+
+    def write(folder: Path) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(FAMILIES.index(family))
+            _pipeline(family).save_pretrained(folder / name, safe_serialization=True)
+
+    return written_once(f"family-{name}", write) / name
 
 
 @functools.cache

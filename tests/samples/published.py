@@ -6,11 +6,10 @@ transformers write others. Everything is tiny unless the caller passes other `ch
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import math
-import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from bottega.miniature import WEIGHTS
 from tests.samples import published_configs as configs
 from tests.samples.published_configs import END, TINY, Config
+from tests.support.shared_folders import written_once
 
 State = dict[str, Tensor]
 LoraLayout = Literal["kohya", "kohya_diffusers_names", "diffusers", "diffusers_old", "peft"]
@@ -63,14 +63,14 @@ PLAIN = Layout()
 
 @functools.cache
 def published_model(layout: Layout = PLAIN) -> Path:
-    """Return a tiny model's folder in this layout, with ControlNets; written once for this process and gone with it."""
-    folder = tempfile.TemporaryDirectory(prefix="bottega-published-")
-    atexit.register(folder.cleanup)
-    path = Path(folder.name) / "sdxl"
-    write_model(path, layout)
-    for seed, name in enumerate(CONTROLNETS, start=1):
-        write_controlnet(path / "controlnets" / name, layout, seed=seed)
-    return path
+    """Return a tiny model's folder in this layout, with ControlNets."""
+
+    def write(folder: Path) -> None:
+        write_model(folder / "sdxl", layout)
+        for seed, name in enumerate(CONTROLNETS, start=1):
+            write_controlnet(folder / "sdxl" / "controlnets" / name, layout, seed=seed)
+
+    return written_once(f"published-{zlib.crc32(repr(layout).encode()):08x}", write) / "sdxl"
 
 
 def write_model(

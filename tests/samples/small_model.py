@@ -7,13 +7,12 @@ Euler by 200 times.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from load.bench.bench_model import BenchShape, write_bench_model
+from tests.support.shared_folders import written_once
 
 # Width and height of its pictures where nothing else is said: half of the miniature's.
 SIZE = 32
@@ -34,12 +33,11 @@ _SHAPE = BenchShape(
 
 @functools.cache
 def small_model(*, layers_per_block: int = 1) -> Path:
-    """Its folder, written once for this process and gone with it.
+    """Its folder.
 
     Args:
         layers_per_block: Residual blocks of a level; the miniature has 2.
     """
-    folder = tempfile.TemporaryDirectory(prefix="bottega-small-model-")
-    atexit.register(folder.cleanup)
-    write_bench_model(Path(folder.name) / "small", replace(_SHAPE, layers_per_block=layers_per_block))
-    return Path(folder.name) / "small"
+    shape = replace(_SHAPE, layers_per_block=layers_per_block)
+    folder = written_once(f"small-{layers_per_block}", lambda folder: write_bench_model(folder / "small", shape))
+    return folder / "small"
