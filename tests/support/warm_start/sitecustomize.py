@@ -11,7 +11,10 @@ import sys
 
 CONVERSION = "bottega.worker.conversion"
 INSPECTION = "bottega.controlnet.inspection_process"
-ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine", "tests.support.shared_loras")
+ENGINES = (
+    *("bottega.worker.engine.main", "bottega.controlnet.engine"),
+    *("tests.support.conversion_memory", "tests.support.shared_loras"),
+)
 SERVER = "TESTS_WARM_ENGINES"
 """Environment variable with the socket of the server."""
 COLD = {SERVER: ""}

@@ -32,6 +32,7 @@ from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.model_files.single_file_check import check_header
 from bottega.model_files.single_file_config import derive_configurations
+from bottega.process.engine_supervisor import engine_environment
 from bottega.worker.conversion.folder import convert_file, write_vocabulary
 from bottega.worker.conversion.tensors import check_part
 from tests.samples import published_configs, stable_diffusion_configs
@@ -255,38 +256,17 @@ def test_a_vae_of_a_file_replaces_the_one_of_a_model(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-# It converts a file, and says what it took at most.
-_MEASURE = """
-import sys
-from pathlib import Path
-from bottega.process.memory import keep_freed_memory
-from bottega.worker.conversion.folder import convert_file
-
-def peak_bytes():
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) << 10
-
-keep_freed_memory()
-convert_file(Path(sys.argv[1]), Path(sys.argv[2]))
-before = peak_bytes()
-convert_file(Path(sys.argv[3]), Path(sys.argv[4]))
-print(peak_bytes() - before)
-"""
-
-
 def test_a_conversion_takes_little_more_memory_than_the_largest_part(tmp_path: Path) -> None:
     small = write_single_file(tmp_path / "small.safetensors", "sdxl")
     shape = replace(SHAPES["sdxl"], widths=(320, 640), layers=2, depths=(0, 4), middle_depth=4)
     large = write_zeros_file(tmp_path / "large.safetensors", "sdxl", shape)
     unet_bytes = sum(entry.end - entry.begin for entry in read_single_file(large).parts["unet"])
     assert large.stat().st_size > unet_bytes > 4 * _SLACK_BYTES, "large enough to tell"
-    command = [
-        sys.executable,
-        "-c",
-        _MEASURE,
-        *(str(path) for file in (small, large) for path in (file, file.with_suffix(""))),
-    ]
-    taken = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    paths = (str(path) for file in (small, large) for path in (file, file.with_suffix("")))
+    command = [sys.executable, "-m", "tests.support.conversion_memory", *paths]
+    # That of an engine process, so that it can be a fork that has imported torch (see warm_engines.py).
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", **engine_environment(exclusive_cores=False)}
+    taken = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=environment).stdout
     assert int(taken) <= 1.2 * unet_bytes + _SLACK_BYTES
 
 
