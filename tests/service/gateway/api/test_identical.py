@@ -246,7 +246,7 @@ async def test_a_disk_that_cannot_be_read_is_in_the_way_of_no_drawing(
     house: Running, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await house.draw(**STAR)
-    jobs = house.gateway._jobs
+    jobs = house.gateway._stored
 
     async def unreadable(result_key: str) -> list[Any]:
         raise errors.StorageUnavailable("the disk does not do what it should")

@@ -17,7 +17,9 @@ def test_a_run_is_recorded_with_its_machine_and_conditions_where_it_is_asked_for
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(framework, "RESULTS", tmp_path)
-    monkeypatch.setattr(framework.record, "__kwdefaults__", {**framework.record.__kwdefaults__, "folder": tmp_path})
+    monkeypatch.setattr(
+        framework.record, "__kwdefaults__", {**(framework.record.__kwdefaults__ or {}), "folder": tmp_path}
+    )
     sheet = Sheet("overhead")
     sheet.figure("a request", 1.07, key="ratio", bar="at most 1.05")
     sheet.row("  of it routing", "0.3 ms")
