@@ -40,7 +40,7 @@ from bottega.gateway.jobs.conversion import answered_provenance
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
-from bottega.gateway.jobs.storage import NotScheduler, Storage
+from bottega.gateway.jobs.storage import NotScheduler
 from bottega.gateway.jobs.stored_jobs import StoredJobs
 from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
@@ -67,7 +67,6 @@ class Admission:
         controller: JobController,
         jobs: JobRepository,
         stored: StoredJobs,
-        storage: Storage,
         addons: Sequence[AddOn],
         inspector: ImageInspector,
         metrics: GatewayMetrics,
@@ -76,7 +75,7 @@ class Admission:
         self._fleet = fleet
         self._controller = controller
         self._jobs = jobs
-        self._storage = storage
+        self._storage = storage = jobs.storage
         self._addons = addons
         self._identical = IdenticalResults(
             default=config.identical_results, jobs=stored, storage=storage, addons=addons, metrics=metrics

@@ -31,7 +31,7 @@ from bottega.rpc.address import host_of
 from bottega.rpc.interceptor import call_limits
 from bottega.rpc.operation import logs
 from bottega.rpc.security.caller import caller, caller_host
-from bottega.storage import ContentReader, ContentStore, SharedContentStore
+from bottega.storage import ContentReader, SharedContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
 # Sizes of the chunks of images. Every call may send small ones (rpc.answers); large ones are twice as fast.
@@ -79,7 +79,6 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         controller: JobController,
         jobs: JobRepository,
         stored: StoredJobs,
-        images: ContentStore | SharedContentStore,
         fleet: Fleet,
         traces: JobTraces,
         addons: Sequence[AddOn],
@@ -89,7 +88,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self._controller = controller
         self._jobs = jobs
         self._stored = stored
-        self._images = images
+        self._images = jobs.storage.images
         self._fleet = fleet
         self._traces = traces
         self._addons = addons
