@@ -14,11 +14,12 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from bottega.addons.loras.engine import UNET, Layers, LoraHandle, LoraLayer, LoraRef, WholeLayer, make_layer
+from bottega.addons.loras.engine import Layers, LoraHandle, LoraLayer, LoraRef, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import CanonicalLora
 from bottega.addons.loras.wire.module_parts import SCALE
 from bottega.errors import DataLoss, LoraNotFound
+from bottega.model_files.family_names import UNET
 from bottega.safetensors_header import TensorEntry
 from bottega.v1.fleet_pb2 import ServiceAddress
 

@@ -13,11 +13,13 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, Layers, LoraHandle, LoraLayer, LoraRef
+from bottega.addons.loras.engine import Layers, LoraHandle, LoraLayer, LoraRef
+from bottega.addons.loras.wire.module_parts import CLIP_ENCODERS
 from bottega.engine.spans import StoreWork
 from bottega.engine.spec import LoraSpec
 from bottega.errors import BottegaError, Unavailable
 from bottega.miniature import WEIGHTS
+from bottega.model_files.family_names import UNET
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.support.stock import load_stock, said
 
@@ -97,7 +99,7 @@ def layers_of(network: nn.Module, name: str) -> dict[str, LoraLayer]:
     return layers
 
 
-def use(pipeline: Any, scales: Mapping[str, float], components: Sequence[str] = (UNET, *TEXT_ENCODERS)) -> None:
+def use(pipeline: Any, scales: Mapping[str, float], components: Sequence[str] = (UNET, *CLIP_ENCODERS)) -> None:
     """Makes the pipeline use these adapters at these scales, in these components, and no others."""
     for component in components:
         names = [name for name in scales if component in STYLES[name]]

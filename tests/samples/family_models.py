@@ -110,7 +110,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit": frozenset(FAMILIES),
     "edit with masked blocks": _NOT_INPAINTING & _UNET_KINDS,
     "mixed batch": frozenset(FAMILIES),
-    "LoRA": _UNET_KINDS,
+    "LoRA": frozenset(FAMILIES) - frozenset(_FLUX),
     "two ControlNets on servers": _UNET_KINDS,
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,
@@ -188,10 +188,10 @@ def control_networks(family: str) -> Sequence[ControlNetModel]:
 class FamilyStock:
     """Stock Diffusers with the model of one family; `text` is its pipeline of the plain kind, or that of edits."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, dtype: torch.dtype = torch.float32) -> None:
         self.family = family
-        kind = "Inpaint" if reads_mask(family) else ""
-        self.text = self._kind(kind).from_pretrained(family_model(family), use_safetensors=True, **self._extra)
+        kind, options = "Inpaint" if reads_mask(family) else "", {"use_safetensors": True, "dtype": dtype}
+        self.text = self._kind(kind).from_pretrained(family_model(family), **options, **self._extra)
         self.text.set_progress_bar_config(disable=True)
 
     def reference(

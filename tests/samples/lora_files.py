@@ -19,6 +19,8 @@ from bottega.addons.loras.wire import canonical, module_parts
 from bottega.miniature import WEIGHTS
 from bottega.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 
+SDXL_COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
+"""Parts of SDXL that LoRAs change."""
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -110,10 +112,10 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] 
 def canonical_layers(data: bytes) -> dict[str, dict[str, LoraLayer | WholeLayer]]:
     """Return the layers of a canonical file by component and path."""
     lora = canonical.parse(data[: header_bytes(data[:LENGTH_BYTES])], file_bytes=len(data))
-    text, unet = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
+    text, denoiser = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
     layers: dict[str, dict[str, LoraLayer | WholeLayer]] = {component: {} for component in module_parts.COMPONENTS}
     for module in lora.modules:
-        section = unet if module.component == module_parts.BACKBONE else text
+        section = denoiser if module.component in module_parts.DENOISERS else text
         parts = {part: _tensor(entry, section) for part, entry in module.parts.items()}
         scale = float(parts.pop(module_parts.SCALE))
         layers[module.component][module.path] = make_layer(parts, scale)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations, KeptProjections
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-from bottega.addons.loras.engine.lora import UNET
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
 from bottega.model.backbone import UNetBackbone
 from bottega.model.rows import Embeds, Factors, Half, LoraSet, Row
+from bottega.model_files.family_names import UNET
 
 _TEXT, _PROMPT_TOKENS = 24, 7
 LATENT = (16, 16)

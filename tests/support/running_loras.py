@@ -135,10 +135,10 @@ def fetch(link: Link, digest: str, number: int = 1) -> bytes:
     began = _head(link, number)
     if isinstance(began, bytes):
         return began
-    head, text, unet_bytes = began
+    head, text, denoiser_bytes = began
     # An empty section is a zero byte on the link: the file has none.
     data = head + (text if len(text) > 1 else b"")
-    whole_bytes = len(data) + unet_bytes
+    whole_bytes = len(data) + denoiser_bytes
     while len(data) < whole_bytes:
         with link.recv(Deadline.after(PATIENCE_S)) as incoming:
             incoming.wait_all(Deadline.after(PATIENCE_S))
@@ -167,8 +167,10 @@ def _head(link: Link, number: int) -> bytes | tuple[bytes, bytes, int]:
         if kind_of(incoming.layout) == messages.LoraMessageKind.WHOLE:
             assert incoming.file is not None
             return bytes(incoming.file)
-        unet_bytes = messages.read_unet_bytes(views[messages.UNET_BYTES], max_bytes=canonical.MAX_FILE_BYTES)
-        return bytes(views[messages.HEADER]), bytes(views[messages.TEXT]), unet_bytes
+        denoiser_bytes = messages.read_denoiser_bytes(
+            views[messages.DENOISER_BYTES], max_bytes=canonical.MAX_FILE_BYTES
+        )
+        return bytes(views[messages.HEADER]), bytes(views[messages.TEXT]), denoiser_bytes
 
 
 async def refused(call: object) -> BottegaError:

@@ -27,11 +27,11 @@ from typing import Any
 
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
-from bottega.addons.loras.wire.module_parts import BACKBONE
 from bottega.caching.tiered_cache import TieredCache
 from bottega.caching.tiers import FilesByPath
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.loras.worker_link import LoraLinks
+from bottega.model_files.family_names import UNET
 from bottega.process.engine_supervisor import engine_environment
 from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.safetensors_header import LENGTH_BYTES, header_bytes
@@ -54,7 +54,7 @@ def canonical_file(size: tuple[int, int], *, seed: int = 0, odd: bool = False) -
     draw = random.Random(seed)
     modules = [
         ModuleWeights(
-            component=BACKBONE,
+            component=UNET,
             path=f"down_blocks.{number}.to_q",
             scale=0.5 + number,
             parts={"down": _weights(draw, "F32", rank, width), "up": _weights(draw, "F32", 64, rank)},
@@ -75,7 +75,7 @@ def layers_digest(file: bytes) -> str:
     start = lora.header_bytes + lora.text_bytes
     hashed = hashlib.sha256()
     for module in lora.modules:
-        for entry in (module.down, module.up) if module.component == BACKBONE else ():
+        for entry in (module.down, module.up) if module.component == UNET else ():
             hashed.update(memoryview(file)[start + entry.begin : start + entry.end])
     return hashed.hexdigest()
 
@@ -209,7 +209,7 @@ def _serve() -> None:
         gc.collect()
         after = _resident_kib()
         hashed = hashlib.sha256()
-        for layer in low_rank(handles[digest].layers(BACKBONE)).values():
+        for layer in low_rank(handles[digest].layers(UNET)).values():
             for tensor in (layer.down, layer.up):
                 assert tensor.data_ptr() % tensor.element_size() == 0, "where the processor wants it"
                 hashed.update(tensor.numpy().data)

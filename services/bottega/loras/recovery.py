@@ -198,7 +198,7 @@ class LoraRecovery:
             return error.message
         if lora.token:
             widths = {module.component: module.parts[VECTORS].shape[1] for module in lora.modules}
-            return None if widths == model.token_widths else "its text encoders read vectors of other sizes"
+            return None if widths == model.token_widths else "it reads no embeddings, or vectors of other sizes"
         wrong = next((module for module in lora.modules if not _fits(module, model)), None)
         return None if wrong is None else f"the model has no {wrong.component}.{wrong.path}, or one of another shape"
 

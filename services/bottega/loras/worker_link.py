@@ -105,7 +105,7 @@ class LoraTransfer(FileTransfer):
     @property
     def done(self) -> bool:
         """Whether all messages have been sent."""
-        return self._sent_bytes == self._lora.unet_bytes
+        return self._sent_bytes == self._lora.denoiser_bytes
 
     def send_head(self, link: Link) -> int:
         """Send the header and the weights of the text encoders, for which the encoding of prompts waits."""
@@ -113,7 +113,7 @@ class LoraTransfer(FileTransfer):
         layout = messages.lora_layout(lora)
         with link.start_message(layout, Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = pack_number(self.number)
-            outgoing.views[messages.UNET_BYTES][:] = pack_number(lora.unet_bytes)
+            outgoing.views[messages.DENOISER_BYTES][:] = pack_number(lora.denoiser_bytes)
             outgoing.views[messages.TIMES][:] = messages.pack_times(self._request.times(self.lease))
             self._fill(outgoing.views[messages.HEADER], 0)
             text = outgoing.views[messages.TEXT]
@@ -123,9 +123,9 @@ class LoraTransfer(FileTransfer):
         return layout.size_bytes
 
     def send_piece(self, link: Link, max_bytes: int) -> int:
-        """Send the next piece of the UNet's weights."""
+        """Send the next piece of the denoising network's weights."""
         lora = self._lora
-        size_bytes = min(max_bytes, lora.unet_bytes - self._sent_bytes)
+        size_bytes = min(max_bytes, lora.denoiser_bytes - self._sent_bytes)
         with link.start_message(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = pack_number(self.number)
             self._fill(outgoing.views[messages.PIECE], lora.header_bytes + lora.text_bytes + self._sent_bytes)

@@ -16,7 +16,9 @@ from bottega.addons.loras.client.stores import read_lora
 from bottega.client import AsyncClient
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
+from tests.samples.family_models import family_model
 from tests.samples.lora_files import save
+from tests.samples.sd3_loras import kohya_file, random_lora
 from tests.support import running_loras
 from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import running_gateway
@@ -104,7 +106,7 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     path = lora_file(tmp_path, seed=2, text=True)
     added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
     assert re.fullmatch(r"pastel is ready for miniature: 2 modules of rank 2, [1-9]\.\d KiB\n", added.stdout)
-    assert "It is for SDXL: all 2 layers of its file match the model, and none is ignored.\n" in added.stderr
+    assert "It is for SDXL: all layers of its file match the model, and none is ignored.\n" in added.stderr
     assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
         ["ink", "miniature"],
         ["pastel", "miniature"],
@@ -192,6 +194,25 @@ async def test_the_command_adds_a_lora_in_part_if_it_is_told_to(
     assert "LoRA, in part" in (await _run(house)).stdout
     assert "lora_unet_elsewhere" in (await _run(house, "show", "pastel")).stdout
     assert (await client.lora("pastel")).ignored == ("lora_unet_elsewhere",)
+
+
+async def test_loras_of_stable_diffusion_3_are_added_for_their_own_base(house: House, tmp_path: Path) -> None:
+    folder = family_model("SD 3.5")
+    path = kohya_file(random_lora(folder, seed=1), tmp_path)
+    async with lora_store(house.gateway, tmp_path / "annex", name="second", bases={"sd3": str(folder)}):
+        added = await _run(house, "add", "ink3", path, "--base", "sd3")
+        assert re.fullmatch(r"ink3 is ready for sd3: [0-9]+ modules of rank 2, .*\n", added.stdout), added.stderr
+        assert "It is for Stable Diffusion 3: all layers of its file match the model" in added.stderr
+        says = "Stable Diffusion 3, and the base model is SDXL: "
+        assert f"the LoRA is for {says}" in (await _run(house, "add", "b", path, "--base", "miniature")).stderr
+        name = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k"
+        factors = {f"{name}.lora_down.weight": torch.ones(2, 2048), f"{name}.lora_up.weight": torch.ones(640, 2)}
+        other = save(factors, tmp_path / "sdxl.safetensors")
+        refused = (await _run(house, "add", "c", other, "--base", "sd3")).stderr
+        assert "the LoRA is for SDXL, and the base model is Stable Diffusion 3: " in refused
+        embedding = save({"clip_l": torch.ones(1, 32), "clip_g": torch.ones(1, 32)}, tmp_path / "toy.safetensors")
+        refused = (await _run(house, "add", "toy", embedding, "--base", "sd3")).stderr
+        assert "it is an embedding (textual inversion), and Stable Diffusion 3 reads none" in refused
 
 
 async def test_the_command_adds_lists_and_shows_an_embedding(house: House, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
     async with running(tmp_path / "one", slow) as one, running(tmp_path / "two") as two:
         lora = await one.upload("a", path)
         await two.upload("a", path)
-        _damage(tmp_path / "one", behind_bytes=lora.size_bytes - _unet_bytes(tmp_path / "one"))
+        _damage(tmp_path / "one", behind_bytes=lora.size_bytes - _denoiser_bytes(tmp_path / "one"))
         worker.know(one, two)
         reader, waiter = worker.begin(lora), worker.begin(lora)
         while not reader.text_ready:
@@ -240,10 +240,10 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
         assert await worker.wait(worker.begin(lora))
 
 
-def _unet_bytes(store: Path) -> int:
+def _denoiser_bytes(store: Path) -> int:
     (path,) = (store / "files").glob("??/*.safetensors")
     with path.open("rb") as file:
-        return canonical.read(file).unet_bytes
+        return canonical.read(file).denoiser_bytes
 
 
 def _damage(store: Path, *, behind_bytes: int = 0) -> None:

@@ -37,7 +37,7 @@ found["dynamo"] = "torch._dynamo" in sys.modules
 _THREADS = """
 import torch
 from torch import nn
-from bottega.addons.loras.engine.lora import UNET
+from bottega.model_files.family_names import UNET
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.device.devices import compute_with
 from bottega.model.rows import Factors, LoraSet

@@ -201,7 +201,7 @@ def test_lora(family: str) -> None:
     """Beside the weights, and then in them."""
     stock = FamilyStock(family)
     components = {
-        name: random_layers(network, seed, targets=("to_q", "to_v") if name == "unet" else ("q_proj", "fc1"))
+        name: random_layers(network, seed, targets=("to_q", "to_v", "q_proj", "fc1", "SelfAttention.q"))
         for seed, (name, network) in enumerate(model_of(family).networks.items())
     }
     order = order_of(family, loras=(lora_spec("style", 0.8),))

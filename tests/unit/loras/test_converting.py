@@ -16,12 +16,13 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from bottega.addons.loras.engine import has_mixed_alphas, left_out_by_stock
-from bottega.addons.loras.wire import canonical, module_parts
+from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import Base, BaseModule, read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.miniature import WEIGHTS
 from tests.samples.lora_files import (
+    SDXL_COMPONENTS,
     Part,
     base_shapes,
     canonical_deltas,
@@ -78,7 +79,7 @@ def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
 ) -> None:
     parts = {
         (component, path): Part(rank=1 + place % 4, alpha=(None, 0.5, 8.0, 0.0, -3.0)[place % 5])
-        for component in module_parts.COMPONENTS
+        for component in SDXL_COMPONENTS
         for place, path in enumerate(base_shapes(component))
     }
     tensors, expected = kohya(parts)
@@ -166,9 +167,9 @@ def _pipeline() -> Any:
 
 def _loaded_deltas(pipeline: Any) -> dict[str, Tensor]:
     """What Diffusers has loaded adds to each module."""
-    shapes = {component: base_shapes(component) for component in module_parts.COMPONENTS}
+    shapes = {component: base_shapes(component) for component in SDXL_COMPONENTS}
     found = {}
-    for component in module_parts.COMPONENTS:
+    for component in SDXL_COMPONENTS:
         for path, module in getattr(pipeline, component).named_modules():
             if isinstance(module, LoraLayer) and module.active_adapters and module.lora_A:
                 (adapter,) = module.lora_A
@@ -215,7 +216,7 @@ def test_what_diffusers_saved_is_what_diffusers_loads(imported: Importing, saved
     pipeline = _pipeline()
     pipeline.load_lora_weights(saved, use_safetensors=True)
     theirs = _loaded_deltas(pipeline)
-    assert {name.partition(".")[0] for name in theirs} == set(module_parts.COMPONENTS)
+    assert {name.partition(".")[0] for name in theirs} == set(SDXL_COMPONENTS)
     _assert_same(imported(saved), theirs)
 
 
@@ -497,8 +498,8 @@ _METADATA = "the file's lora_adapter_metadata"
         ),
         (
             "unet.",
-            {"transformer.lora_alpha": 4},
-            f"{_METADATA} configures 'transformer', which is not a component of the base model",
+            {"vae.lora_alpha": 4},
+            f"{_METADATA} configures 'vae', which is not a component of the base model",
         ),
         (
             "unet.",
@@ -600,7 +601,7 @@ def test_a_file_that_could_be_for_both_text_encoders_is_refused_unless_its_shape
     ]
     for more in ({}, {"lora_magnitude_vector": torch.ones(64)}):
         path = save(tensors | {f"text_model.{_TEXT}.{part}": tensor for part, tensor in more.items()}, path)
-        (module,) = convert(sources(path), base=Base(iter(wider), sgm={})).modules
+        (module,) = convert(sources(path), base=Base(wider, stability={})).modules
         assert module.component == "text_encoder_2"
 
 

@@ -147,7 +147,7 @@ _PART = UploadPart(component="unet", size_bytes=9, adapter_config=b"")
         (
             {"parts": (_PART, _PART)},
             "parts",
-            "each must be for a different component: text_encoder, text_encoder_2, unet",
+            "each must be for a different component: text_encoder, text_encoder_2, text_encoder_3, transformer, unet",
         ),
         (
             {"parts": (replace(_PART, adapter_config=bytes((1 << 20) + 1)),)},

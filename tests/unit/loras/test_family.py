@@ -123,7 +123,7 @@ def test_a_card_counts_for_a_single_file_only_if_it_names_it() -> None:
             _lora("lora_unet_double_blocks_0_img_attn_qkv", 3072),
             {},
             (
-                f"the LoRA is for FLUX, and the base model is SDXL: {_UNMATCHED} "
+                f"the LoRA is for Flux.1, and the base model is SDXL: {_UNMATCHED} "
                 "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, "
                 "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"
             ),
@@ -155,7 +155,7 @@ def test_where_metadata_contradict_the_layers_the_layers_count_and_the_store_say
         ({"ss_base_model_version": "sd_v2_v"}, "Stable Diffusion 2"),
         ({"ss_base_model_version": "sdxl_base_v1-0"}, "SDXL"),
         ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, "SDXL"),
-        ({"modelspec.architecture": "flux-1-dev/lora"}, "FLUX"),
+        ({"modelspec.architecture": "flux-1-dev/lora"}, "Flux.1"),
         ({"base_model": "stabilityai/stable-diffusion-3-medium"}, "Stable Diffusion 3"),
         ({"base_model": "SD 1.5"}, "Stable Diffusion 1"),
         ({"base_model": "someone/something"}, ""),

@@ -20,7 +20,7 @@ from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.device.heartbeat import call_after_blocks
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits, check_drawable
-from bottega.engine.spec import LoraSpec, ResolvedSpec
+from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.backbone import POOLED, Inputs, Sd3Backbone
 from bottega.model.model import Model
@@ -174,8 +174,8 @@ def test_samplers_fit_how_a_model_was_trained() -> None:
         ({"weighted": True}, "must be plain: Stable Diffusion 3 reads no weighted prompts"),
         ({"clip_skip": 2}, "must be 0 to 1 with this model"),
         (
-            {"loras": (LoraSpec(name="x", digest="d"),)},
-            "LoRAs and embeddings for Stable Diffusion 3 are not served yet",
+            {"embeddings": (EmbeddingSpec(name="toy", digest="d", token="<toy>"),)},
+            "must have no embedding (toy): Stable Diffusion 3 reads none, as in Diffusers; use a LoRA",
         ),
         ({"sampler": SamplerKind.DDIM}, "it is for models that predict noise"),
     ],

@@ -84,6 +84,13 @@ def transposed(matrix: TensorData) -> TensorData:
     return TensorData(dtype=matrix.dtype, shape=matrix.shape[::-1], data=np.ascontiguousarray(words.T).tobytes())
 
 
+def rows_of(weights: TensorData, ranges: Sequence[tuple[int, int]]) -> TensorData:
+    """Return the slices of a tensor's first dimension that have their indexes in these ranges, in their order."""
+    words = np.frombuffer(weights.data, dtype=_NUMPY[weights.dtype]).reshape(weights.shape)
+    rows = np.concatenate([words[first:last] for first, last in ranges])
+    return TensorData(dtype=weights.dtype, shape=rows.shape, data=rows.tobytes())
+
+
 def largest(weights: TensorData) -> float:
     """Return the largest magnitude of an element."""
     return float(_largest(weights, axis=1).max())

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -149,7 +150,7 @@ def convert(
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
         try:
-            modules = tuple(assemble(parts) for parts in found.values())
+            modules = tuple(chain.from_iterable(map(assemble, found.values())))
         except BadLora as error:
             shaped = family_by_shapes((entry, parse_name(entry.name)) for header in headers for entry in header.tensors)
             named = (family_by_metadata(header.metadata, card)[0] for header in headers)

@@ -67,6 +67,11 @@ def convert_embedding(
         found = _vectors(header)
         if not found:
             return None
+        if not base.token_widths:
+            reader = family or "the base model"
+            raise BadLora(
+                f"it is an embedding (textual inversion), and {reader} reads none, as in Diffusers: use a LoRA instead"
+            )
         _check_encoders(found, base, family)
         own = "" if len(found) > 1 or header.tensors[0].name in _UNNAMED | _ENCODERS.keys() else header.tensors[0].name
         chosen = normalised_token(token or own or name.partition("@")[0].rpartition("/")[2])

@@ -2,13 +2,16 @@
 
 LyCORIS' differences of normalisation layers are full differences of their weights and biases.
 
+A module of Stability's code may be several of Diffusers', such as queries, keys and values. Each of them has a part of
+its outputs, which are rows of `up`, while all of them have the same `down`.
+
 Source: PEFT's layers of the same names; LyCORIS' modules. LyCORIS' LoKr ignores alpha if both factors are whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
@@ -39,6 +42,7 @@ from bottega.loras.importing.arrays import (
     read_number,
     read_weights,
     reshaped,
+    rows_of,
     transposed,
 )
 from bottega.loras.importing.base import BaseModule
@@ -87,8 +91,11 @@ class ModuleParts:
         return read_weights(*self.parts[part])
 
 
-def assemble(found: ModuleParts) -> ModuleWeights:
-    """Return a module's canonical parts. Raises BadLora, which names the module, and OSError."""
+def assemble(found: ModuleParts) -> Iterator[ModuleWeights]:
+    """Yield the canonical parts of a module, or of those of Diffusers' network that it stands for.
+
+    Raises BadLora, which names the module, and OSError.
+    """
     _check_norm(found)
     kind = _kind(found)
     rank = found.rank
@@ -108,12 +115,43 @@ def assemble(found: ModuleParts) -> ModuleWeights:
             parts, bound = {}, 0.0
     scale = _scale(found, rank)
     check_bound(found.module, abs(scale) * bound)
-    return ModuleWeights(
-        component=found.module.component,
-        path=found.module.path,
-        scale=scale,
-        parts={**parts, **_magnitude(found, bool(parts)), **_bias(found)},
-    )
+    module, parts = found.module, {**parts, **_magnitude(found, bool(parts)), **_bias(found)}
+    if not module.pieces:
+        yield ModuleWeights(component=module.component, path=module.path, scale=scale, parts=parts)
+    for piece in module.pieces:
+        some = _of_rows(module, parts, piece.rows)
+        yield ModuleWeights(component=module.component, path=piece.path, scale=scale, parts=some)
+
+
+def _of_rows(
+    module: BaseModule, parts: Mapping[str, TensorData], ranges: Sequence[tuple[int, int]]
+) -> dict[str, TensorData]:
+    """Return the parts of a change for some of a module's outputs.
+
+    LoKr's first factor multiplies blocks of outputs, of which each is whole. Raises BadLora if it is not, and for norms
+    over all outputs.
+    """
+    cut: dict[str, Sequence[tuple[int, int]]] = dict.fromkeys((UP, UP2, FULL, MAGNITUDE, BIAS), ranges)
+    norms = parts.get(DORA_SCALE)
+    if norms is not None and norms.shape[0] == module.shape[0]:
+        cut[DORA_SCALE] = ranges
+    elif norms is not None and len(module.pieces) > 1:
+        raise BadLora(f"{module.name} has a dora_scale for each input, which cannot be divided among {_names(module)}")
+    if KRON in parts:
+        blocks = parts[KRON].shape[0]
+        size = module.shape[0] // blocks
+        if any(edge % size for bounds in ranges for edge in bounds):
+            raise BadLora(
+                f"{module.name} has factors of LoKr for several modules at once, {_names(module)}: the {blocks} rows "
+                "of the first factor cannot be divided among them; train it with Diffusers' names of modules"
+            )
+        del cut[UP], cut[FULL]
+        cut[KRON] = [(first // size, last // size) for first, last in ranges]
+    return {name: rows_of(tensor, cut[name]) if name in cut else tensor for name, tensor in parts.items()}
+
+
+def _names(module: BaseModule) -> str:
+    return ", ".join(piece.path for piece in module.pieces)
 
 
 def _kind(found: ModuleParts) -> str:

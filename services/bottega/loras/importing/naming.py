@@ -4,7 +4,10 @@ Diffusers    unet.mid_block.attentions.0.(...).to_q.lora_A.weight, (...).to_q.lo
 (...).attn1.processor.to_q_lora.down.weight; text_encoder.(...).q_proj.lora_linear_layer.down.weight
 PEFT         base_model.model.(...).to_q.lora_A.weight
 kohya        lora_unet_(path with underscores).lora_down.weight, lora_te1_(...), with one .alpha for each module
-LyCORIS      kohya's or PEFT's names with .hada_w1_a, .lokr_w1, .diff, .w_norm and others in place of .lora_down.weight
+OneTrainer   as kohya, with lora_transformer_(...) for transformers
+LyCORIS      kohya's or PEFT's names with .hada_w1_a, .lokr_w1, .diff, .w_norm and others in place of .lora_down.weight;
+             some trainers write lycoris_(...) in place of lora_unet_(...)
+ComfyUI      diffusion_model.(path in Stability's code).lora_up.weight
 
 Names without a component are allowed if all tensors of the file belong to one component.
 
@@ -21,11 +24,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from bottega.addons.loras.wire.canonical import EMBEDDING_KIND, spellings
-from bottega.addons.loras.wire.module_parts import BACKBONE, COMPONENTS
+from bottega.addons.loras.wire.module_parts import CLIP_ENCODERS, COMPONENTS, DENOISERS
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.model_files.families import family_of
-from bottega.model_files.family_names import SD15, SD21, SDXL, TITLES
+from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER
 from bottega.model_files.json_files import read_json_object
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import TensorEntry
@@ -83,7 +86,7 @@ class Name:
     part: Part
     format: Format
     component: str | None
-    """The component in the name; None if the name has none."""
+    """The component in the name; None if the name has none, and DENOISER if it means either denoising network."""
     path: str
     """Path of the module in its component. kohya's names have underscores in place of dots."""
     adapter: str = ""
@@ -117,18 +120,25 @@ _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.(?P<part>hada_(w[12]_[ab]|t[12])|lokr_(w[12](_[ab])?|t2)|diff(_b)?|[wb]_norm|dora_scale)$"), {}),
     (re.compile(r"\.(?P<part>lora_magnitude_vector)(\.(?!weight$)(?P<adapter>[A-Za-z0-9_]+))?(\.weight)?$"), {}),
 )
+# The component of names that mean the denoising network of whichever kind the base model has.
+DENOISER = "denoiser"
 _KOHYA = (
-    ("lora_unet_", "unet"),
+    ("lora_unet_", DENOISER),
+    ("lora_transformer_", TRANSFORMER),
+    ("lycoris_", DENOISER),
     ("lora_te1_", "text_encoder"),
     ("lora_te2_", "text_encoder_2"),
+    ("lora_te3_", "text_encoder_3"),
     ("lora_te_", "text_encoder"),
 )
+_COMFYUI = "diffusion_model"
 _PEFT = "base_model.model."
 _PROCESSOR = ".processor."
 _TEXT_MODEL = "text_model"
-# Names of the UNet's blocks in Stability's code and in Diffusers.
-_SGM_BLOCKS = re.compile(r"input_blocks|middle_block|output_blocks")
-_DIFFUSERS_BLOCKS = re.compile(r"down_blocks|mid_block|up_blocks")
+# Names of blocks in Stability's code and in Diffusers.
+_STABILITY_BLOCKS = re.compile(r"input_blocks|middle_block|output_blocks|joint_blocks")
+_DIFFUSERS_BLOCKS = re.compile(r"down_blocks|mid_block|up_blocks|^transformer_blocks")
+_OF_DENOISERS = frozenset({DENOISER, *DENOISERS, None})
 # The first versions of Diffusers named a text encoder's projections like the UNet's.
 _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
@@ -172,7 +182,7 @@ def refuse_two_ways(names: Iterable[Name]) -> None:
     if len(adapters) > 1:
         listed = ", ".join(excerpt(adapter or "one without a name", 40) for adapter in sorted(adapters)[:4])
         raise BadLora(f"the file has several adapters ({listed}): save each in a file of its own")
-    for one, other in (("kohya", "path"), ("with a component", "without a component"), ("sgm", "diffusers")):
+    for one, other in (("kohya", "path"), ("with a component", "without a component"), ("stability", "diffusers")):
         if one in seen and other in seen:
             listed = " and ".join(excerpt(seen[way].text, 120) for way in (one, other))
             raise BadLora(f"the file names modules in two ways, {listed}: save it with one way of naming")
@@ -186,7 +196,7 @@ def module_of(name: Name, base: Base, component: str | None) -> BaseModule | Non
         base: The base model.
         component: The only component to which the file's tensors belong; None if there are several.
     """
-    chosen = name.component or component
+    chosen = base.denoiser if name.component == DENOISER else name.component or component
     if chosen is None or component not in {None, chosen}:
         return None
     if name.is_flat:
@@ -196,7 +206,7 @@ def module_of(name: Name, base: Base, component: str | None) -> BaseModule | Non
 
 def trained_path(name: Name, module: BaseModule) -> str:
     """Return the module's path in the trainer's network, which the patterns in PEFT's configuration match."""
-    if module.component == BACKBONE:
+    if module.component not in CLIP_ENCODERS:
         return module.path
     prefixed = name.path.startswith((f"{_TEXT_MODEL}.", f"{_TEXT_MODEL}_"))
     return next(
@@ -212,18 +222,19 @@ def _named(text: str, module: str, part: Part, adapter: str) -> Name:
     kind = Format.PEFT if module.startswith(_PEFT) else Format.DIFFUSERS
     path = module.removeprefix(_PEFT).replace(_PROCESSOR, ".")
     head, _, rest = path.partition(".")
-    if head in COMPONENTS:
-        return Name(text=text, part=part, format=kind, component=head, path=rest, adapter=adapter)
+    if head in COMPONENTS or head == _COMFYUI:
+        component = DENOISER if head == _COMFYUI else head
+        return Name(text=text, part=part, format=kind, component=component, path=rest, adapter=adapter)
     return Name(text=text, part=part, format=kind, component=None, path=path, adapter=adapter)
 
 
 def _ways(name: Name) -> Iterator[str]:
+    if name.component in _OF_DENOISERS and _STABILITY_BLOCKS.search(name.path):
+        yield "stability"
+    elif name.component in _OF_DENOISERS and _DIFFUSERS_BLOCKS.search(name.path):
+        yield "diffusers"
     if name.is_flat:
         yield "kohya"
-        if name.component == BACKBONE and _SGM_BLOCKS.search(name.path):
-            yield "sgm"
-        elif name.component == BACKBONE and _DIFFUSERS_BLOCKS.search(name.path):
-            yield "diffusers"
         return
     yield "path"
     yield "without a component" if name.component is None else "with a component"
@@ -237,20 +248,24 @@ def _modern(path: str) -> str:
     return f"{path}.0" if last == "to_out" else path
 
 
-_FLUX, _SD3 = "FLUX", "Stable Diffusion 3"
 # Features of the prompt embeddings that cross-attention reads.
 FAMILY_OF_WIDTH = {768: TITLES[SD15], 1024: TITLES[SD21], 2048: TITLES[SDXL]}
 _BLOCKS = (
-    (re.compile(r"single_transformer_blocks|(^|[._])(double|single)_blocks[._]"), _FLUX),
-    (re.compile(r"joint_(transformer_)?blocks"), _SD3),
+    (re.compile(r"single_transformer_blocks|(^|[._])(double|single)_blocks[._]"), TITLES[FLUX]),
+    (re.compile(r"joint_(transformer_)?blocks"), TITLES[SD3]),
 )
 _CROSS_ATTENTION = re.compile(r"attn2[._]to_[kv]$")
+# Joint attention of Stable Diffusion 3, and of wider transformers whose other blocks tell which family they are of.
+_JOINT_ATTENTION = re.compile(
+    r"^transformer_blocks[._]\d+[._]attn[._](to_[qkv]|to_out[._]0|add_[qkv]_proj|to_add_out)$"
+)
+_WIDEST_SD3 = 2432
 _KEYS = ("ss_base_model_version", "modelspec.architecture", "base_model", "ss_sd_model_name")
 # What metadata call a family, without punctuation; the first that is found counts.
 _CALLED = (
     (re.compile(r"sdxl|stablediffusionxl|ssd1b|segmindvega"), TITLES[SDXL]),
-    (re.compile(r"flux"), _FLUX),
-    (re.compile(r"sd3|stablediffusion(v)?3"), _SD3),
+    (re.compile(r"flux"), TITLES[FLUX]),
+    (re.compile(r"sd3|stablediffusion(v)?3"), TITLES[SD3]),
     (re.compile(r"sd(v)?2|stablediffusion(v)?2"), TITLES[SD21]),
     (re.compile(r"sd(v)?1|stablediffusion(v)?1"), TITLES[SD15]),
 )
@@ -268,17 +283,22 @@ def base_family(folder: Path) -> str:
 
 def family_by_shapes(entries: Iterable[tuple[TensorEntry, Name | None]]) -> str:
     """Return the family that a LoRA's tensors fit; "" if they do not tell."""
-    for entry, name in entries:
-        for pattern, family in _BLOCKS:
-            if pattern.search(entry.name):
-                return family
-        if name is None:
+    listed = list(entries)
+    for pattern, family in _BLOCKS:
+        if any(pattern.search(entry.name) for entry, _ in listed):
+            return family
+    known = [(entry, name) for entry, name in listed if name is not None]
+    for entry, name in known:
+        width = entry.shape[1] if name.part is Part.DOWN and len(entry.shape) > 1 else None
+        if width is None or name.component not in _OF_DENOISERS:
             continue
-        if name.component == "text_encoder_2":
-            return TITLES[SDXL]
-        is_cross_attention = name.component in {BACKBONE, None} and _CROSS_ATTENTION.search(name.path)
-        if is_cross_attention and name.part is Part.DOWN and len(entry.shape) > 1 and entry.shape[1] in FAMILY_OF_WIDTH:
-            return FAMILY_OF_WIDTH[entry.shape[1]]
+        if _JOINT_ATTENTION.search(name.path) and width <= _WIDEST_SD3:
+            return TITLES[SD3]
+        if name.component != TRANSFORMER and _CROSS_ATTENTION.search(name.path) and width in FAMILY_OF_WIDTH:
+            return FAMILY_OF_WIDTH[width]
+    components = {name.component for _, name in known}
+    if "text_encoder_2" in components and not components & {TRANSFORMER, "text_encoder_3"}:
+        return TITLES[SDXL]
     return ""
 
 

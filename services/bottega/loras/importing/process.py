@@ -18,7 +18,7 @@ from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.loras.importing.embedding import convert_embedding
 from bottega.loras.importing.naming import base_family
-from bottega.model_files.family_names import FLUX, SD3, TITLES
+from bottega.model_files.family_names import FLUX, TITLES
 from bottega.process.child import FramedPipe
 from bottega.storage.folders import open_below
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
@@ -48,7 +48,7 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
         ]
         folder = Path(call.base)
         family = base_family(folder)
-        if family in (TITLES[SD3], TITLES[FLUX]):
+        if family == TITLES[FLUX]:
             raise BadLora(f"LoRAs and embeddings for {family} are not served yet")
         base = read_base(folder)
         token = call.trigger_words[0] if call.trigger_words else ""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.addons.loras.engine import UNET, LoraSet, Patcher
+from bottega.addons.loras.engine import LoraSet, Patcher
 from bottega.engine.acceleration.acceleration import Acceleration
 from bottega.engine.acceleration.kernels import (
     Geglu,
@@ -31,6 +31,7 @@ from bottega.model.operations import EulerStep, GuidedEuler, Operations
 from bottega.model.rows import Factors, Half, Row
 from bottega.model.samplers import Sampler
 from bottega.model.schedulers import SamplerKind
+from bottega.model_files.family_names import UNET
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording
 from tests.support.schedulers import BASIC
 

@@ -74,8 +74,7 @@ def add_command(
         verb = "are" if many else "is"
         note(f"{what} nothing in the model and {verb} ignored: {listed(lora.ignored)}")
     elif lora.family:
-        layers = f"all {lora.modules} layers of its file match" if lora.modules > 1 else "the layer of its file matches"
-        note(f"It is for {lora.family}: {layers} the model, and none is ignored.")
+        note(f"It is for {lora.family}: all layers of its file match the model, and none is ignored.")
     if lora.note:
         note(f"Attention: {lora.note}.")
     if before is not None and before != list(lora.trigger_words):

@@ -1,8 +1,6 @@
 """LoRAs in the engine: their layers, their source, and two ways to apply them: beside the weights, or merged."""
 
 from bottega.addons.loras.engine.lora import (
-    TEXT_ENCODERS,
-    UNET,
     Layers,
     LoraAtScale,
     LoraHandle,
@@ -22,8 +20,6 @@ from bottega.addons.loras.engine.weights import LoraWeights, SwapCosts
 from bottega.model.rows import Factors, LoraSet, SetKey
 
 __all__ = [
-    "TEXT_ENCODERS",
-    "UNET",
     "Factors",
     "Layers",
     "LoraHandle",

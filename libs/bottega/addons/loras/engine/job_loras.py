@@ -2,7 +2,7 @@
 
 `LatentMeter` measures how much they change its latents at each step, by denoising its images a second time without
 them. The second request is called a shadow. It has the same prompt, encoded with the same text encoders, and the same
-seed and sampler. It only lacks the LoRAs in the UNet, like an image whose LoRAs have not arrived.
+seed and sampler. It only lacks the LoRAs in the denoising network, like an image whose LoRAs have not arrived.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from bottega import kinds, rules
 from bottega.addons.loras.engine import (
-    TEXT_ENCODERS,
-    UNET,
     LoraAtScale,
     LoraHandle,
     LoraRef,
@@ -31,7 +29,7 @@ from bottega.addons.loras.engine import (
 )
 from bottega.addons.loras.engine.embeddings import TokenVectors
 from bottega.addons.loras.engine.lora_set import loras_part
-from bottega.addons.loras.wire.module_parts import TOKEN_EMBEDDING
+from bottega.addons.loras.wire.module_parts import COMPONENTS, DENOISERS, TEXT_ENCODERS, TOKEN_EMBEDDING
 from bottega.device.device import PausableWork, Span
 from bottega.engine.addon import JobAddOn
 from bottega.engine.encode import Conditions
@@ -218,11 +216,11 @@ class JobLoras(JobAddOn):
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
 
     def _make_loras(self, now_s: float) -> bool:
-        """Go on with making the factors for the UNet. Return whether they are made, or there are none."""
+        """Go on with making the factors for the denoiser. Return whether they are made, or there are none."""
         if not self.specs:
             return True
         if self.making is None or self.making.failed:
-            self.making = self.addon.making(self._scaled((self.addon.weights.denoiser,)))
+            self.making = self.addon.making(self._scaled(DENOISERS))
         count = len(self.making.spans)
         try:
             self.addon.go_on(self.making, now_s)
@@ -355,7 +353,7 @@ class JobLoras(JobAddOn):
 
 
 def _unlike_stock(handle: LoraHandle) -> _UnlikeStock:
-    components = {name: handle.layers(name) for name in (UNET, *TEXT_ENCODERS)}
+    components = {name: handle.layers(name) for name in COMPONENTS}
     return _UnlikeStock(
         mixed_alphas=any(has_mixed_alphas(layers) for layers in components.values()),
         left_out=tuple(what for name, layers in components.items() for what in left_out_by_stock(name, layers)),

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from bottega.addons.loras.wire.module_parts import (
     BIAS,
+    DENOISERS,
     DORA_SCALE,
     DOWN,
     DOWN2,
@@ -21,6 +22,7 @@ from bottega.addons.loras.wire.module_parts import (
     MAGNITUDE,
     NORM,
     SCALE,
+    TEXT_ENCODERS,
     UP,
     UP2,
     VECTORS,
@@ -30,9 +32,7 @@ from bottega.engine.spans import StoreWork
 from bottega.model.rows import Difference
 from bottega.v1.fleet_pb2 import ServiceAddress
 
-# Components of a pipeline in the order of a LoRA's file: text encoders first, because prompts wait for them.
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-UNET = "unet"
+_T5 = TEXT_ENCODERS[2]
 NORMS = (nn.LayerNorm, nn.GroupNorm)
 """Normalisation layers, whose output is linear in their weight and bias."""
 
@@ -95,13 +95,15 @@ def is_only_low_rank(layers: Layers) -> bool:
 def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:
     """Yield the names of modules of a component that stock Diffusers' loader ignores in kohya's files.
 
-    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., and a text encoder's attention without an
-    out_proj.
+    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., a text encoder's attention without an out_proj,
+    and in all files T5.
     """
-    if component == UNET:
+    if component in DENOISERS:
         if any(path.startswith("add_embedding.") for path in layers):
             yield f"{component}.add_embedding"
         return
+    if component == _T5 and layers:
+        yield component
     attention = {path.rpartition(".")[2] for path in layers if ".self_attn." in path}
     if attention and "out_proj" not in attention:
         yield f"{component}.self_attn"
@@ -157,7 +159,7 @@ class LoraHandle(Protocol):
         ...
 
     def layers(self, component: str) -> Layers:
-        """Return the layers of one component. Those of the UNet need `ready`, those of the text encoders `text_ready`.
+        """Return the layers of one component. A denoiser's need `ready`, those of text encoders `text_ready`.
 
         They may be read until the handle is closed. They should be on the model's device, in its element type.
         """

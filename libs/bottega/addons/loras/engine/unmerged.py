@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.addons.loras.engine.lora import UNET, add_difference, low_rank_product
+from bottega.addons.loras.engine.lora import add_difference, low_rank_product
 from bottega.model.backbone import RowSpans
 from bottega.model.rows import Difference, Factors, LoraSet, SetKey
 
@@ -47,7 +47,7 @@ class UnmergedLoras:
     def __init__(
         self,
         network: nn.Module,
-        component: str = UNET,
+        component: str,
         *,
         row_by_row: bool = False,
         stacked_bytes: int = STACKED_BYTES,
@@ -275,8 +275,8 @@ def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _mixes_layouts(path: str, module: nn.Module) -> bool:
-    """Return whether a linear layer's input is not contiguous, as in `proj_in`, which gets feature maps as tokens."""
-    return isinstance(module, nn.Linear) and path.rpartition(".")[2] == "proj_in"
+    """Return whether a linear layer may get views: feature maps as tokens, or a text's part of joint attention."""
+    return isinstance(module, nn.Linear) and f".{path}".endswith((".proj_in", ".to_out.0", ".to_add_out"))
 
 
 def _as_frozen(rows: Sequence[_Bounds]) -> _Hook:

@@ -1,7 +1,7 @@
 """The weights of one model: which LoRA set is merged into them, and which sets are computed beside them.
 
 Weights change only between two forward passes. In single precision LoRAs are merged into the text encoders, for one
-prompt at a time, and into the UNet when all rows use the same set for long enough. In half precision merging rounds
+prompt at a time, and into the denoiser when all rows use the same set for long enough. In half precision merging rounds
 differently from stock Diffusers, so that LoRAs are computed beside the weights as PEFT does, unless merging is allowed.
 """
 
@@ -107,8 +107,8 @@ class LoraWeights:
 
     Args:
         model: The model; its weights change in place.
-        patches: Whether sets may be merged into the UNet's weights. If not, all are computed beside them, row by row,
-            so that the last bits of a picture depend neither on other rows nor on measurements.
+        patches: Whether sets may be merged into the denoiser's weights. If not, all are computed beside them, row by
+            row, so that the last bits of a picture depend neither on other rows nor on measurements.
         merges_half: Whether sets may be merged into float16 and bfloat16 weights, which rounds differently from stock.
         pristine_on_host: Keep the copies that restore merged weights in host memory.
         stacked_bytes: See UnmergedLoras.
@@ -139,7 +139,9 @@ class LoraWeights:
         self._half = model.dtype != torch.float32
         self._as_peft = self._half and not merges_half
         self._patches = patches and not self._as_peft
-        self._unmerged = UnmergedLoras(networks[self.denoiser], row_by_row=not patches, stacked_bytes=stacked_bytes)
+        self._unmerged = UnmergedLoras(
+            networks[self.denoiser], self.denoiser, row_by_row=not patches, stacked_bytes=stacked_bytes
+        )
         self._unmerged_text = {
             name: UnmergedLoras(network, name) for name, network in networks.items() if name != self.denoiser
         }
@@ -162,12 +164,12 @@ class LoraWeights:
 
     @property
     def patched(self) -> LoraSet | None:
-        """The set that is merged into the UNet's weights; None without one."""
+        """The set that is merged into the denoiser's weights; None without one."""
         return self._patchers[self.denoiser].patched
 
     @property
     def patched_key(self) -> SetKey:
-        """Key of the set that is merged into the UNet's weights; empty without one."""
+        """Key of the set that is merged into the denoiser's weights; empty without one."""
         patched = self.patched
         return patched.key if patched else ()
 
@@ -178,7 +180,7 @@ class LoraWeights:
 
     @property
     def swap_s(self) -> float:
-        """Seconds to merge and restore a set like the last one in the UNet; 0 if no set is merged."""
+        """Seconds to merge and restore a set like the last one in the denoiser; 0 if no set is merged."""
         return self.costs.last_swap_s if self._patches else 0.0
 
     def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
@@ -187,15 +189,10 @@ class LoraWeights:
 
     def text_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
         """Return the factors for the text encoders. Raise LoraUnusable, also if the model lacks one of them."""
-        for component in (name for use in uses for name, layers in use.layers.items() if layers):
-            if component not in self._networks:
-                raise LoraUnusable(
-                    f"a LoRA changes {component}, which {self._family} models do not have: it is for another family"
-                )
         return (yield from self._make_set(uses, tuple(self._unmerged_text)))
 
     def key_of(self, uses: Sequence[LoraAtScale]) -> SetKey:
-        """Return the key of the set for the UNet."""
+        """Return the key of the set for the denoiser."""
         return set_key(uses, as_peft=self._as_peft)
 
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
@@ -203,7 +200,7 @@ class LoraWeights:
         return run_pieces(self.unet_set_in_pieces(uses))
 
     def unet_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
-        """Return the factors for the UNet, as the same object while a set is used. Raise LoraUnusable."""
+        """Return the factors for the denoiser, as the same object while a set is used. Raise LoraUnusable."""
         key = self.key_of(uses)
         known = self._sets.get(key)
         if known is None:
@@ -213,6 +210,10 @@ class LoraWeights:
 
     def _make_set(self, uses: Sequence[LoraAtScale], components: Sequence[str]) -> Generator[None, None, LoraSet]:
         """Make a set, with memory reserved for its differences while they are used. Raise LoraUnusable, TooLarge."""
+        for component in (name for use in uses for name, layers in use.layers.items() if layers):
+            if component not in self._networks:
+                why = f"which this {self._family} model does not have: it is for another model"
+                raise LoraUnusable(f"a LoRA changes {component}, {why}")
         size_bytes = sum(expanded_bytes(uses, self._networks[name], name) for name in components)
         if size_bytes:
             yield  # What follows takes memory, and long.
@@ -274,7 +275,7 @@ class LoraWeights:
         return seconds
 
     def put_in_unet(self, loras: LoraSet | None) -> float:
-        """Merge a set into the UNet's weights, or restore them.
+        """Merge a set into the denoiser's weights, or restore them.
 
         Returns:
             The seconds it took, after waiting for the device's running step.
@@ -290,7 +291,7 @@ class LoraWeights:
         return seconds
 
     def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
-        """Merge or restore the UNet's weights for the next steps, if that saves time. Return the seconds it took.
+        """Merge or restore the denoiser's weights for the next steps, if that saves time. Return the seconds it took.
 
         Args:
             sets: Sets of all running requests; None for a request without LoRAs.
@@ -355,7 +356,7 @@ class LoraWeights:
         return self.unet_set([LoraAtScale(digest=name, scale=0.0, layers={self.denoiser: layers})])
 
     def measure_swap(self) -> None:
-        """Measure a swap by merging the probe into a part of the UNet and restoring it, twice.
+        """Measure a swap by merging the probe into a part of the denoiser and restoring it, twice.
 
         The second time the copies already exist. The cost of a swap is proportional to the bytes that it changes.
         """

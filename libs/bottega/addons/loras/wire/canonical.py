@@ -16,11 +16,12 @@
                   bias        [out], added to the module's bias
                   vectors     [vectors, features]: embeddings of the token, one after the other, of the only module
                               of a text encoder, token_embedding; the scale is 1
-    data          two sections without gaps: the text encoders' tensors, then the UNet's. A prompt is encoded once
-                  the first has arrived. Within a section: scales, then larger items first, then by name
+    data          two sections without gaps: the text encoders' tensors, then those of the denoising network, `unet`
+                  or `transformer`. A prompt is encoded once the first has arrived. Within a section: scales, then
+                  larger items first, then by name
 
 Within a host, the file is passed as it lies in memory. Over a network, the header and the text encoders' section (one
-zero byte if it is empty) come first, then the UNet's section in pieces: see messages.py.
+zero byte if it is empty) come first, then the other section in pieces: see messages.py.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 from bottega.addons.loras.wire.module_parts import (
-    BACKBONE,
     BIAS,
+    CLIP_ENCODERS,
     COMPONENTS,
+    DENOISERS,
     DOWN,
     PARTS,
     PLAIN,
@@ -74,7 +76,7 @@ EMBEDDING_KIND = "textual inversion"
 """What an embedding has in place of the format of a LoRA's file."""
 MAX_IGNORED = 256
 """Upper bound on the layers of a file that match nothing, of a LoRA that is stored in part."""
-# SDXL's UNet has about 800 modules with weights, its text encoders 264.
+# SDXL's UNet has about 800 modules with weights, its text encoders 264. Stable Diffusion 3.5 has about as many.
 MAX_MODULES = 4096
 # A LoRA of rank 512 on all of SDXL would take some GiB.
 MAX_FILE_BYTES = 8 << 30
@@ -151,8 +153,8 @@ class CanonicalLora:
     header_bytes: int
     text_bytes: int
     """Bytes of the text encoders' section."""
-    unet_bytes: int
-    """Bytes of the UNet's section."""
+    denoiser_bytes: int
+    """Bytes of the denoising network's section."""
     modules: tuple[Module, ...]
     """The modules, in the order of their scales in the file."""
     token: str = ""
@@ -163,7 +165,7 @@ class CanonicalLora:
     @property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
-        return self.header_bytes + self.text_bytes + self.unet_bytes
+        return self.header_bytes + self.text_bytes + self.denoiser_bytes
 
     @property
     def rank(self) -> int:
@@ -205,7 +207,7 @@ def spellings(component: str, path: str) -> tuple[str, ...]:
     Transformers 5 dropped `text_model.` from CLIPTextModel's modules but kept it in CLIPTextModelWithProjection, so
     model folders, LoRA files and loaded networks each may or may not have it.
     """
-    if component == BACKBONE:
+    if component not in CLIP_ENCODERS:
         return (path,)
     if path.startswith(_TEXT_MODEL):
         return (path, path.removeprefix(_TEXT_MODEL))
@@ -325,7 +327,7 @@ def _checked(header: Header) -> CanonicalLora:
     names = [_order(entry.name, entry.dtype) for entry in header.tensors]
     if names != sorted(names):
         refuse("its tensors are not in their order")
-    text = [entry for entry in header.tensors if not entry.name.startswith(f"{BACKBONE}.")]
+    text = [entry for entry in header.tensors if not _is_of_denoiser(entry.name)]
     text_bytes = text[-1].end if text else 0
     modules = tuple(_modules(header.tensors, text_bytes))
     if len(modules) > MAX_MODULES:
@@ -340,7 +342,7 @@ def _checked(header: Header) -> CanonicalLora:
     return CanonicalLora(
         header_bytes=header.size_bytes,
         text_bytes=text_bytes,
-        unet_bytes=header.data_bytes - text_bytes,
+        denoiser_bytes=header.data_bytes - text_bytes,
         modules=modules,
         token=token,
         ignored=ignored,
@@ -351,7 +353,7 @@ def _modules(tensors: Sequence[TensorEntry], text_bytes: int) -> Iterator[Module
     parts: dict[tuple[str, str], dict[str, TensorEntry]] = {}
     for entry in tensors:
         component, path, part = _name(entry.name)
-        offset = text_bytes if component == BACKBONE else 0
+        offset = text_bytes if component in DENOISERS else 0
         parts.setdefault((component, path), {})[part] = TensorEntry(
             name=entry.name,
             dtype=entry.dtype,
@@ -379,5 +381,9 @@ def _name(name: str) -> tuple[str, str, str]:
 
 
 def _order(name: str, dtype: str) -> tuple[bool, bool, int, str]:
-    """Return the sort key: text encoders before the UNet, scales before weights, larger items first, then by name."""
-    return name.startswith(f"{BACKBONE}."), not name.endswith(".scale"), -ITEM_BYTES.get(dtype, 0), name
+    """Return the sort key: text encoders first, then scales before weights, larger items first, then by name."""
+    return _is_of_denoiser(name), not name.endswith(".scale"), -ITEM_BYTES.get(dtype, 0), name
+
+
+def _is_of_denoiser(name: str) -> bool:
+    return name.partition(".")[0] in DENOISERS

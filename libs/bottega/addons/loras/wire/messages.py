@@ -30,9 +30,10 @@ DIGEST_BYTES = 32
 SLOTS = 4
 # Maximum size of a JobError as JSON.
 _MAX_ERROR_BYTES = 64 << 10
-_UNET_BYTES = "unet_bytes"
+# The name by which workers and stores of other versions know it.
+_DENOISER_BYTES = "unet_bytes"
 # Indexes of a lora message's tensors: size of the pieces, store times, file header, and text encoders' section.
-UNET_BYTES, TIMES, HEADER, TEXT = 1, 2, 3, 4
+DENOISER_BYTES, TIMES, HEADER, TEXT = 1, 2, 3, 4
 # A length, a StoreTimes and padding, so that all messages of a kind have the same layout.
 _TIMES_BYTES = 64
 # Index of the data tensor of a piece message.
@@ -73,12 +74,12 @@ def refused_message(number: int, error: bytes) -> BytesMessage:
 def lora_layout(lora: CanonicalLora) -> Layout:
     """Return the layout of a lora message, which begins the response to a fetch.
 
-    It has the number, the size of the UNet's section, the store times, the file's header and the text encoders'
-    section, which is one zero byte if it is empty.
+    It has the number, the size of the denoising network's section, the store times, the file's header and the text
+    encoders' section, which is one zero byte if it is empty.
     """
     return Layout.of(
         number_spec(LoraMessageKind.LORA),
-        number_spec(_UNET_BYTES),
+        number_spec(_DENOISER_BYTES),
         _bytes("times", _TIMES_BYTES),
         _bytes("header", lora.header_bytes),
         _bytes("text", max(1, lora.text_bytes)),
@@ -87,7 +88,7 @@ def lora_layout(lora: CanonicalLora) -> Layout:
 
 
 def piece_layout(size_bytes: int) -> Layout:
-    """Return the layout of a message: the number of its fetch, and the next bytes of a LoRA's layers for the UNet."""
+    """Return the layout of a message: the number of its fetch, and the next bytes of the denoising network's layers."""
     return Layout.of(number_spec(LoraMessageKind.PIECE), _bytes("bytes", size_bytes), headers=1)
 
 
@@ -126,14 +127,14 @@ def read_refusal(layout: Layout, views: Sequence[memoryview]) -> tuple[int, byte
 
 def check_lora(layout: Layout, *, max_bytes: int) -> None:
     """Raise ValueError unless the layout can begin a LoRA of at most `max_bytes`."""
-    size = layout.specs[UNET_BYTES] if len(layout.specs) > UNET_BYTES else None
-    if size is None or (size.name, size.dtype, size.shape) != (_UNET_BYTES, DType.INT64, (1,)):
+    size = layout.specs[DENOISER_BYTES] if len(layout.specs) > DENOISER_BYTES else None
+    if size is None or (size.name, size.dtype, size.shape) != (_DENOISER_BYTES, DType.INT64, (1,)):
         raise ValueError("a lora message does not give the size of its pieces")
-    _check(layout, {"times": _TIMES_BYTES, "header": max_bytes, "text": max_bytes}, behind=UNET_BYTES)
+    _check(layout, {"times": _TIMES_BYTES, "header": max_bytes, "text": max_bytes}, behind=DENOISER_BYTES)
 
 
-def read_unet_bytes(view: memoryview, *, max_bytes: int) -> int:
-    """Return the total bytes of the pieces, from the tensor UNET_BYTES of a lora message. Raise ValueError."""
+def read_denoiser_bytes(view: memoryview, *, max_bytes: int) -> int:
+    """Return the total bytes of the pieces, from the tensor DENOISER_BYTES of a lora message. Raise ValueError."""
     size_bytes = int.from_bytes(bytes(view), "little", signed=True)
     if not 0 <= size_bytes <= max_bytes:
         raise ValueError(f"a LoRA's pieces cannot have {size_bytes} bytes")

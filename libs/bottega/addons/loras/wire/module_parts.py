@@ -9,8 +9,13 @@ from typing import NoReturn
 from bottega.errors import BadLora
 from bottega.safetensors_header import TensorEntry
 
-COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
-BACKBONE = "unet"
+CLIP_ENCODERS = ("text_encoder", "text_encoder_2")
+TEXT_ENCODERS = (*CLIP_ENCODERS, "text_encoder_3")
+"""Parts that read prompts. The third is T5."""
+DENOISERS = ("transformer", "unet")
+"""Parts that are denoising networks; a model has one of them."""
+COMPONENTS = (*TEXT_ENCODERS, *DENOISERS)
+"""Parts that a LoRA may change."""
 DTYPES = frozenset({"F32", "F16", "BF16"})
 # LoRAs that were extracted from fine-tuned models have ranks of some hundreds. Higher ranks save hardly anything.
 MAX_RANK = 512
@@ -59,7 +64,7 @@ def magnitude_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 def check_vectors(component: str, path: str, parts: Mapping[str, TensorEntry]) -> None:
     """Refuse an embedding in another place than a text encoder's tokens, or with too many vectors."""
-    if component == BACKBONE or path != TOKEN_EMBEDDING or parts.keys() != {SCALE, VECTORS}:
+    if component not in CLIP_ENCODERS or path != TOKEN_EMBEDDING or parts.keys() != {SCALE, VECTORS}:
         refuse(f"{component}.{path[:80]} has vectors, which only {TOKEN_EMBEDDING} of a text encoder may have")
     shape = parts[VECTORS].shape
     if len(shape) != 2 or shape[0] > MAX_VECTORS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import CanonicalLora, Module
-from bottega.addons.loras.wire.module_parts import BACKBONE, COMPONENTS, SCALE, is_low_rank
+from bottega.addons.loras.wire.module_parts import DENOISERS, SCALE, TEXT_ENCODERS, is_low_rank
 from bottega.device.device import Device
 from bottega.device.devices import open_device
 from bottega.engine.spans import StoreWork
@@ -83,7 +84,7 @@ class LoraDownload:
         self._lora: CanonicalLora | None = None
         self.ignored = 0
         """Number of layers of the LoRA's file that were left out when it was added."""
-        self._unet = torch.empty(0, dtype=torch.uint8)
+        self._denoiser = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
         self._layers: dict[str, Layers] = {}
         self.beginning = ""
@@ -92,7 +93,7 @@ class LoraDownload:
     @property
     def text_ready(self) -> bool:
         """Whether the layers of the text encoders have arrived."""
-        return len(self._layers) >= len(COMPONENTS) - 1
+        return bool(self._layers)
 
     @property
     def ready(self) -> bool:
@@ -110,7 +111,7 @@ class LoraDownload:
     def restart(self) -> None:
         """Drop the incomplete part, which will be sent again. Layers that the engine may be reading stay until then."""
         self._lora = None
-        self._unet = torch.empty(0, dtype=torch.uint8)
+        self._denoiser = torch.empty(0, dtype=torch.uint8)
         self.size_bytes = 0
 
     def note_answer(self, store: str, times: StoreTimes) -> None:
@@ -121,26 +122,26 @@ class LoraDownload:
         """
         self.work = StoreWork(store=store, times=times, asked_s=self.requested_s, answered_s=time.monotonic())
 
-    def take_head(self, head: bytes, text: memoryview, unet_bytes: int) -> None:
+    def take_head(self, head: bytes, text: memoryview, denoiser_bytes: int) -> None:
         """Read the header and the first section.
 
         Args:
-            unet_bytes: Bytes of the second section, which arrives in pieces.
+            denoiser_bytes: Bytes of the second section, which arrives in pieces.
 
         Raises:
             DataLoss: They are not those of a LoRA, or differ from what the header says.
         """
         self.restart()
         try:
-            lora = _parsed(head, len(text), unet_bytes)
+            lora = _parsed(head, len(text), denoiser_bytes)
         except BadLora as error:
             raise DataLoss(f"the LoRA store sent a damaged LoRA: {error.message}") from error
         self._hash = hashlib.sha256(head)
         section = torch.empty(lora.text_bytes, dtype=torch.uint8)
         self._copy(text[: lora.text_bytes], section)
         self._begin(lora, section)
-        self._unet, self._filled = torch.empty(unet_bytes, dtype=torch.uint8), 0
-        if not unet_bytes:
+        self._denoiser, self._filled = torch.empty(denoiser_bytes, dtype=torch.uint8), 0
+        if not denoiser_bytes:
             self._complete(lora)
 
     def take_whole(self, file: memoryview) -> None:
@@ -156,35 +157,35 @@ class LoraDownload:
         self._hash = hashlib.sha256(head)
         self._hash.update(section.numpy().data)
         self._begin(lora, section)
-        self._unet = _shared(file[middle:])
+        self._denoiser = _shared(file[middle:])
 
     def check(self) -> None:
         """Hash the file from `take_whole`, and complete the download. Raise DataLoss for a wrong digest."""
         assert self._lora is not None, "take_whole comes first"
-        for first in range(0, len(self._unet), _PIECE_BYTES):
-            self._hash.update(self._unet[first : first + _PIECE_BYTES].numpy().data)
+        for first in range(0, len(self._denoiser), _PIECE_BYTES):
+            self._hash.update(self._denoiser[first : first + _PIECE_BYTES].numpy().data)
         self._complete(self._lora)
 
     def take_piece(self, piece: memoryview) -> None:
-        """Read the next bytes of the layers for the UNet, which arrive after those for the text encoders.
+        """Read the next bytes of the denoiser's layers, which arrive after those of the text encoders.
 
         Raises:
             DataLoss: The LoRA is complete but does not have the requested digest.
             ValueError: No more bytes were expected.
         """
         end = self._filled + len(piece)
-        if self._lora is None or end > len(self._unet):
+        if self._lora is None or end > len(self._denoiser):
             raise ValueError("a piece arrived of a LoRA that has not begun or is already complete")
-        self._copy(piece, self._unet[self._filled : end])
+        self._copy(piece, self._denoiser[self._filled : end])
         self._filled = end
-        if end == len(self._unet):
+        if end == len(self._denoiser):
             if self.work is not None:
                 self.work = replace(self.work, sent_s=time.monotonic())
             self._complete(self._lora)
 
     def _begin(self, lora: CanonicalLora, text: Tensor) -> None:
         """Read the layers in the first section, and hash it."""
-        self._layers = self._read(lora, text, [c for c in COMPONENTS if c != BACKBONE])
+        self._layers = self._read(lora, text, TEXT_ENCODERS)
         self.beginning = self._hash.hexdigest()  # last: a thread that has seen it sees no earlier layers
         self._lora = lora
         self.ignored = len(lora.ignored)
@@ -196,8 +197,8 @@ class LoraDownload:
                 f"the LoRA store sent {self.ref.name} whose digest differs from the requested one",
                 metadata={"loras": self.ref.name},
             )
-        self._layers = {**self._layers, **self._read(lora, self._unet, [BACKBONE])}
-        self._lora, self._unet = None, torch.empty(0, dtype=torch.uint8)
+        self._layers = {**self._layers, **self._read(lora, self._denoiser, DENOISERS)}
+        self._lora, self._denoiser = None, torch.empty(0, dtype=torch.uint8)
         self.arrived_s = time.monotonic()
 
     def _copy(self, view: memoryview, section: Tensor) -> None:
@@ -206,7 +207,7 @@ class LoraDownload:
             section.copy_(torch.frombuffer(view, dtype=torch.uint8))
         self._hash.update(section.numpy().data)
 
-    def _read(self, lora: CanonicalLora, section: Tensor, components: list[str]) -> dict[str, Layers]:
+    def _read(self, lora: CanonicalLora, section: Tensor, components: Sequence[str]) -> dict[str, Layers]:
         if section.data_ptr() % _ALIGNMENT_BYTES:  # behind an odd number of half-precision items
             section = section.clone()
         on_device = load_bytes(open_device(self._device), section)
@@ -290,11 +291,11 @@ class DownloadHandle:
             )
 
 
-def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> CanonicalLora:
+def _parsed(head: bytes, text_bytes: int, denoiser_bytes: int) -> CanonicalLora:
     """Return the parsed header. One byte means an empty first section, because no other section has one byte."""
     section_bytes = text_bytes if text_bytes > 1 else 0
-    lora = canonical.parse(head, file_bytes=len(head) + section_bytes + unet_bytes)
-    if (lora.text_bytes, lora.unet_bytes) != (section_bytes, unet_bytes):
+    lora = canonical.parse(head, file_bytes=len(head) + section_bytes + denoiser_bytes)
+    if (lora.text_bytes, lora.denoiser_bytes) != (section_bytes, denoiser_bytes):
         raise BadLora("the lengths of the sections differ from those in the header")
     return lora
 

@@ -18,7 +18,7 @@ from bottega import kinds
 from bottega.addons.interface.store_link import StoreLink
 from bottega.addons.loras.wire import messages
 from bottega.addons.loras.wire.canonical import MAX_FILE_BYTES
-from bottega.addons.loras.wire.messages import HEADER, PIECE, TEXT, TIMES, UNET_BYTES, LoraMessageKind
+from bottega.addons.loras.wire.messages import DENOISER_BYTES, HEADER, PIECE, TEXT, TIMES, LoraMessageKind
 from bottega.addons.loras.worker.download import LoraDownload
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.rpc.status import from_job_error, job_error_from_json
@@ -157,11 +157,11 @@ class LoraStoreLink(StoreLink):
 
     def _take_head(self, layout: Layout, views: list[memoryview]) -> None:
         times = messages.read_times(views[TIMES])
-        unet_bytes = messages.read_unet_bytes(views[UNET_BYTES], max_bytes=MAX_FILE_BYTES)
+        denoiser_bytes = messages.read_denoiser_bytes(views[DENOISER_BYTES], max_bytes=MAX_FILE_BYTES)
 
         def take(download: LoraDownload) -> None:
             download.note_answer(self.store.name, times)
-            download.take_head(bytes(views[HEADER]), views[TEXT], unet_bytes)
+            download.take_head(bytes(views[HEADER]), views[TEXT], denoiser_bytes)
 
         self._take(read_number(layout, views), take)
 

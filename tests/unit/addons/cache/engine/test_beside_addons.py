@@ -14,13 +14,13 @@ from bottega.addons.cache.engine import LatentReply
 from bottega.addons.cache.engine.recorder import StartingPicture
 from bottega.addons.cache.starts import format_start
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
-from bottega.addons.loras.engine import UNET
 from bottega.engine.encode import encode_prompts
 from bottega.engine.job import EngineOrder
 from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
+from bottega.model_files.family_names import UNET
 from bottega.v1.cache_pb2 import CacheStart
 from tests.fakes.scripted_latents import Cached, Hit, ScriptedLatents, answer, cached, entry
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of

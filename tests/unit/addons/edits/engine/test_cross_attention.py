@@ -16,6 +16,7 @@ from bottega.addons.loras.engine import UnmergedLoras
 from bottega.device.memory_plan import MemoryPlan
 from bottega.engine.denoiser import Denoiser
 from bottega.model.rows import Row
+from bottega.model_files.family_names import UNET
 from tests.samples.masked_networks import StepInMemory, denoiser_of, plain_row, random_loras, recording, small_unet
 
 
@@ -26,7 +27,7 @@ def unet() -> UNet2DConditionModel:
 
 @pytest.fixture
 def denoiser(unet: UNet2DConditionModel) -> Denoiser:
-    return denoiser_of(unet, MaskedBackbone(unet), row_weights=UnmergedLoras(unet))
+    return denoiser_of(unet, MaskedBackbone(unet), row_weights=UnmergedLoras(unet, UNET))
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def test_loras_that_come_later_project_it_anew(unet: UNet2DConditionModel, denoi
     styled = replace(row, loras=random_loras(unet, 3, ("attn2.to_k", "attn2.to_v")))
     without = denoiser.predict([row]).noise[row]
     ours = denoiser.predict([styled]).noise[styled]
-    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet)).predict([styled]).noise[styled]
+    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet, UNET)).predict([styled]).noise[styled]
     assert (ours - plain).abs().max() < 1e-5
     assert (ours - without).abs().max() > 0.01
     assert torch.equal(denoiser.predict([row]).noise[row], without)

@@ -18,6 +18,7 @@ from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.loras.engine import UnmergedLoras
 from bottega.engine.denoiser import Denoiser
 from bottega.model.rows import Row
+from bottega.model_files.family_names import UNET
 from tests.samples.masked_networks import (
     StepInMemory,
     box,
@@ -117,7 +118,7 @@ def make(
     def made(late: str = "") -> Denoiser:
         provider = Residuals(addends=residuals, late={late} if late else set())
         masked = MaskedBackbone(unet, maps=request.param())
-        return denoiser_of(unet, masked, row_weights=UnmergedLoras(unet), residuals=provider)
+        return denoiser_of(unet, masked, row_weights=UnmergedLoras(unet, UNET), residuals=provider)
 
     return made
 
@@ -140,7 +141,9 @@ def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_de
         assert edit is not None
         assert edit.recorded is not None
         assert set(transformer_blocks(unet)) <= set(edit.recorded.reused)
-    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet), residuals=Residuals(addends=residuals)).predict(rows[:4])
+    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet, UNET), residuals=Residuals(addends=residuals)).predict(
+        rows[:4]
+    )
     for row in rows[:4]:
         assert (together.noise[row] - plain.noise[row]).abs().max() < NEIGHBOUR
 

@@ -24,6 +24,7 @@ from bottega.engine.forward import stack
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.backbone import Backbone, UNetBackbone
 from bottega.model.rows import Row
+from bottega.model_files.family_names import UNET
 from tests.samples.masked_networks import (
     StepInMemory,
     box,
@@ -256,7 +257,7 @@ def test_loras_beside_the_weights_count_in_rectangles_as_they_do_in_the_weights(
     ]
     group = [edits[0], plain_row(9, size=SIZE), edits[1]]
     backbone = MaskedBackbone(unet, maps=SparseMaps())
-    beside = denoiser_of(unet, backbone, row_weights=UnmergedLoras(unet)).predict(group)
+    beside = denoiser_of(unet, backbone, row_weights=UnmergedLoras(unet, UNET)).predict(group)
     for edit, each in zip(edits, sets, strict=True):
         patched = small_unet()
         patch(patched, each)

@@ -13,15 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.addons.loras.engine import UNET, Layers
-from bottega.addons.loras.wire import canonical, module_parts
+from bottega.addons.loras.engine import Layers
+from bottega.addons.loras.wire import canonical
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert, sources
 from bottega.model.model import Model
+from bottega.model_files.family_names import UNET
 from tests.samples.engine_loras import LorasByHand, lora_spec
-from tests.samples.lora_files import base_shapes, canonical_layers, factors, save
+from tests.samples.lora_files import SDXL_COMPONENTS, base_shapes, canonical_layers, factors, save
 from tests.samples.published import Layout, published_model
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
@@ -70,7 +71,7 @@ def stock(folder: Path) -> Any:
 def _parts(folder: Path) -> Parts:
     generator = torch.Generator().manual_seed(7)
     parts = {}
-    for component in module_parts.COMPONENTS:
+    for component in SDXL_COMPONENTS:
         shapes = base_shapes(component, folder)
         for path in _UNET if component == UNET else _TEXT:
             found = shapes.get(path) or shapes[path.removeprefix("text_model.")]
@@ -103,7 +104,7 @@ def _diffusers_of_peft(parts: Parts, folder: Path) -> tuple[Path, Path]:
 def _peft_folders(parts: Parts, folder: Path, *, prefix: str = "") -> tuple[Path, Path]:
     """Stock Diffusers reads no such folders; what it reads has the same tensors, by names of its own."""
     _, theirs = _diffusers_of_peft(parts, folder)
-    for component in module_parts.COMPONENTS:
+    for component in SDXL_COMPONENTS:
         tensors: dict[str, Tensor] = {}
         for path, (down, up) in ((path, part) for (of, path), part in parts.items() if of == component):
             name = f"base_model.model.{path.removeprefix(prefix)}"
@@ -165,7 +166,7 @@ def test_a_lora_of_every_module_draws_what_stock_diffusers_draws(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
-    for component in module_parts.COMPONENTS:
+    for component in SDXL_COMPONENTS:
         for path, shape in base_shapes(component, folder).items():
             down, up = factors(shape, 2, generator=generator)
             tensors |= {f"{component}.{path}.lora_A.weight": down, f"{component}.{path}.lora_B.weight": 0.3 * up}

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from bottega.addons.loras.engine import TEXT_ENCODERS, UNET
+from bottega.addons.loras.wire.module_parts import TEXT_ENCODERS
 from bottega.engine.events import ImageDrawn, JobCheckpointed, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.model import Model
+from bottega.model_files.family_names import UNET
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import SIZE
 from tests.support.addon_messages import loras_at

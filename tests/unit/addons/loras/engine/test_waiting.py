@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, LoraHandle
+from bottega.addons.loras.engine import LoraHandle
+from bottega.addons.loras.wire.module_parts import TEXT_ENCODERS
 from bottega.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from bottega.model.model import Model
+from bottega.model_files.family_names import UNET
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import SIZE

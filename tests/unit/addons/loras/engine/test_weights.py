@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine import (
-    UNET,
     Factors,
     Layers,
     LoraAtScale,
@@ -31,6 +30,7 @@ from bottega.addons.loras.engine import (
 from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import LoraUnusable
 from bottega.model.model import Model
+from bottega.model_files.family_names import UNET
 from tests.samples.engine_loras import random_layers
 from tests.samples.lora_files import low_rank
 from tests.support.torch_threads import torch_threads
@@ -115,7 +115,7 @@ def test_rows_of_unlike_sets_get_what_networks_with_these_loras_in_them_give(net
     expected = torch.cat([merged(net, uses)(x[row : row + 1].double()) for row, uses in enumerate(sets)])
     plain = net(x)
     for row_by_row in (False, True):
-        side_path = UnmergedLoras(net, row_by_row=row_by_row)
+        side_path = UnmergedLoras(net, UNET, row_by_row=row_by_row)
         side_path.enter(rows)
         assert (net(x) - expected).abs().max() < 1e-5
         side_path.leave()
@@ -127,7 +127,7 @@ def test_rows_of_unlike_sets_get_what_networks_with_these_loras_in_them_give(net
 def test_of_what_groups_have_stacked_as_much_is_kept_as_there_is_room_for(net: Net) -> None:
     a, b, c = (set_of(net, use(net, number)) for number in (1, 2, 3))
     x = torch.randn(2, 3, 8, 8)
-    wide, narrow = UnmergedLoras(net), UnmergedLoras(net, stacked_bytes=1)
+    wide, narrow = UnmergedLoras(net, UNET), UnmergedLoras(net, UNET, stacked_bytes=1)
     for sets in ([a, b], [b, c], [c, a], [a, b], [a, None]):
         outs = []
         for side_path in (wide, narrow):
@@ -141,7 +141,7 @@ def test_of_what_groups_have_stacked_as_much_is_kept_as_there_is_room_for(net: N
 
 @torch.inference_mode()
 def test_loras_that_no_request_uses_are_freed_though_their_group_may_come_back(net: Net) -> None:
-    side_path = UnmergedLoras(net, stacked_bytes=1)
+    side_path = UnmergedLoras(net, UNET, stacked_bytes=1)
     gone = separate_set(net, use(net, 1))
     down = weakref.ref(next(iter(gone.of(UNET).values())).down)
     side_path.enter([gone])
@@ -183,7 +183,7 @@ def tokens() -> Tokens:
 def test_row_by_row_no_bit_of_half_precision_depends_on_the_neighbours(tokens: Tokens, touched: str) -> None:
     a, b = (separate_set(tokens, use(tokens, seed, targets=(touched,))) for seed in (1, 2))
     x = torch.randn(4, 1280, 8, 8, generator=torch.Generator().manual_seed(3)).half()
-    side_path = UnmergedLoras(tokens, row_by_row=True)
+    side_path = UnmergedLoras(tokens, UNET, row_by_row=True)
     plain = tokens(x)
     outs = []
     for sets in ([None, a, a, b], [None, None, a, a], [None, b, a, None]):
@@ -201,7 +201,7 @@ def test_half_precision_rounds_as_with_peft_whose_base_weights_require_no_gradie
 ) -> None:
     lora = separate_set(tokens, use(tokens, 1, targets=(touched,)))
     x = torch.randn(2, 1280, 8, 8, generator=torch.Generator().manual_seed(3)).half()
-    side_path = UnmergedLoras(tokens)
+    side_path = UnmergedLoras(tokens, UNET)
     side_path.enter([lora, lora])
     ours = tokens(x)
     side_path.leave()

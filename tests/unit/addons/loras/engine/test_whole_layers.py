@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.loras.engine import UNET, Layers, LoraAtScale, LoraLayer, WholeLayer, make_layer, make_set
+from bottega.addons.loras.engine import Layers, LoraAtScale, LoraLayer, WholeLayer, make_layer, make_set
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.engine.lora import weight_difference
 from bottega.device import devices
@@ -22,6 +22,7 @@ from bottega.engine.job import EngineOrder
 from bottega.errors import LoraUnusable, TooLarge
 from bottega.fair_order import Share
 from bottega.model.model import Model
+from bottega.model_files.family_names import UNET
 from tests.samples.engine_loras import LorasByHand, random_layers
 from tests.samples.small_model import small_model
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine

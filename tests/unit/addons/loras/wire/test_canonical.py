@@ -71,7 +71,7 @@ def test_what_was_written_is_read_again() -> None:
     assert lora.file_bytes == len(data)
     assert lora.rank == 4
     text, unet = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
-    assert len(unet) == lora.unet_bytes
+    assert len(unet) == lora.denoiser_bytes
     given = {(module.component, module.path): module for module in _modules()}
     for module in lora.modules:
         section = unet if module.component == "unet" else text

@@ -1,0 +1,102 @@
+"""Stable Diffusion 3 from `bottega up` to pictures with LoRAs: those of stock Diffusers, by real processes.
+
+One LoRA is in the model's folder, in kohya's layout; another one is added while the suite runs, in Diffusers' layout.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bottega.client import Client
+from tests.samples.family_models import SIZE, FamilyStock, family_model
+from tests.samples.lora_files import Part, kohya, save
+from tests.samples.sd3_loras import Sd3Lora, diffusers_file, kohya_file, random_lora
+from tests.support.running_loras import MODULE
+from tests.support.running_up import Up, running_up
+from tests.support.stock import assert_same_image, pixels_of
+from tests.support.terminal import run
+
+pytestmark = [pytest.mark.slow]
+
+FAMILY = "SD 3 no T5"
+PROMPT = "a big red star on the left"
+DRAW: Mapping[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "width": SIZE, "height": SIZE}
+SCALES = {"ink": 0.8, "wash": 0.5}
+
+
+@pytest.fixture(scope="module")
+def loras() -> Mapping[str, Sd3Lora]:
+    return {name: random_lora(family_model(FAMILY), seed=seed) for seed, name in enumerate(SCALES)}
+
+
+@pytest.fixture(scope="module")
+def suite(loras: Mapping[str, Sd3Lora], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    model = tmp_path_factory.mktemp("models") / "sd3"
+    shutil.copytree(family_model(FAMILY), model)
+    (model / "loras").mkdir()
+    kohya_file(loras["ink"], tmp_path_factory.mktemp("ink")).rename(model / "loras" / "ink.safetensors")
+    options = ("--model", model, "--threads", 1, "--device", "cpu", "--dtype", "float32")
+    with running_up(tmp_path_factory.mktemp("up"), *options) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def client(suite: Up) -> Iterator[Client]:
+    with Client(suite.record().address, fleet_address=suite.record().fleet_address) as client:
+        yield client
+
+
+def test_pictures_with_and_without_loras_are_stocks(
+    client: Client, suite: Up, loras: Mapping[str, Sd3Lora], tmp_path: Path
+) -> None:
+    addresses = {"address": suite.record().address, "fleet": suite.record().fleet_address}
+    files = {}
+    for name, lora in loras.items():
+        (tmp_path / name).mkdir()
+        files[name] = diffusers_file(lora, tmp_path / name)
+    added = run("loras", "add", "wash", files["wash"], **addresses)
+    assert "It is for Stable Diffusion 3: all layers of its file match the model" in added.stderr, added.output
+    stock = FamilyStock(FAMILY).text
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # PEFT: several are meant
+        for name, file in files.items():
+            stock.load_lora_weights(file, adapter_name=name, use_safetensors=True)
+    requests: list[dict[str, float]] = [{}, {"ink": 0.8}, SCALES, {}]
+    for scales in requests:
+        drawn = client.generate(PROMPT, seed=8, lora=list(scales.items()), **DRAW)
+        stock.disable_lora()
+        if scales:
+            stock.enable_lora()
+            stock.set_adapters(list(scales), list(scales.values()))
+        picture = stock(PROMPT, generator=torch.Generator("cpu").manual_seed(8), **DRAW).images[0]
+        assert_same_image(pixels_of(drawn.pil()), pixels_of(picture))
+        assert drawn.provenance.exact
+        assert [use.name for use in drawn.provenance.loras] == list(scales)
+
+
+def test_how_late_a_lora_may_come_is_measured_and_requests_keep_to_it(client: Client, suite: Up) -> None:
+    addresses = {"address": suite.record().address, "fleet": suite.record().fleet_address}
+    prompts = [word for letter in "abcd" for word in ("--prompt", f"a star {letter}")]
+    measured = run("loras", "profile", "ink", *prompts, "--steps", 4, **addresses)
+    assert "ink may be late until step " in measured.stdout, measured.output
+    (bound,) = client.lora("ink").bounds
+    drawn = client.generate(PROMPT, seed=8, lora=["ink"], bounded_lora_loading=True, **DRAW)
+    assert drawn.provenance.loras[0].from_step <= bound.max_step
+
+
+def test_what_cannot_be_used_is_refused_with_the_reason(suite: Up, tmp_path: Path) -> None:
+    addresses = {"address": suite.record().address, "fleet": suite.record().fleet_address}
+    tensors, _ = kohya({("unet", MODULE): Part(rank=2)})
+    other = run("loras", "add", "other", save(tensors, tmp_path / "other.safetensors"), **addresses)
+    assert "nothing in the file matches the base model" in other.stderr
+    toy = save({"clip_l": torch.ones(1, 32), "clip_g": torch.ones(1, 32)}, tmp_path / "toy.safetensors")
+    assert "Stable Diffusion 3 reads none" in run("loras", "add", "toy", toy, **addresses).stderr
+    drawn = run("generate", PROMPT, "--lora", "nothing", "-o", tmp_path / "a.png", **addresses)
+    assert "no such LoRA: nothing" in drawn.stderr
