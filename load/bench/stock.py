@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import time
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,8 +38,11 @@ def stock_pipeline(model: Any, kind: Any = None, **parts: Any) -> Any:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it warns of casts that it does itself
     transformers.logging.disable_progress_bar()
+    # Diffusers asks for parts that a model leaves out, such as T5, by name.
+    index = json.loads((Path(model) / "model_index.json").read_text())
+    absent = {name: None for name, entry in index.items() if entry == [None, None]}
     pipeline = (kind or DiffusionPipeline).from_pretrained(
-        model, **{"use_safetensors": True, "dtype": torch.float32, "add_watermarker": False, **parts}
+        model, **{"use_safetensors": True, "dtype": torch.float32, "add_watermarker": False, **absent, **parts}
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -64,7 +69,8 @@ class Stock:
         self._fused = False
         self._begun_s: list[float] = []
         # The steps begin with the first call of the network: before it, prompt and image are encoded.
-        self.pipeline.unet.register_forward_pre_hook(lambda *_: self._begun_s.append(time.perf_counter()))
+        network = getattr(self.pipeline, "transformer", None) or self.pipeline.unet
+        network.register_forward_pre_hook(lambda *_: self._begun_s.append(time.perf_counter()))
 
     def draw(
         self,

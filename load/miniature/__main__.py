@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +50,14 @@ def _train(options: argparse.Namespace) -> None:
         fresh=options.fresh,
         compiled=options.compile,
         device=options.device,
+        look_every=options.look_every,
     )
+
+    def stop(*_: object) -> None:
+        training.stopped.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+
+    signal.signal(signal.SIGTERM, stop)
     for outcome in [train(options.stage, training)] if options.stage else train_all(training):
         print(f"{outcome.stage}: {_sentence(outcome, options.folder / 'model')}")
 
@@ -69,10 +77,11 @@ def _export(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m load.miniature", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    stages = ("vae", "text", "unet", "vision", "edges", "layout", "striped", "checked", "dusk", "decoder")
+    stages = ["vae", "text", "unet", "vision", "edges", "layout", "striped", "checked", "dusk", "decoder"]
+    stages += ["dit", "dit-layout", "dit-striped"]
 
-    train = commands.add_parser("train", help="run one stage, or the recipe; goes on where the last run ended")
-    train.add_argument("stage", nargs="?", choices=stages, help="without one: all but decoder in this order")
+    train = commands.add_parser("train", help="run one stage, or the recipe; SIGTERM stops it, and it goes on there")
+    train.add_argument("stage", nargs="?", choices=stages, help="without one: all before decoder in this order")
     _add_folder(train)
     train.add_argument("--steps", type=int, default=0, help="of the stage over all its runs; 0 is its own number")
     train.add_argument("--minutes", type=float, default=math.inf, help="of this run; the next one goes on")
@@ -82,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--fresh", action="store_true", help="begin a new training, or a new stage, with random weights")
     train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     train.add_argument("--compile", action="store_true", help="compile the UNet: minutes once, then quicker steps")
+    train.add_argument("--look-every", type=int, default=0, help="steps between readings of 64 pictures by the oracle")
 
     export = commands.add_parser("export", help="write a model with what a stage's checkpoint holds by now")
     export.add_argument("target", type=Path)

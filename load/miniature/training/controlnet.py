@@ -1,6 +1,6 @@
 """The stage of a ControlNet: it learns to put things where its control image has them, whatever the prompt has.
 
-The UNet and the text encoders stay as they are.
+The network that draws and the text encoders stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffusers import ControlNetModel
 from bottega.miniature.scenes import DRAWN, any_caption, elsewhere, find_edges, unplaced_caption
 from load.miniature.training.corpus import Corpus, Latents
 from load.miniature.training.descent import Descent, DescentStage, Learner, PlainAttention, half_precision
-from load.miniature.training.noise import NoiseLessons, scheduler_signal
+from load.miniature.training.noise import Lessons, NoiseLessons, NoisyLatents, scheduler_signal
 from load.miniature.training.parts import Parts
 
 # Of the layers that see the control image. As many as the VAE has: each but the first halves the side.
@@ -28,6 +28,8 @@ _EMBEDDING_CHANNELS = (16, 24, 32)
 class ControlNetRecipe:
     """Settings of the training."""
 
+    name: str
+    """Name of the stage and of the ControlNet."""
     kind: str
     """A key of scenes.DRAWN."""
     rows: int = 32
@@ -52,13 +54,23 @@ class ControlNetStage(DescentStage):
         self._parts, self._corpus, self._recipe = parts, corpus, recipe
         for network in parts.networks.values():
             network.requires_grad_(False).eval()
-        self._unet, self._net = parts["unet"], fresh_controlnet(parts["unet"])
-        parts.networks[controlnet_folder(recipe.kind)] = self._net
-        for network in (self._unet, self._net):
-            network.set_attn_processor(PlainAttention())
+        self._denoiser = parts[parts.denoiser]
+        self._net = self._fresh()
+        parts.networks[controlnet_folder(recipe.name)] = self._net
+        for network in (self._denoiser, self._net):
+            network.set_attn_processor(self._attention())
         learner = Learner(parameters=list(self._net.parameters()), rate=recipe.rate)
-        super().__init__(recipe.kind, Descent([learner], decay=recipe.decay, seed=recipe.seed, betas=(0.9, 0.98)))
-        self._lessons = NoiseLessons(parts, corpus, latents, scheduler_signal(parts))
+        super().__init__(recipe.name, Descent([learner], decay=recipe.decay, seed=recipe.seed, betas=(0.9, 0.98)))
+        self._lessons = self._make_lessons(corpus, latents)
+
+    def _fresh(self) -> Any:
+        return fresh_controlnet(self._denoiser)
+
+    def _attention(self) -> Any:
+        return PlainAttention()
+
+    def _make_lessons(self, corpus: Corpus, latents: Latents) -> Lessons:
+        return NoiseLessons(self._parts, corpus, latents, scheduler_signal(self._parts))
 
     def _weights(self) -> dict[str, Any]:
         return {"net": self._net.state_dict()}
@@ -70,12 +82,23 @@ class ControlNetStage(DescentStage):
         device = self._parts.device
         batch = self._lessons.draw(self._recipe.rows, generator)
         with half_precision(device):
-            told = {**self._told(batch.rows, rng), "return_dict": False}
-            seen = torch.stack([_pixels(self._control(row, rng)) for row in batch.rows.tolist()]).to(device)
-            down, middle = self._net(batch.noisy, batch.times, controlnet_cond=seen, **told)
-            residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
-            (guess,) = self._unet(batch.noisy, batch.times, **told, **residuals)
-            return self._lessons.loss(batch, guess)
+            told = self._told(batch.rows, rng)
+            controls = torch.stack([_pixels(self._control(row, rng)) for row in batch.rows.tolist()]).to(device)
+            return self._lessons.loss(batch, self._guess(batch, told, controls))
+
+    def _guess(self, batch: NoisyLatents, told: dict[str, Any], controls: torch.Tensor) -> torch.Tensor:
+        """Return what the network that draws predicts with the ControlNet's residuals.
+
+        Args:
+            batch: The latents.
+            told: Both networks' inputs of each row.
+            controls: Control images, (rows, 3, side, side) in 0 to 1.
+        """
+        told = {**told, "return_dict": False}
+        down, middle = self._net(batch.noisy, batch.times, controlnet_cond=controls, **told)
+        residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+        guess: torch.Tensor = self._denoiser(batch.noisy, batch.times, **told, **residuals)[0]
+        return guess
 
     @torch.no_grad()
     def _told(self, rows: torch.Tensor, rng: random.Random) -> dict[str, Any]:
@@ -101,9 +124,9 @@ class ControlNetStage(DescentStage):
         return DRAWN[self._recipe.kind](self._corpus.layouts[row])
 
 
-def controlnet_folder(kind: str) -> str:
-    """Return the place of a kind's ControlNet in the model's folder."""
-    return f"controlnets/{kind}"
+def controlnet_folder(name: str) -> str:
+    """Return the place of a ControlNet in the model's folder."""
+    return f"controlnets/{name}"
 
 
 def fresh_controlnet(unet: Any) -> Any:

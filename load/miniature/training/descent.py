@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,6 +56,14 @@ class Average:
         """Put the averaged weights into the parameters."""
         for parameter, kept in zip(self._live, self._kept, strict=True):
             parameter.copy_(kept)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Put the averaged weights into the parameters and keep theirs, until this is called again."""
+        for parameter, kept in zip(self._live, self._kept, strict=True):
+            last = parameter.clone()
+            parameter.copy_(kept)
+            kept.copy_(last)
 
     def state(self) -> list[torch.Tensor]:
         """Return the averaged weights."""
@@ -112,6 +121,16 @@ class Descent:
         if self._average is not None:
             self._average.apply()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the averaged weights in the networks until the block ends; no step may be taken in it."""
+        exchange = self._average.exchange if self._average is not None else lambda: None
+        exchange()
+        try:
+            yield
+        finally:
+            exchange()
+
     def state(self) -> dict[str, Any]:
         """Return the optimizer's moments and the averaged weights. The weights themselves are the stage's."""
         state = {"optimizer": self._optimizer.state_dict()}
@@ -132,6 +151,9 @@ class DescentStage(ABC):
         descent: Of these weights.
     """
 
+    draw_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Options of the stock pipeline that draws with the networks as they are in training."""
+
     def __init__(self, name: str, descent: Descent) -> None:
         self.name = name
         self._descent = descent
@@ -143,6 +165,10 @@ class DescentStage(ABC):
     def finish(self) -> None:
         """Leave the averaged weights in the networks."""
         self._descent.finish()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Have the averaged weights in the networks until the block ends; no step may be taken in it."""
+        return self._descent.averaged()
 
     def state(self) -> dict[str, Any]:
         """Return weights, their average, and the optimizer's moments."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 import torch
@@ -47,15 +49,28 @@ class Budget:
     """Steps of the whole stage, over all its runs."""
     minutes: float = math.inf
     """Minutes of this run."""
+    stopped: Event = field(default_factory=Event)
+    """Ends the run after the step in which it is set."""
 
 
-def run(stage: Stage, budget: Budget, folder: Path) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looks:
+    """Looks at what a stage has learned, now and then."""
+
+    every: int
+    """Steps between two looks."""
+    look: Callable[[int, float], None]
+    """Called with the number of steps taken and the mean loss of the last ones, between two steps."""
+
+
+def run(stage: Stage, budget: Budget, folder: Path, looks: Looks | None = None) -> int:
     """Train until the stage's steps or this run's minutes are used up; return the number of steps taken in all.
 
     Args:
         stage: The stage.
         budget: Its limits.
         folder: Of the checkpoint, from which the run goes on.
+        looks: What is done between steps.
     """
     kept = resume(stage, folder)
     began, number = (kept.step, kept.number) if kept else (0, next_number(folder))
@@ -63,12 +78,14 @@ def run(stage: Stage, budget: Budget, folder: Path) -> int:
     ends += budget.minutes * 60.0
     step, mean = began, 0.0
     with tqdm(total=budget.steps, initial=began, desc=stage.name, mininterval=1.0, smoothing=0.05) as bar:
-        while step < budget.steps and time.monotonic() < ends:
+        while step < budget.steps and time.monotonic() < ends and not budget.stopped.is_set():
             loss = stage.step(step, rate(step, budget.steps))
             step += 1
             mean = loss if step == began + 1 else mean + 0.02 * (loss - mean)
             bar.set_postfix(loss=f"{mean:.4f}", refresh=False)
             bar.update()
+            if looks is not None and step % looks.every == 0:
+                looks.look(step, mean)
             if time.monotonic() - saved > CHECKPOINT_S:
                 save_checkpoint(Checkpoint(step=step, number=number, state=stage.state()), stage.name, folder)
                 saved = time.monotonic()

@@ -15,19 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from load.miniature.training.corpus import Corpus, Latents
 from load.miniature.training.descent import Descent, DescentStage, Learner, PlainAttention
-from load.miniature.training.noise import NoiseLessons, scheduler_signal
+from load.miniature.training.dit import FlowLessons, JointAttention
+from load.miniature.training.noise import Lessons, NoiseLessons, scheduler_signal
 from load.miniature.training.parts import Parts
 
 # A network's modules by the ends of their names.
 _LINEAR = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
 # Attention sees elements of eight pixels only: what is finer takes convolutions.
 _CONVOLUTIONS = ("conv1", "conv2", "conv_out")
+# Of the text in the blocks of a transformer.
+_JOINT = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _TEXT = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
 
@@ -50,6 +53,8 @@ class Reach:
 class LoraRecipe:
     """Settings of the training."""
 
+    name: str
+    """Name of the stage and of the LoRA."""
     style: str
     """Of scenes.STYLES."""
     form: str
@@ -67,19 +72,22 @@ class LoraRecipe:
 
 # One of each form that people have. Mixed alphas, convolutions and text encoders are what importers get wrong.
 LORAS = {
-    recipe.style: recipe
+    recipe.name: recipe
     for recipe in (
         LoraRecipe(
+            name="striped",
             style="striped",
             form="diffusers",
             reach={"unet": dict.fromkeys((*_LINEAR, *_CONVOLUTIONS), Reach(rank=16, alpha=16.0))},
         ),
         LoraRecipe(
+            name="checked",
             style="checked",
             form="peft",
             reach={"unet": dict.fromkeys((*_LINEAR, *_CONVOLUTIONS), Reach(rank=8, alpha=16.0))},
         ),
         LoraRecipe(
+            name="dusk",
             style="dusk",
             form="kohya",
             reach={
@@ -93,6 +101,12 @@ LORAS = {
                 "text_encoder_2": dict.fromkeys(_TEXT, Reach(rank=4, alpha=2.0)),
             },
         ),
+        LoraRecipe(
+            name="dit-striped",
+            style="striped",
+            form="diffusers",
+            reach={"transformer": dict.fromkeys((*_LINEAR, *_JOINT), Reach(rank=8, alpha=8.0))},
+        ),
     )
 }
 
@@ -105,12 +119,18 @@ class LoraStage(DescentStage):
         nets = {name: _fresh_lora(parts[name], reach) for name, reach in recipe.reach.items()}
         # Copies: the model's own networks are kept as they came.
         self._parts = replace(parts, networks={**parts.networks, **nets})
-        parts.loras[lora_folder(recipe.style)] = LoraFiles(style=recipe.style, form=recipe.form, networks=nets)
-        self._parts["unet"].get_base_model().set_attn_processor(PlainAttention())
+        parts.loras[lora_folder(recipe.name)] = LoraFiles(name=recipe.name, form=recipe.form, networks=nets)
+        self._network = self._parts[parts.denoiser]
+        flows = parts.denoiser == "transformer"
+        self._network.get_base_model().set_attn_processor(JointAttention() if flows else PlainAttention())
         self._parameters = [kept for net in nets.values() for kept in net.parameters() if kept.requires_grad]
         learner = Learner(parameters=self._parameters, rate=recipe.rate)
-        super().__init__(recipe.style, Descent([learner], decay=recipe.decay, seed=recipe.seed, betas=(0.9, 0.98)))
-        self._lessons = NoiseLessons(self._parts, corpus, latents, scheduler_signal(parts))
+        super().__init__(recipe.name, Descent([learner], decay=recipe.decay, seed=recipe.seed, betas=(0.9, 0.98)))
+        self._lessons: Lessons
+        if flows:
+            self._lessons = FlowLessons(self._parts, corpus, latents)
+        else:
+            self._lessons = NoiseLessons(self._parts, corpus, latents, scheduler_signal(parts))
 
     def _weights(self) -> dict[str, Any]:
         return {"weights": [parameter.detach() for parameter in self._parameters]}
@@ -122,14 +142,12 @@ class LoraStage(DescentStage):
 
     def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
         recipe = self._recipe
-        return self._lessons.captioned_loss(
-            self._parts["unet"], recipe.rows, generator, rng, empty_share=recipe.empty_share
-        )
+        return self._lessons.captioned_loss(self._network, recipe.rows, generator, rng, empty_share=recipe.empty_share)
 
 
-def lora_folder(style: str) -> str:
-    """Return the place of a style's LoRA in the model's folder."""
-    return f"loras/{style}"
+def lora_folder(name: str) -> str:
+    """Return the place of a LoRA in the model's folder."""
+    return f"loras/{name}"
 
 
 def _fresh_lora(network: Any, reach: Mapping[str, Reach]) -> Any:
@@ -152,7 +170,7 @@ def _fresh_lora(network: Any, reach: Mapping[str, Reach]) -> Any:
 class LoraFiles:
     """A trained LoRA that is to be written."""
 
-    style: str
+    name: str
     """The file's name, where it has one."""
     form: str
     """Of FORMS."""
@@ -167,7 +185,8 @@ class LoraFiles:
 
 def _save_diffusers(files: LoraFiles, folder: Path) -> None:
     layers = {f"{name}_lora_layers": _layers(network) for name, network in files.networks.items()}
-    StableDiffusionXLPipeline.save_lora_weights(folder, **layers, safe_serialization=True)
+    pipeline = StableDiffusion3Pipeline if "transformer" in files.networks else StableDiffusionXLPipeline
+    pipeline.save_lora_weights(folder, **layers, safe_serialization=True)
 
 
 def _save_peft(files: LoraFiles, folder: Path) -> None:
@@ -191,7 +210,7 @@ def _save_kohya(files: LoraFiles, folder: Path) -> None:
                 tensors[f"{path}.lora_down.weight"] = layer.lora_A["default"].weight.detach().half().contiguous()
                 tensors[f"{path}.lora_up.weight"] = layer.lora_B["default"].weight.detach().half().contiguous()
                 tensors[f"{path}.alpha"] = torch.tensor(float(layer.lora_alpha["default"])).half()
-    save_file(tensors, folder / f"{files.style}.safetensors", {"format": "pt"})
+    save_file(tensors, folder / f"{files.name}.safetensors", {"format": "pt"})
 
 
 _SAVED = {"diffusers": _save_diffusers, "peft": _save_peft, "kohya": _save_kohya}

@@ -1,4 +1,4 @@
-"""The noise in latents, which the UNet, the ControlNets and the LoRAs learn.
+"""The noise in latents, which the UNet or the transformer learns, and their ControlNets and LoRAs with them.
 
 It chooses the latents and the networks' inputs, and weighs the errors.
 """
@@ -6,6 +6,7 @@ It chooses the latents and the networks' inputs, and weighs the errors.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,11 @@ class ErrorWeights:
     """Signal-to-noise ratio from which on steps with little noise count less (min-SNR, Hang et al. 2023)."""
     loud_cap: float = 6.0
     """How much more than others the noisiest steps may count, where places and bindings are decided."""
-    foreground_weight: float = 1.0
-    """Added where things are."""
 
 
 _WEIGHTS = ErrorWeights()
+# Added to the weight of an error where things are.
+_FOREGROUND_WEIGHT = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,16 +41,62 @@ class NoisyLatents:
     """Rows of the corpus, on the processor."""
     noisy: torch.Tensor
     """(rows, 4, side, side)."""
-    noise: torch.Tensor
-    """(rows, 4, side, side)."""
+    target: torch.Tensor
+    """What the networks predict, (rows, 4, side, side)."""
     times: torch.Tensor
     """Of the scheduler."""
-    signal: torch.Tensor
-    """Share of signal at those times, (rows, 1, 1, 1)."""
+    weight: torch.Tensor | float = 1.0
+    """Weight of the error at those times, (rows, 1, 1, 1)."""
 
 
-class NoiseLessons:
+class Lessons(ABC):
     """Batches of a corpus, and their losses.
+
+    Args:
+        parts: The networks.
+        corpus: The pictures.
+        latents: Of the pictures.
+    """
+
+    def __init__(self, parts: Parts, corpus: Corpus, latents: Latents) -> None:
+        self._parts, self._corpus, self._latents = parts, corpus, latents
+        self._foreground = foreground(corpus, corpus.images.shape[-1] // latents.mean.shape[-1])
+
+    @abstractmethod
+    def draw(self, count: int, generator: torch.Generator) -> NoisyLatents:
+        """Return so many random pictures of the corpus at random times."""
+
+    @abstractmethod
+    def told(self, captions: list[str], kept: torch.Tensor) -> dict[str, Any]:
+        """Return a network's inputs of each row.
+
+        Args:
+            captions: Of each row.
+            kept: 1, or 0 for an empty prompt.
+        """
+
+    def captioned_loss(
+        self, network: Any, rows: int, generator: torch.Generator, rng: random.Random, *, empty_share: float
+    ) -> torch.Tensor:
+        """Return the loss of a network on a batch of captions, of which a share is empty."""
+        device = self._parts.device
+        batch = self.draw(rows, generator)
+        kept = (torch.rand(rows, generator=generator) >= empty_share).float().to(device)
+        with half_precision(device):
+            told = self.told(self._corpus.captions(batch.rows, rng), kept)
+            (guess,) = network(batch.noisy, timestep=batch.times, **told, return_dict=False)
+            return self.loss(batch, guess)
+
+    def loss(self, batch: NoisyLatents, guess: torch.Tensor) -> torch.Tensor:
+        """Return the weighted squared error of a guess of the target."""
+        where = 1.0 + _FOREGROUND_WEIGHT * self._foreground[batch.rows].to(self._parts.device)
+        weight = batch.weight * where / where.mean()
+        loss: torch.Tensor = (weight * (guess.float() - batch.target).square()).mean()
+        return loss
+
+
+class NoiseLessons(Lessons):
+    """Lessons for a UNet, which predicts the noise.
 
     Args:
         parts: The networks.
@@ -59,14 +106,13 @@ class NoiseLessons:
     """
 
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, signal: torch.Tensor) -> None:
-        self._parts, self._corpus, self._latents, self._signal = parts, corpus, latents, signal
-        self._foreground = foreground(corpus, corpus.images.shape[-1] // latents.mean.shape[-1])
+        super().__init__(parts, corpus, latents)
+        self._signal = signal
         side = float(corpus.images.shape[-1])
         # Original size, crop, target size: what the pipeline says of an uncropped picture.
         self._time_ids = torch.tensor([side, side, 0.0, 0.0, side, side])
 
     def draw(self, count: int, generator: torch.Generator) -> NoisyLatents:
-        """Return so many random pictures of the corpus at random times."""
         device = self._parts.device
         rows = torch.randint(len(self._corpus), (count,), generator=generator)
         clean = self._latents.sample(rows, generator) * self._parts["vae"].config.scaling_factor
@@ -74,38 +120,15 @@ class NoiseLessons:
         times = torch.randint(len(self._signal), (count,), generator=generator)
         signal = self._signal[times][:, None, None, None].to(device)
         noisy = signal.sqrt() * clean.to(device) + (1 - signal).sqrt() * noise
-        return NoisyLatents(rows=rows, noisy=noisy, noise=noise, times=times.to(device), signal=signal)
-
-    def captioned_loss(
-        self, unet: Any, rows: int, generator: torch.Generator, rng: random.Random, *, empty_share: float
-    ) -> torch.Tensor:
-        """Return the loss of a UNet on a batch of captions, of which a share is empty."""
-        device = self._parts.device
-        batch = self.draw(rows, generator)
-        kept = (torch.rand(rows, generator=generator) >= empty_share).float().to(device)
-        with half_precision(device):
-            told = self.told(self._corpus.captions(batch.rows, rng), kept)
-            (guess,) = unet(batch.noisy, batch.times, **told, return_dict=False)
-            return self.loss(batch, guess)
+        weight = error_weight(signal, _WEIGHTS)
+        return NoisyLatents(rows=rows, noisy=noisy, target=noise, times=times.to(device), weight=weight)
 
     def told(self, captions: list[str], kept: torch.Tensor) -> dict[str, Any]:
-        """Return a UNet's inputs of each row.
-
-        Args:
-            captions: Of each row.
-            kept: 1, or 0 for an empty prompt, which is zeros as in the pipeline.
-        """
+        """Return a UNet's inputs of each row; those of an empty prompt are zeros, as in the pipeline."""
         context, pooled = _encode_text(self._parts, captions)
         time_ids = self._time_ids.to(self._parts.device).expand(len(captions), -1)
         added = {"text_embeds": pooled * kept[:, None], "time_ids": time_ids}
         return {"encoder_hidden_states": context * kept[:, None, None], "added_cond_kwargs": added}
-
-    def loss(self, batch: NoisyLatents, guess: torch.Tensor) -> torch.Tensor:
-        """Return the weighted squared error of a guess of the noise."""
-        where = 1.0 + _WEIGHTS.foreground_weight * self._foreground[batch.rows].to(self._parts.device)
-        weight = error_weight(batch.signal, _WEIGHTS) * where / where.mean()
-        loss: torch.Tensor = (weight * (guess.float() - batch.noise).square()).mean()
-        return loss
 
 
 def error_weight(signal: torch.Tensor, weights: ErrorWeights) -> torch.Tensor:

@@ -5,13 +5,14 @@ The model in a training folder is made when a training begins, and replaced as a
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from diffusers import AutoencoderKL, ConfigMixin, UNet2DConditionModel
+from diffusers import AutoencoderKL, ConfigMixin, SD3Transformer2DModel, UNet2DConditionModel
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, CLIPVisionModelWithProjection
 
 # Loaded and saved in this order; each is a folder of the model.
@@ -21,6 +22,14 @@ NETWORKS: dict[str, Any] = {
     "text_encoder_2": CLIPTextModelWithProjection,
     "clip_vision": CLIPVisionModelWithProjection,
     "unet": UNet2DConditionModel,
+}
+
+# The same of a model of SD3's topology, whose text encoders both have a projection.
+TRANSFORMER_NETWORKS: dict[str, Any] = {
+    "vae": AutoencoderKL,
+    "text_encoder": CLIPTextModelWithProjection,
+    "text_encoder_2": CLIPTextModelWithProjection,
+    "transformer": SD3Transformer2DModel,
 }
 
 CPU = torch.device("cpu")
@@ -52,12 +61,23 @@ class Parts:
     def __getitem__(self, name: str) -> Any:
         return self.networks[name]
 
+    @property
+    def denoiser(self) -> str:
+        """Name of the network that draws."""
+        return "transformer" if "transformer" in self.networks else "unet"
+
     def tokens(self, captions: list[str]) -> torch.Tensor:
         """Return ids (captions, 24) on the device, padded and cut as the pipeline does."""
         ids: torch.Tensor = self.tokenizer(
             captions, padding="max_length", truncation=True, return_tensors="pt"
         ).input_ids
         return ids.to(self.device)
+
+
+def networks_of(folder: Path) -> dict[str, Any]:
+    """Return the classes of the networks of a model's folder: one with a UNet, or one with a transformer."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    return TRANSFORMER_NETWORKS if "transformer" in index else NETWORKS
 
 
 def load_parts(folder: Path, *, fresh: tuple[str, ...] = (), device: torch.device = CPU) -> Parts:
@@ -68,7 +88,8 @@ def load_parts(folder: Path, *, fresh: tuple[str, ...] = (), device: torch.devic
         fresh: Names of networks that begin with random weights, in the folder's sizes.
         device: For the networks.
     """
-    networks = {name: _load(kind, folder / name, fresh=name in fresh).to(device) for name, kind in NETWORKS.items()}
+    kinds = networks_of(folder)
+    networks = {name: _load(kind, folder / name, fresh=name in fresh).to(device) for name, kind in kinds.items()}
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     return Parts(networks=networks, tokenizer=tokenizer, folder=folder, device=device)
 
@@ -76,7 +97,7 @@ def load_parts(folder: Path, *, fresh: tuple[str, ...] = (), device: torch.devic
 def save_parts(parts: Parts, folder: Path) -> None:
     """Write a whole model in float16, with the files around the networks (tokenizers, scheduler) as they were."""
     for source in parts.folder.iterdir():
-        if source.is_dir() and source.name not in NETWORKS:
+        if source.is_dir() and source.name not in parts.networks:
             shutil.copytree(source, folder / source.name, dirs_exist_ok=True)
         elif source.is_file():
             folder.mkdir(parents=True, exist_ok=True)

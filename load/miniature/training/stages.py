@@ -9,7 +9,8 @@ from bottega.miniature.scenes import DRAWN
 from load.miniature.training import text, unet
 from load.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, controlnet_folder
 from load.miniature.training.corpus import Corpus, draw_style, encode, with_styles
-from load.miniature.training.loop import Stage
+from load.miniature.training.descent import DescentStage
+from load.miniature.training.dit import DitControlNetStage, DitRecipe, DitStage
 from load.miniature.training.lora import LORAS, LoraStage, lora_folder
 from load.miniature.training.parts import Parts
 from load.miniature.training.text import TextRecipe, TextStage
@@ -20,9 +21,18 @@ from load.miniature.training.vae import VaeRecipe, VaeStage
 # is first, because the UNet learns its latents; vision follows the text encoders, which the UNet's stage trains on, and
 # the ControlNets and the LoRAs follow the UNet.
 RECIPE = {"vae": 4500, "text": 500, "unet": 3800, "vision": 600, "edges": 700, "layout": 700}
-RECIPE |= dict.fromkeys(LORAS, 400)
+RECIPE |= dict.fromkeys(("striped", "checked", "dusk"), 400)
+# Those of the transformer, which is of another model with a folder of its own.
+DIT_RECIPE = {"dit": 30_000, "dit-layout": 2000, "dit-striped": 800}
 # A decoder alone is for later: it sharpens, and all that was trained on the latents stays as it is.
-STEPS = {**RECIPE, "decoder": 1500}
+STEPS = {**RECIPE, "decoder": 1500, **DIT_RECIPE}
+_CONTROLNETS = {
+    recipe.name: recipe
+    for recipe in (
+        *(ControlNetRecipe(name=kind, kind=kind) for kind in DRAWN),
+        ControlNetRecipe(name="dit-layout", kind="layout"),
+    )
+}
 # The networks that each stage changes.
 CHANGED = {
     "vae": ("vae",),
@@ -30,8 +40,9 @@ CHANGED = {
     "unet": unet.TRAINED,
     "vision": ("clip_vision",),
     "decoder": ("vae",),
-    **{kind: (controlnet_folder(kind),) for kind in DRAWN},
-    **{style: (lora_folder(style),) for style in LORAS},
+    "dit": ("transformer",),
+    **{name: (controlnet_folder(name),) for name in _CONTROLNETS},
+    **{name: (lora_folder(name),) for name in LORAS},
 }
 # Those that it may begin with random weights; a decoder alone would learn the latents of an encoder without meaning,
 # and a ControlNet begins as the UNet's encoder, a LoRA as nothing.
@@ -42,7 +53,7 @@ _STYLE_PICTURES = 2048
 
 def build_stage(
     name: str, parts: Parts, corpus: Corpus, latents_folder: Path, *, rows: int = 0, compiled: bool = False
-) -> Stage:
+) -> DescentStage:
     """Build a stage.
 
     Args:
@@ -51,7 +62,7 @@ def build_stage(
         corpus: The pictures.
         latents_folder: For the corpus's latents.
         rows: Rows of a batch; 0 is the stage's own choice.
-        compiled: Whether the UNet is compiled.
+        compiled: Whether the UNet or the transformer is compiled.
     """
     if name in {"text", "vision"}:
         words = TextRecipe(vision_only=name == "vision")
@@ -59,14 +70,16 @@ def build_stage(
     if name == "vae":
         return VaeStage(parts, with_styles(corpus), None, VaeRecipe(rows=rows or VaeRecipe().rows))
     if name in LORAS:
-        styled = draw_style(corpus, name, _STYLE_PICTURES)
+        styled = draw_style(corpus, LORAS[name].style, _STYLE_PICTURES)
         encoded = encode(styled, parts, latents_folder / name)
         return LoraStage(parts, styled, encoded, replace(LORAS[name], rows=rows or LORAS[name].rows))
     if name == "decoder":
         mixed = with_styles(corpus)
         return VaeStage(parts, mixed, encode(mixed, parts, latents_folder), VaeRecipe(rows=rows or VaeRecipe().rows))
     latents = encode(corpus, parts, latents_folder)
-    if name in DRAWN:
-        control = ControlNetRecipe(kind=name)
-        return ControlNetStage(parts, corpus, latents, replace(control, rows=rows or control.rows))
+    if name == "dit":
+        return DitStage(parts, corpus, latents, DitRecipe(rows=rows or DitRecipe().rows, compiled=compiled))
+    if name in _CONTROLNETS:
+        control, made = _CONTROLNETS[name], DitControlNetStage if name in DIT_RECIPE else ControlNetStage
+        return made(parts, corpus, latents, replace(control, rows=rows or control.rows))
     return UnetStage(parts, corpus, latents, UnetRecipe(rows=rows or UnetRecipe().rows, compiled=compiled))

@@ -11,21 +11,25 @@ from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from load.miniature.training.corpus import Corpus
 from load.miniature.training.descent import pick_device
+from load.miniature.training.dit import dit_start
 from load.miniature.training.parts import Parts, load_parts
-from load.miniature.training.stages import CHANGED, FRESH, build_stage
+from load.miniature.training.stages import CHANGED, DIT_RECIPE, FRESH, build_stage
 from load.miniature.training.train import Training, train
 from tests.unit.load.training.conftest import every_stage
 
 STEPS = 20
 
 
-def _worn(name: str) -> Parts:
+def _worn(name: str, folder: Path) -> Parts:
     """Networks with something to learn for a stage: fresh ones, a worn decoder."""
     torch.manual_seed(0)
-    parts = load_parts(WEIGHTS, fresh=tuple(set(FRESH.get(name, ())) - {"vae"}))
+    start = dit_start(WEIGHTS, folder / "start") if name in DIT_RECIPE else WEIGHTS
+    parts = load_parts(start, fresh=tuple(set(FRESH.get(name, ())) - {"vae"}))
     with torch.no_grad():
         for parameter in parts["vae"].decoder.parameters() if name in {"vae", "decoder"} else ():
             parameter.mul_(1.0 + 0.1 * torch.randn_like(parameter))
+        for parameter in parts["transformer"].parameters() if name in {"dit-layout", "dit-striped"} else ():
+            parameter.normal_(std=0.1)  # a fresh one predicts zeros, whatever comes in
     return parts
 
 
@@ -37,7 +41,7 @@ def _weights(parts: Parts) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", every_stage({"vision"}))
 def test_a_stage_learns_and_changes_nothing_else(name: str, corpus: Corpus, tmp_path: Path) -> None:
-    parts = _worn(name)
+    parts = _worn(name, tmp_path)
     before = _weights(parts)
     stage = build_stage(name, parts, corpus, tmp_path, rows=4)
 
