@@ -1,4 +1,4 @@
-"""What does joining and leaving the batch at every step gain, on the embedded model?
+"""What does joining and leaving the batch at every step gain, on an embedded model?
 
 Closed loop: eight clients, in images per second, against Diffusers one at a time and against the bare engine, which is
 the worker's engine process alone on its pipe: the most that batching can gain, without services around it.
@@ -24,12 +24,14 @@ from pathlib import Path
 from statistics import mean
 
 from bottega.client import AsyncClient
+from bottega.client.types.models import EMBEDDED_MODEL, ServedModel
+from bottega.client.types.options import SAMPLERS
 from bottega.errors import InternalError
-from bottega.miniature import WEIGHTS
+from bottega.model_files.folder_check import folder_of, name_of
 from bottega.process.child import ChildProcess
 from bottega.process.engine_supervisor import engine_environment
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
-from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.worker_pb2 import AttemptId, RunAttemptRequest
 from bottega.worker.config import EngineConfig
 from load.bench.framework import CORES, GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, closed_loop, medians, percentile
@@ -57,6 +59,7 @@ BENCH = Bench(
     Option("--capacity-batches", 6, "to measure the capacity of static batches", smallest=1),
     Option("--rounds", 3, "in which the sides take turns", smallest=1),
     Option("--threads", CORES, "of torch, on each side"),
+    Option("--model", EMBEDDED_MODEL, "an embedded model, or a folder in Diffusers' layout"),
 )
 
 
@@ -132,6 +135,7 @@ class Sides:
     reference: Side
     engine: BareEngine
     client: AsyncClient
+    model: ServedModel
 
     def draw_static(self, seeds: Sequence[int], steps: int) -> float:
         """Draw a batch by Diffusers; return its seconds."""
@@ -150,7 +154,7 @@ class Sides:
         return {
             "plain": await closed_loop(plain, requests=requests, clients=1),
             "engine": await closed_loop(
-                lambda number: self.engine.draw(_spec(number)), requests=requests, clients=CLIENTS
+                lambda number: self.engine.draw(_spec(self.model, number)), requests=requests, clients=CLIENTS
             ),
             "suite": await closed_loop(
                 lambda number: self.draw(number, CLOSED_STEPS), requests=requests, clients=CLIENTS
@@ -189,16 +193,17 @@ class Sides:
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Start all sides, and run both loops."""
     with (
-        Side(stock, threads=options.threads, model=WEIGHTS) as reference,
-        plain_suite("miniature", options.threads, folder / "suite") as gateway,
+        Side(stock, threads=options.threads, model=folder_of(options.model)) as reference,
+        plain_suite(options.model, options.threads, folder / "suite") as gateway,
     ):
         asyncio.run(_measure(reference, gateway.address, options, sheet))
 
 
 async def _measure(reference: Side, address: str, options: argparse.Namespace, sheet: Sheet) -> None:
     rates, seconds = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    async with BareEngine.running("miniature", options.threads) as engine, AsyncClient(address) as client:
-        sides = Sides(reference=reference, engine=engine, client=client)
+    async with BareEngine.running(options.model, options.threads) as engine, AsyncClient(address) as client:
+        (model,) = await client.models()
+        sides = Sides(reference=reference, engine=engine, client=client, model=model)
         await sides.closed(CLIENTS)  # warms all sides up
         for _ in range(options.rounds):
             for name, per_s in (await sides.closed(options.closed_requests)).items():
@@ -213,6 +218,8 @@ async def _measure(reference: Side, address: str, options: argparse.Namespace, s
             for name, took_s in (await sides.open(plan)).items():
                 seconds[name] += took_s
     rate, p50 = medians(rates), medians(seconds)
+    if options.model != EMBEDDED_MODEL:
+        sheet.bench += f"-{name_of(options.model).removeprefix(f'{EMBEDDED_MODEL}-')}"
     p95 = {name: percentile(took_s, 0.95) for name, took_s in seconds.items()}
     sheet.row("Diffusers, one at a time", f"{rate['plain']:.2f} images/s")
     sheet.row("the bare engine, 8 at once", f"{rate['engine']:.2f} images/s")
@@ -233,19 +240,20 @@ async def _measure(reference: Side, address: str, options: argparse.Namespace, s
     }
 
 
-def _spec(seed: int) -> GenerationSpec:
+def _spec(model: ServedModel, seed: int) -> GenerationSpec:
     """Return what the gateway would send for the same request: every default filled in."""
+    assert model.default_sampler is not None
     return GenerationSpec(
-        model="miniature",
+        model=model.name,
         prompt=PROMPT,
         num_inference_steps=CLOSED_STEPS,
         guidance_scale=GUIDANCE_SCALE,
         guidance_rescale=0.0,
-        width=64,
-        height=64,
+        width=model.default_width,
+        height=model.default_height,
         seed=seed,
         num_images=1,
-        sampler=SAMPLER_EULER,
+        sampler=SAMPLERS[model.default_sampler],
     )
 
 

@@ -1,4 +1,4 @@
-"""How well does the embedded model draw what it is told?
+"""How well does an embedded model draw what it is told?
 
 Held-out prompts through the suite, read back by the oracle. Half of the prompts name one thing, half two with a
 relation. A picture counts when everything in it is read right.
@@ -20,8 +20,10 @@ from typing import Any
 import PIL.Image
 
 from bottega.client import AsyncClient
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes
+from bottega.model_files.folder_check import folder_of, name_of
 from bottega.quality import oracle
 from load.bench.framework import CORES, Bench, Option, Sheet
 from load.bench.suites import plain_suite
@@ -39,7 +41,7 @@ BENCH = Bench(
     __file__,
     __doc__,
     Option("--prompts", 200, "half of them with one thing", smallest=2),
-    Option("--model", WEIGHTS, "a trained folder", kind=Path),
+    Option("--model", EMBEDDED_MODEL, "an embedded model, or a trained folder"),
     Option("--threads", CORES, "of the engine"),
     Option("--sheet", Path("out/miniature.png"), "contact sheet to write", kind=Path),
 )
@@ -110,9 +112,10 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Draw, read and report."""
     each = max(options.prompts // 2, 1)
     scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
-    model = "miniature" if options.model == WEIGHTS else str(options.model)
-    with plain_suite(model, options.threads, folder / "suite") as gateway:
+    with plain_suite(options.model, options.threads, folder / "suite") as gateway:
         drawn = asyncio.run(_draw(gateway.address, scenes))
+    if options.model != EMBEDDED_MODEL:
+        sheet.bench += f"-{name_of(options.model).removeprefix(f'{EMBEDDED_MODEL}-')}"
     groups: Mapping[str, Sequence[Drawn]] = {"one_object": drawn[:each], "two_objects": drawn[each:]}
     write_sheet([one for group in groups.values() for one in group[:SHOWN]], COLUMNS, options.sheet)
     for name, group in groups.items():
@@ -120,8 +123,11 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
         sheet.row(f"{name}: read right, all of it", f"{right:.2f}", f">= {WANTED[name]:.2f}")
         for part, share in shares(group).items():
             sheet.row(f"    {part}", f"{share:.2f}")
+    # A model with a transformer has no vision tower.
+    own = folder_of(options.model)
+    towers = own if (own / "clip_vision").is_dir() else WEIGHTS
     quality = measure_quality(
-        load_miniature(options.model), [one.picture for one in drawn], [caption(one.scene) for one in drawn]
+        load_miniature(towers), [one.picture for one in drawn], [caption(one.scene) for one in drawn]
     )
     sheet.row("clip_score (the miniature's own towers)", f"{quality.clip_score:.1f}")
     sheet.values["clip_score"] = quality.clip_score

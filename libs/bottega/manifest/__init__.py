@@ -36,6 +36,20 @@ class ServiceOption:
     default: int
     least: int = 0
     most: int = 64
+    per_model: bool = False
+    """Whether the value is for each model of a suite, whose settings then have the total."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteModel:
+    """A model that a suite on one machine serves."""
+
+    source: str
+    """Name of an embedded model, or the absolute path of a folder in Diffusers' layout."""
+    name: str
+    """Name under which workers serve it."""
+    folder: Path
+    """Its folder, also if it is an embedded one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +63,10 @@ class SuiteSettings:
     """The address at which services join the fleet."""
     http_address: str
     """The address of the HTTP API."""
-    model: str
-    """"miniature", or the absolute path of a folder in Diffusers' layout."""
-    model_name: str
-    """Name under which workers serve the model."""
-    model_folder: Path
-    """Folder of the model, also if it is the embedded one."""
+    models: tuple[SuiteModel, ...]
+    """At least one, with different names."""
     vae: str
-    """Absolute path of the folder of a VAE in place of the model's own; empty for none."""
+    """Absolute path of the folder of a VAE in place of the only model's own; empty for none."""
     device: str
     dtype: str
     threads: int

@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from bottega.miniature import WEIGHTS
+from bottega.miniature import MODELS
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
 from bottega.model_files.families import describe_other, family_of
 from bottega.model_files.family_names import FLUX, PARTS, class_of, denoiser_part
@@ -340,29 +340,26 @@ def _content(token: object) -> object:
     return token.get("content") if isinstance(token, dict) else token
 
 
-MINIATURE = "miniature"
-"""The operator's value for the embedded model, and the name under which it is served."""
-
 # A repository's folder in the hub's cache: models--OWNER--NAME, with a folder `snapshots` of commits.
 _REPOSITORY = "models--"
 _SNAPSHOTS = "snapshots"
 
 
 def folder_of(model: str) -> Path:
-    """Return the folder of `miniature` or of a path."""
-    return WEIGHTS if model == MINIATURE else Path(model)
+    """Return the folder of an embedded model, such as `miniature`, or of a path."""
+    return MODELS.get(model) or Path(model)
 
 
 def name_of(model: str, name: str = "") -> str:
     """Return the name under which a model is served.
 
     Args:
-        model: `miniature` or a folder's path.
+        model: Name of an embedded model, or a folder's path.
         name: The operator's name for it. If it is empty, the name is that of the repository if the folder is a snapshot
             in a hub's cache, else the folder's.
     """
-    if name or model == MINIATURE:
-        return name or MINIATURE
+    if name or model in MODELS:
+        return name or model
     # Links are not resolved: their creator chose the name.
     folder = Path(model).resolve() if ".." in Path(model).parts else Path(model).absolute()
     repository = folder.parent.parent.name

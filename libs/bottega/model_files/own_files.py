@@ -16,6 +16,7 @@ _PICKLES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 _PICKLE = "it is pickled, and only safetensors are opened; convert it"
 _BAD_NAME = f"nobody can ask for its name; rename it: {rules.ADAPTER_NAMES}"
 _SAME_NAME = "it has the name of another file or folder here; rename one of them"
+_SAME_NAME_OF_MODELS = "it has the name of one of the model {}; rename one of them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,22 @@ def own_loras(model: Path) -> OwnFiles:
     found = [(path.name if path.is_dir() else path.stem, path) for path in entries if _may_be_lora(path)]
     pickles = {path: _PICKLE for path in entries if path.is_file() and path.suffix in _PICKLES}
     return _own_files(found, pickles)
+
+
+def files_of_models(own: Mapping[str, OwnFiles]) -> OwnFiles:
+    """Return the adapters of several models, which are given by their names.
+
+    Those of a model are left out if one before it has an adapter of the same name.
+    """
+    hosted: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for model, files in own.items():
+        left_out |= files.left_out
+        left_out |= {name: _SAME_NAME_OF_MODELS.format(owners[name]) for name in files.hosted if name in owners}
+        hosted = {**files.hosted, **hosted}
+        owners = {**dict.fromkeys(files.hosted, model), **owners}
+    return OwnFiles(hosted=hosted, left_out=left_out)
 
 
 def _own_files(found: Iterable[tuple[str, Path]], left_out: Mapping[Path, str]) -> OwnFiles:

@@ -189,7 +189,7 @@ class JointAttention:
 
         def split(projected: torch.Tensor, norm: Any = None) -> torch.Tensor:
             """Return [rows, heads, tokens, channels of a head]."""
-            heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            heads = projected.reshape(rows, -1, attn.heads, projected.shape[-1] // attn.heads).transpose(1, 2)
             normed: torch.Tensor = heads if norm is None else norm(heads)
             return normed
 
@@ -204,7 +204,8 @@ class JointAttention:
         bias[-1] = self._bias
         scores = torch.baddbmm(bias, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=attn.scale)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-        mixed = torch.bmm(weights, value.flatten(0, 1)).unflatten(0, (rows, attn.heads)).transpose(1, 2).flatten(2)
+        mixed = torch.bmm(weights, value.flatten(0, 1)).reshape(rows, attn.heads, *query.shape[2:])
+        mixed = mixed.transpose(1, 2).flatten(2)
         image: torch.Tensor = attn.to_out[0](mixed[:, :tokens])
         return image, text if attn.context_pre_only else attn.to_add_out(mixed[:, tokens:])
 
@@ -250,7 +251,8 @@ def fresh_transformer() -> SD3Transformer2DModel:
                 torch.nn.init.zeros_(module.weight)
             else:
                 torch.nn.init.xavier_uniform_(module.weight.flatten(1))
-            torch.nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
     return network
 
 

@@ -9,13 +9,13 @@ _PROFILE = "cache_profile.json"
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    profile = suite.model_folder / _PROFILE
+    profiles = [model.folder / _PROFILE for model in suite.models]
     return {
         "name": name,
         "gateway": suite.fleet_address,
         "server": suite.server,
         "folder": str(suite.state / "cache"),
-        "profiles": [str(profile)] if profile.is_file() else [],
+        "profiles": [str(profile) for profile in profiles if profile.is_file()],
     }
 
 

@@ -8,10 +8,11 @@ _COUNT = ServiceOption(name="controlnet_servers", help="ControlNet server proces
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    """Return the configuration of a server for the ControlNets in the model's folder and those that are added."""
-    from bottega.model_files.own_files import own_controlnets  # imported here because the manifest does not need it
+    """Return the configuration of a server for the ControlNets in the models' folders and those that are added."""
+    # Imported here because the manifest does not need it.
+    from bottega.model_files.own_files import files_of_models, own_controlnets
 
-    own = own_controlnets(suite.model_folder)
+    own = files_of_models({model.name: own_controlnets(model.folder) for model in suite.models})
     # All ControlNet servers together get as many cores as a worker.
     threads = suite.threads_of(suite.options[_COUNT.name], beside=suite.options["workers"])
     return {

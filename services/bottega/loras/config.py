@@ -10,13 +10,11 @@ from pydantic import ConfigDict
 
 from bottega import rules
 from bottega.errors import ConfigError
-from bottega.miniature import WEIGHTS
+from bottega.miniature import MODELS
 from bottega.model_files.family_names import TRANSFORMER, UNET
 from bottega.rpc.server_config import AtLeastOne, LimitedLinksConfig, NotNegative, Seconds, StoreConfig
 from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
-
-_MINIATURE = "miniature"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +130,7 @@ def check_configured(config: LoraConfig) -> dict[str, Path]:
             raise ConfigError(f"loras.{name}: the name of a LoRA must be {rules.ADAPTER_NAMES}")
         if own.base not in config.bases:
             raise ConfigError(f"loras.{name}.base: {own.base} is not in bases: {', '.join(sorted(config.bases))}")
-    folders = {
-        name: WEIGHTS if folder == _MINIATURE else Path(folder).absolute() for name, folder in config.bases.items()
-    }
+    folders = {name: MODELS.get(folder) or Path(folder).absolute() for name, folder in config.bases.items()}
     for name, folder in folders.items():
         try:
             denoiser = TRANSFORMER if (folder / TRANSFORMER).is_dir() else UNET

@@ -6,17 +6,19 @@ from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    """Return the configuration of a store for the LoRAs in the folder of the model that the suite's workers serve."""
-    from bottega.model_files.own_files import own_loras  # imported here to keep the manifest light
+    """Return the configuration of a store for the LoRAs in the folders of the models that the suite's workers serve."""
+    from bottega.model_files.own_files import files_of_models, own_loras  # imported here to keep the manifest light
 
-    base, own = suite.model_name, own_loras(suite.model_folder)
+    own_of = {model.name: own_loras(model.folder) for model in suite.models}
+    own = files_of_models(own_of)
+    bases = {path: name for name, files in own_of.items() for path in files.hosted.values()}
     return {
         "name": name,
         "gateway": suite.fleet_address,
         "server": suite.server,
         "folder": str(suite.state / "loras"),
-        "bases": {base: str(suite.model_folder)},
-        "loras": {lora: {"path": path, "base": base} for lora, path in own.hosted.items()},
+        "bases": {model.name: str(model.folder) for model in suite.models},
+        "loras": {lora: {"path": path, "base": bases[path]} for lora, path in own.hosted.items()},
         "left_out": own.left_out,
     }
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from bottega.manifest import ServiceOption, ServiceSpec, SuiteSettings, UnitSettings
 
-_COUNT = ServiceOption(name="workers", help="Worker processes.", default=1, least=1)
+_COUNT = ServiceOption(name="workers", help="Worker processes of each model.", default=1, least=1, per_model=True)
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
     threads = suite.threads_of(suite.options[_COUNT.name])
+    model = suite.models[int(name.rpartition("-")[2]) % len(suite.models)]
     return {
         "name": name,
         "gateway": suite.fleet_address,
         "server": suite.server,
         "codec_idle_s": 300.0,
         "engine": {
-            "model": suite.model,
-            "model_name": suite.model_name,
+            "model": model.source,
+            "model_name": model.name,
             "device": suite.device,
             "dtype": suite.dtype,
             "threads": threads,

@@ -16,8 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from bottega.client import Client
+from bottega.client.cli import main
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.suite.background import end_orphans
 from bottega.client.suite.plan import PortTaken, SuiteOptions, free_ports, plan_suite
@@ -31,7 +33,7 @@ from bottega.client.suite.service_log import (
 )
 from bottega.client.transport.connection import default_address, default_fleet_address
 from bottega.errors import ConfigError
-from bottega.miniature import WEIGHTS
+from bottega.miniature import MODELS, WEIGHTS
 from bottega.model_files.folder_check import name_of
 
 
@@ -51,7 +53,7 @@ def test_workers_share_the_cores_and_all_services_find_their_gateway(tmp_path: P
     state = held(tmp_path)
     model, vae = str(Path("some/folder").resolve()), str(Path("some/vae").resolve())
     counts = {"workers": 2, "controlnet_servers": 2}
-    plan = plan_suite(SuiteOptions(services=counts, port=0, model=model, vae=vae, dtype="bfloat16"), state)
+    plan = plan_suite(SuiteOptions(services=counts, port=0, models=(model,), vae=vae, dtype="bfloat16"), state)
     names = ["gateway", "loras", "cache", "activations", "worker-0", "worker-1", "controlnet-0", "controlnet-1", "http"]
     assert [process.name for process in plan.processes] == names
     assert all(process.environment["OMP_WAIT_POLICY"] == "PASSIVE" for process in plan.processes)
@@ -83,8 +85,8 @@ def test_a_model_is_served_by_its_folders_or_repositorys_name(
     path = tmp_path / folder
     path.mkdir(parents=True)
     state = held(tmp_path / "state")
-    plan = plan_suite(SuiteOptions(port=0, model=str(path), model_name=given), state)
-    assert plan.settings.model_name == name
+    plan = plan_suite(SuiteOptions(port=0, models=(str(path),), model_names=(given,)), state)
+    assert [model.name for model in plan.settings.models] == [name]
     worker = yaml.safe_load((state.config / "worker-0.yaml").read_text())
     assert (worker["engine"]["model"], worker["engine"]["model_name"]) == (str(path), name)
     # As of a worker that is configured by hand.
@@ -118,7 +120,7 @@ def test_what_lies_beside_a_model_is_served_from_the_start(tmp_path: Path) -> No
     (model / "cache_profile.json").touch()
     for name in ("loras/wash.safetensors", "loras/notes.txt", "loras/~.safetensors", "controlnets/depth.safetensors"):
         (model / name).touch()
-    plan_suite(SuiteOptions(port=0, model=str(model)), state)
+    plan_suite(SuiteOptions(port=0, models=(str(model),)), state)
     config = yaml.safe_load((state.config / "loras.yaml").read_text())
     assert config["loras"] == {
         "ink": {"path": str(model / "loras" / "ink"), "base": "mine"},
@@ -130,6 +132,53 @@ def test_what_lies_beside_a_model_is_served_from_the_start(tmp_path: Path) -> No
     assert list(nets["left_out"]) == ["depth.safetensors"]
     cache = yaml.safe_load((state.config / "cache.yaml").read_text())
     assert cache["profiles"] == [str(model / "cache_profile.json")]
+
+
+def test_several_models_have_their_workers_and_adapters_in_one_suite(tmp_path: Path) -> None:
+    state, mine = held(tmp_path / "state"), tmp_path / "mine"
+    for name in ("loras/ink", "loras/dusk", "controlnets/canny", "controlnets/edges"):
+        (mine / name).mkdir(parents=True)
+    (mine / "cache_profile.json").touch()
+    options = SuiteOptions(port=0, models=("miniature", str(mine)), model_names=("", "ours"), services={"workers": 2})
+
+    plan = plan_suite(options, state)
+
+    configs = {one.name: yaml.safe_load((state.config / f"{one.name}.yaml").read_text()) for one in plan.processes}
+    workers = [configs[f"worker-{number}"]["engine"] for number in range(4)]
+    assert [engine["model_name"] for engine in workers] == ["miniature", "ours"] * 2
+    assert [engine["model"] for engine in workers[:2]] == ["miniature", str(mine)]
+    assert {engine["threads"] for engine in workers} == {max(1, len(os.sched_getaffinity(0)) // 4)}
+    loras, nets = configs["loras"], configs["controlnet-0"]
+    assert loras["bases"] == {"miniature": str(WEIGHTS), "ours": str(mine)}
+    bases = dict.fromkeys(("checked", "dusk", "striped"), "miniature") | {"ink": "ours"}
+    assert {name: own["base"] for name, own in loras["loras"].items()} == bases
+    assert nets["controlnets"] == {
+        "canny": str(mine / "controlnets" / "canny"),
+        **{name: str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")},
+    }
+    taken = "it has the name of one of the model miniature; rename one of them"
+    assert (loras["left_out"], nets["left_out"]) == ({"dusk": taken}, {"edges": taken})
+    assert configs["cache"]["profiles"] == [str(WEIGHTS / "cache_profile.json"), str(mine / "cache_profile.json")]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--model=miniature", "--model=miniature"], "two models have the name miniature"),
+        (["--model=miniature", "--model-name=a", "--model-name=b"], "--model-name is given 2 times, for 1 models"),
+        (["--model=miniature", "--model=other", "--vae=vae"], "--vae is for a suite of one model"),
+        (["--model=miniature", "--model=absent"], "the embedded model absent is not installed"),
+    ],
+)
+def test_models_that_one_suite_cannot_serve_are_refused(
+    options: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "absent", tmp_path / "absent")
+
+    result = CliRunner().invoke(main, ["up", "--port=0", f"--state={tmp_path / 'state'}", *options])
+
+    assert (result.exit_code, reason in result.stderr) == (1, True), result.stderr
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from bottega.miniature import MODELS
 from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.family_names import FAMILIES, SDXL
-from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of, name_of
+from bottega.model_files.folder_check import check_model_folder, folder_of, name_of
 from bottega.model_files.presets import read_preset
 from bottega.model_files.report import ModelReport
 from bottega.model_files.scheduler_rules import FLOW_MATCHING, SAMPLER_CLASSES
@@ -136,7 +137,7 @@ class ModelFacts:
 
 
 def read_model_facts(model: str) -> ModelFacts:
-    """Return the facts about `miniature`, a folder or a single file. Only headers of weights are read."""
+    """Return the facts about an embedded model, a folder or a single file. Only headers of weights are read."""
     path = folder_of(model)
     if path.suffix == _SAFETENSORS and path.is_file():
         try:
@@ -178,7 +179,7 @@ def _of_folder(report: ModelReport, model: str) -> ModelFacts:
     return ModelFacts(
         path=report.folder,
         name=name_of(model),
-        kind="embedded" if model == MINIATURE else _kind(report.folder),
+        kind="embedded" if model in MODELS else _kind(report.folder),
         content="",
         family=report.family_title,
         pipeline=report.pipeline_class,

@@ -20,7 +20,6 @@ from bottega.client.instance import StateFolder
 from bottega.client.transport.connection import default_fleet_address
 from bottega.errors import ConfigError, ServicesMissing
 from bottega.manifest import VARIABLE, read_services
-from bottega.miniature import WEIGHTS
 from bottega.model_files.controlnet_folder import ControlLayout, check_controlnet, read_base_layout
 from bottega.model_files.folder_check import check_model_folder, folder_of
 from bottega.model_files.own_files import own_controlnets
@@ -201,7 +200,7 @@ def _normal(name: str) -> str:
 
 
 def check_model(model: str) -> Iterator[CheckResult]:
-    """Check a model: a folder, a single file, or "miniature", the embedded model. Each problem is a result."""
+    """Check a model: a folder, a single file, or an embedded model. Each problem is a result."""
     if is_single_file(model):
         refusal = refusal_of(Path(model))
         yield fail(refusal, _TODO) if refusal else ok(f"model {model}: a single file, which is converted at the start")
@@ -235,8 +234,8 @@ _CONTROLNET_TODO = "Requests cannot use this ControlNet. Correct it, or remove i
 
 
 def check_own_controlnets(model: str) -> Iterator[CheckResult]:
-    """Check the ControlNets in the folder of a model, given as a folder or as "miniature"."""
-    folder = WEIGHTS if model == "miniature" else Path(model)
+    """Check the ControlNets in the folder of a model, given as a folder or by the name of an embedded one."""
+    folder = folder_of(model)
     own, base = own_controlnets(folder), _base(folder)
     good = []
     for name, path in own.hosted.items():

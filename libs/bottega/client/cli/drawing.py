@@ -23,11 +23,11 @@ from bottega.client.cli.options import DEFAULT_TIMEOUT_S, address_option, connec
 from bottega.client.cli.terminal import escaped_and_cut, fail, note, say, share_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.jobs import Completed, Priority, Progress
-from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import SUFFIXES, Format, Picture
 from bottega.client.types.provenance import MaskUse, Parameters, Provenance
 from bottega.errors import InvalidRequest, Violation
+from bottega.miniature import MODELS
 from bottega.state_folder import write_whole
 
 # Stages by their names in the contract, in the order of a request's life. Those of add-ons are between the two.
@@ -253,15 +253,16 @@ def note_approximate(provenance: Provenance) -> None:
 
 
 def note_unknown_to_embedded_model(parameters: Parameters) -> None:
-    """Print a hint if the embedded model drew words or a size that it was not trained for."""
-    if parameters.model != EMBEDDED_MODEL:
+    """Print a hint if an embedded model drew words or a size that it was not trained for."""
+    if parameters.model not in MODELS:
         return
     from bottega.miniature.scenes import SIDE, unknown_words
 
     sides = (parameters.width, parameters.height)
     unknown = any(map(unknown_words, parameters.prompts or (parameters.prompt,)))
     if unknown or max(sides) >= _FAR * SIDE or min(sides) * _FAR <= SIDE:
-        note("miniature, the embedded model, only draws simple shapes; `bottega up --model FOLDER` serves yours")
+        what = f"{parameters.model}, the embedded model, only draws simple shapes"
+        note(f"{what}; `bottega up --model FOLDER` serves yours")
 
 
 def _mask_facts(use: MaskUse) -> Iterator[str]:

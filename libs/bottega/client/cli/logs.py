@@ -1,17 +1,22 @@
-"""`bottega logs` and `bottega stop`, for the suite that runs on this machine. Logs are formatted for people."""
+"""`bottega logs` and `bottega stop`, for the suite that runs on this machine, and the log of the suite itself.
+
+Logs are formatted for people.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 
 import click
 
+from bottega.client.addons.addon import LeftOutThing
 from bottega.client.cli.options import state_option
 from bottega.client.cli.terminal import Line, Styled, fail, note, say
 from bottega.client.instance import StateFolder
-from bottega.client.suite.service_log import fields_of
+from bottega.client.suite.service_log import ServiceLog, fields_of
 
 _COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _USUAL = ("time", "level", "service", "event", "logger", "exc_info")
@@ -106,3 +111,52 @@ def stop(*, state: StateFolder) -> None:
     for name in end_orphans(state.read()):
         note(f"Ended {name}, which a killed suite had left running.")
     say(f"No suite runs from {state.root}. For services of systemd: systemctl stop bottega.target")
+
+
+class TerminalListener:
+    """A ServiceListener that prints each event, and appends it to suite.log.
+
+    Args:
+        quiet: Only append to suite.log. Its size is limited, while the output file of a background suite has no limit.
+    """
+
+    def __init__(self, log: ServiceLog, *, quiet: bool) -> None:
+        self._log = log
+        self._quiet = quiet
+
+    def starting(self, name: str, progress: str) -> None:
+        self._write("INFO", f"{name} starts", progress=progress)
+        if not self._quiet:
+            say(f"  {name:<12} {progress}")
+
+    def serving(self, name: str, address: str) -> None:
+        self._write("INFO", f"{name} serves", address=address)
+        if not self._quiet:
+            say(f"  {name:<12} serves at {address}")
+
+    def died(self, name: str, how: str, wait_s: float) -> None:
+        self._write("WARNING", f"{name} {how}", wait_s=wait_s)
+        if not self._quiet:
+            note(f"  {name:<12} {how}; starting it again in {wait_s:g} s (bottega logs {name} says why)")
+
+    def not_forked(self, reason: str) -> None:
+        event = f"the fork server failed: {reason}; new interpreters are started"
+        self._write("WARNING", event)
+        if not self._quiet:
+            note(f"  {event}")
+
+    def left_out(self, thing: LeftOutThing) -> None:
+        """Warn of a file or folder that a service does not host."""
+        self._write("WARNING", thing.sentence)
+        if not self._quiet:
+            note_left_out(thing)
+
+    def _write(self, level: str, event: str, **facts: object) -> None:
+        # In the services' own format, so that bottega logs can merge the lines.
+        moment = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3]  # noqa: DTZ005 - services write local time, too
+        self._log.write(json.dumps({"time": moment, "level": level, "service": "suite", "event": event, **facts}))
+
+
+def note_left_out(thing: LeftOutThing) -> None:
+    """Print a warning about a file or folder that a service does not host."""
+    note(Styled(text="warning:", colour="yellow", bold=True), f" {thing.sentence}")

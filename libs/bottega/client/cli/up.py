@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bottega.client.addons.addon import LeftOutThing, left_out_of
-from bottega.client.cli.logs import pretty
+from bottega.client.addons.addon import left_out_of
+from bottega.client.cli.logs import TerminalListener, note_left_out, pretty
 from bottega.client.cli.models import note_part, run_import
 from bottega.client.cli.options import state_option
-from bottega.client.cli.terminal import Styled, escaped, escaped_lines, fail, note, say
+from bottega.client.cli.terminal import escaped, escaped_lines, fail, note, say
 from bottega.client.instance import AlreadyHeld, StateFolder
 from bottega.client.sdk.clients import Client
-from bottega.client.suite.plan import SuiteOptions, SuitePlan, plan_suite
+from bottega.client.suite.plan import SuiteOptions, SuitePlan, plan_suite, suite_models
 from bottega.client.suite.service_log import ServiceLog
 from bottega.client.suite.service_process import DoesNotStart
 from bottega.client.transport.connection import DEFAULT_PORT
 from bottega.client.types.fleet import FleetStatus
 from bottega.errors import BottegaError
-from bottega.manifest import options_of, read_services
+from bottega.manifest import SuiteModel, options_of, read_services
+from bottega.miniature import MODELS
 from bottega.model_files.family_names import PREDICTION_TYPES
 from bottega.state_folder import state_folder
 
@@ -58,9 +60,11 @@ class _WithServicesOptions(click.Command):
 @click.command("up", cls=_WithServicesOptions)
 @click.option(
     "--model",
-    default="miniature",
+    "models",
+    multiple=True,
+    default=["miniature"],
     show_default=True,
-    help="Model to serve: miniature, a folder in Diffusers' layout, or a single .safetensors file.",
+    help="Model to serve: miniature, a folder in Diffusers' layout, or a single .safetensors file. May be repeated.",
 )
 @click.option(
     "--prediction-type",
@@ -69,7 +73,10 @@ class _WithServicesOptions(click.Command):
 )
 @click.option("--vae", default="", help="VAE in place of the model's own: a folder or a single .safetensors file.")
 @click.option(
-    "--model-name", default="", help="Name of the model in requests; default: the name of its folder or repository."
+    "--model-name",
+    "model_names",
+    multiple=True,
+    help="Name of the model in requests, once for each --model; default: the name of its folder or repository.",
 )
 @click.option("--device", default="auto", show_default=True, help="Device of the workers: auto, cpu or cuda:N.")
 @click.option(
@@ -102,10 +109,10 @@ class _WithServicesOptions(click.Command):
 @click.option("--in-background", is_flag=True, hidden=True, help="Internal: marks the process that --detach starts.")
 def command(
     *,
-    model: str,
+    models: tuple[str, ...],
     prediction_type: str | None,
     vae: str,
-    model_name: str,
+    model_names: tuple[str, ...],
     device: str,
     dtype: str,
     threads: int,
@@ -120,21 +127,25 @@ def command(
     It starts a gateway, workers, a ControlNet server, a LoRA store, an approximate cache, an activation store and an
     HTTP API (OpenAI's for images). Their logs and data are in the state folder.
 
-    ControlNets and LoRAs are served from the folders `controlnets` and `loras` in the model's folder. The built-in
+    ControlNets and LoRAs are served from the folders `controlnets` and `loras` in each model's folder. The built-in
     model has the ControlNets edges and layout, and the LoRAs striped, checked and dusk. bottega loras add adds LoRAs.
     """
     given = SuiteOptions(
-        model=model,
+        models=models,
+        model_names=model_names,
         vae=vae,
-        model_name=model_name,
         device=device,
         dtype=dtype,
         threads=threads,
         port=port,
         services=services,
     )
+    if len(models) > 1 and vae:
+        fail("--vae is for a suite of one model", "Put the VAE into the model's folder, or start a suite for it.")
+    if len(model_names) > len(models):
+        fail(f"--model-name is given {len(model_names)} times, for {len(models)} models")
     options = _with_folders(given, prediction_type or "", state)
-    _check_model(options)
+    _check_models(options)
     try:
         if detach:
             _detached(options, state)
@@ -165,19 +176,24 @@ def _with_folders(options: SuiteOptions, prediction_type: str, state: StateFolde
     from bottega.model_files.single_file_check import refusal_of, vae_refusal
 
     vae = Path(options.vae) if is_single_file(options.vae) else None
-    if not is_single_file(options.model):
-        if vae is None:
-            return options
-        family = check_model_folder(folder_of(options.model)).family
+    if vae is not None and not is_single_file(options.models[0]):
+        family = check_model_folder(folder_of(options.models[0])).family
         _make_state_for(vae_refusal(vae, family), state)
         folder = run_import(import_vae_for_serving(vae, state.root, family, note_part))
         return replace(options, vae=str(folder))
-    file = Path(options.model)
-    _make_state_for(refusal_of(file, prediction_type, vae), state)
-    result = run_import(import_for_serving(file, state.root, prediction_type, vae, on_part=note_part))
-    note(result.prediction)
-    name = options.model_name or name_of(str(file.with_suffix("")))
-    return replace(options, model=str(result.folder), model_name=name, vae="" if vae is not None else options.vae)
+    models: list[str] = []
+    names: list[str] = []
+    for model, given in zip_longest(options.models, options.model_names, fillvalue=""):
+        found, name = model, given
+        if is_single_file(model):
+            file = Path(model)
+            _make_state_for(refusal_of(file, prediction_type, vae), state)
+            result = run_import(import_for_serving(file, state.root, prediction_type, vae, on_part=note_part))
+            note(result.prediction)
+            found, name = str(result.folder), given or name_of(str(file.with_suffix("")))
+        models.append(found)
+        names.append(name)
+    return replace(options, models=tuple(models), model_names=tuple(names), vae="" if vae is not None else options.vae)
 
 
 def _make_state_for(refusal: str, state: StateFolder) -> None:
@@ -189,23 +205,27 @@ def _make_state_for(refusal: str, state: StateFolder) -> None:
     state.make()
 
 
-def _check_model(options: SuiteOptions) -> None:
-    """End the command if workers could not serve the model, or if its name is too long for requests."""
-    model, name = options.model, options.model_name
-    from bottega.model_files.folder_check import MINIATURE, check_model_folder, folder_of
+def _check_models(options: SuiteOptions) -> None:
+    """End the command if workers could not serve a model, or if requests could not name it."""
+    from bottega.model_files.folder_check import check_model_folder
     from bottega.rules import MAX_MODEL_CHARACTERS
 
-    if model == MINIATURE and not folder_of(model).is_dir():
-        fail("the embedded model is not installed", "pip install bottega-miniature, or serve your own: --model FOLDER")
-    report = check_model_folder(folder_of(model), vae=Path(options.vae) if options.vae else None)
-    if report.refusal:
-        fail(report.refusal)
-    if report.advice:
-        note(f"The model {report.folder} has no preset: {report.advice}")
-    if len(name) > MAX_MODEL_CHARACTERS:
-        fail(
-            f"the name has {len(name)} characters", f"Give a name of at most {MAX_MODEL_CHARACTERS}: --model-name NAME"
-        )
+    names = Counter[str]()
+    for model in suite_models(options):
+        if model.source in MODELS and not model.folder.is_dir():
+            what = f"the embedded model {model.source} is not installed"
+            fail(what, "pip install bottega-miniature, or serve your own: --model FOLDER")
+        report = check_model_folder(model.folder, vae=Path(options.vae) if options.vae else None)
+        if report.refusal:
+            fail(report.refusal)
+        if report.advice:
+            note(f"The model {report.folder} has no preset: {report.advice}")
+        if len(model.name) > MAX_MODEL_CHARACTERS:
+            what = f"the name has {len(model.name)} characters"
+            fail(what, f"Give a name of at most {MAX_MODEL_CHARACTERS}: --model-name NAME")
+        names[model.name] += 1
+        if names[model.name] > 1:
+            fail(f"two models have the name {model.name}", "Give each a name of its own: --model-name NAME, repeated.")
 
 
 def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
@@ -241,7 +261,7 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
             note_left_out(thing)
     say(f"Bottega runs in the background as process {record.pid}; logs in {state.logs}; bottega stop ends it.")
     addresses = (record.address, record.fleet_address, record.http_address)
-    say_ready(*addresses, time.monotonic() - began_s, state, command=first_command(options.model))
+    say_ready(*addresses, time.monotonic() - began_s, state, command=first_command(suite_models(options)))
 
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
@@ -274,7 +294,8 @@ def _described(plan: SuitePlan) -> str:
     """Return a plan as text, such as "1 gateway, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
     services = (_counted(count, service.title) for service, count in plan.counts if count)
     threads = plan.settings.threads_of(plan.settings.options["workers"])
-    return f"{', '.join(services)}; {plan.settings.model}, {_counted(threads, 'thread')} a worker"
+    models = " and ".join(model.source for model in plan.settings.models)
+    return f"{', '.join(services)}; {models}, {_counted(threads, 'thread')} a worker"
 
 
 def _counted(count: int, what: str) -> str:
@@ -301,67 +322,19 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
             for thing in left_out_of(fleet):
                 listener.left_out(thing)
             addresses = (settings.address, settings.fleet_address, plan.http_address)
-            say_ready(*addresses, seconds, state, command=first_command(settings.model))
+            say_ready(*addresses, seconds, state, command=first_command(settings.models))
 
         asyncio.run(_run(Supervisor(plan, state, listener, fork_server=server), on_ready))
 
 
-class TerminalListener:
-    """A ServiceListener that prints each event, and appends it to suite.log.
+def first_command(models: tuple[SuiteModel, ...]) -> str:
+    """Return a command that draws a first picture with the first one of a suite's models."""
+    from bottega.model_files.folder_check import check_model_folder
 
-    Args:
-        quiet: Only append to suite.log. Its size is limited, while the output file of a background suite has no limit.
-    """
-
-    def __init__(self, log: ServiceLog, *, quiet: bool) -> None:
-        self._log = log
-        self._quiet = quiet
-
-    def starting(self, name: str, progress: str) -> None:
-        self._write("INFO", f"{name} starts", progress=progress)
-        if not self._quiet:
-            say(f"  {name:<12} {progress}")
-
-    def serving(self, name: str, address: str) -> None:
-        self._write("INFO", f"{name} serves", address=address)
-        if not self._quiet:
-            say(f"  {name:<12} serves at {address}")
-
-    def died(self, name: str, how: str, wait_s: float) -> None:
-        self._write("WARNING", f"{name} {how}", wait_s=wait_s)
-        if not self._quiet:
-            note(f"  {name:<12} {how}; starting it again in {wait_s:g} s (bottega logs {name} says why)")
-
-    def not_forked(self, reason: str) -> None:
-        event = f"the fork server failed: {reason}; new interpreters are started"
-        self._write("WARNING", event)
-        if not self._quiet:
-            note(f"  {event}")
-
-    def left_out(self, thing: LeftOutThing) -> None:
-        """Warn of a file or folder that a service does not host."""
-        self._write("WARNING", thing.sentence)
-        if not self._quiet:
-            note_left_out(thing)
-
-    def _write(self, level: str, event: str, **facts: object) -> None:
-        # In the services' own format, so that bottega logs can merge the lines.
-        moment = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3]  # noqa: DTZ005 - services write local time, too
-        self._log.write(json.dumps({"time": moment, "level": level, "service": "suite", "event": event, **facts}))
-
-
-def note_left_out(thing: LeftOutThing) -> None:
-    """Print a warning about a file or folder that a service does not host."""
-    note(Styled(text="warning:", colour="yellow", bold=True), f" {thing.sentence}")
-
-
-def first_command(model: str) -> str:
-    """Return a command that draws a first picture with a model."""
-    from bottega.model_files.folder_check import check_model_folder, folder_of
-
-    if check_model_folder(folder_of(model)).edits_only:
-        return f'bottega edit PICTURE "{FIRST_PROMPT}" --mask MASK -o star.png'
-    return f'bottega generate "{FIRST_PROMPT}" -o star.png'
+    model = f" --model {quote(models[0].name)}" if len(models) > 1 else ""
+    if check_model_folder(models[0].folder).edits_only:
+        return f'bottega edit PICTURE "{FIRST_PROMPT}" --mask MASK -o star.png{model}'
+    return f'bottega generate "{FIRST_PROMPT}" -o star.png{model}'
 
 
 def say_ready(

@@ -54,7 +54,9 @@ def start_in_background(
     output_file = state.logs / "up.out"
     values = asdict(options)
     values |= values.pop("services")
+    several = {"model": values.pop("models"), "model_name": values.pop("model_names")}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    arguments += [f"--{name.replace('_', '-')}={value}" for name, given in several.items() for value in given]
     with private_files(), output_file.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "bottega.client.cli", "up", "--in-background", f"--state={state.root}", *arguments],

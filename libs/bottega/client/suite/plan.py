@@ -9,13 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from bottega.client.instance import StateFolder
 from bottega.client.transport.connection import DEFAULT_PORT
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.errors import BottegaError, Code, ConfigError
-from bottega.manifest import ServiceSpec, SuiteSettings, missing_packages, options_of, read_services
+from bottega.manifest import ServiceSpec, SuiteModel, SuiteSettings, missing_packages, options_of, read_services
+from bottega.miniature import MODELS
 
 # Seconds of the services' drain. Their own default is longer: here a person waits after Ctrl-C.
 _DRAIN_GRACE_S = 5.0
@@ -31,12 +33,12 @@ class PortTaken(BottegaError):
 class SuiteOptions:
     """The options of `bottega up`."""
 
-    model: str = EMBEDDED_MODEL
-    """`miniature`, or a folder in Diffusers' layout."""
+    models: tuple[str, ...] = (EMBEDDED_MODEL,)
+    """Names of embedded models, or folders in Diffusers' layout; at least one."""
+    model_names: tuple[str, ...] = ()
+    """Names of the models in requests; an empty or missing one is what `bottega.model_files.name_of` returns."""
     vae: str = ""
-    """Folder of a VAE in place of the model's own; empty for none."""
-    model_name: str = ""
-    """Name of the model in requests; if empty, the name that `bottega.model_files.name_of` returns."""
+    """Folder of a VAE in place of the only model's own; empty for none."""
     device: str = "auto"
     dtype: str = "auto"
     """The element type of the model: auto, float32, float16 or bfloat16; see a worker's `engine.dtype`."""
@@ -109,20 +111,14 @@ def _lacking_text(services: list[ServiceSpec]) -> str:
 
 
 def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: StateFolder) -> SuiteSettings:
-    # Imported here: it takes 0.2 s, for which every command would wait.
-    from bottega.model_files.folder_check import folder_of, name_of
-
     address, metrics_address, fleet_address, http_address = (f"127.0.0.1:{port}" for port in _ports(options.port))
-    folder = folder_of(options.model).resolve()
-    model = options.model if options.model == EMBEDDED_MODEL else str(folder)
+    models = suite_models(options)
     return SuiteSettings(
         address=address,
         metrics_address=metrics_address,
         fleet_address=fleet_address,
         http_address=http_address,
-        model=model,
-        model_name=name_of(model, options.model_name),
-        model_folder=folder,
+        models=models,
         vae=str(Path(options.vae).resolve()) if options.vae else "",
         device=options.device,
         dtype=options.dtype,
@@ -130,8 +126,24 @@ def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: S
         cores=len(os.sched_getaffinity(0)),
         drain_grace_s=_DRAIN_GRACE_S,
         state=state.root,
-        options={option.name: options.services.get(option.name, option.default) for option in options_of(services)},
+        options={
+            option.name: options.services.get(option.name, option.default) * (len(models) if option.per_model else 1)
+            for option in options_of(services)
+        },
     )
+
+
+def suite_models(options: SuiteOptions) -> tuple[SuiteModel, ...]:
+    """Return the models of a suite, with their names and folders."""
+    # Imported here: it takes 0.2 s, for which every command would wait.
+    from bottega.model_files.folder_check import folder_of, name_of
+
+    found = []
+    for source, name in zip_longest(options.models, options.model_names, fillvalue=""):
+        folder = folder_of(source).resolve()
+        absolute = source if source in MODELS else str(folder)
+        found.append(SuiteModel(source=absolute, name=name_of(absolute, name), folder=folder))
+    return tuple(found)
 
 
 def _process(name: str, service: ServiceSpec, settings: SuiteSettings, folder: Path) -> ProcessPlan:

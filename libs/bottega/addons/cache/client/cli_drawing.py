@@ -52,9 +52,9 @@ from bottega.client.cli.terminal import (
     text_column,
 )
 from bottega.client.sdk.clients import Client
-from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, NotFinite
+from bottega.miniature import MODELS
 from bottega.state_folder import write_whole
 
 _MODEL = "the model"
@@ -144,11 +144,11 @@ def _announce(wanted: CacheMeasurement, client: Client) -> None:
 
 
 def _miniature_pairs(client: Client, model: str | None, most: int, clip: Path | None) -> list[PromptPair]:
-    """Return generated pairs of prompts for the embedded model. Raise UsageError if another model is measured."""
+    """Return generated pairs of prompts for an embedded model. Raise UsageError if another model is measured."""
     served = [one.name for one in client.models() if model in (None, one.name)]
-    if served != [EMBEDDED_MODEL]:
+    if len(served) != 1 or served[0] not in MODELS:
         options = "--prompts FILE" if clip else "--prompts FILE --clip FOLDER"
-        raise click.UsageError(f"only the embedded model has built-in prompts; run bottega cache profile {options}")
+        raise click.UsageError(f"only embedded models have built-in prompts; run bottega cache profile {options}")
     return miniature_pairs(most)
 
 

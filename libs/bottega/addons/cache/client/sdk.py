@@ -27,8 +27,8 @@ from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.messages import build_message
-from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.errors import BottegaError, CacheEntryNotFound, NoCache
+from bottega.miniature import MODELS
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2_grpc import CacheServiceStub
 
@@ -239,8 +239,8 @@ _SHARE = "Another cache has it: bottega cache profiles --share copies it."
 
 
 def _how_to_measure(model: str) -> str:
-    """Return the full command that measures a model. Only the embedded model has built-in prompts and a scorer."""
-    if model == EMBEDDED_MODEL:
+    """Return the full command that measures a model. Only embedded models have built-in prompts and a scorer."""
+    if model in MODELS:
         return f"bottega cache profile --model {model} measures which similarity is enough."
     return (
         f"bottega cache profile --model {model} --prompts FILE --clip FOLDER measures which similarity is enough: FILE "

@@ -22,8 +22,8 @@ from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
-from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.errors import BottegaError
+from bottega.miniature import MODELS
 
 _HUB = "hub:"
 
@@ -270,13 +270,13 @@ def profile(
 
 
 def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCase]:
-    """Yield pictures to measure the embedded model's ControlNets with. Raise UsageError for others."""
+    """Yield pictures to measure an embedded model's ControlNets with. Raise UsageError for others."""
     import random
 
     from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
 
     served = [one.name for one in client.models() if model in (None, one.name)]
-    if served != [EMBEDDED_MODEL] or name not in DRAWN:
+    if len(served) != 1 or served[0] not in MODELS or name not in DRAWN:
         raise click.UsageError(
             f"give control images of the kind that {name} is used with: bottega controlnets profile {name} IMAGE..."
         )

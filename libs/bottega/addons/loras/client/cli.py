@@ -36,9 +36,9 @@ from bottega.client.cli.terminal import (
 from bottega.client.sdk.clients import Client
 from bottega.client.types.fleet import Readiness
 from bottega.client.types.inputs import Lora
-from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.provenance import Provenance
 from bottega.errors import BottegaError
+from bottega.miniature import MODELS
 
 # LoRAs of GiB take some seconds; after that the command tells what is so by then.
 _LOAD_S, _POLL_S = 15.0, 0.05
@@ -235,10 +235,10 @@ def profile(
 
 
 def _captions(client: Client, lora: StoredLora) -> tuple[str, ...]:
-    """Return prompts for a LoRA of the embedded model. Raise UsageError for other models."""
+    """Return prompts for a LoRA of an embedded model. Raise UsageError for other models."""
     from bottega.miniature.scenes import caption, held_out_scenes
 
-    if lora.base != EMBEDDED_MODEL or EMBEDDED_MODEL not in {model.name for model in client.models()}:
+    if lora.base not in MODELS or lora.base not in {model.name for model in client.models()}:
         raise click.UsageError(f"give at least {LEAST_PROMPTS} prompts: bottega loras profile {lora.name} --prompt ...")
     words = "".join(f", {word}" for word in lora.trigger_words)
     return tuple(caption(scene) + words for scene in held_out_scenes(LEAST_PROMPTS, things=1))
